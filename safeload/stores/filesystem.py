@@ -1,28 +1,43 @@
-"""URLs read by fsspec, and ``file://`` URLs, each as a `Backend`."""
+"""URLs read by fsspec, and callers' filesystems: abortable calls, versions, caches, S3 through presigned URLs."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import re
 import secrets
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
-from ..base.absent import is_absent, not_installed
+import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.cached import CachingFileSystem, WholeFileCacheFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from ..base import log
+from ..base.absent import is_absent
+from ..base.forking import ProcessLock
+from ..base.text import show
 from ..base.url import CACHES, parsed, unescaped
-from ..errors import FormatError, UnsupportedError, missing_file
+from ..errors import FormatError, RemoteError, UnsupportedError
 from . import url as urls
 from .foreign_errors import checked
-from .local import LocalStore, open_local, replace
+from .local import open_local
+from .objects import ObjectStore, ObjectUrls, StoredObject, copy_whole
 from .options import secrets_of, secrets_of_urls
-from .remote import checked_name
+from .remote import checked_size, digest_of, marks_of, strong_etag
+from .stop import current, left_behind
 from .store import WINDOW, ByteStore
-from .thread_group import each
 
 if TYPE_CHECKING:
-    from .fsspec_store import FsspecHandle
+    from .http import HttpStore
+    from .http_client import Client, RequestTarget
 
 # The package to install for a scheme; fsspec itself names the package for other schemes.
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
@@ -31,160 +46,49 @@ _ATOMIC = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "oss
 _SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]+(?=://)")
 # URLs with these schemes cannot carry a user and a password.
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs"))
+# Seconds between signal checks while a call runs in fsspec's thread: Windows cannot interrupt a wait.
+_TICK = 0.2
 
 
-class LocalUrls:
-    """``file://`` URLs."""
-
-    def open(self, url: str, window: int = WINDOW) -> LocalStore:
-        shown = urls.shown(url)
-        try:
-            return open_local(urls.local_path(url), shown=shown)
-        except FileNotFoundError:
-            raise missing_file(shown, f"No such file or directory: {shown}") from None
-
-    def is_folder(self, url: str) -> bool:
-        return os.path.isdir(urls.local_path(url))
-
-    def listing(self, url: str) -> list[tuple[str, bool]]:
-        with os.scandir(urls.local_path(url)) as entries:
-            return sorted((entry.name, entry.is_dir()) for entry in entries)
-
-    def upload(self, source: str, url: str) -> None:
-        _copy(source, urls.local_path(url), urls.shown(url))
-
-    def remove(self, targets: Sequence[str]) -> None:
-        for url in targets:
-            if url.endswith("/"):
-                with suppress(OSError):  # it may be missing, or have files
-                    os.rmdir(urls.local_path(url))
-                continue
-            with suppress(FileNotFoundError):
-                os.remove(urls.local_path(url))
-
-    def check_writable(self, url: str) -> None:
-        pass
-
-
-class Filesystem:
-    """A filesystem of fsspec."""
+class Filesystem(ObjectUrls):
+    """URLs read by fsspec, or a caller's filesystem."""
 
     def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
-        _need_fsspec("a filesystem")
-        from .fsspec_store import Signer
-
-        self._handles = FsspecHandles(fs, options)
+        self._options = _copied(options or {})
+        self._known: dict[object, FsspecHandle] = {}
+        self._secrets = secrets_of(self._options if fs is None else getattr(fs, "storage_options", None))
+        self._own = None if fs is None else FsspecHandle(fs, self._secrets)
         self._signer = Signer()
-
-    @property
-    def escapes(self) -> bool:
-        """Whether paths in URLs are escaped, by fsspec's http or by `object_store.of_fsspec`."""
-        own = self._handles.own
-        return own is not None and is_escaped(own.fs)
+        self.escapes = fs is not None and is_escaped(fs)
 
     def __repr__(self) -> str:
         return "<Filesystem>"  # options are secret
 
     def open(self, url: str, window: int = WINDOW) -> ByteStore:
         """Open a file; if it is on this machine, open it directly."""
-        from .fsspec_store import FsspecStore
-
-        handle, path = self._handles.find(url)
+        handle, path = self.find(url)
         shown = urls.shown(url)
         if _has_files(handle.fs):
             return open_local(_downloaded(handle, path, shown), shown=shown)
         _drop_outdated(handle, path, shown)
         signed = self._signer.open(handle, path, shown, window) if _is_s3(handle.fs) else None
-        return FsspecStore(handle, path, shown, window) if signed is None else signed
+        return StoredObject(handle, path, shown, window) if signed is None else signed
 
     def is_folder(self, url: str) -> bool:
         """Return whether a URL is a folder; False if listing is forbidden, because a file could still be readable."""
-        handle, path = self._handles.find(url)
+        handle, path = self.find(url)
         handle.fs.invalidate_cache(path)
         try:
             return bool(handle.ask(urls.shown(url), "isdir", path))
         except (FileNotFoundError, PermissionError, UnsupportedError):
             return False
 
-    def listing(self, url: str) -> list[tuple[str, bool]]:
-        handle, path = self._handles.find(url)
-        handle.fs.invalidate_cache(path)
-        shown = urls.shown(url)
-        details = handle.ask(shown, "ls", path, detail=True)
-        entries = set()
-        for entry in details:
-            fields = entry if isinstance(entry, Mapping) else {"name": entry}
-            name = checked_name(fields.get("name"), shown)
-            if fields["name"].rstrip("/") != path.rstrip("/"):
-                entries.add((name, fields.get("type") == "directory"))
-        return sorted(entries)
-
-    def upload(self, source: str, url: str) -> None:
-        """Upload a file.
-
-        An interrupted multipart upload leaves hidden parts in the store; a lifecycle rule of the bucket should remove
-        such parts.
-        """
-        from fsspec.implementations.local import LocalFileSystem
-
-        handle, path = self._handles.find_writable(url)
-        shown = urls.shown(url)
-        if isinstance(handle.fs, LocalFileSystem):
-            _copy(source, path, shown)
-        elif _ATOMIC.intersection(_protocols(handle.fs)):
-            handle.ask(shown, "put_file", source, path)
-        else:
-            _upload_and_rename(handle, source, path, shown)
-
-    def remove(self, targets: Sequence[str]) -> None:
-        def remove_one(url: str) -> None:
-            handle, path = self._handles.find_writable(url)
-            if url.endswith("/"):
-                if not _ATOMIC.intersection(_protocols(handle.fs)):  # there, folders are only parts of names
-                    with suppress(Exception):  # it may be missing, or have files
-                        handle.fs.rmdir(path)
-                return
-            with suppress(FileNotFoundError):
-                handle.ask(urls.shown(url), "rm_file", path)
-
-        each(remove_one, targets)
-
-    def check_writable(self, url: str) -> None:
-        self._handles.find_writable(url)
-
-
-def filesystem_of(url: str, options: Mapping[str, Any]) -> Filesystem:
-    """Return the filesystem for all URLs with the same scheme or chain of schemes."""
-    _need_fsspec(urls.shown(url))
-    filesystem = Filesystem(None, options)
-    filesystem._handles.find(url)
-    return filesystem
-
-
-class FsspecHandles:
-    """Finds the fsspec filesystem of a URL, and keeps a handle per filesystem."""
-
-    def __init__(self, fs: Any, options: Mapping[str, Any] | None) -> None:
-        self._options = _copied(options or {})
-        self._known: dict[object, FsspecHandle] = {}
-        self._secrets = secrets_of(self._options)
-        self.own: FsspecHandle | None = None  # the caller's filesystem
-        if fs is not None:
-            from .fsspec_store import FsspecHandle
-
-            self._secrets = secrets_of(getattr(fs, "storage_options", None))
-            self.own = FsspecHandle(fs, self._secrets)
-
     def find(self, url: str) -> tuple[FsspecHandle, str]:
-        """Return the filesystem of a URL, and the path in it."""
+        """Return the filesystem of a URL, and the path in it; each filesystem has one handle."""
         self._check_credentials(url)
-        if self.own is not None:
-            local = is_escaped(self.own.fs) and urls.scheme_of(url) == "file"
-            return self.own, str(self.own.fs._strip_protocol(unescaped(url) if local else url))
-        from fsspec.core import url_to_fs
-
-        from .fsspec_store import FsspecHandle
-
+        if self._own is not None:
+            local = is_escaped(self._own.fs) and urls.scheme_of(url) == "file"
+            return self._own, str(self._own.fs._strip_protocol(unescaped(url) if local else url))
         url = _SCHEME.sub(lambda match: match[0].lower(), url)  # fsspec knows schemes in lower case only
         key = _cache_key(url)
         handle = self._known.get(key)
@@ -199,10 +103,6 @@ class FsspecHandles:
 
     def find_writable(self, url: str) -> tuple[FsspecHandle, str]:
         """Like `find`, but behind all caches."""
-        from fsspec.implementations.cached import CachingFileSystem
-
-        from .fsspec_store import FsspecHandle
-
         handle, path = self.find(url)
         while isinstance(handle.fs, CachingFileSystem):
             handle = FsspecHandle(handle.fs.fs, self._secrets)
@@ -226,8 +126,6 @@ class FsspecHandles:
 
 def _cache_key(url: str) -> object:
     """Return a key shared by all URLs of a filesystem; fsspec itself would make a filesystem per thread."""
-    import fsspec
-
     *before, last = url.split("::")
     for link in url.split("::"):
         _check_package(urls.scheme_of(link) if "://" in link else link, urls.shown(url))
@@ -237,13 +135,193 @@ def _cache_key(url: str) -> object:
     return *before, urls.scheme_of(last), repr(sorted(cls._get_kwargs_from_urls(last).items()))
 
 
+class FsspecHandle(ObjectStore):
+    """An fsspec filesystem for use in any process, forked processes included.
+
+    An asynchronous filesystem belongs to the thread of its event loop, which a fork does not copy.
+    """
+
+    def __init__(self, fs: Any, secrets: list[str]) -> None:
+        self._fs = _usable(fs)
+        self._process = os.getpid()
+        self.name = type(fs).__name__
+        self.secrets = secrets
+        self._passing: frozenset[str] | None = None  # fields of `info` that differ from call to call
+        self._has_ukey = True  # until it fails
+        # A block cache shares its list of blocks between the files of all threads.
+        self.turns = ProcessLock() if isinstance(fs, CachingFileSystem) else None
+
+    @property
+    def fs(self) -> Any:
+        """The filesystem; a forked process gets its own."""
+        if self._process != os.getpid():
+            self._fs, self._process = _renewed(self._fs), os.getpid()
+        return self._fs
+
+    def call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the filesystem; `stop.current` and Ctrl-C abort it."""
+        return self._call(self.fs, name, *arguments, **named)
+
+    def _call(self, fs: Any, name: str, *arguments: Any, **named: Any) -> Any:
+        if not isinstance(fs, AsyncFileSystem) or getattr(fs, "fs", None) is not None:  # a wrapper decides by itself
+            return left_behind(lambda: getattr(fs, name)(*arguments, **named))
+        future = asyncio.run_coroutine_threadsafe(getattr(fs, f"_{name}")(*arguments, **named), fs.loop)
+        try:
+            with current().aborting(future.cancel):
+                while not wait([future], _TICK).done:
+                    pass
+                return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def ask(self, url: str, name: str, *arguments: Any, **named: Any) -> Any:
+        """Like `call`, but translate errors."""
+        return checked(lambda: self.call(name, *arguments, **named), url, self.secrets)
+
+    def info(self, url: str, path: str) -> dict[str, Any]:
+        """Return the store's current information about a path, bypassing caches.
+
+        Caches would list the folder, which http does not have.
+        """
+
+        def read() -> Any:
+            fs = self._innermost()
+            fs.invalidate_cache(path)
+            method = getattr(fs, "_info", None) or fs.info
+            refresh = {"refresh": True} if "refresh" in inspect.signature(method).parameters else {}
+            return self._call(fs, "info", path, **refresh)
+
+        info = checked(read, url, self.secrets)
+        if not isinstance(info, Mapping):
+            raise FormatError(f"the store reports {show(info)} instead of the properties of a file", url)
+        return dict(info)
+
+    def _innermost(self) -> Any:
+        """Return the filesystem behind all caches."""
+        fs = self.fs
+        while isinstance(fs, CachingFileSystem):
+            fs = fs.fs
+        return fs
+
+    # ---- the five calls ----
+
+    def list(self, place: str, shown: str) -> Iterator[tuple[Any, bool]]:
+        self.fs.invalidate_cache(place)
+        for entry in self.ask(shown, "ls", place, detail=True):
+            fields = entry if isinstance(entry, Mapping) else {"name": entry}
+            yield fields.get("name"), fields.get("type") == "directory"
+
+    def stat(self, place: str, shown: str) -> tuple[int, str | None]:
+        """Return the size of a file, and a strong ETag or the digest of everything else that the store reports."""
+        info = self.info(shown, place)
+        if info.get("type") == "directory":
+            raise FormatError("this is a folder, not a file", shown)
+        size, tag = checked_size(info.get("size"), shown), strong_etag(info)
+        if tag is not None:
+            return size, tag
+        marks = self._marks(info, shown, place)
+        if self._passing is None:
+            # A field that differs in three calls is no mark; a single difference means a changed file.
+            again = self._marks(self.info(shown, place), shown, place)
+            passing = _differences(marks, again)
+            if passing:
+                marks = self._marks(self.info(shown, place), shown, place)
+                passing &= _differences(marks, again)
+            self._passing = frozenset(passing)
+        return size, digest_of({name: mark for name, mark in marks.items() if name not in self._passing})
+
+    def read(self, place: str, shown: str, begin: int, end: int, version: tuple[Any, ...]) -> Any:
+        if self.turns is None:
+            return self.call("cat_file", place, start=begin, end=end)
+        turns = self.turns
+
+        def read() -> Any:
+            with turns.own:
+                return self.call("cat_file", place, start=begin, end=end)
+
+        return left_behind(read)
+
+    def write(self, source: str, place: str, shown: str) -> None:
+        """Write a file.
+
+        An interrupted multipart upload leaves hidden parts in the store; a lifecycle rule of the bucket should remove
+        such parts.
+        """
+        if isinstance(self.fs, LocalFileSystem):
+            copy_whole(source, place, shown)
+        elif self._is_atomic():
+            self.ask(shown, "put_file", source, place)
+        else:
+            self._write_and_rename(source, place, shown)
+
+    def delete(self, place: str, shown: str, *, folder: bool) -> None:
+        if not folder:
+            self.ask(shown, "rm_file", place)
+        elif not self._is_atomic():  # there, folders are only parts of names
+            with suppress(Exception):  # it may be missing, or have files
+                self.fs.rmdir(place)
+
+    def _is_atomic(self) -> bool:
+        return not _ATOMIC.isdisjoint(_protocols(self.fs))
+
+    def _write_and_rename(self, source: str, place: str, shown: str) -> None:
+        """Write to a hidden name in the same folder, then rename."""
+        folder, _, name = place.rpartition("/")
+        temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
+        try:
+            try:
+                self.ask(shown, "put_file", source, temporary)
+            except FileNotFoundError:  # the folder is missing
+                self.ask(shown, "makedirs", folder, exist_ok=True)
+                self.ask(shown, "put_file", source, temporary)
+            self.ask(shown, "mv", temporary, place)
+            temporary = ""
+        finally:
+            if temporary:
+                with suppress(Exception):  # it may not exist, and the first error is the one to raise
+                    self.fs.rm_file(temporary)
+
+    def _marks(self, info: dict[str, Any], url: str, path: str) -> dict[str, str]:
+        """Return the marks of a file, with the filesystem's own `ukey` if it has any."""
+        fs, marks = self._innermost(), marks_of(info)
+        own = getattr(type(fs), "ukey", None) not in (None, AbstractFileSystem.ukey)
+        # A wrapper repeats the `ukey` of the filesystem beneath.
+        if own and self._has_ukey and getattr(fs, "fs", None) is None:
+            try:
+                marks["ukey"] = str(checked(lambda: left_behind(lambda: fs.ukey(path)), url, self.secrets))
+            except Exception:
+                if self._passing is not None:
+                    raise
+                self._has_ukey = False
+        return marks
+
+
+def _differences(marks: Mapping[str, str], others: Mapping[str, str]) -> set[str]:
+    return {name for name in {*marks, *others} if marks.get(name) != others.get(name)}
+
+
+def _usable(fs: Any) -> Any:
+    # A filesystem made for the program's own event loop has no loop for other threads.
+    if isinstance(fs, AsyncFileSystem) and fs.asynchronous:
+        return type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": False, "loop": None})
+    return fs
+
+
+def _renewed(fs: Any) -> Any:
+    if isinstance(fs, AsyncFileSystem):
+        options = {key: _renewed(value) for key, value in fs.storage_options.items()}
+        return type(fs)(*map(_renewed, fs.storage_args), **options, skip_instance_cache=True)
+    if isinstance(fs, CachingFileSystem):
+        fs.fs = _renewed(fs.fs)
+    return fs
+
+
 # ---- fsspec's caches ----
 
 
 def _downloaded(handle: FsspecHandle, path: str, shown: str) -> str:
     """Return the path of the local copy, which a whole-file cache makes first."""
-    from fsspec.implementations.cached import CachingFileSystem
-
     fs = handle.fs
     if not isinstance(fs, CachingFileSystem):
         return str(path)
@@ -282,8 +360,6 @@ def _check_size(handle: FsspecHandle, path: str, name: str, shown: str) -> None:
 
 def _drop_outdated(handle: FsspecHandle, path: str, shown: str) -> None:
     """Drop a block cache's blocks of a file if its version in the store has changed."""
-    from fsspec.implementations.cached import CachingFileSystem
-
     fs = handle.fs
     if isinstance(fs, CachingFileSystem):
         assert handle.turns is not None
@@ -303,47 +379,11 @@ def _forget(fs: Any, path: str) -> None:
             os.remove(cached[1] if isinstance(cached, tuple) else cached)
 
 
-# ---- writing ----
-
-
-def _upload_and_rename(handle: FsspecHandle, source: str, path: str, shown: str) -> None:
-    """Upload to a hidden name in the same folder, then rename."""
-    folder, _, name = path.rpartition("/")
-    temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
-    try:
-        try:
-            handle.ask(shown, "put_file", source, temporary)
-        except FileNotFoundError:  # the folder is missing
-            handle.ask(shown, "makedirs", folder, exist_ok=True)
-            handle.ask(shown, "put_file", source, temporary)
-        handle.ask(shown, "mv", temporary, path)
-        temporary = ""
-    finally:
-        if temporary:
-            with suppress(Exception):  # it may not exist, and the first error is the one to raise
-                handle.fs.rm_file(temporary)
-
-
-def _copy(source: str, path: str, shown: str) -> None:
-    folder, name = os.path.split(path)
-    os.makedirs(folder or ".", exist_ok=True)
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
-    try:
-        shutil.copyfile(source, temporary)
-        replace(temporary, path, shown)
-    except BaseException:
-        with suppress(OSError):
-            os.remove(temporary)
-        raise
-
-
 # ---- properties of filesystems ----
 
 
 def _has_files(fs: Any) -> bool:
     """Return whether opened files are on this machine; a block cache repeats the answer of the filesystem beneath."""
-    from fsspec.implementations.cached import CachingFileSystem, WholeFileCacheFileSystem
-
     if isinstance(fs, CachingFileSystem):
         return isinstance(fs, WholeFileCacheFileSystem)
     return bool(getattr(fs, "local_file", False))
@@ -371,17 +411,7 @@ def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in options.items()}
 
 
-def _need_fsspec(what: str) -> None:
-    try:
-        import fsspec  # noqa: F401
-    except ImportError as error:
-        text = f"{what} needs fsspec, which is not installed: pip install fsspec"
-        raise not_installed(error, text, "fsspec") from None
-
-
 def _check_package(scheme: str, shown: str) -> None:
-    import fsspec
-
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError:
@@ -400,3 +430,69 @@ def _check_package(scheme: str, shown: str) -> None:
             raise cause from None
         finally:
             del cause
+
+
+# ---- presigned URLs ----
+
+# Lifetime of a signature in seconds. Temporary credentials may expire earlier; the URL is then signed again.
+_VALID = 3600
+# Connection settings that our HTTP client does not support.
+_CONNECTION = frozenset(("client_cert", "proxies", "proxies_config"))
+
+
+class Signer:
+    """Opens S3 objects through presigned URLs: s3fs signs, and `HttpStore` reads straight into the arrays' memory.
+
+    Each range is read with ``If-Match``, which s3fs does not send, and opening takes one request instead of two.
+    """
+
+    def __init__(self) -> None:
+        self._client: Client | None = None
+        self._making = ProcessLock()
+
+    def open(self, handle: FsspecHandle, place: str, shown: str, window: int) -> HttpStore | None:
+        """Open an object; return None if s3fs has to read it, or may have a better error."""
+        if not _signable(handle.fs):
+            return None
+
+        def resolve() -> RequestTarget:
+            from .http_client import RequestTarget, web_url
+
+            fs = handle.fs
+            named = {key: value for key, value in _settings(fs, "req_kw").items() if key == "RequestPayer" and value}
+            url = str(handle.ask(shown, "url", place, expires=_VALID, **named))
+            web, _ = web_url(url)
+            signed = parse_qs(web.query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
+            headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
+            return RequestTarget(web, headers)
+
+        try:
+            from .http import HttpStore
+
+            return HttpStore(shown, resolve, self._shared(handle), window)
+        except (FormatError, FileNotFoundError):
+            raise
+        except (RemoteError, ImportError) as error:
+            log.debug("%s: read by s3fs, because a signed URL was refused: %s", shown, type(error).__name__)
+        return None
+
+    def _shared(self, handle: FsspecHandle) -> Client:
+        from .http_client import Client
+
+        with self._making.own:
+            if self._client is None:
+                verify = _settings(handle.fs, "client_kwargs").get("verify")
+                self._client = Client({} if verify is None else {"verify": verify}, "s3")
+            return self._client
+
+
+def _settings(fs: Any, name: str) -> dict[str, Any]:
+    return dict(getattr(fs, name, None) or {})
+
+
+def _signable(fs: Any) -> bool:
+    """Return whether a URL can carry the whole request: a customer's encryption key must be sent in headers."""
+    keys = {*_settings(fs, "s3_additional_kwargs"), *_settings(fs, "req_kw"), *_settings(fs, "kwargs")}
+    return not any(key.startswith("SSECustomer") for key in keys) and not _CONNECTION & {
+        *_settings(fs, "config_kwargs")
+    }

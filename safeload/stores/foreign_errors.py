@@ -33,7 +33,7 @@ _SECONDS = re.compile(r"(?:^|\br=0;\s*t=)(\d{1,6})\s*$")
 # Permanent system errors.
 _PERMANENT = frozenset((errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR))
 # Class names of library errors.
-_DENIED = re.compile(r"Credential|Authenti|Authoriz|Forbidden|AccessDenied|PermissionDenied|TokenError|RefreshError")
+_DENIED = re.compile(r"Credential|[Aa]uthenti|Authoriz|Forbidden|AccessDenied|PermissionDenied|TokenError|RefreshError")
 _TRANSIENT = re.compile(r"Connect|Timeout|TimedOut|Incomplete|Payload|Stream|Protocol|Transport|ServerError|HttpError")
 # Maximum length of a library's message, and the length searched for secrets.
 _MOST, _SEARCHED = 500, 16 << 10
@@ -109,6 +109,8 @@ def is_transient(error: Exception) -> bool:
     """Return whether a retry may help."""
     if isinstance(error, (FileNotFoundError, PermissionError, SafeloadError)) or _name(error) == "FileExpired":
         return False
+    if type(error).__module__.startswith("obstore"):  # which has retried
+        return False
     if isinstance(error, OSError):
         return error.errno not in _PERMANENT
     return _TRANSIENT.search(_name(error)) is not None and _DENIED.search(_name(error)) is None
@@ -121,13 +123,13 @@ def translated(
     if isinstance(error, (SafeloadError, RemoteError)):
         return error
     text = cleaned(error, secrets)
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or _name(error) == "NotFoundError":
         return missing_file(url, f"No such file or directory: {url}")
-    if _name(error) == "FileExpired":
+    if _name(error) in ("FileExpired", "PreconditionError"):
         return changed(url, 0)
     if isinstance(error, (IsADirectoryError, NotADirectoryError)):
         return FormatError("this is a folder, not a file", url)
-    if isinstance(error, (NotImplementedError, UnsupportedError)):
+    if isinstance(error, NotImplementedError) or _name(error) == "NotSupportedError":
         return UnsupportedError(f"{url}: the filesystem does not support this{text and ': '}{text}")
     reason = text if text and text != "None" else _name(error)
     if isinstance(error, PermissionError) or (not isinstance(error, OSError) and _DENIED.search(_name(error))):
@@ -152,7 +154,7 @@ def changed(url: str, before: int, now: int | None = None) -> FormatError:
 def cleaned(error: BaseException, secrets: list[str]) -> str:
     """Return the message of an error without secrets; it may be empty."""
     try:
-        text = str(error)
+        text = str(error).partition("\n\nDebug source")[0]  # obstore's error in Rust
     except Exception:  # the error of another library
         return ""
     for secret in secrets:

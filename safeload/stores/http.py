@@ -14,7 +14,7 @@ from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missi
 from . import url as urls
 from .http_client import Client, Exchange, RequestTarget, redirected, target_of
 from .local import compare
-from .remote import RemoteStore, is_weak
+from .remote import Backend, RemoteStore, is_weak
 from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status, requested_wait
 from .stop import current
 from .store import WINDOW, Span
@@ -37,8 +37,8 @@ _SCRATCH = 64 << 10
 _Result = TypeVar("_Result")
 
 
-class Web:
-    """Files behind https and http URLs, as a `remote_files.Backend`."""
+class Web(Backend):
+    """Files behind https and http URLs."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._client = Client(options)
@@ -49,20 +49,11 @@ class Web:
         target = target_of(url, self._client.headers)
         return HttpStore(urls.shown(url), lambda: target, self._client, window)
 
-    def is_folder(self, url: str) -> bool:
-        return False  # HTTP has only files
-
     def listing(self, url: str) -> NoReturn:
         raise UnsupportedError(
             f"{urls.shown(url)}: https has no folders: open an index (model.safetensors.index.json), "
             "one file, or a list of URLs"
         )
-
-    def upload(self, source: str, url: str) -> NoReturn:
-        self.check_writable(url)
-
-    def remove(self, targets: Sequence[str]) -> NoReturn:
-        self.check_writable(targets[0])
 
     def check_writable(self, url: str) -> NoReturn:
         raise UnsupportedError(f"{urls.shown(url)}: https is read-only: write to a local folder, s3, gs or az")

@@ -39,6 +39,7 @@ from .hub_cache import COMMIT, CachedRepository
 from .json_file import MAX_JSON, parse_json
 from .local import LocalStore, open_local
 from .options import secrets_of
+from .remote import Backend
 from .retries import Failure, broken_off, of_status, requested_wait
 from .store import WINDOW, ByteStore
 
@@ -120,7 +121,7 @@ class Snapshot(NamedTuple):
     sizes: Mapping[str, int] = MappingProxyType({})  # of the files, if the cache lists them
 
 
-class Hub:
+class Hub(Backend):
     """Repositories of the Hugging Face Hub.
 
     Each revision is resolved once, in a single request, and stays at that commit for the lifetime of the object.

@@ -6,7 +6,8 @@ import operator
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 from ..base.forking import ProcessLock
@@ -84,6 +85,42 @@ def digest_of(marks: Mapping[str, str]) -> str | None:
     from hashlib import sha256
 
     return sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest() if marks else None
+
+
+class Backend(ABC):
+    """One kind of store, opened with the caller's options. URLs are the caller's, secrets included."""
+
+    escapes = False  # True if paths of the caller's own store are escaped in its URLs
+    timeout = 30.0  # seconds that the store may be silent
+    kept: Callable[[], AbstractContextManager[object]] = nullcontext  # keeps connections from one file to the next
+
+    @abstractmethod
+    def open(self, url: str, window: int = WINDOW) -> ByteStore:
+        """Open a file: a `RemoteStore`, or a `LocalStore` if the file is on this machine."""
+
+    def is_folder(self, url: str) -> bool:
+        """Return whether a URL leads to a folder."""
+        return False
+
+    @abstractmethod
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        """Return the sorted names in a folder, and whether each is a folder itself."""
+
+    def pinned(self, url: str) -> str:
+        """Return the URL for other processes, which must read the same version."""
+        return url
+
+    @abstractmethod
+    def check_writable(self, url: str) -> None:
+        """Refuse a read-only folder before anything is written, as far as can be known."""
+
+    def upload(self, source: str, url: str) -> None:
+        """Write a local file to a URL, where it becomes visible only when it is complete."""
+        self.check_writable(url)
+
+    def remove(self, targets: Sequence[str]) -> None:
+        """Remove files, and empty folders, whose URLs end with a slash; some may not exist."""
+        self.check_writable(targets[0])
 
 
 class RemoteStore(ABC):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Protocol, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from ..base.absent import not_installed
 from ..base.text import show
@@ -14,33 +14,12 @@ from ..errors import UnsupportedError
 from . import url as urls
 from .files import LOCAL
 from .options import public_options
+from .remote import Backend
 from .store import WINDOW, ByteStore
 from .thread_group import each
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-
-
-class Backend(Protocol):
-    """One kind of store, opened with the caller's options. URLs are the caller's, secrets included."""
-
-    def open(self, url: str, window: int = WINDOW) -> ByteStore:
-        """Open a file: a `RemoteStore`, or a `LocalStore` if the file is on this machine."""
-
-    def is_folder(self, url: str) -> bool:
-        """Return whether a URL leads to a folder; False for stores without folders."""
-
-    def listing(self, url: str) -> list[tuple[str, bool]]:
-        """Return the sorted names in a folder, and whether each is a folder itself."""
-
-    def upload(self, source: str, url: str) -> None:
-        """Write a local file to a URL, where it becomes visible only when it is complete."""
-
-    def remove(self, targets: Sequence[str]) -> None:
-        """Remove files, and empty folders, whose URLs end with a slash; some may not exist."""
-
-    def check_writable(self, url: str) -> None:
-        """Refuse a read-only folder before anything is written, as far as can be known."""
 
 
 class RemoteFiles:
@@ -55,7 +34,7 @@ class RemoteFiles:
         self._backend = backend
         self._backends: dict[tuple[str, str], Backend] = {}
         # Whether paths are literal, so that marks such as "%" are data, as in most stores of callers.
-        self._literal = backend is not None and not getattr(backend, "escapes", False)
+        self._literal = backend is not None and not backend.escapes
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._backend is not None and self._options is None:
@@ -79,11 +58,11 @@ class RemoteFiles:
     @contextmanager
     def kept(self, path: str) -> Iterator[None]:
         """Keep the connections to the store of a path while the block opens one file after another."""
-        kept = None
+        kept = Backend.kept
         if urls.is_url(path):
             with suppress(Exception):  # opening the path raises the error
-                kept = getattr(self.backend(path), "kept", None)
-        with nullcontext() if kept is None else kept():
+                kept = self.backend(path).kept
+        with kept():
             yield
 
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
@@ -131,8 +110,8 @@ class RemoteFiles:
     def public(self, path: str) -> str:
         if not urls.is_url(path):
             return LOCAL.public(path)
-        pinned = getattr(self._backend or self._backends.get(_key(path)), "pinned", None)  # a revision of the Hub
-        return urls.public(path if pinned is None else pinned(path))
+        backend = self._backend or self._backends.get(_key(path))
+        return urls.public(path if backend is None else backend.pinned(path))
 
     def public_options(self) -> dict[str, Any] | None:
         if self._backend is not None and self._options is None:
@@ -161,6 +140,15 @@ def _check_urllib3() -> None:
         )
 
 
+def need_fsspec(what: str) -> None:
+    """Name the missing package before `filesystem` is imported."""
+    try:
+        import fsspec  # noqa: F401
+    except ImportError as error:
+        text = f"{what} needs fsspec, which is not installed: pip install fsspec"
+        raise not_installed(error, text, "fsspec") from None
+
+
 def _backend(url: str, options: Mapping[str, Any]) -> Backend:
     scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
     if not chained and scheme in ("http", "https", "hf"):
@@ -174,9 +162,12 @@ def _backend(url: str, options: Mapping[str, Any]) -> Backend:
 
         return Hub(options)
     if "::" not in url and scheme == "file":
-        from .filesystem import LocalUrls
+        from .objects import LocalUrls
 
         return LocalUrls()
-    from .filesystem import filesystem_of
+    need_fsspec(urls.shown(url))
+    from .filesystem import Filesystem
 
-    return filesystem_of(url, options)
+    filesystem = Filesystem(None, options)
+    filesystem.find(url)
+    return filesystem

@@ -29,11 +29,11 @@ from .folder import Folder
 from .replacement import Replacement, blocking_index
 
 if TYPE_CHECKING:
-    from ...stores.remote_files import Backend, RemoteFiles
+    from ...stores.remote_files import RemoteFiles
 
 _SHARD = re.compile(r"model-[0-9]{5,}(?:-of-[0-9]{5,})?\.safetensors", re.ASCII)
 # A write may take this many times the seconds that a read may wait for a byte, and a second for each so many bytes.
-_TIMEOUTS, _TIMEOUT, _SLOWEST = 10, 30.0, 128 << 10
+_TIMEOUTS, _SLOWEST = 10, 128 << 10
 
 
 class StoreFolder(Folder):
@@ -80,22 +80,22 @@ class StoreFolder(Folder):
             yield path
             log.debug("%s: uploading %d bytes", self.shown(name), os.path.getsize(path))
             backend, url = self._files.backend(self.location.path), (self.location / name).path
-            _bounded(backend, lambda: backend.upload(path, url), os.path.getsize(path), self.shown(name))
+            _bounded(backend.timeout, lambda: backend.upload(path, url), os.path.getsize(path), self.shown(name))
 
     def remove(self, names: Iterable[str]) -> None:
         paths = [(self.location / name.rstrip("/")).path + name[len(name.rstrip("/")) :] for name in names]
         if paths:
             backend = self._files.backend(self.location.path)
-            _bounded(backend, lambda: backend.remove(paths), 0, self.location.shown)
+            _bounded(backend.timeout, lambda: backend.remove(paths), 0, self.location.shown)
 
     def identity(self, name: str) -> list[Any] | None:
         with closing(self._files.open((self.location / name).path)) as store:
             return list(store.version[:2])
 
 
-def _bounded(backend: Backend, change: Callable[[], object], nbytes: int, shown: str) -> None:
+def _bounded(timeout: float, change: Callable[[], object], nbytes: int, shown: str) -> None:
     """Change files of a store within a time limit: libraries may wait forever for a silent server."""
-    seconds = _TIMEOUTS * getattr(backend, "timeout", _TIMEOUT) + nbytes / _SLOWEST
+    seconds = _TIMEOUTS * timeout + nbytes / _SLOWEST
     try:
         left_behind(change, seconds)
     except RemoteError:

@@ -1,0 +1,171 @@
+"""Object stores as backends, by an adapter of five calls: list, stat, read, write and delete; and ``file://`` URLs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..base import log
+from ..errors import RemoteError, UnsupportedError, missing_file
+from . import url as urls
+from .foreign_errors import changed, retried
+from .local import LocalStore, open_local, replace
+from .remote import Backend, RemoteStore, checked_name, fill
+from .store import WINDOW, ByteStore, Span
+from .thread_group import each
+
+
+class ObjectStore(ABC):
+    """The five calls of an object store. Ctrl-C and `stop.current` end each of them; errors are safeload's."""
+
+    name: str  # of the library's class
+    secrets: list[str]  # for messages
+    proves = False  # True if every `read` checks the version
+
+    @abstractmethod
+    def list(self, place: str, shown: str) -> Iterable[tuple[Any, bool]]:
+        """Return the paths in a folder, and whether each is a folder; the folder itself may be among them."""
+
+    @abstractmethod
+    def stat(self, place: str, shown: str) -> tuple[int, str | None]:
+        """Return the size of a file and a mark of its content."""
+
+    @abstractmethod
+    def read(self, place: str, shown: str, begin: int, end: int, version: tuple[Any, ...]) -> Any:
+        """Return the bytes of a range; its errors are not translated yet."""
+
+    @abstractmethod
+    def write(self, source: str, place: str, shown: str) -> None:
+        """Write a local file, which becomes visible only when it is complete."""
+
+    @abstractmethod
+    def delete(self, place: str, shown: str, *, folder: bool) -> None:
+        """Delete a file, or an empty folder."""
+
+
+class StoredObject(RemoteStore):
+    """A file of an object store, read by ranges into separate buffers, because not every read can be aborted."""
+
+    def __init__(self, objects: ObjectStore, place: str, url: str, window: int = WINDOW) -> None:
+        super().__init__(window)
+        self.path = url
+        self._objects, self._place = objects, place
+        self.version = objects.stat(place, url)
+        self.size: int = self.version[0]
+        log.debug("%s: opened by %s", url, objects.name)
+
+    def read_spans(self, spans: Sequence[Span]) -> None:
+        begin, end = spans[0].offset, spans[-1].end
+        fill(spans, begin, retried(lambda: self._range(begin, end), self.path, self._objects.secrets, begin, end))
+
+    def _range(self, begin: int, end: int) -> memoryview:
+        content = memoryview(self._objects.read(self._place, self.path, begin, end, self.version))
+        if len(content) == end - begin:
+            return content
+        if len(content) > end - begin:
+            raise UnsupportedError(f"{self.path}: the store does not support ranges of this file")
+        self.confirm()
+        raise RemoteError(f"expected {end - begin:,} bytes, got {len(content):,}", self.path, begin, end)
+
+    def confirm(self) -> None:
+        if not self._objects.proves:
+            version = self._objects.stat(self._place, self.path)
+            if version != self.version:
+                raise changed(self.path, self.size, version[0])
+
+
+class ObjectUrls(Backend):
+    """The URLs of object stores."""
+
+    @abstractmethod
+    def find(self, url: str) -> tuple[ObjectStore, str]:
+        """Return the store of a URL, and the place in it."""
+
+    def find_writable(self, url: str) -> tuple[ObjectStore, str]:
+        """Like `find`, but refuse a store that cannot be written."""
+        return self.find(url)
+
+    def open(self, url: str, window: int = WINDOW) -> ByteStore:
+        objects, place = self.find(url)
+        return StoredObject(objects, place, urls.shown(url), window)
+
+    def is_folder(self, url: str) -> bool:
+        objects, place = self.find(url)
+        return not place or any(True for _ in objects.list(place, urls.shown(url)))
+
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        objects, place = self.find(url)
+        shown = urls.shown(url)
+        entries = set()
+        for path, is_folder in objects.list(place, shown):
+            name = checked_name(path, shown)
+            if path.strip("/") != place.strip("/"):
+                entries.add((name, is_folder))
+        return sorted(entries)
+
+    def upload(self, source: str, url: str) -> None:
+        objects, place = self.find_writable(url)
+        objects.write(source, place, urls.shown(url))
+
+    def remove(self, targets: Sequence[str]) -> None:
+        def remove_one(url: str) -> None:
+            objects, place = self.find_writable(url)
+            with suppress(FileNotFoundError):
+                objects.delete(place, urls.shown(url), folder=url.endswith("/"))
+
+        each(remove_one, targets)
+
+    def check_writable(self, url: str) -> None:
+        self.find_writable(url)
+
+
+class LocalUrls(Backend):
+    """``file://`` URLs."""
+
+    def open(self, url: str, window: int = WINDOW) -> LocalStore:
+        shown = urls.shown(url)
+        try:
+            return open_local(urls.local_path(url), shown=shown)
+        except FileNotFoundError:
+            raise missing_file(shown, f"No such file or directory: {shown}") from None
+
+    def is_folder(self, url: str) -> bool:
+        return os.path.isdir(urls.local_path(url))
+
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        with os.scandir(urls.local_path(url)) as entries:
+            return sorted((entry.name, entry.is_dir()) for entry in entries)
+
+    def upload(self, source: str, url: str) -> None:
+        copy_whole(source, urls.local_path(url), urls.shown(url))
+
+    def remove(self, targets: Sequence[str]) -> None:
+        for url in targets:
+            if url.endswith("/"):
+                with suppress(OSError):  # it may be missing, or have files
+                    os.rmdir(urls.local_path(url))
+                continue
+            with suppress(FileNotFoundError):
+                os.remove(urls.local_path(url))
+
+    def check_writable(self, url: str) -> None:
+        pass
+
+
+def copy_whole(source: str, path: str, shown: str) -> None:
+    """Copy a local file to a local path, where it appears only when it is complete."""
+    folder, name = os.path.split(path)
+    os.makedirs(folder or ".", exist_ok=True)
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
+    try:
+        shutil.copyfile(source, temporary)
+        replace(temporary, path, shown)
+    except BaseException:
+        with suppress(OSError):
+            os.remove(temporary)
+        raise
