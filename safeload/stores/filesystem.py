@@ -22,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..base import log
 from ..base.absent import is_absent
+from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..base.url import CACHES, parsed, unescaped
@@ -58,7 +59,6 @@ class Filesystem(ObjectUrls):
         self._known: dict[object, FsspecHandle] = {}
         self._secrets = secrets_of(self._options if fs is None else getattr(fs, "storage_options", None))
         self._own = None if fs is None else FsspecHandle(fs, self._secrets)
-        self._signer = Signer()
         self.escapes = fs is not None and is_escaped(fs)
 
     def __repr__(self) -> str:
@@ -71,8 +71,38 @@ class Filesystem(ObjectUrls):
         if _has_files(handle.fs):
             return open_local(_downloaded(handle, path, shown), shown=shown)
         _drop_outdated(handle, path, shown)
-        signed = self._signer.open(handle, path, shown, window) if _is_s3(handle.fs) else None
+        signed = self._signed(handle, path, shown, window) if _is_s3(handle.fs) else None
         return StoredObject(handle, path, shown, window) if signed is None else signed
+
+    def _signed(self, handle: FsspecHandle, place: str, shown: str, window: int) -> HttpStore | None:
+        """Open an S3 object by a presigned URL; return None if s3fs has to read it, or may have a better error.
+
+        s3fs signs, and `HttpStore` reads straight into the arrays' memory. Each range is read with ``If-Match``, which
+        s3fs does not send, and opening takes one request instead of two.
+        """
+        if not _signable(handle.fs):
+            return None
+
+        def resolve() -> RequestTarget:
+            from .http_client import RequestTarget, web_url
+
+            fs = handle.fs
+            named = {key: value for key, value in _settings(fs, "req_kw").items() if key == "RequestPayer" and value}
+            url = str(handle.ask(shown, "url", place, expires=_VALID, **named))
+            web, _ = web_url(url)
+            signed = parse_qs(web.query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
+            headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
+            return RequestTarget(web, headers)
+
+        try:
+            from .http import HttpStore
+
+            return HttpStore(shown, resolve, handle.client, window)
+        except (FormatError, FileNotFoundError):
+            raise
+        except (RemoteError, ImportError) as error:
+            log.debug("%s: read by s3fs, because a signed URL was refused: %s", shown, type(error).__name__)
+        return None
 
     def is_folder(self, url: str) -> bool:
         """Return whether a URL is a folder; False if listing is forbidden, because a file could still be readable."""
@@ -203,6 +233,14 @@ class FsspecHandle(ObjectStore):
         while isinstance(fs, CachingFileSystem):
             fs = fs.fs
         return fs
+
+    @cached_property
+    def client(self) -> Client:
+        """The connections for presigned URLs."""
+        from .http_client import Client
+
+        verify = _settings(self.fs, "client_kwargs").get("verify")
+        return Client({} if verify is None else {"verify": verify}, "s3")
 
     # ---- the five calls ----
 
@@ -438,52 +476,6 @@ def _check_package(scheme: str, shown: str) -> None:
 _VALID = 3600
 # Connection settings that our HTTP client does not support.
 _CONNECTION = frozenset(("client_cert", "proxies", "proxies_config"))
-
-
-class Signer:
-    """Opens S3 objects through presigned URLs: s3fs signs, and `HttpStore` reads straight into the arrays' memory.
-
-    Each range is read with ``If-Match``, which s3fs does not send, and opening takes one request instead of two.
-    """
-
-    def __init__(self) -> None:
-        self._client: Client | None = None
-        self._making = ProcessLock()
-
-    def open(self, handle: FsspecHandle, place: str, shown: str, window: int) -> HttpStore | None:
-        """Open an object; return None if s3fs has to read it, or may have a better error."""
-        if not _signable(handle.fs):
-            return None
-
-        def resolve() -> RequestTarget:
-            from .http_client import RequestTarget, web_url
-
-            fs = handle.fs
-            named = {key: value for key, value in _settings(fs, "req_kw").items() if key == "RequestPayer" and value}
-            url = str(handle.ask(shown, "url", place, expires=_VALID, **named))
-            web, _ = web_url(url)
-            signed = parse_qs(web.query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
-            headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
-            return RequestTarget(web, headers)
-
-        try:
-            from .http import HttpStore
-
-            return HttpStore(shown, resolve, self._shared(handle), window)
-        except (FormatError, FileNotFoundError):
-            raise
-        except (RemoteError, ImportError) as error:
-            log.debug("%s: read by s3fs, because a signed URL was refused: %s", shown, type(error).__name__)
-        return None
-
-    def _shared(self, handle: FsspecHandle) -> Client:
-        from .http_client import Client
-
-        with self._making.own:
-            if self._client is None:
-                verify = _settings(handle.fs, "client_kwargs").get("verify")
-                self._client = Client({} if verify is None else {"verify": verify}, "s3")
-            return self._client
 
 
 def _settings(fs: Any, name: str) -> dict[str, Any]:

@@ -296,7 +296,6 @@ NAMES = {
     "cleaned": "stores.foreign_errors:cleaned",
     "FsspecHandle": "stores.filesystem:FsspecHandle",
     "FsspecStore": "stores.objects:StoredObject",
-    "Signer": "stores.filesystem:Signer",
     "http": "stores.http",
     "HttpStore": "stores.http:HttpStore",
     "Web": "stores.http:Web",

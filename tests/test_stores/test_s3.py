@@ -18,11 +18,11 @@ moto_server = pytest.importorskip("moto.server")
 
 from builders import inside  # noqa: E402
 from builders.inside import (  # noqa: E402
+    Filesystem,
     FsspecHandle,
     FsspecStore,
     HttpStore,
     RemoteFiles,
-    Signer,
     Span,
     retries,
     thread_group,
@@ -73,7 +73,7 @@ def fs(options, monkeypatch):
 def files(request, fs, options, monkeypatch):
     """The two ways to read: the second where URLs are refused."""
     if request.param == "s3fs":
-        monkeypatch.setattr(Signer, "open", lambda *arguments: None)
+        monkeypatch.setattr(Filesystem, "_signed", lambda *arguments: None)
     return RemoteFiles(options)
 
 
