@@ -409,7 +409,16 @@ def open_folder(path: str, request: OpenRequest) -> Opened:
             if chosen:
                 return layout.open(folder, chosen)
             tried.append(layout.files)
+    _refuse_waiting(folder)
     raise error_about(UnsupportedError, _no_weights(folder, tried), path=folder.shown)
+
+
+def _refuse_waiting(folder: _Folder) -> None:
+    """Refuse a folder whose shards wait for the end of a conversion."""
+    files, place = folder.files, Location(folder.files, folder.path) / RESUME
+    for call, is_folder in files.listing(place.path) if files.is_folder(place.path) else ():
+        waiting = [name for name, _ in files.listing((place / call).path)] if is_folder else []
+        _refuse_incomplete(sets_of(waiting), folder.shown, Location(files, folder.path), waiting=True)
 
 
 def _layouts(formats: Sequence[str] | None) -> Iterator[FolderLayout]:
@@ -526,9 +535,11 @@ def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
     return bool(shards) and shards.keys().isdisjoint(names) and not any(name.startswith(".") for name in shards)
 
 
-def _refuse_incomplete(sets: Sequence[NumberedFiles], path: str, folder: Location | None = None) -> None:
+def _refuse_incomplete(
+    sets: Sequence[NumberedFiles], path: str, folder: Location | None = None, waiting: bool = False
+) -> None:
     for numbered in sets:
-        if not numbered.complete:
+        if waiting or not numbered.complete:
             total = int(numbered.total)
             present = sum(1 <= number <= total for number in numbered.files)
             if folder is not None and folder.files.is_folder((folder / RESUME).path):
@@ -773,8 +784,6 @@ def _no_weights(folder: _Folder, tried: Sequence[str]) -> str:
     """Return the message for a folder without supported weights: its kind, or its contents and the rows tried."""
     path, names, folders, request, _ = folder
     inner = _with_weights(path, folders, request.files)
-    if request.files.is_folder(request.files.join(path, RESUME)):
-        return "this is an unfinished conversion: repeat it with resume=True"
     if _PIPELINE in names and inner:
         return f"this is a diffusers pipeline with weights in {_listed(inner)}: open one of them"
     if path.rstrip("/").endswith(".mlpackage"):

@@ -96,6 +96,12 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file()}
 
 
+def signed(piece: dict) -> dict:
+    """A piece with the hash of its content: what someone could send who forges pieces."""
+    given = {"id", "plan", "call", "folder", "file", "storage_options"}
+    return {**piece, "id": plan.digest_of({key: value for key, value in piece.items() if key not in given})}
+
+
 def run_pieces(*arguments, **options) -> safeload.Plan:
     """Plan a conversion and write all of its shards with their records; the folder is not completed."""
     plan = safeload.plan_convert(*arguments, **options)

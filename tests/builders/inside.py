@@ -232,8 +232,6 @@ NAMES = {
     "labels": "operations.report.plots:labels",
     "recover_edit": "operations.saving.edit:recover_edit",
     "Catalog": "operations.sources.catalog:Catalog",
-    "decode": "operations.sources.codec:decode",
-    "encode": "operations.sources.codec:encode",
     "TensorDescription": "operations.sources.description:TensorDescription",
     "executors": "operations.sources.executors",
     "opened": "operations.sources.reading:opened",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.adapters import LORA, assert_merged, assert_same, pair, write
+from builders.clusters import signed
 from builders.paths import DATA
 from builders.random import rng
 
@@ -312,7 +313,7 @@ def test_a_piece_with_the_stack_of_another_model(tmp_path):
         pieces.append(
             safeload.plan_convert(tmp_path / f"{rows}.safetensors", tmp_path / f"{rows}/", **options).pieces[0]
         )
-    forged = {**pieces[1], "adapters": pieces[0]["adapters"]}
+    forged = signed({**pieces[1], "adapters": pieces[0]["adapters"]})
     with pytest.raises(safeload.FormatError, match=r"is \[9999, 7\], but the stack .* needs \[14, 7\]") as caught:
         safeload.run_piece(forged)
     assert caught.value.tensor == stored

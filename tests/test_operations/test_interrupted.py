@@ -252,7 +252,7 @@ def test_a_record_writes_nothing_to_the_terminal(model, tmp_path, change):
 
 def test_a_path_that_no_system_has(model, tmp_path):
     piece = safeload.plan_convert(model, tmp_path / "made", max_shard_size=LIMIT).pieces[0]
-    piece["sources"][0]["config"] = ["\0", 1, 1]
+    piece["folder"] = "\0"
     with pytest.raises(FormatError, match=r"invalid plan: embedded null byte in path '\\x00'"):
         safeload.run_piece(piece)
 

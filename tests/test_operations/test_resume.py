@@ -138,7 +138,7 @@ def test_scales_in_another_shard(tmp_path):
     expected = [
         piece["file"]
         for piece in plan.pieces
-        if scales in [name for one in piece["sources"] for name, *_ in one["files"]]
+        if scales in [os.path.basename(path) for one in piece["sources"] for path, *_ in one["files"]]
     ]
     assert expected
     run_pieces(source, made, **OPTIONS)

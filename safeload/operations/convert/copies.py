@@ -28,15 +28,11 @@ from ..folders.shards import config_with, shard_bounds
 from ..quantize.checkpoint import Summary
 from ..quantize.quantize import quantize_source
 from ..sources.catalog import Catalog
-from ..sources.piece_files import PieceSource, Sources
 from ..sources.recipes import TensorRecipe
 from .decide import (
     AS_STORED,
-    ConversionPiece,
     Decider,
     Decision,
-    PlannedSummary,
-    TensorRun,
     runs_of,
     runs_of_casts,
     target_of,
@@ -100,11 +96,11 @@ class Copies(NamedTuple):
         return None if self.decider is None else self.decider.summary(self.nbytes)
 
     @property
-    def planned_summary(self) -> PlannedSummary | None:
+    def planned_summary(self) -> dict[str, Any] | None:
         return None if self.decider is None else self.decider.planned_summary(self.nbytes, self._decided)
 
     @property
-    def runs(self) -> tuple[TensorRun, ...]:
+    def runs(self) -> list[dict[str, Any]]:
         if self.decisions:
             return runs_of(self._decided)
         return runs_of_casts(self.reads, self.spans.columns.sources, self.spans.targets)
@@ -133,9 +129,6 @@ class Copies(NamedTuple):
             spans=self.spans.pick(rows),
             decisions=self.decisions[rows],
         )
-
-    def sources_in(self, sources: Sources) -> tuple[PieceSource, ...]:
-        return sources.of_columns(self.spans.files, self.spans.columns.file)
 
     def weight_map(self, shards: Mapping[str, Copies]) -> dict[str, str]:
         files: dict[str, str] = {}
@@ -182,12 +175,12 @@ def copies_of(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
 
 
 def planned_copies(
-    catalog: Catalog, piece: ConversionPiece, casts: Mapping[str, int], threads: int | None
+    catalog: Catalog, piece: Mapping[str, Any], casts: Mapping[str, int], threads: int | None
 ) -> Copies | None:
     """Return the conversion of a piece in columns, or None unless all of its tensors are plain or in blocks."""
     targets = np.fromiter(casts.values(), np.int16, len(casts))
-    copies = _columns(catalog, catalog.plain(casts, blocks=True), targets, piece.rename, threads)
-    return None if copies is None else copies._replace(texts=piece.metadata, room=ROOM if piece.editable else 0)
+    copies = _columns(catalog, catalog.plain(casts, blocks=True), targets, piece["rename"], threads)
+    return None if copies is None else copies._replace(texts=piece["metadata"], room=ROOM if piece["editable"] else 0)
 
 
 def copies_as_decided(

@@ -5,35 +5,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._version import __version__
 from ...base import dtypes
 from ...base.arrays import Array
-from ...base.preset import PRESETS
 from ...base.scheme import INT8, SCHEMES
-from ...base.text import show
-from ...errors import FormatError
 from ...formats.registry import KERAS, SAFETENSORS
 from ...models.diffusion import model_of
 from ...models.layout import Layout, StackedTensor
 from ...packed import finder
 from ..folders.shards import config_with
 from ..quantize.checkpoint import ModelRules, Rules, Summary, described
-from ..quantize.encoding import WEIGHTS
 from ..quantize.engine_rules import EngineRules, nothing_left
 from ..quantize.file_types import FileTypeRules
 from ..quantize.keeping import Planned
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from ..sources.piece_files import PlannedPath
-from ..sources.plan import PlannedPiece, bare_name
-from ..sources.recipes import TensorRecipe
 from ..sources.restructured import RestructuredCatalog
 from .request import ConvertRequest
 
@@ -128,14 +119,14 @@ class Decider:
         tensors = described({**self.descriptions, **{head: heads[head] for head in heads if head in self._quantized}})
         return Summary(before, nbytes, self._quantized, self._kept, tensors)
 
-    def planned_summary(self, nbytes: int, decisions: Mapping[str, Decision]) -> PlannedSummary | None:
+    def planned_summary(self, nbytes: int, decisions: Mapping[str, Decision]) -> dict[str, Any] | None:
         """Return the part of the summary that is not in pieces with these decisions."""
         summary = self.summary(nbytes)
         if summary is None:
             return None
         in_pieces = {name for name, decision in decisions.items() if decision.kept is not None}
         kept = {name: reason for name, reason in summary.kept.items() if name not in in_pieces}
-        return PlannedSummary(before=summary.bytes_before, kept=kept)
+        return {"before": summary.bytes_before, "kept": kept}
 
     def of_tensors(self) -> dict[str, Decision]:
         """Decide about tensors under their own names, and about tied heads."""
@@ -237,40 +228,23 @@ def _description_of(stack: Stack) -> TensorDescription:
 # ---- in plans ----
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TensorRun:
-    """Neighbouring tensors of a piece with equal decisions; see `Decision`."""
-
-    names: tuple[str, ...]  # in the result, or the layers to stack
-    dtype: str | None = None
-    scheme: str | None = None
-    kept: str | None = None
-    stack: StackedTensor | None = None
-    of: str | None = None  # name in the source, if it differs
-    partners: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None:
-            row_of(self.dtype)
-        if self.scheme is not None and self.scheme not in SCHEMES and self.scheme not in PRESETS:
-            raise ValueError(f"unknown scheme {show(self.scheme)}")
-        if self.scheme in PRESETS and self.dtype not in WEIGHTS:
-            raise ValueError(f"a tensor of {self.scheme} must have one of the dtypes {', '.join(WEIGHTS)}")
-        if self.stack is not None and self.dtype is None:
-            raise ValueError(f"stack {show(self.stack.name)} must have a dtype")
-
-
-def runs_of(decisions: Mapping[str, Decision]) -> tuple[TensorRun, ...]:
-    """Encode decisions, with a single run for neighbours with equal decisions."""
+def runs_of(decisions: Mapping[str, Decision]) -> list[dict[str, Any]]:
+    """Return decisions as plain data, with a single run for neighbours with equal decisions."""
     runs = []
     for _, items in groupby(decisions.items(), key=_run_key):
         group = list(items)
         name, first = group[0]
-        names = first.sources if first.stack is not None else tuple(name for name, _ in group)
-        of = first.sources[0] if first.stack is None and first.sources != (name,) else None
-        run = TensorRun(names=names, dtype=first.dtype, scheme=first.scheme, kept=first.kept, stack=first.stack, of=of)
-        runs.append(replace(run, partners=first.partners))
-    return tuple(runs)
+        run = {
+            "names": [*first.sources] if first.stack is not None else [name for name, _ in group],
+            "dtype": first.dtype,
+            "scheme": first.scheme,
+            "kept": first.kept,
+            "stack": first.stack and [first.stack.name, first.stack.source, first.stack.transpose],
+            "of": first.sources[0] if first.stack is None and first.sources != (name,) else None,
+            "partners": [*first.partners],
+        }
+        runs.append({key: value for key, value in run.items() if value})
+    return runs
 
 
 def _run_key(item: tuple[str, Decision]) -> tuple[Any, ...]:
@@ -280,134 +254,48 @@ def _run_key(item: tuple[str, Decision]) -> tuple[Any, ...]:
     return decision.dtype, decision.scheme, decision.kept, alone, decision.partners
 
 
-def decisions_of(runs: Iterable[TensorRun]) -> dict[str, Decision]:
-    """Decode the result of `runs_of`."""
+def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
+    """Return the decisions of `runs_of`."""
     decisions: dict[str, Decision] = {}
     for run in runs:
-        if run.stack is not None:
-            decisions[run.stack.name] = Decision(run.names, run.dtype, run.scheme, run.kept, run.stack)
+        dtype, scheme, kept, of = (run.get(key) for key in ("dtype", "scheme", "kept", "of"))
+        if "stack" in run:
+            stack = StackedTensor(*run["stack"])
+            decisions[stack.name] = Decision(tuple(run["names"]), dtype, scheme, kept, stack)
             continue
-        for name in run.names:
-            source = name if run.of is None else run.of
-            decisions[name] = Decision((source,), run.dtype, run.scheme, run.kept, partners=run.partners)
+        partners = tuple(run.get("partners", ()))
+        for name in run["names"]:
+            decisions[name] = Decision((of or name,), dtype, scheme, kept, partners=partners)
     return decisions
 
 
-def runs_of_casts(names: Sequence[str], sources: Array, targets: Array) -> tuple[TensorRun, ...]:
-    """Encode tensors that are copied or cast, by their dtype numbers, like `runs_of`."""
+def runs_of_casts(names: Sequence[str], sources: Array, targets: Array) -> list[dict[str, Any]]:
+    """Return tensors that are copied or cast, by their dtype numbers, like `runs_of`."""
     casts = np.where(sources == targets, AS_STORED, targets.astype(np.int16))
     begins = [0, *(np.flatnonzero(casts[1:] != casts[:-1]) + 1).tolist()] if len(casts) else []
     codes = [None if number == AS_STORED else dtypes.BY_NUMBER[number].code for number in casts[begins].tolist()]
     ends = [*begins[1:], len(casts)]
-    return tuple(
-        TensorRun(names=tuple(names[begin:end]), dtype=code)
+    return [
+        {"names": [*names[begin:end]], **({} if code is None else {"dtype": code})}
         for begin, end, code in zip(begins, ends, codes, strict=False)
-    )
+    ]
 
 
 def target_of(code: str | None, scheme: str | None) -> int | None:
     """Return the dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
     if scheme is None:
-        return AS_STORED if code is None else row_of(code).number
+        return AS_STORED if code is None else dtypes.BY_CODE[code].number
     return SCHEMES[scheme].target(None) if scheme in SCHEMES and scheme != INT8 else None
 
 
-def casts_of(piece: ConversionPiece) -> dict[str, int] | None:
+def casts_of(piece: Mapping[str, Any]) -> dict[str, int] | None:
     """Return the `target_of` each tensor, or None unless all tensors of a piece have one."""
-    if piece.adapters or piece.recipes:
+    if piece["adapters"] or piece["recipes"]:
         return None
     casts: dict[str, int] = {}
-    for run in piece.tensors:
-        target = target_of(run.dtype, run.scheme)
-        if run.stack is not None or target is None or run.of is not None or run.partners:
+    for run in piece["tensors"]:
+        target = target_of(run.get("dtype"), run.get("scheme"))
+        if target is None or not run.keys().isdisjoint(("stack", "of", "partners")):
             return None
-        of_run = dict.fromkeys(run.names, target)
-        if casts:
-            casts.update(of_run)
-        else:
-            casts = of_run
+        casts.update(dict.fromkeys(run["names"], target))
     return casts
-
-
-def row_of(code: str) -> dtypes.Dtype:
-    """Return the dtype with this code."""
-    if code not in dtypes.BY_CODE:
-        raise FormatError(f"invalid plan: unknown dtype {show(code)}")
-    return dtypes.BY_CODE[code]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ConversionPiece(PlannedPiece):
-    """A shard of a conversion."""
-
-    file: str
-    nbytes: int  # bytes of all tensors
-    tensors: tuple[TensorRun, ...]
-    metadata: dict[str, str] | None = None
-    rename: tuple[tuple[str, str], ...] = ()  # patterns and replacements
-    adapters: tuple[Any, ...] = ()  # `merged.PlannedAdapter`, decoded only if there are any
-    recipes: dict[str, TensorRecipe] = field(default_factory=dict)  # of tensors that an engine shapes differently
-    id: str  # hash of options and sources
-    plan: str  # id of the plan
-    call: str  # id of the call, see `journal`
-    folder: str
-    options: dict[str, Any] = field(default_factory=dict)  # for the shard's record
-    storage_options: dict[str, Any] | None = None  # of the folder
-
-    def __post_init__(self) -> None:
-        bare_name(self.file)
-
-    @property
-    def editable(self) -> bool:
-        """False for a header without room for changes, as engines write it."""
-        quantize = self.options.get("quantize")
-        return not isinstance(quantize, str) or quantize not in PRESETS
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PlannedSummary:
-    """Facts for the summary of a quantization, in addition to the pieces."""
-
-    before: int  # bytes in the source
-    kept: dict[str, str]  # reasons for unquantized tensors outside all pieces
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ConversionPlan:
-    """A conversion to a folder of shards; see `Plan`."""
-
-    safeload_plan: int = 1
-    operation: str
-    version: str = __version__
-    options: dict[str, Any]
-    pieces: tuple[ConversionPiece, ...]
-    id: str
-    call: str  # id of the call, see `journal`
-    folder: str
-    overwrite: bool = False
-    tensors: int
-    config: dict[str, Any] | None = None  # content of config.json
-    extras: dict[str, str | PlannedPath]
-    quantized: PlannedSummary | None = None
-    schemes: tuple[str, ...] = ()  # safeload's schemes of quantized tensors in the result
-    left_out: tuple[str, ...] = ()  # see `ConvertReport`
-    parameters: int | None = None  # for the index of an engine that wants their number
-    storage_options: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.extras:
-            bare_name(name)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ShardResult:
-    """The result of `run_piece` for a shard."""
-
-    plan: str
-    file: str
-    nbytes: int
-    size: int
-    sha256: str
-    identity: list[int] | None = None  # see `Folder.identity`
-    written: bool  # False if the shard was complete already
-    seconds: float

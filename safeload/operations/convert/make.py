@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,11 +51,10 @@ from ..quantize.stack import fill, plan
 from ..quantize.weights import ScratchBuffers, Weights, weights_in
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from ..sources.piece_files import PieceSource, Sources
 from ..sources.recipes import TensorRecipe
 from ..sources.restructured import RestructuredCatalog
 from .copies import Copies, copies_as_decided, may_be_code
-from .decide import Decider, Decision, PlannedSummary, TensorRun, runs_of
+from .decide import Decider, Decision, runs_of
 from .request import ConvertOptions, ConvertRequest, extras_for, is_restored, metadata_for
 from .small_groups import SmallGroups, SmallTensor
 
@@ -119,11 +118,11 @@ class Outputs(NamedTuple):
         return self.decider.summary(self.nbytes)
 
     @property
-    def planned_summary(self) -> PlannedSummary | None:
+    def planned_summary(self) -> dict[str, Any] | None:
         return self.decider.planned_summary(self.nbytes, self.decisions)
 
     @property
-    def runs(self) -> tuple[TensorRun, ...]:
+    def runs(self) -> list[dict[str, Any]]:
         return runs_of(self.decisions)
 
     @property
@@ -131,12 +130,16 @@ class Outputs(NamedTuple):
         return self.catalog.recipes_of(self._reads) if isinstance(self.catalog, EngineCatalog) else {}
 
     @property
-    def _reads(self) -> Iterable[str]:
-        return dict.fromkeys(name for decision in self.decisions.values() for name in decision.reads)
+    def _reads(self) -> list[str]:
+        return [*dict.fromkeys(name for decision in self.decisions.values() for name in decision.reads)]
 
     @property
-    def restored(self) -> bool:
-        return self.decider.restored
+    def reads(self) -> list[str]:
+        """Names of tensors in the source's files."""
+        names, catalog = self._reads, self.catalog
+        if isinstance(catalog, EngineCatalog):
+            names = [source for name in names for source in catalog.sources_of(name)]
+        return names
 
     @property
     def may_hold_codes(self) -> bool:
@@ -155,12 +158,6 @@ class Outputs(NamedTuple):
             file: self._replace(tensors=dict(tensors[rows]), decisions=dict(decisions[rows]))
             for file, rows in bounds.items()
         }
-
-    def sources_in(self, sources: Sources) -> tuple[PieceSource, ...]:
-        names, catalog = self._reads, self.catalog
-        if isinstance(catalog, EngineCatalog):
-            names = [source for name in names for source in catalog.sources_of(name)]
-        return sources.of(names)
 
     def weight_map(self, shards: Mapping[str, Outputs]) -> dict[str, str]:
         return weight_map({file: shard.tensors for file, shard in shards.items()})

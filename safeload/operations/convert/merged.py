@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
-from ...base.text import show
+from ...base.paths import absolute
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_array
 from ...engine.read.plan import Entry
@@ -22,12 +22,10 @@ from ...loading.adapter_base import AdapterTarget, check_floating, in_rows, mode
 from ...loading.adapter_fit import Apart, Fit, Heads, heads_of
 from ...loading.merge import Merge, warn_of_untied
 from ...models.tied import untied
+from ...stores.local import check_unchanged, identity_of
 from ..sources.catalog import Catalog
-from ..sources.codec import decode
 from ..sources.description import TensorDescription
 from ..sources.executors import in_memory
-from ..sources.piece_files import FileVersion
-from ..sources.plan import INVALID_PIECE
 
 
 class _Base:
@@ -155,74 +153,51 @@ def merged(
 # ---- in plans ----
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PlannedAdapter:
-    """An adapter in a plan; see `Fit`."""
-
-    files: tuple[FileVersion, ...]  # the config comes last
-    weight: float
-    parameters: dict[str, str] = field(default_factory=dict)
-    transposed: tuple[str, ...] = ()
-    apart: dict[str, Apart] = field(default_factory=dict)
-    mirrored: dict[str, str] = field(default_factory=dict)
-    untied: dict[str, str] = field(default_factory=dict)
-    renamed: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if len(self.files) < 2:
-            raise ValueError("an adapter must have files for its weights and its config")
-        for stack in self.apart.values():
-            if min(stack.experts, stack.rows, stack.columns) <= 0:
-                raise ValueError(f"a stack of experts must not be empty, got {show(tuple(stack))}")
-
-
-def planned_adapters(catalog: Catalog) -> tuple[PlannedAdapter, ...]:
-    """Return the adapters of a catalog for a plan."""
+def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
+    """Return the adapters of a catalog as plain data: a piece has too few tensors to fit them again."""
     if not isinstance(catalog, MergedCatalog):
-        return ()
+        return []
     adapters = []
     for adapter, fit in zip(catalog.adapters, catalog.fits, strict=True):
         if adapter.checkpoint.weight_files[0].files.remote:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
-        paths = [file.place for file in adapter.checkpoint.weight_files]
+        paths = [*(file.place for file in adapter.checkpoint.weight_files), adapter.config_at.path]
         adapters.append(
-            PlannedAdapter(
-                files=tuple(FileVersion.of(path) for path in (*paths, adapter.config_at.path)),
-                weight=adapter.weight,
-                parameters=dict(fit.parameters),
-                transposed=tuple(sorted(fit.transposed)),
-                apart={name: fit.apart[name] for name in fit.parameters.values() if name in fit.apart},
-                mirrored=dict(fit.mirrored),
-                untied=catalog.aliases,
-                renamed=dict(fit.renamed),
-            )
+            {
+                "files": [[absolute(path), *identity_of(os.stat(path))[:2]] for path in paths],  # the config comes last
+                "weight": adapter.weight,
+                "parameters": dict(fit.parameters),
+                "transposed": sorted(fit.transposed),
+                "apart": {name: [*fit.apart[name]] for name in fit.parameters.values() if name in fit.apart},
+                "mirrored": dict(fit.mirrored),
+                "untied": catalog.aliases,
+                "renamed": dict(fit.renamed),
+            }
         )
-    return tuple(adapters)
-
-
-def decode_adapters(plain: Sequence[Any]) -> list[PlannedAdapter]:
-    """Return the adapters of a piece."""
-    return [decode(PlannedAdapter, adapter, f"{INVALID_PIECE}: adapters[{k}]") for k, adapter in enumerate(plain)]
+    return adapters
 
 
 def reopened(
-    stack: ExitStack, catalog: Catalog, adapters: Sequence[PlannedAdapter], among: Container[str]
+    stack: ExitStack, catalog: Catalog, adapters: Sequence[Mapping[str, Any]], among: Container[str]
 ) -> MergedCatalog:
     """Return a catalog with the adapters of a piece merged."""
     weighted, fits, heads = [], [], {}
     for adapter in adapters:
-        for file in adapter.files:
-            file.check_unchanged()
-        paths = [file.path for file in adapter.files]
-        weighted.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], adapter.weight))
-        transposed = frozenset(adapter.transposed)
-        fits.append(Fit(adapter.parameters, transposed, {}, adapter.apart, adapter.mirrored, renamed=adapter.renamed))
-        heads.update(adapter.untied)
+        for path, size, version in adapter["files"]:
+            check_unchanged(path, (size, version))
+        paths = [path for path, _, _ in adapter["files"]]
+        weighted.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
+        apart = {
+            name: Apart(experts, tuple(layers), *rest) for name, (experts, layers, *rest) in adapter["apart"].items()
+        }
+        parameters, mirrored, transposed = adapter["parameters"], adapter["mirrored"], frozenset(adapter["transposed"])
+        fits.append(Fit(parameters, transposed, {}, apart, mirrored, renamed=adapter["renamed"]))
+        heads.update(adapter["untied"])
     present = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
     return MergedCatalog(catalog, opened(stack, weighted), among=among, fits=fits, heads=Heads(heads, present))
 
 
-def stored_names(adapters: Iterable[PlannedAdapter], names: Sequence[str]) -> list[str]:
+def stored_names(adapters: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
     """Return the stored names of the tensors of a piece: a tied head is stored as its embedding."""
-    heads = {head: embedding for adapter in adapters for head, embedding in adapter.untied.items()}
+    heads = {head: embedding for adapter in adapters for head, embedding in adapter["untied"].items()}
     return [heads.get(name, name) for name in names]

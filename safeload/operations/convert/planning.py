@@ -9,12 +9,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..._version import __version__
 from ...base.gc_pause import paused
-from ...base.preset import preset_of
+from ...base.preset import PRESETS, preset_of
 from ...base.scheme import parse
 from ...base.selecting import pairs_of
 from ...base.text import show
@@ -31,14 +31,12 @@ from ..folders.folder import Folder
 from ..folders.replacement import free_names, indexed_names
 from ..quantize.engine_layout import EngineCatalog
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.codec import encode
-from ..sources.piece_files import Sources, path_in_plan
-from ..sources.plan import Plan
+from ..sources.plan import DIGITS, Plan, digest_of
+from ..sources.reading import TensorFiles
 from .copies import Copies, copies_of
-from .decide import ConversionPiece, ConversionPlan
 from .make import prepare
 from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
-from .run_plan import versions_of
+from .run_plan import sum_of, versions_of
 from .write import PlannedConversion, config_without_codes, warn_of_left_out
 
 if TYPE_CHECKING:
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 200  # characters of an option in a record; longer options are recorded as a digest
-_ID_DIGITS = 16
 
 
 @public
@@ -94,15 +91,15 @@ def plan_convert(
     """
     plan, folder = planned(src, dst, options, overwrite=overwrite, resume=resume)
     shared = folder.location.files.public_options()
-    if shared is not None:
-        pieces = tuple(replace(piece, storage_options=shared) for piece in plan.pieces)
-        plan = replace(plan, pieces=pieces, storage_options=shared)
-    return Plan(encode(plan))
+    for content in (plan, *plan["pieces"]):
+        content["storage_options"] = shared
+    plan["sum"] = sum_of(plan)
+    return Plan(plan)
 
 
 def planned(
     src: Given | Sequence[Given], dst: Destination, options: ConvertOptions, *, overwrite: bool, resume: bool
-) -> tuple[ConversionPlan, Folder]:
+) -> tuple[dict[str, Any], Folder]:
     """Return the plan of a conversion, without storage options, and its destination; see `plan_convert`."""
     request = request_of(dst, options)
     if request.folder is None:
@@ -111,7 +108,7 @@ def planned(
             "written by several processes; pass the path of a folder"
         )
     sources: Any = src if has_names(src) else list(src)  # type: ignore[arg-type]
-    call = _id_of([__version__, _options(request), _sources_of(sources)])
+    call = digest_of([__version__, _options(request), _sources_of(sources)])
     with ExitStack() as stack:
         catalog = stack.enter_context(open_sources(sources, request))
         if is_restored(catalog, request):
@@ -146,71 +143,77 @@ def _source_id(source: Any) -> Any:
 
 def _plan(
     prepared: PlannedConversion, request: ConvertRequest, folder: Folder, call: str, *, overwrite: bool, resume: bool
-) -> ConversionPlan:
+) -> dict[str, Any]:
     options = _options(request)
-    adapters: tuple[Any, ...] = ()
-    if request.options.get("adapters") is not None:
-        from .merged import planned_adapters  # only here: most conversions merge nothing
-
-        adapters = planned_adapters(_stored(prepared.catalog))
-    pieces = _pieces(prepared, request, options, adapters)
-    plan_id = _id_of([__version__, options, [piece.id for piece in pieces]])
-    pieces = [replace(piece, plan=plan_id, call=call, folder=folder.place, options=options) for piece in pieces]
+    pieces = _pieces(prepared, request, options)
+    plan_id = digest_of([__version__, options, [piece["id"] for piece in pieces]])
+    for piece in pieces:
+        piece.update(plan=plan_id, call=call, folder=folder.place)
     _check_folder(pieces, folder, overwrite=overwrite, resume=resume)
     if resume:
         _check_not_applied(prepared.catalog, folder, call)
     if folder.location.files.remote:
-        pieces = _with_free_names(pieces, folder, overwrite=overwrite)
+        _choose_names(pieces, folder, overwrite=overwrite)
     config = prepared.config
     if config is None and overwrite:
         config = config_without_codes(prepared, folder, request.target)
-    return ConversionPlan(
-        operation="convert",
-        options=options,
-        pieces=tuple(pieces),
-        id=plan_id,
-        call=call,
-        folder=folder.place,
-        overwrite=overwrite,
-        tensors=prepared.tensor_count,
-        config=config,
-        extras={name: path_in_plan(location) for name, location in prepared.extras.items()},
-        quantized=prepared.planned_summary,
-        schemes=prepared.schemes,
-        left_out=warn_of_left_out(prepared),
-        parameters=prepared.parameters,
-    )
+    return {
+        "safeload_plan": 2,
+        "operation": "convert",
+        "version": __version__,
+        "id": plan_id,
+        "call": call,
+        "options": options,
+        "folder": folder.place,
+        "overwrite": overwrite,
+        "storage_options": None,
+        "pieces": pieces,
+        "tensors": prepared.tensor_count,
+        "config": config,
+        "extras": {name: _planned(location) for name, location in prepared.extras.items()},
+        "quantized": prepared.planned_summary,
+        "schemes": [*prepared.schemes],
+        "left_out": [*warn_of_left_out(prepared)],
+        "parameters": prepared.parameters,
+    }
 
 
-def _pieces(
-    prepared: PlannedConversion, request: ConvertRequest, options: Mapping[str, Any], adapters: tuple[Any, ...]
-) -> list[ConversionPiece]:
+def _planned(location: Location) -> list[Any]:
+    """Return path and storage options of a file, without secrets."""
+    return [location.files.public(location.files.absolute(location.path)), location.files.public_options()]
+
+
+def _pieces(prepared: PlannedConversion, request: ConvertRequest, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a piece for each shard, without its plan and folder."""
-    sources = Sources(_stored(prepared.catalog), "a conversion in pieces")
-    shards = prepared.divided(request.limit)
+    shards, catalog = prepared.divided(request.limit), _stored(prepared.catalog)
     if not isinstance(prepared, Copies):  # a part of a quantized tensor can have the name of another tensor
         prepared.weight_map(shards)  # refuses two tensors with the same name
-    renames = tuple((old, new) for old, new in _texts_of(request.options.get("rename")) or ())
-    metadata = None if prepared.texts is None else dict(prepared.texts)
+    adapters: list[dict[str, Any]] = []
+    if request.options.get("adapters") is not None:
+        from .merged import planned_adapters  # only here: most conversions merge nothing
+
+        adapters = planned_adapters(catalog)
+    reads = [[*dict.fromkeys(shard.reads)] for shard in shards.values()]
+    position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
+    side = TensorFiles(catalog, [*position], "a conversion in pieces")
+    preset = options.get("quantize")
     pieces = []
-    for file, shard in shards.items():
-        piece = ConversionPiece(
-            operation="convert",
-            id="",
-            plan="",
-            call="",
-            folder="",
-            sources=shard.sources_in(sources),
-            file=file,
-            nbytes=shard.nbytes,
-            tensors=shard.runs,
-            metadata=metadata,
-            rename=renames,
-            adapters=adapters,
-            recipes=shard.recipes,
-        )
+    for (file, shard), names in zip(shards.items(), reads, strict=True):
+        piece: dict[str, Any] = {
+            "operation": "convert",
+            "version": __version__,
+            "options": options,
+            "sources": side.sources([*map(position.__getitem__, names)]),
+            "nbytes": shard.nbytes,
+            "tensors": shard.runs,
+            "metadata": None if prepared.texts is None else dict(prepared.texts),
+            "rename": _texts_of(request.options.get("rename")) or [],
+            "adapters": adapters,
+            "recipes": json.loads(json.dumps(shard.recipes)),
+            "editable": not isinstance(preset, str) or preset not in PRESETS,
+        }
         # A shard depends on the sources of its own piece, not on those of other pieces.
-        pieces.append(replace(piece, id=_id_of([options, encode(piece)])))
+        pieces.append({**piece, "id": digest_of(piece), "file": file, "storage_options": None})
     return pieces
 
 
@@ -220,11 +223,6 @@ def _stored(catalog: Catalog) -> Catalog:
 
 
 # ---- options ----
-
-
-def _id_of(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
 
 
 def _options(request: ConvertRequest) -> dict[str, Any]:
@@ -254,7 +252,7 @@ def _options(request: ConvertRequest) -> dict[str, Any]:
         value = list(value) if isinstance(value, tuple) else value
         text = json.dumps(value, sort_keys=True, default=str)
         if len(text) > _LONGEST:
-            value = f"{text[:40]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]})"
+            value = f"{text[:40]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:DIGITS]})"
         options[key] = json.loads(json.dumps(value, default=str))
     return options
 
@@ -290,29 +288,32 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
 # ---- the destination ----
 
 
-def _check_folder(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: bool, resume: bool) -> None:
+def _check_folder(pieces: Sequence[dict[str, Any]], folder: Folder, *, overwrite: bool, resume: bool) -> None:
     """Refuse to write into a folder with other content, or to continue another conversion."""
     names, replacement = folder.names(), replacement_of(folder)
     replacement.check_free(overwrite or resume)
     if overwrite or not resume or not names:
         return
     records = journal.records(folder)
-    first, own = pieces[0], records.get(pieces[0].call, {})
+    first, own = pieces[0], records.get(pieces[0]["call"], {})
     complete = bool(names & {INDEX, SINGLE})
     if own and not complete:
         return
+    if own and SINGLE in names and all(piece["file"] != SINGLE for piece in pieces):
+        message = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
+        raise FileExistsError(errno.EEXIST, message, folder.shown(SINGLE))
     earlier = next(filter(None, (own, *records.values())), None)
     if earlier is None:
         what = "complete checkpoint: there is nothing to continue" if complete else "no record of this conversion"
         message = f"The folder has {'a ' if complete else 'other files, and '}{what}; pass overwrite=True to replace it"
-        begun = {RESUME, *({piece.file for piece in pieces} if folder.location.files.remote else ())}
+        begun = {RESUME, *({piece["file"] for piece in pieces} if folder.location.files.remote else ())}
         if any(name not in begun and hidden_name(name) is None for name in names):
             raise FileExistsError(errno.EEXIST, message, folder.location.shown)
-    elif not complete or any(own.get(piece.file, {}).get("piece") != piece.id for piece in pieces):
-        changed = [piece for piece in pieces if earlier.get(piece.file, {}).get("piece") not in (None, piece.id)]
-        file = changed[0].file if changed else next(iter(earlier))
+    elif not complete or any(own.get(piece["file"], {}).get("piece") != piece["id"] for piece in pieces):
+        changed = [piece for piece in pieces if earlier.get(piece["file"], {}).get("piece") not in (None, piece["id"])]
+        file = changed[0]["file"] if changed else next(iter(earlier))
         versions = [version for piece in changed[:1] for version in versions_of(piece)]
-        difference = journal.difference(earlier[file], first.version, first.options, versions)
+        difference = journal.difference(earlier[file], __version__, first["options"], versions)
         raise ValueError(
             f"resume: {show(folder.shown(file))} was written {difference}; pass overwrite=True to start over"
         )
@@ -335,13 +336,14 @@ def _check_not_applied(catalog: Catalog, folder: Folder, call: str) -> None:
                 )
 
 
-def _with_free_names(pieces: Sequence[ConversionPiece], folder: Folder, *, overwrite: bool) -> list[ConversionPiece]:
-    """Return the pieces with names for their shards in a store: those of an interrupted call, or free ones."""
-    own, taken = journal.records(folder).get(pieces[0].call, {}), set()
+def _choose_names(pieces: Sequence[dict[str, Any]], folder: Folder, *, overwrite: bool) -> None:
+    """Name the shards in a store as an interrupted call did, or by free names."""
+    own, taken = journal.records(folder).get(pieces[0]["call"], {}), set()
     if own or overwrite:  # or else the folder has only shards of this call
         totals, indexed = {part[3] for file in own if (part := PART.fullmatch(file))}, indexed_names(folder)
         parts = ((name, PART.fullmatch(name)) for name in folder.names())
         taken = {name for name, part in parts if part is None or part[3] not in totals or name in indexed}
     kept = {record["piece"]: file for file, record in own.items()}
-    free = free_names(folder, [piece.file for piece in pieces if piece.id not in kept], taken)
-    return [replace(piece, file=kept.get(piece.id) or free[piece.file]) for piece in pieces]
+    free = free_names(folder, [piece["file"] for piece in pieces if piece["id"] not in kept], taken)
+    for piece in pieces:
+        piece["file"] = kept.get(piece["id"]) or free[piece["file"]]

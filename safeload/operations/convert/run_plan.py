@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from types import NoneType
 from typing import Any, NamedTuple
 
 from ...base.gc_pause import paused
@@ -17,6 +18,8 @@ from ...engine.run.progress import Progress
 from ...errors import FormatError, public
 from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS
+from ...stores import url as urls
+from ...stores.files import Location
 from ..folders import journal
 from ..folders.destinations import folder_at, replacement_of
 from ..folders.folder import Folder, shared_identity
@@ -26,18 +29,21 @@ from ..quantize.checkpoint import Summary
 from ..quantize.engine_layout import restored
 from ..sources import executors
 from ..sources.catalog import Catalog
-from ..sources.codec import decode, encode
-from ..sources.executors import Executor
-from ..sources.piece_files import location_of, opened, version_of
-from ..sources.plan import INVALID_PLAN, check_version, decode_piece
+from ..sources.executors import Executor, check_path, files_at
+from ..sources.plan import DIGITS, INVALID_PIECE, INVALID_PLAN, bare_name, check_version, digest_of
+from ..sources.reading import opened
+from ..sources.recipes import recipe_from
 from .copies import planned_copies
-from .decide import ConversionPiece, ConversionPlan, ShardResult, casts_of, decisions_of
+from .decide import casts_of, decisions_of
 from .make import Maker
 from .write import ConvertReport
 
+# Fields that a piece gets from its plan; its id is a hash of all others.
+_OF_PLAN = {"id", "plan", "call", "folder", "file", "storage_options"}
+
 
 def run_all(
-    plan: ConversionPlan,
+    plan: Mapping[str, Any],
     folder: Folder,
     storage_options: Mapping[str, Any] | None,
     *,
@@ -46,16 +52,37 @@ def run_all(
     progress: Progress,
 ) -> ConvertReport:
     """Run all pieces of a plan, each of which puts its shard in place and records it, and complete the folder."""
-    pieces, sizes = [encode(piece) for piece in plan.pieces], [piece.nbytes for piece in plan.pieces]
+    pieces = plan["pieces"]
+    sizes = [piece["nbytes"] for piece in pieces]
     run = PieceRunner(folder if folder.location.files.remote else None, storage_options)
     with replacement_of(folder).undone():
         try:
             results = executors.run(run, pieces, executor, sizes=sizes, threads=threads, progress=progress)
         except BaseException:
             if not folder.location.files.remote:
-                journal.remove_empty(folder, [plan.call])
+                journal.remove_empty(folder, [plan["call"]])
             raise
     return complete(plan, results, folder, storage_options, at_once=True)
+
+
+def sum_of(plan: Mapping[str, Any]) -> str:
+    """Return a hash of what a plan has beside its pieces, which have hashes of their own."""
+    return digest_of({key: value for key, value in plan.items() if key not in ("pieces", "sum")})
+
+
+def _check_piece(piece: Any, prefix: str = INVALID_PIECE) -> None:
+    """Refuse a piece that is not what the plan had."""
+    check_version(piece, prefix)
+    bare_name(piece.get("file"))
+    check_path(piece["folder"] if isinstance(piece.get("folder"), str) else "\0")
+    if not isinstance(piece.get("plan"), str):
+        raise FormatError(f"{prefix}: plan must be a string, got {show(piece.get('plan'))}")
+    if digest_of({key: value for key, value in piece.items() if key not in _OF_PLAN}) != piece.get("id"):
+        raise FormatError(f"{prefix}: it has changed since it was planned")
+    if not (isinstance(piece.get("call"), str) and journal.is_call(piece["call"])):
+        raise FormatError(f"{prefix}: call must be {DIGITS} hexadecimal digits, got {show(piece.get('call'))}")
+    if not isinstance(piece.get("storage_options"), (dict, NoneType)):
+        raise FormatError(f"{prefix}: storage_options must be an object, got {show(piece['storage_options'])}")
 
 
 def run(
@@ -66,63 +93,58 @@ def run(
 ) -> dict[str, Any]:
     """Write the shard of a piece unless it is complete already; see `run_piece`."""
     started = time.perf_counter()
-    decoded = decode_piece(ConversionPiece, piece)
-    call, file = decoded.call, decoded.file
+    _check_piece(piece)
+    call, file = piece["call"], piece["file"]
     if folder is None:
-        folder = folder_at(decoded.folder, decoded.storage_options, storage_options)
-    whole = journal.whole(folder, call, file, decoded.id)
+        folder = folder_at(piece["folder"], piece.get("storage_options"), storage_options)
+    whole = journal.whole(folder, call, file, piece["id"])
     if whole is None:
         if folder.location.files.remote:
-            _check_free(decoded, folder)
-        size, digest, identity = _write(decoded, folder, threads, storage_options)
-        journal.write(folder, call, file, _record_of(decoded, size, digest))
+            _check_free(piece, folder)
+        size, digest, identity = _write(piece, folder, threads, storage_options)
+        journal.write(folder, call, file, _record_of(piece, size, digest))
     else:
         record, place, name = whole
         size, digest = record["size"], record["sha256"]
         identity = None if folder.location.files.remote else place.identity(name)
-    result = ShardResult(
-        plan=decoded.plan,
-        file=file,
-        nbytes=decoded.nbytes,
-        size=size,
-        sha256=digest,
-        identity=identity,
-        written=whole is None,
-        seconds=round(time.perf_counter() - started, 3),
-    )
-    plain: dict[str, Any] = encode(result)
-    return plain
+    return {
+        "plan": piece["plan"],
+        "file": file,
+        "nbytes": piece["nbytes"],
+        "size": size,
+        "sha256": digest,
+        "identity": identity,
+        "written": whole is None,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
 
 
-def _check_free(piece: ConversionPiece, folder: Folder) -> None:
+def _check_free(piece: Mapping[str, Any], folder: Folder) -> None:
     """Refuse to replace a shard of a finished checkpoint, or of another conversion, in a store."""
-    file, shown = piece.file, folder.shown(piece.file)
+    file, shown = piece["file"], folder.shown(piece["file"])
     finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
-    if finished and journal.read(folder, piece.call, file) is None:
+    if finished and journal.read(folder, piece["call"], file) is None:
         raise FileExistsError(errno.EEXIST, "A finished checkpoint has a shard of this name: plan again", shown)
-    if any(file in records for call, records in journal.records(folder).items() if call != piece.call):
+    if any(file in records for call, records in journal.records(folder).items() if call != piece["call"]):
         raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
 
 
-def _record_of(piece: ConversionPiece, size: int, digest: str) -> dict[str, Any]:
+def _record_of(piece: Mapping[str, Any], size: int, digest: str) -> dict[str, Any]:
     return {
-        "piece": piece.id,
-        "version": piece.version,
-        "options": piece.options,
+        "piece": piece["id"],
+        "version": piece["version"],
+        "options": piece["options"],
         "sources": versions_of(piece),
         "size": size,
         "sha256": digest,
     }
 
 
-def versions_of(piece: ConversionPiece) -> list[list[Any]]:
+def versions_of(piece: Mapping[str, Any]) -> list[list[Any]]:
     """Return bare name, size and version of each file of a piece."""
-    versions = [version for source in piece.sources for version in source.versions()]
-    if piece.adapters:
-        from .merged import decode_adapters  # only here: most conversions merge nothing
-
-        versions += [version_of(*file) for adapter in decode_adapters(piece.adapters) for file in adapter.files]
-    return versions
+    files = [file for source in piece["sources"] for file in (*source["files"], *source["configs"])]
+    files += [file for adapter in piece["adapters"] for file in adapter["files"]]
+    return [[urls.shown(path).replace("\\", "/").rpartition("/")[2], *rest[:2]] for path, *rest in files]
 
 
 class PieceRunner:
@@ -140,49 +162,44 @@ class PieceRunner:
 
 
 def _writer(
-    stack: ExitStack, piece: ConversionPiece, threads: int | None, storage_options: Mapping[str, Any] | None
+    stack: ExitStack, piece: Mapping[str, Any], threads: int | None, storage_options: Mapping[str, Any] | None
 ) -> tuple[ShardWriter, int]:
     """Open the sources of a piece; return the writer of its shard and the bytes of its tensors."""
-    casts, decisions = casts_of(piece), {}
-    if casts is None:
-        decisions = decisions_of(piece.tensors)
-        reads = [name for decision in decisions.values() for name in decision.reads]
-        catalog = _catalog(stack, piece, [*dict.fromkeys(reads)], storage_options)
-    else:
+    casts = casts_of(piece)
+    if casts is not None:
         catalog = _catalog(stack, piece, [*casts], storage_options)
         copies = planned_copies(catalog, piece, casts, threads)
         if copies is not None:
             return copies.writer(_ignore), copies.nbytes
-        decisions = decisions_of(piece.tensors)
+    decisions = decisions_of(piece["tensors"])
+    if casts is None:
+        reads = [name for decision in decisions.values() for name in decision.reads]
+        catalog = _catalog(stack, piece, [*dict.fromkeys(reads)], storage_options)
     maker = Maker(catalog, decisions, SAFETENSORS, threads=threads)
     outputs = maker.outputs()
-    new = renamed(outputs, piece.rename)
+    new = renamed(outputs, piece["rename"])
     maker.begin({new[name]: name for name in outputs})
     outputs = {new[name]: output for name, output in outputs.items()}
     total = sum(output.nbytes for output in outputs.values())
-    return writer_of(outputs, piece.metadata, editable=piece.editable), total
+    return writer_of(outputs, piece["metadata"], editable=piece["editable"]), total
 
 
 def _catalog(
-    stack: ExitStack, piece: ConversionPiece, reads: Sequence[str], storage_options: Mapping[str, Any] | None
+    stack: ExitStack, piece: Mapping[str, Any], reads: Sequence[str], storage_options: Mapping[str, Any] | None
 ) -> Catalog:
     """Open the tensors that a piece reads; ``reads`` has plan order, which numbers the first tensor of each file."""
-    if not piece.adapters and not piece.recipes:
-        return stack.enter_context(opened(piece.sources, reads, storage_options))
-    names = [
-        source
-        for name in reads
-        for source in (dict.fromkeys(piece.recipes[name].sources) if name in piece.recipes else (name,))
-    ]
-    if piece.adapters:
-        from .merged import decode_adapters, reopened, stored_names  # only here: most conversions merge nothing
+    recipes = {name: recipe_from(plain) for name, plain in piece["recipes"].items()}
+    names = [source for name in reads for source in (recipes[name].sources if name in recipes else (name,))]
+    adapters = piece["adapters"]
+    if adapters:
+        from .merged import reopened, stored_names  # only here: most conversions merge nothing
 
-        adapters = decode_adapters(piece.adapters)
-        stored = stack.enter_context(opened(piece.sources, stored_names(adapters, names), storage_options))
-        catalog: Catalog = reopened(stack, stored, adapters, frozenset(names))
+        stored = stored_names(adapters, names)
+        _, (catalog,) = stack.enter_context(opened({**piece, "names": stored}, storage_options))
+        catalog = reopened(stack, catalog, adapters, frozenset(names))
     else:
-        catalog = stack.enter_context(opened(piece.sources, names, storage_options))
-    return restored(catalog, piece.recipes, reads) if piece.recipes else catalog
+        _, (catalog,) = stack.enter_context(opened({**piece, "names": names}, storage_options))
+    return restored(catalog, recipes, reads) if recipes else catalog
 
 
 def _ignore(nbytes: int) -> None:
@@ -190,18 +207,18 @@ def _ignore(nbytes: int) -> None:
 
 
 def _write(
-    piece: ConversionPiece, folder: Folder, threads: int | None, storage_options: Mapping[str, Any] | None
+    piece: Mapping[str, Any], folder: Folder, threads: int | None, storage_options: Mapping[str, Any] | None
 ) -> tuple[int, str, list[int] | None]:
     """Write a shard; return its size, SHA-256 and identity."""
-    file = piece.file
+    file = piece["file"]
     if not folder.location.files.remote:
-        folder = journal.subfolder(folder, piece.call)
+        folder = journal.subfolder(folder, piece["call"])
     with ExitStack() as stack, Digest() as digest:
-        with paused(sum(len(run.names) for run in piece.tensors)):
+        with paused(sum(len(run["names"]) for run in piece["tensors"])):
             writer, total = _writer(stack, piece, threads, storage_options)
-        if total != piece.nbytes:
+        if total != piece["nbytes"]:
             raise FormatError(
-                f"the shard was planned with {piece.nbytes:,} bytes of tensors, but has {total:,}",
+                f"the shard was planned with {piece['nbytes']:,} bytes of tensors, but has {total:,}",
                 folder.shown(file),
             )
         identity = None
@@ -245,18 +262,29 @@ def finalize(
     Example:
         >>> import safeload
         >>> plan = safeload.plan_convert("tiny-llama", "half", dtype="float16", max_shard_size="64KB")
-        >>> safeload.finalize(plan, map(safeload.run_piece, plan.pieces)).tensors
+        >>> safeload.finalize(plan, map(safeload.run_piece, plan["pieces"])).tensors
         30
     """
-    decoded = decode_plan(plan)
-    folder = folder_at(decoded.folder, decoded.storage_options, storage_options)
-    return complete(decoded, results, folder, storage_options)
+    check_version(plan, INVALID_PLAN)
+    for name in plan["extras"] if isinstance(plan.get("extras"), dict) else ():
+        bare_name(name)
+    pieces = plan.get("pieces")
+    if not isinstance(pieces, (list, tuple)) or sum_of(plan) != plan.get("sum"):
+        raise FormatError(f"{INVALID_PLAN}: it has changed since it was made")
+    for k, piece in enumerate(pieces):
+        _check_piece(piece, f"{INVALID_PLAN}: pieces[{k}]")
+    folder = folder_at(plan["folder"], plan["storage_options"], storage_options)
+    return complete(plan, results, folder, storage_options)
 
 
-def decode_plan(plan: Any) -> ConversionPlan:
-    """Decode a plan from an untrusted source."""
-    check_version(plan)
-    return decode(ConversionPlan, plan, INVALID_PLAN)
+class _Result(NamedTuple):
+    """The result of a piece."""
+
+    file: str
+    size: int
+    sha256: str
+    seconds: float
+    identity: list[Any] | None  # see `Folder.identity`
 
 
 class _Shard(NamedTuple):
@@ -266,11 +294,11 @@ class _Shard(NamedTuple):
     file: str  # its name there
     name: str  # its name in the destination
     waits: bool  # True if it is in the subfolder
-    result: ShardResult
+    result: _Result
 
 
 def complete(
-    plan: ConversionPlan,
+    plan: Mapping[str, Any],
     results: Iterable[Mapping[str, Any]],
     folder: Folder,
     storage_options: Mapping[str, Any] | None,
@@ -279,43 +307,52 @@ def complete(
 ) -> ConvertReport:
     """Complete a folder like `finalize`."""
     shards = _shards_of(plan, results, folder, at_once=at_once)
-    extras = {name: location_of(planned, storage_options) for name, planned in plan.extras.items()}
+    extras = {
+        name: Location(files_at(path, planned, storage_options), path)
+        for name, (path, planned) in plan["extras"].items()
+    }
     names = [shard.name for shard in shards]
-    indexed = plan.parameters is not None or names != [SINGLE]
+    indexed = plan["parameters"] is not None or names != [SINGLE]
     weight_map, total = _headers_of(shards, folder)
     replacement = replacement_of(folder)
     placed = [shard.name for shard in shards if not shard.waits]
-    outdated = replacement.outdated([*names, *([INDEX] if indexed else [])]) if plan.overwrite else []
-    beside = Beside(weight_map, total, plan.config, extras, indexed, plan.parameters)
+    outdated = replacement.outdated([*names, *([INDEX] if indexed else [])]) if plan["overwrite"] else []
+    beside = Beside(weight_map, total, plan["config"], extras, indexed, plan["parameters"])
     with ExitStack() as stack:
         stack.enter_context(replacement.after_index(outdated))
         commit = write_beside(stack, beside, folder, replacement, overwrite=True, outdated=outdated, placed=placed)
         commit({shard.name: taking(shard.place, shard.file, folder, shard.name) for shard in shards if shard.waits})
-    journal.clear(folder, None if plan.overwrite else [plan.call])
-    warn_of_schemes(folder.location.shown, plan.schemes)
+    journal.clear(folder, None if plan["overwrite"] else [plan["call"]])
+    warn_of_schemes(folder.location.shown, plan["schemes"])
     done = [shard.result for shard in shards]
     nbytes, seconds = sum(result.size for result in done), sum(result.seconds for result in done)
     shown = folder.location.shown
     files = [folder.shown(name) for name in names]
-    return ConvertReport(shown, SAFETENSORS, files, plan.tensors, nbytes, seconds, _summary(plan, total), plan.left_out)
+    return ConvertReport(
+        shown, SAFETENSORS, files, plan["tensors"], nbytes, seconds, _summary(plan, total), plan["left_out"]
+    )
 
 
 def _shards_of(
-    plan: ConversionPlan, results: Iterable[Mapping[str, Any]], folder: Folder, *, at_once: bool
+    plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]], folder: Folder, *, at_once: bool
 ) -> list[_Shard]:
     """Return the shards of a plan, compared with the results of its pieces."""
     by_file = {}
     for plain in results:
-        if isinstance(plain, Mapping) and plain.get("plan") == plan.id:
-            result = decode(ShardResult, plain, "invalid result of a piece", extra=True)
+        if isinstance(plain, Mapping) and plain.get("plan") == plan["id"]:
+            fields = [plain.get(key) for key in _Result._fields]
+            kinds: Any = (str, int, str, (int, float), (list, tuple, NoneType))
+            if not all(map(isinstance, fields, kinds)):
+                raise FormatError(f"invalid result of a piece: {show(dict(plain))}")
+            result = _Result._make(fields)
             by_file[result.file] = result
-    missing = [piece.file for piece in plan.pieces if piece.file not in by_file]
+    missing = [piece["file"] for piece in plan["pieces"] if piece["file"] not in by_file]
     if missing:
-        count = f"{plural(len(missing), 'piece')} of {len(plan.pieces):,}"
+        count = f"{plural(len(missing), 'piece')} of {len(plan['pieces']):,}"
         raise ValueError(f"no result for {count}, such as {show(missing[0])}: run them first")
-    done, remote = [by_file[piece.file] for piece in plan.pieces], folder.location.files.remote
+    done, remote = [by_file[piece["file"]] for piece in plan["pieces"]], folder.location.files.remote
 
-    def find(result: ShardResult) -> tuple[Folder, str]:
+    def find(result: _Result) -> tuple[Folder, str]:
         return _place_of(plan, result, folder, trusted=at_once)
 
     nbytes = sum(result.size for result in done)
@@ -327,7 +364,7 @@ def _shards_of(
         _Shard(place, file, file if file in placed else names[file], file not in placed, result)
         for (place, file), result in zip(places, done, strict=True)
     ]
-    if not plan.overwrite:
+    if not plan["overwrite"]:
         _check_alone([shard.name for shard in shards], placed, folder)
     return shards
 
@@ -340,13 +377,13 @@ def _check_alone(names: Sequence[str], placed: Collection[str], folder: Folder) 
             raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", folder.shown(name))
 
 
-def _place_of(plan: ConversionPlan, result: ShardResult, folder: Folder, *, trusted: bool) -> tuple[Folder, str]:
+def _place_of(plan: Mapping[str, Any], result: _Result, folder: Folder, *, trusted: bool) -> tuple[Folder, str]:
     """Return the place of a shard that has the content of its result."""
     remote, file = folder.location.files.remote, result.file
-    record = journal.read(folder, plan.call, file) if remote else None
-    usual = folder if remote else journal.subfolder(folder, plan.call)
+    record = journal.read(folder, plan["call"], file) if remote else None
+    usual = folder if remote else journal.subfolder(folder, plan["call"])
     # A shard that is in the folder already need not come from the subfolder again.
-    for place, name in reversed(journal.places(folder, plan.call, file)):
+    for place, name in reversed(journal.places(folder, plan["call"], file)):
         known = trusted and result.identity is not None and place.identity(name) == result.identity
         if known or place.holds(name, result.size, result.sha256, None if record is None else record.get("object")):
             return place, name
@@ -371,11 +408,13 @@ def _headers_of(shards: Sequence[_Shard], folder: Folder) -> tuple[dict[str, str
     return weight_map, sum(nbytes for _, nbytes in headers)
 
 
-def _summary(plan: ConversionPlan, total: int) -> Summary | None:
+def _summary(plan: Mapping[str, Any], total: int) -> Summary | None:
     """Return the summary of a plan, given the bytes of its result."""
-    if plan.quantized is None:
+    if plan["quantized"] is None:
         return None
-    decisions = {name: decision for piece in plan.pieces for name, decision in decisions_of(piece.tensors).items()}
+    decisions = {
+        name: decision for piece in plan["pieces"] for name, decision in decisions_of(piece["tensors"]).items()
+    }
     quantized = {name: decision.scheme for name, decision in decisions.items() if decision.scheme is not None}
     kept = {name: decision.kept for name, decision in decisions.items() if decision.kept is not None}
-    return Summary(plan.quantized.before, total, quantized, {**kept, **plan.quantized.kept})
+    return Summary(plan["quantized"]["before"], total, quantized, {**kept, **plan["quantized"]["kept"]})

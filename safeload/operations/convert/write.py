@@ -25,9 +25,8 @@ from ..folders.shards import Beside, ShardWriter, config_with, extras_of, warn_o
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_rules import EngineRules
 from ..sources.catalog import Catalog
-from ..sources.piece_files import PieceSource, Sources
 from ..sources.recipes import TensorRecipe
-from .decide import Decider, PlannedSummary, TensorRun
+from .decide import Decider
 from .request import ConvertRequest
 
 if TYPE_CHECKING:
@@ -169,19 +168,20 @@ class PlannedConversion(Conversion, Protocol):
         """Other files to copy into the folder, by name."""
 
     @property
-    def planned_summary(self) -> PlannedSummary | None:
+    def planned_summary(self) -> dict[str, Any] | None:
         """The summary without the tensors of pieces; None without ``quantize``."""
 
     @property
-    def runs(self) -> tuple[TensorRun, ...]:
+    def runs(self) -> list[dict[str, Any]]:
         """The decisions."""
 
     @property
     def recipes(self) -> dict[str, TensorRecipe]:
         """Recipes of tensors that are not tensors of the source."""
 
-    def sources_in(self, sources: Sources) -> tuple[PieceSource, ...]:
-        """Return the source files of the tensors."""
+    @property
+    def reads(self) -> Sequence[str]:
+        """Names of the tensors that are read from files."""
 
 
 _Conversion = TypeVar("_Conversion", bound=Conversion)

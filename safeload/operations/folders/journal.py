@@ -25,6 +25,11 @@ _CALL = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _FIELDS = {"piece": str, "size": int, "sha256": str}
 
 
+def is_call(name: str) -> bool:
+    """Return True for the id of a call."""
+    return _CALL.fullmatch(name) is not None
+
+
 def subfolder(folder: Folder, call: str) -> Folder:
     """Return the subfolder of a call."""
     return folder / RESUME / call
@@ -60,7 +65,7 @@ def read(folder: Folder, call: str, file: str) -> dict[str, Any] | None:
 def records(folder: Folder) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the valid records of a folder by call and by shard."""
     by_call = {}
-    for call in sorted(filter(_CALL.fullmatch, (folder / RESUME).names())):
+    for call in sorted(filter(is_call, (folder / RESUME).names())):
         listed = sorted(subfolder(folder, call).names())
         files = [name.removesuffix(RECORD) for name in listed if name.endswith(".safetensors" + RECORD)]
         of_call = folder.location.files.each(partial(read, folder, call), files)
@@ -96,7 +101,7 @@ def whole(folder: Folder, call: str, file: str, piece: str) -> tuple[dict[str, A
 
 def clear(folder: Folder, calls: Iterable[str] | None = None) -> None:
     """Remove the records and waiting shards of calls, or of all; other files stay."""
-    calls = sorted(filter(_CALL.fullmatch, (folder / RESUME).names() if calls is None else calls))
+    calls = sorted(filter(is_call, (folder / RESUME).names() if calls is None else calls))
     for call in calls:
         place = subfolder(folder, call)
         place.remove(sorted(name for name in place.names() if _is_ours(name)))

@@ -6,22 +6,20 @@ with the size of each file and the time of its last change when the plan was mad
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ..._version import __version__
 from ...base.text import plural, printable, show
 from ...errors import FormatError, UnsupportedError, exported, public
-from .codec import decode
 from .executors import check_path
-from .piece_files import PieceSource
 
 # Prefixes of messages.
 INVALID_PLAN, INVALID_PIECE = "invalid plan", "invalid piece"
 
-_AnyPiece = TypeVar("_AnyPiece", bound="PlannedPiece")
-
+DIGITS = 16  # of `digest_of`
 # File names with these characters can lead out of the folder of a plan.
 _NOT_BARE = frozenset("/\\:\0")
 
@@ -65,9 +63,9 @@ class Plan(dict[str, Any]):
         return f"<Plan {show(self.get('folder'))}: {content}>"
 
 
-def bare_name(name: str) -> str:
+def bare_name(name: Any) -> str:
     """Return a file name, unless it leads out of its folder."""
-    if not name or name in (".", "..") or not _NOT_BARE.isdisjoint(name):
+    if not isinstance(name, str) or not name or name in (".", "..") or not _NOT_BARE.isdisjoint(name):
         raise FormatError(f"{INVALID_PLAN}: files must have bare names, got {show(name)}")
     check_path(name)
     return name
@@ -85,16 +83,7 @@ def check_version(plan: Any, prefix: str = INVALID_PLAN) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PlannedPiece:
-    """The fields of all pieces."""
-
-    operation: str
-    version: str = __version__  # of safeload
-    sources: tuple[PieceSource, ...]
-
-
-def decode_piece(cls: type[_AnyPiece], plain: Any) -> _AnyPiece:
-    """Return a piece from untrusted plain data."""
-    check_version(plain, INVALID_PIECE)
-    return decode(cls, plain, INVALID_PIECE)
+def digest_of(value: Any) -> str:
+    """Return a short hash of plain data."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]

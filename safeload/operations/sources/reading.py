@@ -78,9 +78,9 @@ def pieces_of(
     Tensors of ``against`` have equal names.
     """
     names = [*sizes]
-    sides = {"sources": _Side(catalog, names)}
+    sides = {"sources": TensorFiles(catalog, names)}
     if against is not None:
-        sides["against"] = _Side(against, names)
+        sides["against"] = TensorFiles(against, names)
     side = sides["sources"]
     with paused(len(names)):
         groups = executors.groups([*sizes.values()], side.files, side.file)
@@ -90,11 +90,11 @@ def pieces_of(
             yield ReadingPiece(content, sum(map(sizes.__getitem__, content["names"])))
 
 
-class _Side:
+class TensorFiles:
     """The files of tensors of a catalog."""
 
-    def __init__(self, catalog: Catalog, names: Sequence[str]) -> None:
-        check_paths(catalog, executors.EXECUTOR)
+    def __init__(self, catalog: Catalog, names: Sequence[str], argument: str = executors.EXECUTOR) -> None:
+        check_paths(catalog, argument)
         self._checkpoints = catalog.checkpoints
         self._owners = {file: k for k, owner in enumerate(self._checkpoints) for file in owner.weight_files}
         self._unlisted = {
@@ -114,6 +114,9 @@ class _Side:
         numbers: dict[WeightFile, int] = {}
         first = []
         for k, name in enumerate(names):
+            if name not in catalog:  # an activation scale
+                first.append(numbers.setdefault(catalog.ignored[name].file, len(numbers)))
+                continue
             file = catalog.place(name).file
             assert file is not None
             first.append(numbers.setdefault(file, len(numbers)))
@@ -200,8 +203,9 @@ def opened(
             paths = (_reopened(source, names, storage_options) for source in sources)
             catalog = Catalog.of([stack.enter_context(Checkpoint(path)) for path in paths] or {})
             catalog.mapped = False
-            catalog.check(names)
-            catalogs.append(catalog.among(names))
+            present = [name for name in names if name not in catalog.ignored] if catalog.ignored else names
+            catalog.check(present)
+            catalogs.append(catalog.among(present))
         yield names, catalogs
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -142,3 +142,14 @@ class TensorRecipe(NamedTuple):
         inner = (self.heads, half, 2) if self.inverse else (self.heads, 2, half)
         swapped: Array = array.reshape(*inner, -1).swapaxes(1, 2).reshape(rows, *array.shape[1:])
         return swapped
+
+
+def recipe_from(plain: Sequence[Any]) -> TensorRecipe:
+    """Return a recipe from plain data, such as JSON makes of it."""
+    shape, moves, *rest = plain
+    return TensorRecipe(tuple(shape), tuple(Move(name, *map(_view, views)) for name, *views in moves), *rest)
+
+
+def _view(plain: Sequence[Any]) -> TensorView:
+    item, rows, transposed = plain
+    return TensorView(item, RowRange(*rows), transposed)
