@@ -526,17 +526,29 @@ def test_codes_are_never_without_their_config(old, new):
         assert contents(fs, "/model").keys() == files_of_model(fs)
 
 
-@pytest.mark.xfail(strict=True, reason="a failed call at the steps between old and new model leaves none in a store")
-def test_a_failed_call_leaves_the_old_model():
+def test_a_failed_call_leaves_the_old_model(caplog):
+    """If the store works again after the error; what cannot be removed of the old model after the end is a warning."""
     whole, convert = replacing("shards", 1000)
     convert()
+    old = contents(replacing("shards", 1000)[0], "/model")
     for count in range(whole.calls, 0, -1):
         fs, convert = replacing("shards", 1000)
-        fs.fails_at = count
-        with pytest.raises(OSError, match="the store is full"):
+        counted = fs._count
+
+        def fails_once(fs=fs, counted=counted, count=count):
+            counted()
+            if fs.calls == count:
+                raise fs.error
+
+        fs._count = fails_once
+        caplog.clear()
+        try:
             convert()
-        fs.fails_at = None
-        assert version(fs) == 0
+        except OSError:
+            assert contents(fs, "/model") == old
+        else:
+            assert version(fs) == 1
+            assert "cannot delete" in caplog.text
 
 
 def test_new_shards_have_numbers_only():
@@ -547,7 +559,6 @@ def test_new_shards_have_numbers_only():
     assert all(re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name) for name in names)
 
 
-@pytest.mark.xfail(strict=True, reason="in a new folder of a store, shards come before config.json")
 def test_a_new_folder_has_no_weights_without_their_config(model):
     whole = Memory()
     safeload.convert(model, whole.at(), **HALF)

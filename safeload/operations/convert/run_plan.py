@@ -318,7 +318,7 @@ def complete(
     placed = [shard.name for shard in shards if not shard.waits]
     outdated = replacement.outdated([*names, *([INDEX] if indexed else [])]) if plan["overwrite"] else []
     beside = Beside(weight_map, total, plan["config"], extras, indexed, plan["parameters"])
-    with ExitStack() as stack:
+    with replacement.undone(), ExitStack() as stack:
         stack.enter_context(replacement.after_index(outdated))
         commit = write_beside(stack, beside, folder, replacement, overwrite=True, outdated=outdated, placed=placed)
         commit({shard.name: taking(shard.place, shard.file, folder, shard.name) for shard in shards if shard.waits})

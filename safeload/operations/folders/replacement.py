@@ -79,6 +79,8 @@ Put: TypeAlias = Callable[[Swap, "os.stat_result | None"], object]
 class Replacement(ABC):
     """Replaces the content of a folder by new shards. Create a new object for each conversion."""
 
+    is_new = True  # False if the folder has files
+
     # ---- before anything is written ----
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -229,7 +229,9 @@ def write_beside(
     for name, text in ((INDEX, _index(beside) if beside.indexed else None), (CONFIG, config)):
         if text is not None:
             replaces = overwrite or (name == INDEX and block is not None)
-            files[name] = _write_text(stack, text, folder, name, overwrite=replaces)
+            first = name == CONFIG and replacement.is_new  # a new folder has no weights without it
+            with replacement.shard(stack, name) if first else nullcontext(stack) as own:
+                files[name] = _write_text(own, text, folder, name, overwrite=replaces)
     stack.enter_context(replacement.before_config(config, placed))
     for name, content in beside.extras.items():
         if isinstance(content, bytes):

@@ -110,8 +110,10 @@ class StoreReplacement(Replacement):
 
     def __init__(self, folder: StoreFolder) -> None:
         self._folder = folder
-        self._uploaded: list[str] = []  # shards written together
+        self._uploaded: list[str] = []  # files written before the end
         self._complete = False
+        # Config and index of the old model, None for a missing file, while an index keeps readers away.
+        self._old: dict[str, bytes | None] = {}
 
     def check_free(self, overwrite: bool) -> None:
         location = self._folder.location
@@ -125,6 +127,7 @@ class StoreReplacement(Replacement):
     def outdated(self, files: Sequence[str]) -> list[str]:
         """List old shards, an old ``model.safetensors``, and the index if the new checkpoint has none."""
         names = self._folder.names()
+        self.is_new = not names
         gone = {name for name in names if name == SINGLE or _SHARD.fullmatch(name)}
         if SINGLE in files and names:
             gone.add(INDEX)  # `before_config` may put it there
@@ -135,13 +138,17 @@ class StoreReplacement(Replacement):
         try:
             yield
         except BaseException:
-            if self._uploaded and not self._complete:  # when complete, the index may be there already
-                try:
+            shown = self._folder.location.shown
+            try:
+                if self._old:
+                    self._block()
+                    for name, content in self._old.items():
+                        self._folder.remove([name]) if content is None else self._write(name, content)
+                    self._complete = False
+                if not self._complete:  # when complete, the index may be there already
                     self._folder.remove(self._uploaded)
-                except Exception as error:  # the first error is raised
-                    log.warning(
-                        "%s: cannot delete the shards of the failed save: %s", self._folder.location.shown, error
-                    )
+            except Exception as error:  # the first error is raised
+                log.warning("%s: cannot delete the shards of the failed save: %s", shown, error)
             raise
 
     @contextmanager
@@ -157,16 +164,25 @@ class StoreReplacement(Replacement):
         new = {*self._uploaded, *placed}
         old = {*filter(is_weight_file, self._folder.names())} - new
         if config is not None and old and config != self._folder.content(CONFIG):
-            text = json.dumps(blocking_index([CONFIG, *sorted(new)])).encode()
-            with self._folder.writing(INDEX, len(text), overwrite=True) as file, file.stream() as stream:
-                stream.write(text)
+            self._old = {name: self._folder.content(name) for name in (CONFIG, INDEX)}
             self._complete = True
-            self._folder.remove({SINGLE} & old)
+            self._block(*sorted(new))
+            if SINGLE in old:
+                self._old = {}  # it cannot be brought back
+                self._folder.remove([SINGLE])
         self._complete = True
+
+    def _block(self, *shards: str) -> None:
+        self._write(INDEX, json.dumps(blocking_index([CONFIG, *shards])).encode())
+
+    def _write(self, name: str, content: bytes) -> None:
+        with self._folder.writing(name, len(content), overwrite=True) as file, file.stream() as stream:
+            stream.write(content)
 
     @contextmanager
     def after_index(self, outdated: Sequence[str]) -> Iterator[None]:
         yield
+        self._old = {}
         try:
             self._folder.remove(outdated)
         except (OSError, RemoteError) as error:  # the new checkpoint is complete
