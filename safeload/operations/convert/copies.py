@@ -67,7 +67,6 @@ class Copies(NamedTuple):
     decisions: Sequence[Decision] = ()  # about each tensor; none if all are only converted
     engine_rules: None = None
     parameters: None = None
-    restored: bool = False
 
     @property
     def tensor_count(self) -> int:

@@ -41,7 +41,7 @@ class Decision(NamedTuple):
     scheme: str | None = None  # scheme to quantize to
     kept: str | None = None  # why ``quantize`` leaves the tensor unquantized
     stack: StackedTensor | None = None  # entry of the layout; `dtype` is never None with it
-    partners: tuple[str, ...] = ()  # weights in the source that share a scale with this one, itself included
+    partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -289,7 +289,7 @@ def target_of(code: str | None, scheme: str | None) -> int | None:
 
 
 def casts_of(piece: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the `target_of` each tensor, or None unless all tensors of a piece have one."""
+    """Return the `target_of` each tensor, or None unless each tensor has it."""
     if piece["adapters"] or piece["recipes"]:
         return None
     casts: dict[str, int] = {}

@@ -99,7 +99,7 @@ class Replacement(ABC):
 
     @abstractmethod
     def shard(self, stack: ExitStack, file: str) -> AbstractContextManager[ExitStack]:
-        """Return a context with a stack for putting a shard in place: ``stack``, or one that uploads at once."""
+        """Return a context with a stack for putting a shard in place: ``stack``, or a stack that uploads at once."""
         # Local shards wait for each other. Uploading each at once saves disk space on this machine.
 
     def before_config(self, config: bytes | None, placed: Collection[str]) -> AbstractContextManager[object]:
