@@ -29,8 +29,8 @@ from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..errors import FormatError, LimitError, SafeloadError
 from .remote import RemoteStore
-from .stop import current
 from .store import ByteStore, Span
+from .thread_group import current
 
 # Tensors begin at multiples of this many bytes.
 ALIGNMENT = 64

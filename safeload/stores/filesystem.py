@@ -33,8 +33,8 @@ from .local import open_local
 from .objects import ObjectStore, ObjectUrls, StoredObject, copy_whole
 from .options import secrets_of, secrets_of_urls
 from .remote import checked_size, digest_of, marks_of, strong_etag
-from .stop import current, left_behind
 from .store import WINDOW, ByteStore
+from .thread_group import current, left_behind
 
 if TYPE_CHECKING:
     from .http import HttpStore

@@ -20,7 +20,7 @@ from ..errors import (
     missing_file,
 )
 from . import url as urls
-from .stop import current
+from .thread_group import current
 
 _Result = TypeVar("_Result")
 

@@ -16,8 +16,8 @@ from .http_client import Client, Exchange, RequestTarget, redirected, target_of
 from .local import compare
 from .remote import Backend, RemoteStore, is_weak
 from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status, requested_wait
-from .stop import current
 from .store import WINDOW, Span
+from .thread_group import current
 
 # Maximum number of redirects per request.
 MOST_REDIRECTS = 10

@@ -17,8 +17,8 @@ from .objects import ObjectStore, ObjectUrls
 from .options import secrets_of
 from .remote import Backend, ForeignStore, RemoteStore, checked_size, digest_of, marks_of, strong_etag
 from .remote_files import RemoteFiles, need_fsspec
-from .stop import left_behind
 from .store import WINDOW, ByteStore
+from .thread_group import left_behind
 
 # Schemes of obstore's classes; any other class uses its own name.
 _SCHEMES = {

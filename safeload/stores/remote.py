@@ -14,9 +14,8 @@ from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError
-from .stop import current, left_behind
 from .store import WINDOW, ByteStore, Memory, Span
-from .thread_group import each
+from .thread_group import current, each, left_behind
 
 # Prefetched ranges share a request if the gap between two ranges has at most _GAP bytes, and the request at most
 # _TOGETHER bytes.

@@ -17,7 +17,7 @@ import urllib3
 from ..base.url import WebUrl
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError
 from .sockets import BadResponse
-from .stop import current
+from .thread_group import current
 
 # Maximum number of consecutive retries of a range without progress.
 RETRIES = 4

@@ -25,7 +25,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.wait import wait_for_write
 
-from .stop import Stopped, current
+from .thread_group import Stopped, current
 
 # Seconds between the checks of a waiting thread: whether to continue, and signals.
 SLICE = 0.1

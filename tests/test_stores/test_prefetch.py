@@ -109,16 +109,11 @@ def test_start_runs_in_the_consumers_thread_before_its_task():
 
 
 @pytest.mark.parametrize("limit", [0, 100])
-@pytest.mark.parametrize("where", ["run", "start"])
-def test_an_error_comes_at_its_turn_and_is_the_last(where, limit):
-    def fail(*check):
+def test_an_error_comes_at_its_turn_and_is_the_last(limit):
+    def fail(check):
         raise OSError("the third")
 
-    def task(k):
-        bad = {where: fail} if k == 2 else {}
-        return Task(1, **{"run": lambda check: k, "start": None, **bad})
-
-    ahead = Prefetch(map(task, range(5)), limit)
+    ahead = Prefetch((Task(1, fail if k == 2 else lambda check, k=k: k) for k in range(5)), limit)
     assert [next(ahead), next(ahead)] == [0, 1]
     with pytest.raises(OSError, match="the third"):
         next(ahead)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from builders import inside
-from builders.inside import Prefetch, Stop, Stopped, Task, each, in_order, stop
+from builders.inside import Prefetch, Stop, Stopped, Task, each, in_order, thread_group
 from builders.inside import run_tasks as run
 from builders.threads import threads
 
@@ -56,7 +56,7 @@ def test_the_first_error_is_raised_and_ends_the_others():
 
     def slow():
         try:
-            stop.current().sleep(SLEEP)
+            thread_group.current().sleep(SLEEP)
         except Stopped:
             ended.append(True)
             raise
@@ -89,7 +89,7 @@ def test_what_tick_raises_ends_the_tasks():
 
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run([lambda: stop.current().sleep(SLEEP)] * 4, 4, tick)
+        run([lambda: thread_group.current().sleep(SLEEP)] * 4, 4, tick)
     assert time.monotonic() - begun < SOON
     assert not threads()
 
@@ -134,7 +134,7 @@ def test_the_end_of_a_call_ends_those_within_it():
 
     def inner():
         begun.set()
-        stop.current().sleep(SLEEP)
+        thread_group.current().sleep(SLEEP)
 
     def tick():
         if begun.is_set():
@@ -150,12 +150,12 @@ def test_the_end_of_a_call_ends_those_within_it():
 def test_ctrl_c_pressed_twice_still_waits_for_the_threads():
     code = inside.program("""
 import _thread, os, signal, threading, time
-from builders.inside import thread_group, stop
+from builders.inside import thread_group
 signal.signal(signal.SIGINT, signal.default_int_handler)
 written = []
 def task():
     try:
-        stop.current().sleep(30)
+        thread_group.current().sleep(30)
     finally:
         time.sleep(0.4)
         written.append(time.monotonic())
@@ -216,7 +216,7 @@ def test_an_error_comes_at_its_turn_and_closing_the_results_ends_the_calls():
     with pytest.raises(ValueError, match="the fourth"):
         next(results)
     assert not threads()
-    results = in_order(lambda item: stop.current().sleep(SLEEP) if item else item, range(10), 4)
+    results = in_order(lambda item: thread_group.current().sleep(SLEEP) if item else item, range(10), 4)
     assert next(results) == 0
     begun = time.monotonic()
     results.close()
@@ -304,14 +304,14 @@ def test_a_stop_waits_until_nothing_is_written():
 
 def test_each_thread_has_its_own_stop():
     ending = Stop()
-    before = stop.current()
-    with stop.belonging(ending):
-        assert stop.current() is ending
-        with stop.belonging(before):
-            assert stop.current() is before
-        assert stop.current() is ending
-        assert each(lambda item: stop.current() is ending, [1, 2]) == [False, False]
-    assert stop.current() is before
-    stop.current().check()
-    with stop.current().aborting(pytest.fail), stop.current().filling():
-        stop.current().sleep(0)
+    before = thread_group.current()
+    with thread_group.belonging(ending):
+        assert thread_group.current() is ending
+        with thread_group.belonging(before):
+            assert thread_group.current() is before
+        assert thread_group.current() is ending
+        assert each(lambda item: thread_group.current() is ending, [1, 2]) == [False, False]
+    assert thread_group.current() is before
+    thread_group.current().check()
+    with thread_group.current().aborting(pytest.fail), thread_group.current().filling():
+        thread_group.current().sleep(0)

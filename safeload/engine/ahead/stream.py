@@ -14,8 +14,7 @@ from ...base.names import layer_of
 from ...base.selecting import Patterns
 from ...base.text import parse_size, plural, show
 from ...errors import RemoteError, exported, public
-from ...stores.stop import Stopped
-from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
+from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Stopped, Task
 from ..codes.pieces import Meter
 from ..read.buffer_pool import Recycler
 from ..read.delivery import check_fits, deliver, stored_in_parts

@@ -18,9 +18,8 @@ from ...base.arrays import Array
 from ...base.native import ffi, lib
 from ...errors import RemoteError
 from ...stores.remote import RemoteStore, read_spans
-from ...stores.stop import current
 from ...stores.store import Span
-from ...stores.thread_group import RANGES, each, run
+from ...stores.thread_group import RANGES, current, each, run
 from .job import WINDOW, Job, Origin
 from .memory import ALIGNMENT, address_of, aligned_bytes
 from .weight_file import WeightFile, is_remote
@@ -78,8 +77,6 @@ class Fetch:
 
     def _tasks(self, windows: Iterable[_Window]) -> Iterator[Callable[[], object]]:
         for window in windows:
-            if window.staged:
-                window.place(self._take(window.staged))
             for request in window.requests(self._request_size):
                 yield partial(self._serve, window, request)
 
@@ -103,6 +100,9 @@ class Fetch:
     def _serve(self, window: _Window, request: Sequence[tuple[_Piece, int, int]]) -> None:
         """Read the bytes of a request, and run the jobs with all of their bytes."""
         file = request[0][0].file
+        with window.placing:
+            if window.staged and window.memory is None:
+                window.place(self._take(window.staged))
         spans = [
             Span(begin, _memory(piece.address + begin - piece.begin, end - begin)) for piece, begin, end in request
         ]
@@ -133,6 +133,7 @@ class Fetch:
                 last = not window.works
             if last:
                 with self._freed:
+                    assert window.memory is not None
                     self._free.append(window.memory)
                     self._freed.notify_all()
 
@@ -184,9 +185,10 @@ class _FetchWork:
 class _Window:
     """Neighbouring jobs that share a request for their bytes."""
 
-    memory: Array  # the staging memory
+    memory: Array | None = None  # the staging memory, if it has been placed
 
     def __init__(self) -> None:
+        self.placing = threading.Lock()
         self.pieces: list[_Piece] = []
         self.works = 0  # pending jobs with staging memory
         self.staged = 0  # bytes of staging memory

@@ -13,7 +13,7 @@ from ...base.native import TIER, Error, check, ffi, lib, private_buffer, short
 from ...base.text import subject
 from ...errors import RangeError
 from ...stores.local import direct_of, none_free
-from ...stores.stop import current
+from ...stores.thread_group import current
 from .job import Channels, Job, JobGrid, Origin, Updates
 from .memory import address_of
 from .progress import Progress, reporter

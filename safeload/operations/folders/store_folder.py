@@ -23,7 +23,7 @@ from ...errors import FormatError, RemoteError, RemoteTimeoutError, UnsupportedE
 from ...formats.folder import CONFIG, INDEX, SINGLE, is_weight_file
 from ...stores import url as urls
 from ...stores.files import Location
-from ...stores.stop import left_behind
+from ...stores.thread_group import left_behind
 from . import journal
 from .folder import Folder
 from .replacement import Replacement, blocking_index
