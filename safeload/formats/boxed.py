@@ -1,16 +1,425 @@
-"""Weight files of tensors in boxes: see stores/assembled.py for the notion."""
+"""Weight files of tensors that are stored in several boxes, read by ranges as one file.
+
+A training process, or a chunk of an array store, holds a box of a tensor: offsets and sizes along each axis. An
+`AssembledStore` presents such tensors as a file: the bytes of each tensor in C order, one tensor after another. Nothing
+is copied or joined beforehand. A read finds the boxes that it touches and reads only their bytes, so every operation
+that reads tensors by ranges also reads tensors in boxes, in bounded memory.
+
+1. The shape of a tensor here only says where the boxes are. A tensor divided as a flat vector has one axis.
+2. The bytes of an element are the last axis, because requests may begin and end inside an element.
+3. Boxes must not overlap, and must cover the tensor unless it has a fill element. Equal boxes are replicas; the first
+   is read.
+4. The elements of a box lie in a store, with any strides, or must be unpacked. Boxes that cannot be read row by row
+   are unpacked whole and kept for the following reads: at most `_KEPT` bytes, or as many as lie side by side.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from ..base import dtypes
+from ..base.arrays import Array, array_fits, c_strides
+from ..base.cached import cached_property
+from ..base.forking import ProcessLock
 from ..base.listed_table import ListedTable, Listing, unreadable
+from ..base.messages import error_about
 from ..base.table import Unknown
 from ..engine.run.weight_file import WeightFile
-from ..stores.assembled import AssembledStore, Box, checked
-from ..stores.store import ByteStore
+from ..errors import FormatError, LimitError, SafeloadError
+from ..stores.remote import RemoteStore
+from ..stores.store import ByteStore, Span
+from ..stores.thread_group import current
+
+# Tensors begin at multiples of this many bytes.
+ALIGNMENT = 64
+# Unpacked boxes to keep.
+_KEPT = 32 << 20
+# Bytes of a read with gaps, over the network and here. Up to _NEAR bytes are read with any gaps, larger reads if a
+# quarter of them is used.
+_REMOTE_BLOCK, _BLOCK, _NEAR = 4 << 20, 256 << 10, 64 << 10
+# Boxes that no cut along an axis separates are compared pairwise, up to this many. Meshes of processes never interlock.
+MAX_INTERLOCKED = 2_048
+# Cuts in a row to separate boxes; meshes take a few for each axis.
+_MAX_CUTS = 128
+# Axes of a tensor: NumPy 1 allows 32, and the bytes of an element are one.
+MAX_RANK = 31
+
+
+class Region(NamedTuple):
+    """The elements of a box in a store."""
+
+    store: ByteStore
+    begin: int  # first byte
+    strides: tuple[int, ...] | None = None  # bytes between neighbours along each axis; None for C order
+
+
+class BoxSource(Protocol):
+    """Finds the elements of a box on first use: opening a checkpoint should read none of its boxes."""
+
+    def region(self) -> Region | None:
+        """Return the place of the elements; None if they must be unpacked."""
+
+    def unpack(self) -> Array:
+        """Return the elements in C order, as uint8 of any shape."""
+
+
+class Box(NamedTuple):
+    """A part of a tensor that is stored in one piece."""
+
+    offsets: tuple[int, ...]  # of its first element, along each axis
+    sizes: tuple[int, ...]  # elements along each axis
+    stored: BoxSource
+
+
+class InFile:
+    """Elements at a place known in advance; see `Region`."""
+
+    __slots__ = ("_region",)
+
+    def __init__(self, store: ByteStore, begin: int, strides: tuple[int, ...] | None = None) -> None:
+        self._region = Region(store, begin, strides)
+
+    def region(self) -> Region:
+        return self._region
+
+    def unpack(self) -> Array:
+        raise NotImplementedError
+
+
+class BoxedTensor:
+    """A tensor and its boxes.
+
+    ``fill`` is the value of elements outside the boxes; None if the boxes cover the tensor.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], fill: bytes | None = None
+    ) -> None:
+        self.name = name
+        self.fill = None if fill is None else np.frombuffer(fill, np.uint8)
+        self.shape = (*shape, itemsize)
+        self.strides = c_strides(self.shape, 1)
+        self.nbytes = prod(self.shape)
+        self.begin = 0  # in the assembled file
+        self.boxes = sorted(boxes, key=lambda box: box.offsets)
+        self._begins = [box.offsets[0] if box.offsets else 0 for box in self.boxes]
+        self._longest = max((box.sizes[0] if box.sizes else 1 for box in self.boxes), default=1)
+        self._edges: tuple[Array, Array] | None = None  # first elements, and one past the last
+
+    @cached_property
+    def abreast(self) -> int:
+        """Most bytes of boxes side by side, which a reader of rows needs at a time."""
+        for axis in range(len(self.shape) - 1):
+            sizes: dict[int, int] = {}
+            for box in self.boxes:
+                sizes[box.offsets[axis]] = sizes.get(box.offsets[axis], 0) + prod(box.sizes)
+            if len(sizes) > 1:
+                return max(sizes.values()) * self.shape[-1]
+        return self.nbytes
+
+    def touched(self, low: Sequence[int], high: Sequence[int]) -> list[Box]:
+        """Return the boxes that overlap a box of the tensor, given without the axis of bytes."""
+        if len(self.boxes) < 2:
+            return self.boxes
+        first = bisect_right(self._begins, low[0] - self._longest)
+        last = bisect_right(self._begins, high[0] - 1)
+        if last - first < 2:
+            return self.boxes[first:last]
+        if self._edges is None:
+            begins = np.array([box.offsets for box in self.boxes], np.int64)
+            self._edges = begins, begins + np.array([box.sizes for box in self.boxes], np.int64)
+        begins, ends = (edges[first:last] for edges in self._edges)
+        overlap = ((begins < np.array(high, np.int64)) & (ends > np.array(low, np.int64))).all(axis=1)
+        return [self.boxes[first + k] for k in np.flatnonzero(overlap).tolist()]
+
+
+def checked(
+    name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, fill: bytes | None = None
+) -> BoxedTensor:
+    """Return a tensor after checking that its boxes cover it without overlap.
+
+    Replicas and empty boxes are dropped.
+    """
+    size = prod(shape)
+    if len(shape) > MAX_RANK:
+        raise error_about(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}", path=path, tensor=name)
+    if not array_fits(shape, itemsize):
+        text = f": shape {list(shape)} needs more bytes than any memory has"
+        raise error_about(LimitError, text, path=path, tensor=name)
+    distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
+    for box in boxes:
+        offsets, sizes = box.offsets, box.sizes
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            offset >= 0 and count >= 0 and offset + count <= n
+            for offset, count, n in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside:
+            text = f": a chunk of {list(sizes)} at {list(offsets)} is not inside shape {list(shape)}"
+            raise error_about(FormatError, text, path=path, tensor=name)
+        if 0 not in sizes:
+            distinct.setdefault((offsets, sizes), box)
+    total = sum(prod(sizes) for _, sizes in distinct)
+    if len(distinct) > 1:
+        edges = np.array([(*offsets, *sizes) for offsets, sizes in distinct], np.int64)
+        begins = edges[:, : len(shape)]
+        clash = _overlapping(begins, begins + edges[:, len(shape) :], name, path)
+        if clash is not None:
+            (first, size_a), (second, size_b) = (list(distinct)[k] for k in clash)
+            text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
+            raise error_about(FormatError, text, path=path, tensor=name)
+    if total != size and fill is None:
+        text = (
+            f": {size - total:,} of {size:,} elements are in none of its {len(distinct):,} chunks; is a file missing?"
+        )
+        raise error_about(FormatError, text, path=path, tensor=name)
+    return BoxedTensor(name, shape, itemsize, list(distinct.values()), fill if total != size else None)
+
+
+def _overlapping(begins: Array, ends: Array, name: str, path: str) -> tuple[int, int] | None:
+    """Return two boxes that overlap, or None.
+
+    Cuts along one axis after another separate the boxes into groups, until each group is a single box. A box of a
+    tensor without axes overlaps any other.
+    """
+    groups = [(np.arange(len(begins)), 0, 0)]  # boxes, the next axis to cut, axes in a row without a cut
+    axes = begins.shape[1]
+    for _ in range(_MAX_CUTS):
+        if not groups:
+            return None
+        below: list[tuple[Array, int, int]] = []
+        for which, axis, failed in groups:
+            if failed >= axes:
+                clash = _compare(begins, ends, which, name, path)
+                if clash is not None:
+                    return clash
+                continue
+            order = which[np.argsort(begins[which, axis], kind="stable")]
+            reach = np.maximum.accumulate(ends[order, axis])
+            cuts = np.flatnonzero(begins[order[1:], axis] >= reach[:-1]) + 1
+            parts = np.split(order, cuts) if len(cuts) else [order]
+            tries = 0 if len(cuts) else failed + 1
+            below += [(part, (axis + 1) % axes, tries) for part in parts if len(part) > 1]
+        groups = below
+    raise _interlocked(name, path)
+
+
+def _compare(begins: Array, ends: Array, which: Array, name: str, path: str) -> tuple[int, int] | None:
+    if len(which) > MAX_INTERLOCKED:
+        raise _interlocked(name, path)
+    for k, box in enumerate(which.tolist()):
+        rest = which[k + 1 :]
+        overlap = ((begins[rest] < ends[box]) & (ends[rest] > begins[box])).all(axis=1)
+        if overlap.any():
+            return box, int(rest[overlap.argmax()])
+    return None
+
+
+def _interlocked(name: str, path: str) -> LimitError:
+    text = f": more than {MAX_INTERLOCKED:,} of its chunks interlock, so no cut along an axis separates them"
+    return error_about(LimitError, text, path=path, tensor=name)
+
+
+class AssembledStore(RemoteStore):
+    """A file of tensors in boxes; see the module. ``stores`` hold the boxes, and are closed with this store."""
+
+    here = True
+
+    def __init__(
+        self, path: str, tensors: Sequence[BoxedTensor], stores: Sequence[ByteStore], version: tuple[Any, ...]
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.stores = stores
+        self._tensors = [tensor for tensor in tensors if tensor.nbytes]
+        at = 0
+        for tensor in tensors:
+            tensor.begin = at
+            at += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+        self._places = [tensor.begin for tensor in self._tensors]
+        self.size = at
+        from hashlib import sha256  # only here: most programs need none
+
+        digest = sha256(repr((version, [tuple(store.version)[:2] for store in stores])).encode()).hexdigest()
+        self.version = (at, digest)
+        self._unpacked: OrderedDict[int, Array] = OrderedDict()  # elements of boxes by id, those used last at the end
+        self._kept = 0  # bytes of these elements
+        self._turn = ProcessLock()
+
+    def close(self) -> None:
+        super().close()
+        self._unpacked = OrderedDict()  # a thread may still be using the old one
+        for store in self.stores:
+            store.close()
+
+    def confirm(self) -> None:
+        for store in self.stores:
+            if isinstance(store, RemoteStore):
+                store.confirm()
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        size = max(0, min(size, self.size - offset))
+        memory = bytearray(size)
+        self.read_into(offset, memory)
+        return bytes(memory)
+
+    def read_spans(self, spans: Sequence[Span]) -> None:
+        for begin, memory in spans:
+            end = begin + len(memory)
+            at = begin
+            k = max(0, bisect_right(self._places, begin) - 1)
+            target = np.frombuffer(memory, np.uint8)
+            while at < end:
+                tensor = self._tensors[k] if k < len(self._tensors) else None
+                stop = end if tensor is None or tensor.begin >= end else max(at, tensor.begin)
+                target[at - begin : stop - begin] = 0  # between tensors
+                at = stop
+                if tensor is not None and at < end:
+                    stop = min(end, tensor.begin + tensor.nbytes)
+                    if at < stop:
+                        self._read_range(tensor, at - tensor.begin, target[at - begin : stop - begin])
+                        at = stop
+                k += 1
+
+    def _read_range(self, tensor: BoxedTensor, begin: int, target: Array) -> None:
+        """Read consecutive bytes of a tensor."""
+        at = 0
+        for low, sizes in _divided(tensor.shape, begin, begin + len(target)):
+            part = target[at : at + prod(sizes)].reshape(sizes)
+            self._read_box(tensor, low, part)
+            at += part.size
+
+    def has_boxes(self, begin: int, shape: tuple[int, ...]) -> bool:
+        """Return True if `read_box` can read the tensor here: its boxes divide these axes, not a flat vector."""
+        return self._tensor_at(begin).shape[:-1] == shape
+
+    def _tensor_at(self, begin: int) -> BoxedTensor:
+        return self._tensors[max(0, bisect_right(self._places, begin) - 1)]
+
+    def read_box(self, begin: int, low: Sequence[int], target: Array) -> None:
+        """Read a box of a tensor."""
+        self.check_open()
+        self._read_box(self._tensor_at(begin), (*low, 0), target)
+
+    def _read_box(self, tensor: BoxedTensor, low: tuple[int, ...], target: Array) -> None:
+        high = tuple(first + count for first, count in zip(low, target.shape, strict=True))
+        if tensor.fill is not None:
+            target[...] = tensor.fill[low[-1] : high[-1]]
+        for box in tensor.touched(low[:-1], high[:-1]):
+            offsets, sizes = (*box.offsets, 0), (*box.sizes, tensor.shape[-1])
+            first = tuple(map(max, low, offsets))
+            last = tuple(min(stop, offset + count) for stop, offset, count in zip(high, offsets, sizes, strict=True))
+            if any(map(int.__ge__, first, last)):
+                continue
+            inside = tuple(map(slice, map(int.__sub__, first, low), map(int.__sub__, last, low)))
+            try:
+                self._read_part(tensor, box, tuple(map(int.__sub__, first, offsets)), target[inside])
+            except SafeloadError as error:
+                if error.tensor is None:
+                    error.tensor = tensor.name
+                raise
+
+    def _read_part(self, tensor: BoxedTensor, box: Box, first: tuple[int, ...], target: Array) -> None:
+        """Read a part of a box."""
+        itemsize = tensor.shape[-1]
+        region = box.stored.region()
+        if region is not None:
+            strides = c_strides((*box.sizes, itemsize), 1) if region.strides is None else (*region.strides, 1)
+            if _in_rows((*box.sizes, itemsize), strides):
+                begin = region.begin + sum(map(int.__mul__, first, strides))
+                _copy(region.store, begin, strides, target)
+                return
+        whole = self._whole(tensor, box, region).reshape(*box.sizes, itemsize)
+        part = tuple(slice(k, k + count) for k, count in zip(first, target.shape, strict=True))
+        with current().filling():
+            target[...] = whole[part]
+
+    def _whole(self, tensor: BoxedTensor, box: Box, region: Region | None) -> Array:
+        """Return all elements of a box in C order; boxes are unpacked one at a time."""
+        with self._turn.own:
+            unpacked = self._unpacked
+            whole = unpacked.get(id(box))
+            if whole is None:
+                whole = box.stored.unpack() if region is None else _gathered(region, box.sizes, tensor.shape[-1])
+                while unpacked and self._kept + whole.nbytes > max(_KEPT, tensor.abreast):
+                    self._kept -= unpacked.popitem(last=False)[1].nbytes
+                unpacked[id(box)] = whole
+                self._kept += whole.nbytes
+            unpacked.move_to_end(id(box))
+            return whole
+
+
+def _divided(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Divide consecutive bytes of a tensor into boxes in order: the first element and the sizes of each."""
+    strides = c_strides(shape, 1)
+    rank = len(shape)
+    while begin < end:
+        index, rest = [], begin
+        for stride in strides:
+            position, rest = divmod(rest, stride)
+            index.append(position)
+        # The outermost axis such that whole steps along it begin here and do not reach beyond the end.
+        axis = rank - 1
+        while axis and index[axis] == 0 and begin + strides[axis - 1] <= end:
+            axis -= 1
+        count = min(shape[axis] - index[axis], (end - begin) // strides[axis])
+        sizes = (*(1,) * axis, count, *shape[axis + 1 :])
+        yield tuple(index), sizes
+        begin += count * strides[axis]
+
+
+def _in_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return True if a box can be read by rows: its axes are in the order of the tensor, and rows are apart."""
+    reach = 1
+    for count, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if count > 1:
+            if stride < reach:
+                return False
+            reach = count * stride
+    return True
+
+
+def _gathered(region: Region, sizes: tuple[int, ...], itemsize: int) -> Array:
+    """Read all elements of a box in any order of axes."""
+    assert region.strides is not None
+    extent = sum((count - 1) * stride for count, stride in zip(sizes, region.strides, strict=True)) + itemsize
+    memory = np.empty(extent, np.uint8)
+    region.store.read_into(region.begin, memory)
+    view = np.ndarray((*sizes, itemsize), np.uint8, memory, 0, (*region.strides, 1))
+    return np.ascontiguousarray(view)
+
+
+def _copy(store: ByteStore, begin: int, strides: Sequence[int], target: Array) -> None:
+    """Read elements with strides into an array, in reads of bounded size."""
+    shape = target.shape
+    extent = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True)) + 1
+    if extent == target.size and target.flags.c_contiguous:
+        if isinstance(store, RemoteStore):
+            store.read_into(begin, target.reshape(-1))
+        else:
+            with current().filling():
+                store.read_into(begin, target.reshape(-1))
+        return
+    block = _REMOTE_BLOCK if isinstance(store, RemoteStore) else _BLOCK
+    if extent <= block and extent <= max(_NEAR, 4 * target.size):
+        memory = np.empty(extent, np.uint8)
+        store.read_into(begin, memory)
+        with current().filling():
+            target[...] = np.ndarray(shape, np.uint8, memory, 0, tuple(strides))
+        return
+    axis = next(k for k, count in enumerate(shape) if count > 1)
+    half = shape[axis] // 2
+    first, second = np.split(target, [half], axis)
+    _copy(store, begin, strides, first)
+    _copy(store, begin + half * strides[axis], strides, second)
+
+
+# ---- files ----
 
 
 class BoxedListing(NamedTuple):

@@ -28,8 +28,7 @@ from ..base.table import Unknown
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
-from ..stores.assembled import Box, InFile
-from .boxed import BoxedListing, boxed_file
+from .boxed import Box, BoxedListing, InFile, boxed_file
 from .byte_reader import ByteReader
 from .registry import Candidate, Content, OpenRequest
 

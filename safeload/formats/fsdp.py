@@ -26,8 +26,7 @@ from typing import Any
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError, LimitError, MissingShardError, TensorNotFoundError, UnsupportedError
-from ..stores.assembled import MAX_RANK, Box
-from .boxed import BoxedListing, assemble
+from .boxed import MAX_RANK, Box, BoxedListing, assemble
 from .numbered import FSDP_RANK, in_order
 from .rank_files import RankFile, open_rank
 from .registry import Candidate, Content, OpenRequest

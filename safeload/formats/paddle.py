@@ -19,8 +19,7 @@ from ..base.messages import error_about
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
-from ..stores.assembled import Box, InFile
-from .boxed import BoxedListing, boxed_file
+from .boxed import Box, BoxedListing, InFile, boxed_file
 from .torch.tensors import PickleTables
 from .unpickle.machine import describe
 from .unpickle.numpy_arrays import NumpyArray

@@ -11,8 +11,8 @@ from ..base.messages import error_about
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
-from ..stores.assembled import InFile
 from ..stores.files import Files
+from .boxed import InFile
 from .torch.globals import SUBCLASS, PickledTensor
 from .torch.tensors import TensorPlaces
 from .torch.zip_file import read_tensors

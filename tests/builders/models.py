@@ -5,7 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 
-from builders.inside import families
+from builders.inside import model_families as families
 from safeload.numpy import save_file
 
 # Schema, config, tensors that must be there, and parameters as the model's publisher or its framework counts them.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.inside import Config, families, main, names_in
+from builders.inside import Config, main, names_in
+from builders.inside import model_families as families
 from builders.models import BUILT_IN_SCHEMAS
 from builders.paths import ROOT
 

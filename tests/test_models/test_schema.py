@@ -4,7 +4,8 @@ import math
 from importlib.resources import files
 
 import pytest
-from builders.inside import Config, ConfigError, choosing, families
+from builders.inside import Config, ConfigError, choosing
+from builders.inside import model_families as families
 from builders.models import BUILT_IN_SCHEMAS, PUBLISHED, SMALL, small
 
 from safeload import layouts

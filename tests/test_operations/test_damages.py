@@ -10,7 +10,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import families, main
+from builders.inside import main
+from builders.inside import model_families as families
 from builders.models import small, write_folder
 from builders.paths import DATA
 from builders.quantized import FIXTURES

@@ -27,12 +27,11 @@ from ...base.table import Table
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError, missing_file
-from ...stores.assembled import Region
 from ...stores.files import Files
 from ...stores.store import ByteStore, read_at
 from ...stores.windows import StoreWindow, Unpacked
 from .. import foreign, zstd
-from ..boxed import itemsize_of, logical_shape
+from ..boxed import Region, itemsize_of, logical_shape
 from ..registry import Candidate, OpenRequest
 from ..safetensors import file as safetensors
 from ..torch import zip_file

@@ -21,9 +21,8 @@ from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, public
-from ...stores.assembled import Box
 from .. import foreign
-from ..boxed import BoxedListing, assemble
+from ..boxed import Box, BoxedListing, assemble
 from ..numbered import DCP_METADATA, DCP_RANK, in_order
 from ..opening import depth_of, names_below, nested
 from ..registry import Candidate, Content, OpenRequest

@@ -24,7 +24,7 @@ from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError
-from ...stores.assembled import MAX_RANK
+from ..boxed import MAX_RANK
 from ..torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
 from ..torch.legacy_file import pickle_at
 from ..torch.tensors import STAND_INS

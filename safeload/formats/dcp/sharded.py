@@ -11,8 +11,7 @@ from ...base.table import Table
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError
-from ...stores.assembled import Box, InFile
-from ..boxed import BoxedListing
+from ..boxed import Box, BoxedListing, InFile
 from ..numbered import DCP_SHARD, in_order
 from .chunks import DataFiles
 

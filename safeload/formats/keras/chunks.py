@@ -17,7 +17,7 @@ from ...base.arrays import Array
 from ...base.messages import error_about
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError
-from ...stores.assembled import Region
+from ..boxed import Region
 from .hdf5 import DEFLATE, FLETCHER32, SHUFFLE, Dataset, FileChunk
 
 # Largest chunk in memory, and largest ratio of deflate.

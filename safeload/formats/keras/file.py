@@ -25,8 +25,7 @@ from ...base.listed_table import ListedTable, Listing, unreadable
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, UnsupportedError
-from ...stores.assembled import Box, InFile
-from ..boxed import BoxedListing, boxed_file
+from ..boxed import Box, BoxedListing, InFile, boxed_file
 from ..opening import names_below
 from ..registry import Candidate, Content, OpenRequest
 from .chunks import InMemory, StoredBlock, check_filters

@@ -27,8 +27,7 @@ from ...base.messages import error_about
 from ...base.text import plural, show
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, TensorNotFoundError, UnsupportedError
-from ...stores.assembled import Box, BoxSource, InFile, Region
-from ..boxed import BoxedListing, boxed_file
+from ..boxed import Box, BoxedListing, BoxSource, InFile, Region, boxed_file
 from ..registry import Candidate, Content, OpenRequest, place_beside
 from .model import ByteSpan, ModelReader, OnnxModel, TensorProto
 from .wire import decode_varints

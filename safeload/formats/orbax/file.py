@@ -24,12 +24,11 @@ from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError, missing_file
-from ...stores.assembled import MAX_RANK
 from ...stores.files import Files
 from ...stores.json_file import MAX_JSON, parse_json, read_json
 from ...stores.remote import RemoteStore
 from ...stores.store import read_at
-from ..boxed import BoxedListing, assemble
+from ..boxed import MAX_RANK, BoxedListing, assemble
 from ..numbered import ORBAX_METADATA
 from ..opening import depth_of, names_below, nested
 from ..registry import Candidate, Content, OpenRequest

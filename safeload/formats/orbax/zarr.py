@@ -24,7 +24,7 @@ from ...base.messages import error_about
 from ...base.table import Unknown
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
-from ...stores.assembled import MAX_RANK
+from ..boxed import MAX_RANK
 
 V2, V3 = ".zarray", "zarr.json"
 ZSTD, CRC32C = "zstd", "crc32c"

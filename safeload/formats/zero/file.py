@@ -33,8 +33,7 @@ from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
-from ...stores.assembled import MAX_RANK, Box
-from ..boxed import BoxedListing, assemble
+from ..boxed import MAX_RANK, Box, BoxedListing, assemble
 from ..numbered import ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
 from ..rank_files import RankFile, open_rank
 from ..registry import Candidate, Content, OpenRequest

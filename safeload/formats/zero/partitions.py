@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...stores.assembled import Box, InFile
 from ...stores.store import ByteStore
+from ..boxed import Box, InFile
 
 
 class FlatPiece(NamedTuple):
