@@ -11,7 +11,7 @@ import re
 
 from . import hub_cache
 from .text import printable
-from .url import divided, is_url, shown
+from .url import is_url, of_page, shown
 
 # A scheme has at least two letters, unlike a Windows drive. `pathlib` turns "https://host" into "https:/host".
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
@@ -86,26 +86,6 @@ def _matched(path: str) -> re.Match[str] | None:
     backslashes = os.name == "nt" or path.partition(":")[0].lower() in _SCHEMES
     match = _URL.fullmatch(path.replace("\\", "/") if backslashes else path)
     return match if match is not None and (match[2] or match[1].lower() in _SCHEMES) else None
-
-
-def of_page(url: str) -> str | None:
-    """Return the ``hf://`` URL for a page of huggingface.co, or None for other URLs."""
-    link = divided(url)
-    names = link.path.strip("/").split("/")
-    if link.scheme not in ("http", "https") or (link.place or "").lower() not in (
-        "huggingface.co",
-        "www.huggingface.co",
-        "hf.co",
-    ):
-        return None
-    kind = f"{names.pop(0)}/" if names[:1] in (["datasets"], ["spaces"]) else ""
-    if len(names) < 2 or not all(names[:2]):
-        return None
-    (owner, name), inner, revision = names[:2], names[2:], "main"
-    if len(inner) > 1 and inner[0] in ("resolve", "blob", "tree", "raw"):
-        revision, inner = inner[1], inner[2:]
-    at = "" if revision == "main" else f"@{revision}"
-    return "/".join((f"hf://{kind}{owner}/{name}{at}", *inner))
 
 
 # ---- local paths ----

@@ -6,8 +6,12 @@ rebuilt from its parts, using only characters with a single interpretation, or r
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
+
+from ..errors import UnsupportedError
+from .text import show
 
 # A scheme has at least two letters, unlike a Windows drive. fsspec's chains begin with "scheme::".
 _BEGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
@@ -43,6 +47,13 @@ _NEVER = re.compile(r"(?!)")
 _LONG_VALUE = 12
 # Links of a chain without a path of their own.
 CACHES = frozenset(("filecache", "simplecache", "blockcache", "cached"))
+
+# Schemes allowed without `storage_options`: a path in a configuration must not reach every filesystem of fsspec.
+PLAIN = ("https", "http", "hf", "s3", "gs", "az", "file", "memory")
+# Schemes without network access.
+_HERE = ("file", "memory")
+# Variables to forbid the network; huggingface_hub reads the first variable in the same way.
+_OFFLINE = ("HF_HUB_OFFLINE", "SAFELOAD_OFFLINE")
 
 
 class UrlError(ValueError):
@@ -159,14 +170,15 @@ class WebUrl:
 
     def redirected(self, location: str) -> WebUrl:
         """Resolve the target of a redirect (RFC 3986, 5.2)."""
-        match = _parts(location)
+        _check_characters(location)
+        match = _matched(location)
         scheme, place, path, query = match[1], match[2], match[3], match[4]
         if scheme is not None or place is not None:
             if place is None:
                 raise UrlError("it is not http or https")
             if "@" in place:
                 raise UrlError("it contains a user name or a password")
-            return web_url(divided(f"{scheme or self.scheme}://{place}{path}{_query(query)}"))[0]
+            return web_url(Url((scheme or self.scheme).lower(), None, place, path, query, None))[0]
         if not path:
             path, query = self.path, self.query if query is None else query
         elif not path.startswith("/"):
@@ -191,10 +203,9 @@ def links(url: str) -> list[str]:
 
 def divided(url: str) -> Url:
     """Parse a URL, or a link of a chain."""
-    match = _PARTS.fullmatch(url)
-    assert match is not None  # it matches any str
+    match = _matched(url)
     if "://" not in url or match[1] is None or match[2] is None:
-        path, mark, rest = _first(url)
+        path, mark, rest = re.fullmatch("([^?#]*)([?#]?)(.*)", url, re.DOTALL).groups()  # type: ignore[union-attr]
         return Url("", None, None, path, rest if mark == "?" else None, rest if mark == "#" else None)
     credentials, at, place = match[2].rpartition("@")
     return Url(match[1].lower(), credentials if at else None, place, match[3], match[4], match[5])
@@ -280,8 +291,7 @@ def file_path(url: Url) -> str:
     return _decoded(url.path)
 
 
-def _parts(text: str) -> re.Match[str]:
-    _check_characters(text)
+def _matched(text: str) -> re.Match[str]:
     match = _PARTS.fullmatch(text)
     assert match is not None  # it matches any str
     return match
@@ -373,20 +383,10 @@ def _spellings(raw: str) -> tuple[str, ...]:
     return raw, plain, every, re.sub("%..", lambda match: match[0].lower(), every)
 
 
-def _query(query: str | None) -> str:
-    return "" if query is None else f"?{query}"
-
-
 def _decoded(path: str) -> str:
     from urllib.parse import unquote
 
     return unquote(path, "utf-8", "surrogateescape")
-
-
-def _first(text: str) -> tuple[str, str, str]:
-    """Split a text at its first "?" or "#"."""
-    match = re.search("[?#]", text)
-    return (text, "", "") if match is None else (text[: match.start()], match[0], text[match.end() :])
 
 
 def _chain(url: str) -> tuple[list[Url], int]:
@@ -403,3 +403,99 @@ def _is_escaped(chain: list[Url], at: int) -> bool:
 
 def _chained(chain: list[Url], at: int, link: Url) -> str:
     return "::".join(part.text for part in (*chain[:at], link, *chain[at + 1 :]))
+
+
+# ---- rules: schemes, chains and networks ----
+
+
+def of_page(url: str) -> str | None:
+    """Return the ``hf://`` URL for a page of huggingface.co, or None for other URLs."""
+    link = divided(url)
+    names = link.path.strip("/").split("/")
+    if link.scheme not in ("http", "https") or (link.place or "").lower() not in (
+        "huggingface.co",
+        "www.huggingface.co",
+        "hf.co",
+    ):
+        return None
+    kind = f"{names.pop(0)}/" if names[:1] in (["datasets"], ["spaces"]) else ""
+    if len(names) < 2 or not all(names[:2]):
+        return None
+    (owner, name), inner, revision = names[:2], names[2:], "main"
+    if len(inner) > 1 and inner[0] in ("resolve", "blob", "tree", "raw"):
+        revision, inner = inner[1], inner[2:]
+    at = "" if revision == "main" else f"@{revision}"
+    return "/".join((f"hf://{kind}{owner}/{name}{at}", *inner))
+
+
+def needs_query(url: str) -> bool:
+    """Return whether a URL has a query or a fragment, without which it would lead elsewhere."""
+    return any(link.tail for link in parsed(url) if link.place is not None)
+
+
+def check_allowed(url: str, asked: bool) -> None:
+    """Refuse URLs the caller may not have meant to open."""
+    scheme = scheme_of(url)
+    chained = len(links(url)) > 1
+    if scheme == "ollama":  # `formats.opening` resolves the names that callers pass themselves
+        raise UnsupportedError(
+            f"{shown(url)}: an ollama:// name stands alone: it leads to files of this machine, so it cannot be in a "
+            "list, a plan, an index or a destination"
+        )
+    if not asked and (chained or scheme not in PLAIN):
+        what = "a chain of URLs" if chained else f"the scheme {show(scheme)}"
+        raise UnsupportedError(
+            f"{shown(url)}: {what} needs storage_options= (which may be empty); without it, safeload opens only "
+            f"{', '.join(PLAIN)}"
+        )
+    if chained or scheme != "hf":  # `hub.Hub` looks into the cache before it needs the network
+        check_online(url)
+
+
+def check_online(url: str) -> None:
+    """Refuse a URL that needs the network if a variable forbids it."""
+    variable = offline()
+    if variable is not None and any(scheme_of(link) not in _HERE for link in links(url) if "://" in link):
+        raise UnsupportedError(f"{shown(url)}: {variable} is set, which forbids network access")
+
+
+def check_no_page(url: str) -> None:
+    """Refuse a page of the Hub, which is HTML about a model or a file."""
+    plain = shown(url)
+    page = of_page(plain)
+    if page is not None and "/resolve/" not in plain and "/raw/" not in plain:
+        raise UnsupportedError(f"{plain}: this is a web page of the Hub: open {page} instead")
+
+
+def offline() -> str | None:
+    """Return the variable that forbids the network, or None."""
+    return next((name for name in _OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
+
+
+def public(url: str) -> str:
+    """Return a URL without secrets that still leads to its file."""
+    if needs_query(url):
+        raise UnsupportedError(
+            f"{shown(url)}: the query of this URL may be a secret and must stay in this process: "
+            "it cannot go into a pickle, a plan or a journal"
+        )
+    if any(link.hides_place for link in parsed(url)):
+        raise UnsupportedError(f"{shown(url)}: the @ of this path may end a password: escape it as %40")
+    return shown(url)
+
+
+def local_path(url: str) -> str:
+    """Return the path of a ``file://`` URL."""
+    if os.name == "nt":
+        # fsspec's `unstrip_protocol` writes two slashes before a drive.
+        url = re.sub(r"^(file://)([a-z]:/)", r"\1/\2", url, flags=re.IGNORECASE)
+    link = divided(url)
+    try:
+        path = file_path(link)
+    except UrlError as error:
+        raise UnsupportedError(f"{shown(url)}: {error}") from None
+    if os.name != "nt":
+        return path
+    from urllib.request import url2pathname
+
+    return url2pathname(link.path)

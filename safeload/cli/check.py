@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..base.text import plural, printable
+from ..base.url import is_url
 from ..errors import FormatError
-from ..stores.url import is_url
 from .cluster import add_dask, cluster
 from .common import (
     STATUS,

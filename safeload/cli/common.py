@@ -46,7 +46,7 @@ def expanded(paths: Iterable[str]) -> list[str]:
 
 
 def _matching(path: str) -> list[str]:
-    from ..stores import url as urls
+    from ..base import url as urls
 
     if SHELL_EXPANDS or urls.is_url(path) or os.path.lexists(path):
         return [path]
@@ -160,7 +160,7 @@ def opening(options: argparse.Namespace) -> dict[str, Any]:
 
 def shown(path: str) -> str:
     """Return a path for printing; a URL loses its secrets."""
-    from ..stores import url as urls
+    from ..base import url as urls
 
     if is_stdin(path):
         return STDIN

@@ -12,6 +12,7 @@ from typing import Any
 from ..base.preset import PRESET_NAMES, PRESETS
 from ..base.scheme import SCHEMES
 from ..base.text import show
+from ..base.url import is_url
 from ..engine.read.load import targets
 from ..formats.gguf.mixtures import mixtures
 from ..formats.registry import SUFFIXES, WRITTEN, WrittenNames
@@ -20,7 +21,6 @@ from ..operations.convert.convert import convert
 from ..operations.convert.write import ConvertReport
 from ..operations.folders.destinations import is_folder, where
 from ..operations.folders.folder import refuse_inputs
-from ..stores.url import is_url
 from .cluster import add_dask, cluster
 from .common import (
     add_opening,

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import IO, Any, NoReturn, TypeVar
 
+from ..base import url as urls
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, UnsupportedError, missing_file
-from . import url as urls
 from .files import LOCAL
 from .local import LocalStore, compare, identity_of, of_descriptor
 from .remote import RemoteStore, fill

@@ -21,13 +21,13 @@ from fsspec.implementations.cached import CachingFileSystem, WholeFileCacheFileS
 from fsspec.implementations.local import LocalFileSystem
 
 from ..base import log
+from ..base import url as urls
 from ..base.absent import is_absent
 from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..base.url import CACHES, parsed, unescaped
 from ..errors import FormatError, RemoteError, UnsupportedError
-from . import url as urls
 from .foreign_errors import checked
 from .local import open_local
 from .objects import ObjectStore, ObjectUrls, StoredObject, copy_whole

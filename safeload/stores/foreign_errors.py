@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ..base import log
+from ..base import url as urls
 from ..base.text import printable
 from ..errors import (
     FormatError,
@@ -19,7 +20,6 @@ from ..errors import (
     UnsupportedError,
     missing_file,
 )
-from . import url as urls
 from .thread_group import current
 
 _Result = TypeVar("_Result")

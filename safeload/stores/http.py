@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from ..base import url as urls
 from ..base.forking import ProcessLock
 from ..base.log import debug
 from ..base.text import show
 from ..base.url import WebUrl
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
-from . import url as urls
 from .http_client import Client, Exchange, RequestTarget, redirected, target_of
 from .local import compare
 from .remote import Backend, RemoteStore, is_weak

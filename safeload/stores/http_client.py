@@ -21,13 +21,13 @@ from urllib.request import getproxies, proxy_bypass
 import urllib3
 
 from .._version import __version__
+from ..base import url as urls
 from ..base.absent import not_installed
 from ..base.forking import ProcessLock, making_context
 from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided
 from ..base.url import web_url as parse_web
 from ..errors import RemoteError, UnsupportedError
-from . import url as urls
 from .retries import RETRIES, TRANSPORT_ERRORS, Failure
 from .sockets import POOLS, BadResponse, SlicedTlsSocket, socks_pools
 

@@ -26,12 +26,12 @@ from urllib.parse import quote, unquote
 
 from .._version import __version__
 from ..base import log
+from ..base import url as urls
 from ..base.absent import not_installed
 from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
-from . import url as urls
 from .foreign_errors import checked, cleaned, is_transient, retried, translated
 from .http import HttpStore, refusal, request
 from .http_client import Client, Exchange, RequestTarget, checked_headers, target_of

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..base import url as urls
 from ..base.url import escaped
 from ..errors import UnsupportedError
-from . import url as urls
 from .files import Location
 from .foreign_errors import changed, checked
 from .objects import ObjectStore, ObjectUrls

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from ..base import log
+from ..base import url as urls
 from ..errors import RemoteError, UnsupportedError, missing_file
-from . import url as urls
 from .foreign_errors import changed, retried
 from .local import LocalStore, open_local, replace
 from .remote import Backend, RemoteStore, checked_name, fill

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ..base import url as urls
 from ..base.url import Url
-from . import url as urls
 
 # Options without any secret: they only locate files. All other options stay in this process.
 PUBLIC = frozenset(

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from ..base import url as urls
 from ..base.paths import PathLike, native_path, private_text
 from ..base.text import show
-from . import url as urls
 from .files import LOCAL, Files, Location
 from .store import ByteStore
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from ..base import url as urls
 from ..base.absent import not_installed
 from ..base.text import show
 from ..base.url import divided
 from ..errors import UnsupportedError
-from . import url as urls
 from .files import LOCAL
 from .options import public_options
 from .remote import Backend

@@ -336,7 +336,6 @@ NAMES = {
     "each": "stores.thread_group:each",
     "in_order": "stores.thread_group:in_order",
     "run_tasks": "stores.thread_group:run",
-    "store_urls": "stores.url",
     "verified": "stores.verified",
     "compare_digests": "stores.verified:compare_digests",
 }

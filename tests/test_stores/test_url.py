@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from builders.inside import RemoteFiles, UrlError, cleaned, divided, public_options, secrets_of_urls, web_url
-from builders.inside import store_urls as urls
+from builders.inside import base_urls as urls
 
 from safeload import UnsupportedError
 

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..._version import __version__
+from ...base import url as urls
 from ...base.gc_pause import paused
 from ...base.preset import PRESETS, preset_of
 from ...base.scheme import parse
@@ -23,7 +24,6 @@ from ...engine.run.atomic_file import hidden_name
 from ...errors import UnsupportedError, public
 from ...formats.folder import INDEX, RESUME, SINGLE
 from ...formats.numbered import PART
-from ...stores import url as urls
 from ...stores.files import Location
 from ..folders import journal
 from ..folders.destinations import Destination, replacement_of

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from types import NoneType
 from typing import Any, NamedTuple
 
+from ...base import url as urls
 from ...base.gc_pause import paused
 from ...base.selecting import renamed
 from ...base.text import plural, show
@@ -18,7 +19,6 @@ from ...engine.run.progress import Progress
 from ...errors import FormatError, public
 from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS
-from ...stores import url as urls
 from ...stores.files import Location
 from ..folders import journal
 from ..folders.destinations import folder_at, replacement_of

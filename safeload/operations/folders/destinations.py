@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ...base import url as urls
 from ...base.paths import PathLike, native_path
 from ...base.text import show
 from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES
-from ...stores import url as urls
 from ...stores.files import LOCAL, Location
 from ...stores.places import Located, is_file_object, places_of
 from ..sources.executors import files_at

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from ...base import url as urls
 from ...base.paths import absolute
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.digest import Digest
 from ...errors import FormatError
 from ...formats.registry import WEIGHT_SUFFIXES
-from ...stores import url as urls
 from ...stores.files import LOCAL, Location
 from ...stores.json_file import MAX_JSON, read_json
 from ...stores.local import Identity, identity_of

@@ -7,8 +7,8 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 
+from ...base import url as urls
 from ...engine.run.atomic_file import check_place, write_text
-from ...stores import url as urls
 from .folder import refuse_inputs
 
 # Bytes at the start of a file that identify safeload as its writer.

@@ -16,12 +16,12 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...base import log
+from ...base import url as urls
 from ...base.text import plural, size
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.digest import Digest
 from ...errors import FormatError, RemoteError, RemoteTimeoutError, UnsupportedError
 from ...formats.folder import CONFIG, INDEX, SINGLE, is_weight_file
-from ...stores import url as urls
 from ...stores.files import Location
 from ...stores.thread_group import left_behind
 from . import journal

@@ -10,6 +10,7 @@ from typing import Any
 from ...base.listing import TensorInfos
 from ...base.selecting import Patterns, select
 from ...base.text import plural, size
+from ...base.url import is_url, shown
 from ...checkpoint import Checkpoint, codes_of, settings_of, tensors_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import public
@@ -18,7 +19,6 @@ from ...formats.registry import FormatName, UnknownGlobals
 from ...loading import entry as loading
 from ...packed.gptq import zeros_disagree
 from ...packed.quantization import quantization_of
-from ...stores.url import is_url, shown
 from . import adapters, description
 from .contents import Info, totals_of
 

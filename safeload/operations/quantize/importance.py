@@ -15,6 +15,7 @@ from ...base.native import lib
 from ...base.paths import PathLike
 from ...base.scheme import SCHEMES
 from ...base.text import plural, show, subject
+from ...base.url import is_url
 from ...engine.codes.source import Source, of_numbers
 from ...engine.run import jobs
 from ...engine.run.job import Channels, Job, Origin
@@ -26,7 +27,6 @@ from ...formats.gguf.mixtures import EMBEDDINGS
 from ...loading.entry import open as open_checkpoint
 from ...stores.files import LOCAL
 from ...stores.store import read_at
-from ...stores.url import is_url
 
 _MAGIC = b"GGUF"
 # A file of the older format is read at once: 70B models have 30 MB.

@@ -17,6 +17,7 @@ from ...base.paths import PathLike, native_path
 from ...base.scheme import parse, usual_axis
 from ...base.table import TensorInfo
 from ...base.text import plural, show, size
+from ...base.url import is_url
 from ...checkpoint import Checkpoint
 from ...engine.codes.pieces import Meter, in_order
 from ...engine.run.progress import Bars, Progress, bars
@@ -24,7 +25,6 @@ from ...errors import RangeError, SafeloadError, public
 from ...formats.registry import UnknownGlobals
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
-from ...stores.url import is_url
 from ..folders.output import Output
 from ..measure.stats_table import HISTOGRAM_EDGES, TensorStats
 from ..quantize.quantize import SchemeName

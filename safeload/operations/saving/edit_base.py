@@ -10,11 +10,11 @@ from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ...base import url as urls
 from ...base.paths import PathLike, native_path
 from ...base.text import show
 from ...errors import TensorNotFoundError, UnsupportedError, exported, public
 from ...formats.safetensors.header import text
-from ...stores import url as urls
 from .values import check_name
 
 if TYPE_CHECKING:

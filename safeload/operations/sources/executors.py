@@ -10,12 +10,12 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ...base import log
+from ...base import url as urls
 from ...base.arrays import Array
 from ...base.paths import native_path
 from ...engine.run.progress import Progress, reporter
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError
-from ...stores import url as urls
 from ...stores.files import LOCAL, Files
 from .catalog import Catalog
 
