@@ -28,8 +28,7 @@ from ..errors import SafeloadError
 from .keras.code import MAX_CONFIG, configs
 from .npy import HEADER_ERRORS, find_header, parse_header
 from .tar import is_header, number, records
-from .torch.globals import ALLOWED
-from .torch.sources import replaced_modules
+from .torch.globals import ALLOWED, replaced_modules
 from .unpickle.trace import MAX_TRACED, Traced, trace
 from .unpickle.verdicts import DANGEROUS, HARMLESS, judge
 from .zip import Readable, ZipEntry, every_entry, local_readings

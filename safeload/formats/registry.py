@@ -385,7 +385,7 @@ ROWS = (
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), ".npy", (".npy",), writes=True),
     Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, ".dcp.file",
             ambiguous=True, nested=True, parts=foreign.is_safetensors),
-    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, ".zero.file", nested=True, parts=foreign.is_zip),
+    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, ".zero", nested=True, parts=foreign.is_zip),
     Format("fsdp", "FSDP rank files", _ZIP, foreign.never, ".fsdp", nested=True, parts=foreign.is_zip),
     Format("orbax", "Orbax checkpoints", "the metadata of an Orbax checkpoint", foreign.is_orbax, ".orbax.file",
            nested=True, parts=foreign.is_object),
@@ -393,7 +393,7 @@ ROWS = (
            (".h5", ".hdf5", ".keras"), nested=True),
     Format("flax", "Flax weights", "Flax weights in MessagePack", foreign.is_flax, ".flax", (".msgpack",), nested=True,
            own_names=True, chooses=_only(".msgpack", "flax_model.msgpack.index.json", "flax_model.msgpack")),
-    Format("onnx", "ONNX", "an ONNX model", foreign.is_onnx, ".onnx.file", (".onnx",), nested=True,
+    Format("onnx", "ONNX", "an ONNX model", foreign.is_onnx, ".onnx", (".onnx",), nested=True,
            own_names=True, chooses=_only(".onnx", "model.onnx")),
     Format("moon", "MOON", "a MOON file", _begins(b"NOOM"), ".moon", (".moon",), (".bin",), writes=True, public=True),
 )
@@ -605,7 +605,7 @@ CONTAINERS = (
     Container("a tar archive", foreign.is_tar, ".tar"),
     Container("a program with a zip archive (llamafile)", foreign.is_program, ".llamafile"),
     Container("a zip archive with a GGUF file", foreign.is_zip, ".llamafile", _holds_gguf),
-    Container("a zip archive of Keras", foreign.is_zip, ".keras.archive", _holds_keras),
+    Container("a zip archive of Keras", foreign.is_zip, ".keras.file", _holds_keras),
 )
 
 

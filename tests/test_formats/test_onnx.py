@@ -13,7 +13,6 @@ import pytest
 from builders import onnx_build
 from builders.http_server import Server
 from builders.inside import MAX_FOLDERS, onnx_model
-from builders.inside import onnx_wire as wire
 from builders.onnx_build import (
     constant,
     described,
@@ -529,8 +528,8 @@ def test_limits(tmp_path, monkeypatch):
         )
     )
     for module, name, limit, text in (
-        (wire, "MAX_FIELDS", 10, "the file has more than 10 fields"),
-        (wire, "MAX_TEXT", 10, "names and metadata have more than 10 bytes"),
+        (onnx_model, "MAX_FIELDS", 10, "the file has more than 10 fields"),
+        (onnx_model, "MAX_TEXT", 10, "names and metadata have more than 10 bytes"),
         (onnx_model, "MAX_TENSORS", 1, "the model has more than 1 tensors"),
         (onnx_model, "MAX_PIECES", 2, "more than 2 fields with numbers, which ONNX packs"),
         (onnx_model, "MAX_ATTRIBUTES", 1, "more than 1 attributes in a node"),

@@ -10,7 +10,8 @@ descriptions from any arguments of a pickle; tensors.py checks requested tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...base import dtypes
@@ -353,3 +354,18 @@ def _show_id(value: Any) -> str:
     if type(value) is not tuple:
         return describe(value)
     return f"({', '.join(describe(item) for item in value[:6])}{', ...' if len(value) > 6 else ''})"
+
+
+_PACKAGE = r"(?i)[^/]*/\.data/extern_modules"
+_SOURCE = r"(?s)[^/]*/([^/]+?)(?:/.*)?\.py"
+
+
+def replaced_modules(names: Iterable[str]) -> str:
+    """Return why the globals of a torch.package are not those of the allowlist, or "": its sources come first."""
+    names = list(names)
+    if not any(re.fullmatch(_PACKAGE, name) for name in names):
+        return ""
+    sources = {match[1] for name in names if (match := re.fullmatch(_SOURCE, name))}
+    # megatron and pathlib: of the metadata of torch.distributed.checkpoint.
+    replaced = ", ".join(sorted(sources & {"megatron", "pathlib", *(name.partition(".")[0] for name in ALLOWED)}))
+    return replaced and f"torch.package imports its source of {replaced} instead of the installed module"

@@ -1,0 +1,756 @@
+"""ONNX models: their initializers as tensors.
+
+1. ``raw_data`` holds the elements as bytes: little-endian, in C order. Elements of 4 and 2 bits fill each byte from the
+   low bits on; those of 6 bits are 4 in 3 bytes.
+2. Without it, ``float_data`` and ``double_data`` hold floats and complex numbers as they are. ``int32_data`` holds
+   varints: smaller integers, bools, the bit patterns of float16, bfloat16, float8 and float6, and the bytes of elements
+   of 4 and 2 bits. ``int64_data`` and ``uint64_data`` hold int64, and uint32 and uint64, as varints.
+3. With ``data_location`` 1 the elements are in another file: ``external_data`` has its ``location`` relative to the
+   model's folder, ``offset`` and ``length`` in bytes as text. ``checksum`` is not compared.
+
+Opening reads names, shapes and places only. Bytes that are stored as they are become views; varints, 4-bit and 2-bit
+integers are decoded when they are read, the latter to int8 and uint8, as NumPy has no smaller integers.
+
+A model is protocol buffers:
+
+1. ModelProto: 1 ir_version, 2 producer_name, 3 producer_version, 4 domain, 5 model_version, 6 doc_string, 7 graph,
+   8 opset_import (1 domain, 2 version), 14 metadata_props (1 key, 2 value), 20 training_info (1 initialization and
+   2 algorithm, graphs), 25 functions (1 name, 7 node, 10 domain,
+   13 overload).
+2. GraphProto: 1 node, 2 name, 5 initializer, 15 sparse_initializer (1 values).
+3. NodeProto: 2 output, 3 name, 4 op_type, 5 attribute. AttributeProto: 1 name, 5 t, 6 g, 11 graphs: an `If` or `Loop`
+   has graphs of its own, with initializers.
+4. TensorProto: 1 dims, 2 data_type, 3 segment, 4 float_data, 5 int32_data, 6 string_data, 7 int64_data, 8 name,
+   9 raw_data, 10 double_data, 11 uint64_data, 13 external_data (1 key, 2 value), 14 data_location.
+
+https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
+
+Fields of a message are stored one after another:
+
+1. A field begins with a varint: its number times 8, plus its wire type.
+2. Type 0 is a varint: 7 bits in each byte, the lowest first; the top bit says that more follow. At most 10 bytes.
+3. Type 1 is 8 bytes, type 5 is 4 bytes, little-endian.
+4. Type 2 is a varint and as many bytes: text, bytes, a message, or numbers one after another ("packed").
+5. Types 3 and 4, groups, are refused: nothing has written them for many years.
+6. Fields may come in any order, and repeatedly; unknown numbers are skipped.
+
+https://protobuf.dev/programming-guides/encoding/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.arrays import Array, array_fits
+from ..base.listed_table import ListedTable, Listing, unreadable
+from ..base.messages import error_about
+from ..base.text import plural, show
+from ..engine.run.weight_file import WeightFile, open_without_table
+from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
+from .boxed import Box, BoxedListing, BoxSource, InFile, Region, boxed_file
+from .byte_reader import ByteReader
+from .registry import Candidate, Content, OpenRequest, place_beside
+
+# Maximum number of fields of a file; a graph of 100,000 nodes has about 2 million.
+MAX_FIELDS = 20_000_000
+# Bytes of all text that is kept.
+MAX_TEXT = 64 << 20
+# Longest varint, in bytes.
+MAX_VARINT = 10
+
+VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5
+# Bytes of a field after its tag, or after its varint.
+_SIZES = {VARINT: 0, EIGHT: 8, BYTES: 0, FOUR: 4}
+
+# Bytes of a message to parse at a time: nodes are smaller.
+_BLOCK = 4096
+
+
+class Field(NamedTuple):
+    """A field of a message."""
+
+    number: int
+    wire: int  # the wire type
+    value: int  # of a varint; bytes of a content
+    begin: int  # first byte of the content
+    end: int  # one past the last byte
+
+
+class WireReader(ByteReader):
+    """Reads the fields of messages in a file."""
+
+    def __init__(self, file: WeightFile) -> None:
+        super().__init__(file)
+        self._fields = self._text = 0
+
+    def fields(self, begin: int, end: int, message: str) -> Iterator[Field]:
+        """Iterate over the fields of a message; the caller may read elsewhere in between."""
+        at = begin
+        while at < end:
+            self.position = at
+            data = self.peek(min(_BLOCK, end - at))
+            low, rest = 0, end - at
+            while low < len(data):
+                tag, first = data[low], low + 1  # most numbers have one byte
+                if tag >= 0x80:
+                    tag, first = _varint(data, low)
+                wire, value, begin = tag & 7, 0, first
+                if first and wire in (BYTES, VARINT):
+                    value, first = _varint(data, first)
+                    begin = first if wire == BYTES else begin
+                if not first and len(data) < rest and low:
+                    break  # the field continues beyond the block
+                stop = self._end_of(tag, first, value, message, (at + low, rest))
+                self._count(at + low)
+                yield Field(tag >> 3, wire, value, at + begin, at + stop)
+                low = stop
+            at += low
+
+    def _count(self, position: int) -> None:
+        self._fields += 1
+        if self._fields > MAX_FIELDS:
+            text = f"the file has more than {MAX_FIELDS:,} fields"
+            raise error_about(LimitError, text, path=self.file.path, offset=position)
+
+    def _end_of(self, tag: int, first: int, value: int, message: str, block: tuple[int, int]) -> int:
+        """Return the end of a field in its block, after checking the field."""
+        position, rest = block  # the field's byte in the file; bytes from the block's start to the message's end
+        number, wire = tag >> 3, tag & 7
+        if not first:  # else the first byte of the content in the block
+            self.position = position
+            raise self.fault(f"a number in {message} is cut off, or has more than {MAX_VARINT} bytes")
+        if not 0 < number < 1 << 29:
+            raise self.fault(f"a field of {message} has the number {number}", position)
+        if wire not in _SIZES:
+            raise self.fault(f"field {number} of {message} has the wire type {wire}, which is not in use", position)
+        size = value if wire == BYTES else _SIZES[wire]
+        if first + size > rest:
+            text = f"field {number} of {message} needs {size} bytes, but {rest - first} are left"
+            raise self.fault(text, position)
+        return first + size
+
+    def text(self, field: Field, what: str) -> str:
+        """Return the text of a field."""
+        if field.wire != BYTES:
+            raise self.fault(f"{what} must be text, got wire type {field.wire}", field.begin)
+        self._text += field.end - field.begin
+        if self._text > MAX_TEXT:
+            text = f"names and metadata have more than {MAX_TEXT:,} bytes"
+            raise error_about(LimitError, text, path=self.file.path, offset=field.begin)
+        self.position = field.begin
+        data = self.take(field.end - field.begin, what)
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise self.fault(f"{what} is not UTF-8: {error.reason}", field.begin + error.start) from None
+
+    def varints(self, field: Field, what: str, most: int) -> list[int]:
+        """Return the numbers of a repeated field, packed or single, as u64."""
+        if field.wire == VARINT:
+            return [field.value]
+        if field.wire != BYTES:
+            raise self.fault(f"{what} must be numbers, got wire type {field.wire}", field.begin)
+        if field.end - field.begin > MAX_VARINT * most:
+            raise self.fault(f"{what} has more than {most} numbers", field.begin)
+        self.position = field.begin
+        data = self.take(field.end - field.begin, what)
+        numbers: list[int] = []
+        at = 0
+        while at < len(data):
+            value, at = _varint(data, at)
+            if not at:
+                raise self.fault(f"a number in {what} is cut off, or has more than {MAX_VARINT} bytes", field.begin)
+            numbers.append(value)
+        if len(numbers) > most:
+            raise self.fault(f"{what} has more than {most} numbers", field.begin)
+        return numbers
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return a varint and its end, which is 0 if the varint is cut off or too long."""
+    value = shift = 0
+    for k, byte in enumerate(data[at : at + MAX_VARINT], at):
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, k + 1
+        shift += 7
+    return 0, 0
+
+
+def decode_varints(data: Array, what: str) -> Array:
+    """Return packed varints as u64."""
+    ends = np.flatnonzero(data < 0x80)
+    if len(data) and (not len(ends) or ends[-1] != len(data) - 1):
+        raise FormatError(f"{what}: the last number is cut off")
+    begins = np.concatenate([np.zeros(min(1, len(ends)), np.intp), ends[:-1] + 1])
+    sizes = ends - begins + 1
+    longest = int(sizes.max(initial=0))
+    if longest > MAX_VARINT:
+        raise FormatError(f"{what}: a number has {longest} bytes, the limit is {MAX_VARINT}")
+    values = np.zeros(len(ends), np.uint64)
+    for k in range(longest):
+        which = np.flatnonzero(sizes > k)
+        digits = (data[begins[which] + k] & 0x7F).astype(np.uint64)
+        values[which] |= digits << np.uint64(7 * k)
+    return values
+
+
+# Graphs in attributes of nodes of graphs; real models have two levels.
+MAX_DEPTH = 32
+# Maximum number of tensors; the largest real models have some ten thousand.
+MAX_TENSORS = 1_000_000
+# Axes of a tensor, as in numpy 2.
+MAX_RANK = 64
+# Fields with numbers of all tensors: one for each tensor if they are packed, as ONNX prescribes, else one for a number.
+MAX_PIECES = 1 << 18
+# Attributes of a node, and graphs in an attribute; real nodes have some ten.
+MAX_ATTRIBUTES = 10_000
+# Entries of external_data: location, offset, length, checksum and a few more.
+MAX_EXTERNAL = 64
+
+# Fields with numbers: their names, and their wire type if each number has a field of its own.
+_DATA_FIELDS = {
+    4: ("float_data", FOUR),
+    5: ("int32_data", VARINT),
+    7: ("int64_data", VARINT),
+    10: ("double_data", EIGHT),
+    11: ("uint64_data", VARINT),
+}
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared by tensors: a file can have a million
+
+
+class ByteSpan(NamedTuple):
+    """Bytes of numbers in the file."""
+
+    begin: int
+    end: int
+
+
+class TensorProto:
+    """A tensor as the file describes it."""
+
+    __slots__ = ("at", "data_type", "dims", "external", "location", "name", "pieces", "raw", "segment", "strings")
+
+    def __init__(self, at: int) -> None:
+        self.at = at  # first byte
+        self.name = ""
+        self.dims: tuple[int, ...] = ()
+        self.data_type = 0
+        self.location = 0  # 1 if the elements are in another file
+        self.raw: ByteSpan | None = None
+        self.pieces: Mapping[str, list[ByteSpan]] = _NOTHING  # by name of the field
+        self.external: Mapping[str, str] = _NOTHING
+        self.segment = self.strings = False
+
+
+class OnnxModel(NamedTuple):
+    """The content of a file."""
+
+    initializers: dict[str, TensorProto]
+    constants: dict[str, TensorProto]  # tensors of Constant nodes, by the name of their output
+    metadata: dict[str, Any]
+
+
+class ModelReader:
+    """Walks a model."""
+
+    def __init__(self, file: WeightFile) -> None:
+        self._file = file
+        self._reader = WireReader(file)
+        self._initializers: dict[str, TensorProto] = {}
+        self._constants: dict[str, TensorProto] = {}
+        self._pieces = 0
+        self._metadata: dict[str, Any] = {}
+
+    def read(self) -> OnnxModel:
+        """Return the tensors and the metadata of the model."""
+        reader, texts = self._reader, {2: "producer_name", 3: "producer_version", 4: "domain", 6: "doc_string"}
+        graphs = trainings = 0
+        for field in reader.fields(0, self._file.size, "an ONNX model"):
+            if field.number in texts:
+                self._metadata[texts[field.number]] = reader.text(field, texts[field.number])
+            elif field.number in (1, 5) and field.wire == VARINT:
+                self._metadata["ir_version" if field.number == 1 else "model_version"] = _signed(field.value)
+            elif field.number == 7:
+                self._graph(field, "", 0)
+                graphs += 1
+            elif field.number == 8:
+                domain, version = self._pair(field, "an opset_import")
+                self._metadata.setdefault("opset_import", {})[domain or ""] = version
+            elif field.number == 14:
+                key, value = self._pair(field, "an entry of metadata_props")
+                self._metadata.setdefault("metadata_props", {})[str(key or "")] = str(value or "")
+            elif field.number == 20:
+                self._training(field, f"training_info.{trainings}.")
+                trainings += 1
+            elif field.number == 25:
+                self._function(field)
+        if not graphs:
+            raise reader.fault("the model has no graph; is this an ONNX model?", 0)
+        return OnnxModel(self._initializers, self._constants, self._metadata)
+
+    def _pair(self, message: Field, what: str) -> tuple[Any, Any]:
+        """Return fields 1 and 2 of a message: text, or numbers."""
+        pair: dict[int, Any] = {}
+        for field in self._messages(message, what):
+            if field.number in (1, 2):
+                pair[field.number] = (
+                    _signed(field.value) if field.wire == VARINT else self._reader.text(field, f"a text in {what}")
+                )
+        return pair.get(1), pair.get(2)
+
+    def _messages(self, field: Field, what: str) -> Any:
+        """Iterate over the fields of a message in a field."""
+        if field.wire != BYTES:
+            raise self._reader.fault(f"{what} must be a message, got wire type {field.wire}", field.begin)
+        return self._reader.fields(field.begin, field.end, what)
+
+    # ---- graphs ----
+
+    def _training(self, message: Field, prefix: str) -> None:
+        for field in self._messages(message, "a training_info"):
+            if field.number in (1, 2):
+                self._graph(field, f"{prefix}{'initialization' if field.number == 1 else 'algorithm'}.", 0)
+
+    def _function(self, message: Field) -> None:
+        """Walk the nodes of a function, whose attributes can have graphs."""
+        texts = {1: "", 10: "", 13: ""}
+        for field in self._messages(message, "a function"):
+            if field.number in texts:
+                texts[field.number] = self._reader.text(field, "the name of a function")
+        prefix = "".join(f"{texts[number]}." for number in (10, 1, 13) if texts[number])
+        nodes = (field for field in self._messages(message, "a function") if field.number == 7)
+        for k, node in enumerate(nodes):
+            self._node(node, k, prefix, 0)
+
+    def _graph(self, message: Field, prefix: str, depth: int) -> None:
+        """List the initializers of a graph; ``prefix`` begins their names, and is empty for the model's graph."""
+        if depth > MAX_DEPTH:
+            text = f"graphs are nested more than {MAX_DEPTH} levels deep"
+            raise error_about(LimitError, text, path=self._file.path, offset=message.begin)
+        nodes = 0
+        for field in self._messages(message, "a graph"):
+            if field.number == 5:
+                tensor = self._tensor(field, "an initializer")
+                if not tensor.name:
+                    raise self._reader.fault("an initializer has no name", field.begin)
+                self._add(self._initializers, f"{prefix}{tensor.name}", tensor)
+            elif field.number == 15:
+                self._refuse_sparse(field, prefix)
+            elif field.number == 1:
+                self._node(field, nodes, prefix, depth)
+                nodes += 1
+            elif field.number == 2 and not prefix:
+                self._metadata["graph_name"] = self._reader.text(field, "the name of a graph")
+
+    def _add(self, tensors: dict[str, TensorProto], name: str, tensor: TensorProto) -> None:
+        if name in tensors:
+            raise self._reader.fault(f"two tensors are named {show(name)}", tensor.at)
+        if len(tensors) == MAX_TENSORS:
+            text = f"the model has more than {MAX_TENSORS:,} tensors"
+            raise error_about(LimitError, text, path=self._file.path, offset=tensor.at)
+        tensors[name] = tensor
+
+    def _refuse_sparse(self, message: Field, prefix: str) -> None:
+        name = ""
+        for field in self._messages(message, "a sparse initializer"):
+            if field.number == 1:
+                name = self._tensor(field, "the values of a sparse initializer").name
+        text = "is sparse, which safeload does not read"
+        name = f"{prefix}{name}"
+        raise error_about(UnsupportedError, text, path=self._file.path, offset=message.begin, tensor=name)
+
+    def _node(self, message: Field, number: int, prefix: str, depth: int) -> None:
+        """Walk the attributes of a node, if any has a tensor or a graph."""
+        texts = {2: "", 3: "", 4: ""}
+        attributes = []
+        for field in self._messages(message, "a node"):
+            if field.number == 5:
+                attributes.append(field)
+                self._check_count(len(attributes), MAX_ATTRIBUTES, "attributes in a node", field)
+            elif field.number in (3, 4) or (field.number == 2 and not texts[2]):
+                texts[field.number] = self._reader.text(field, "a name in a node")
+        for attribute in attributes:
+            self._attribute(attribute, texts, lambda: f"{prefix}{texts[3] or texts[2] or number}.", prefix, depth)
+
+    def _attribute(
+        self, message: Field, texts: Mapping[int, str], inner: Callable[[], str], prefix: str, depth: int
+    ) -> None:
+        name, tensor = "", None
+        graphs: list[Field] = []
+        for field in self._messages(message, "an attribute"):
+            if field.number == 1:
+                name = self._reader.text(field, "the name of an attribute")
+            elif field.number == 5:
+                tensor = field
+            elif field.number in (6, 11):
+                graphs.append(field)
+                self._check_count(len(graphs), MAX_ATTRIBUTES, "graphs in an attribute", field)
+        if tensor is not None and texts[4] == "Constant" and name == "value" and texts[2]:
+            self._add(self._constants, f"{prefix}{texts[2]}", self._tensor(tensor, "the value of a Constant"))
+        for k, graph in enumerate(graphs):
+            numbered = f"{k}." if len(graphs) > 1 else ""
+            self._graph(graph, f"{inner()}{name}.{numbered}", depth + 1)
+
+    # ---- tensors ----
+
+    def _tensor(self, message: Field, what: str) -> TensorProto:
+        """Parse a tensor and skip its elements."""
+        tensor = TensorProto(message.begin)
+        reader = self._reader
+        for field in self._messages(message, what):
+            number = field.number
+            if number == 1:
+                tensor.dims += tuple(reader.varints(field, "dims", MAX_RANK))
+                if len(tensor.dims) > MAX_RANK:
+                    raise reader.fault(f"a tensor of more than {MAX_RANK} axes, the most that NumPy has", field.begin)
+            elif number in (2, 14) and field.wire == VARINT:
+                setattr(tensor, "data_type" if number == 2 else "location", field.value)
+            elif number == 8:
+                tensor.name = reader.text(field, "the name of a tensor")
+            elif number == 9:
+                if field.wire != BYTES:
+                    raise reader.fault(f"raw_data must be bytes, got wire type {field.wire}", field.begin)
+                tensor.raw = ByteSpan(field.begin, field.end)
+            elif number in _DATA_FIELDS:
+                self._add_piece(tensor, *_DATA_FIELDS[number], field)
+            elif number == 13:
+                key, value = self._pair(field, "an entry of external_data")
+                tensor.external = {**tensor.external, str(key or ""): str(value or "")}
+                if len(tensor.external) > MAX_EXTERNAL:
+                    raise reader.fault(f"external_data has more than {MAX_EXTERNAL} entries", field.begin)
+            elif number in (3, 6):
+                tensor.segment |= number == 3
+                tensor.strings |= number == 6
+        return tensor
+
+    def _add_piece(self, tensor: TensorProto, name: str, wire: int, field: Field) -> None:
+        if field.wire not in (BYTES, wire):
+            raise self._reader.fault(f"{name} must be numbers, got wire type {field.wire}", field.begin)
+        if not tensor.pieces:
+            tensor.pieces = {}
+        pieces = tensor.pieces.setdefault(name, [])  # type: ignore[attr-defined]
+        if field.begin < field.end:
+            pieces.append(ByteSpan(field.begin, field.end))
+            self._pieces += 1
+        self._check_count(self._pieces, MAX_PIECES, "fields with numbers, which ONNX packs into one a tensor", field)
+
+    def _check_count(self, count: int, limit: int, what: str, field: Field) -> None:
+        if count > limit:
+            text = f"more than {limit:,} {what}"
+            raise error_about(LimitError, text, path=self._file.path, offset=field.begin)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+# Value of ``root=`` for the tensors of Constant nodes.
+CONSTANTS = "constants"
+# Files of external data; one for each tensor is usual.
+MAX_FILES = 100_000
+
+
+class ElementType(NamedTuple):
+    """A data_type of ONNX."""
+
+    code: str  # of the dtype that safeload reads; empty if there is none
+    name: str  # ONNX's name
+    bits: int  # of an element
+    field: str  # that holds it without raw_data
+
+    def numbers(self, count: int) -> int:
+        """Return how many numbers hold elements in `field`: a byte of several elements of 4 or 2 bits is one."""
+        return -(-count * self.bits // 8) if self.bits < 6 else count
+
+
+TYPES = {
+    1: ElementType("F32", "FLOAT", 32, "float_data"),
+    2: ElementType("U8", "UINT8", 8, "int32_data"),
+    3: ElementType("I8", "INT8", 8, "int32_data"),
+    4: ElementType("U16", "UINT16", 16, "int32_data"),
+    5: ElementType("I16", "INT16", 16, "int32_data"),
+    6: ElementType("I32", "INT32", 32, "int32_data"),
+    7: ElementType("I64", "INT64", 64, "int64_data"),
+    8: ElementType("", "STRING", 8, "string_data"),
+    9: ElementType("BOOL", "BOOL", 8, "int32_data"),
+    10: ElementType("F16", "FLOAT16", 16, "int32_data"),
+    11: ElementType("F64", "DOUBLE", 64, "double_data"),
+    12: ElementType("U32", "UINT32", 32, "uint64_data"),
+    13: ElementType("U64", "UINT64", 64, "uint64_data"),
+    14: ElementType("C64", "COMPLEX64", 64, "float_data"),
+    15: ElementType("C128", "COMPLEX128", 128, "double_data"),
+    16: ElementType("BF16", "BFLOAT16", 16, "int32_data"),
+    17: ElementType("F8_E4M3", "FLOAT8E4M3FN", 8, "int32_data"),
+    18: ElementType("F8_E4M3FNUZ", "FLOAT8E4M3FNUZ", 8, "int32_data"),
+    19: ElementType("F8_E5M2", "FLOAT8E5M2", 8, "int32_data"),
+    20: ElementType("F8_E5M2FNUZ", "FLOAT8E5M2FNUZ", 8, "int32_data"),
+    21: ElementType("U8", "UINT4", 4, "int32_data"),
+    22: ElementType("I8", "INT4", 4, "int32_data"),
+    23: ElementType("F4", "FLOAT4E2M1", 4, "int32_data"),
+    24: ElementType("F8_E8M0", "FLOAT8E8M0", 8, "int32_data"),
+    25: ElementType("U8", "UINT2", 2, "int32_data"),
+    26: ElementType("I8", "INT2", 2, "int32_data"),
+    27: ElementType("F6_E2M3", "FLOAT6E2M3", 6, "int32_data"),
+    28: ElementType("F6_E3M2", "FLOAT6E3M2", 6, "int32_data"),
+}
+
+
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of a model, and open its files of external data."""
+    file = candidate.file
+    model = ModelReader(file).read()
+    if request.root not in (None, CONSTANTS):
+        text = f"no container {show(request.root)}; an ONNX model has {show(CONSTANTS)}, the tensors of Constant nodes"
+        raise error_about(TensorNotFoundError, text, path=file.path)
+    tensors = model.initializers if request.root is None else model.constants
+    places = TensorPlacer(file)
+    try:
+        for name, tensor in tensors.items():
+            places.add(name, tensor)
+        return places.content(model, list(tensors), _notes(model, request))
+    except BaseException:
+        places.close()
+        raise
+
+
+def _notes(model: OnnxModel, request: OpenRequest) -> list[str]:
+    if request.root is not None or not model.constants:
+        return []
+    count = plural(len(model.constants), "tensor")
+    return [f'Constant nodes hold {count} that are not opened: pass root="{CONSTANTS}" for these instead']
+
+
+class TensorPlacer:
+    """Finds the elements of tensors."""
+
+    def __init__(self, file: WeightFile) -> None:
+        self._file = file
+        self._listings: dict[WeightFile, list[Listing]] = {file: []}
+        self._boxed: dict[str, BoxedListing] = {}
+        self._external: dict[str, WeightFile] = {}
+        self._missing: dict[str, str] = {}  # why a file of external data cannot be opened
+
+    def close(self) -> None:
+        """Close the files of external data."""
+        for file in self._external.values():
+            file.close()
+
+    def content(self, model: OnnxModel, names: Sequence[str], notes: Sequence[str]) -> Content:
+        """Return the content with all tensors."""
+        for file, listings in self._listings.items():
+            file.table = ListedTable(listings, model.metadata if file is self._file else None)
+        files = list(self._external.values())
+        for file in files:
+            file.stand_for(self._file, unpacked=False)
+        if self._boxed:
+            stores = [self._file.store, *(file.store for file in files)]
+            files.append(boxed_file(self._file, self._file.path, self._boxed, stores))
+        return Content(self._file, files, names if files else (), notes)
+
+    def add(self, name: str, tensor: TensorProto) -> None:
+        """Check a tensor against its elements and list it."""
+        type_ = TYPES.get(tensor.data_type)
+        label = f"data type {tensor.data_type}" if type_ is None else type_.name
+        try:
+            if type_ is None or not type_.code or tensor.strings:
+                raise UnsupportedError("is not a dtype of weights")
+            self._add(name, tensor, type_)
+        except UnsupportedError as error:
+            is_tensor = type_ is None or bool(type_.code)
+            missing = _location(tensor) in self._missing
+            listing = unreadable(name, label, tuple(tensor.dims), str(error), is_tensor=is_tensor, is_missing=missing)
+            self._listings[self._file].append(listing)
+
+    def _add(self, name: str, tensor: TensorProto, type_: ElementType) -> None:
+        row = dtypes.BY_CODE[type_.code]
+        shape = tuple(tensor.dims)
+        if not array_fits(shape, max(1, type_.bits // 8)):
+            raise self._fault(f": no array can have the shape {show(list(shape))}", name, tensor)
+        count = prod(shape)
+        if row.packed and count % row.block:
+            raise UnsupportedError(f"has {count} elements of {row.bits} bits, which end inside a byte")
+        nbytes = -(-count * type_.bits // 8)
+        if tensor.segment:
+            raise UnsupportedError("is a segment of a tensor")
+        if tensor.location not in (0, 1):
+            raise self._fault(f": data_location is {tensor.location}, expected 0 or 1", name, tensor)
+        file, place = self._file, tensor.raw
+        if tensor.location == 1:
+            if tensor.raw is not None or any(tensor.pieces.values()):
+                raise self._fault(" has elements both in the model and in another file", name, tensor)
+            file, place = self._external_place(name, tensor, nbytes)
+        elif tensor.raw is not None and any(tensor.pieces.values()):
+            raise self._fault(f" has raw_data and {', '.join(tensor.pieces)}", name, tensor)
+        if place is None and count:
+            self._add_numbers(name, tensor, type_, shape)
+            return
+        if place is None:
+            place = ByteSpan(0, 0)
+        if place.end - place.begin != nbytes:
+            text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but raw_data has {place.end - place.begin}"
+            raise self._fault(text, name, tensor)
+        if type_.bits < 8 and not row.packed and count:
+            self._box(name, row, shape, SmallIntegers(file, [place], type_, count))
+        else:
+            self._listings.setdefault(file, []).append(Listing(name, row, shape, *place))
+
+    def _add_numbers(self, name: str, tensor: TensorProto, type_: ElementType, shape: tuple[int, ...]) -> None:
+        """List a tensor whose elements are in the field of its type."""
+        count = prod(shape)
+        if any(pieces for field, pieces in tensor.pieces.items() if field != type_.field):
+            text = f": {type_.name} has its elements in {type_.field}, got {', '.join(tensor.pieces)}"
+            raise self._fault(text, name, tensor)
+        pieces = tensor.pieces.get(type_.field, [])
+        stored = sum(piece.end - piece.begin for piece in pieces)
+        row = dtypes.BY_CODE[type_.code]
+        if type_.field in ("float_data", "double_data"):
+            nbytes = row.nbytes(count)
+            if stored != nbytes:
+                text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but {type_.field} has {stored}"
+                raise self._fault(text, name, tensor)
+            if len(pieces) == 1:
+                self._listings[self._file].append(Listing(name, row, shape, *pieces[0]))
+            else:
+                self._box_pieces(name, row, shape, pieces)
+            return
+        numbers = type_.numbers(count)
+        if not numbers <= stored <= 10 * numbers:
+            text = f": {type_.name} {list(shape)} needs {numbers} numbers, but {type_.field} has {stored} bytes"
+            raise self._fault(text, name, tensor)
+        kind = Varints if type_.bits >= 8 or row.packed else SmallIntegers
+        self._box(name, row, shape, kind(self._file, pieces, type_, count, varints=True))
+
+    def _box(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], stored: BoxSource) -> None:
+        if row.packed:
+            if not shape or shape[-1] % row.block:
+                raise UnsupportedError(f"{list(shape)} is stored as numbers, and its rows end inside a byte")
+            shape = (*shape[:-1], row.nbytes(shape[-1]))
+        self._boxed[name] = BoxedListing(row, shape, [Box((0,) * len(shape), shape, stored)])
+
+    def _box_pieces(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], pieces: Sequence[ByteSpan]) -> None:
+        """List a tensor whose elements are in several places; a piece must hold whole elements."""
+        boxes, at, itemsize = [], 0, row.nbytes(1)
+        for begin, end in pieces:
+            if (end - begin) % itemsize:
+                raise UnsupportedError("is stored in pieces that end inside an element")
+            count = (end - begin) // itemsize
+            boxes.append(Box((at,), (count,), InFile(self._file.store, begin)))
+            at += count
+        self._boxed[name] = BoxedListing(row, shape, boxes, flat=True)
+
+    # ---- external data ----
+
+    def _external_place(self, name: str, tensor: TensorProto, nbytes: int) -> tuple[WeightFile, ByteSpan]:
+        """Return the file of external data and the place of a tensor in it."""
+        location = _location(tensor)
+        if location in self._missing:
+            raise UnsupportedError(self._missing[location])
+        file = self._external.get(location) or self._open(location, name, tensor)
+        begin = self._number(tensor, "offset", name) or 0
+        length = self._number(tensor, "length", name)
+        if length is not None and length != nbytes:
+            text = f": {list(tensor.dims)} needs {nbytes} bytes, but external_data says length {length}"
+            raise self._fault(text, name, tensor)
+        if begin + nbytes > file.size:
+            text = f": needs bytes {begin} to {begin + nbytes} of {show(location)}, which has {file.size}"
+            raise self._fault(text, name, tensor)
+        return file, ByteSpan(begin, begin + nbytes)
+
+    def _number(self, tensor: TensorProto, key: str, name: str) -> int | None:
+        text = tensor.external.get(key)
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit() and len(text) < 20):
+            raise self._fault(f": {key} in external_data must be a number, got {show(text)}", name, tensor)
+        return int(text)
+
+    def _open(self, location: str, name: str, tensor: TensorProto) -> WeightFile:
+        """Open a file of external data, which must be in the model's folder or below."""
+        path = place_beside(self._file, location)
+        if path is None:
+            text = f": its location must be a file in the model's folder, got {show(location)}"
+            raise self._fault(text, name, tensor)
+        if len(self._external) + len(self._missing) == MAX_FILES:
+            raise self._fault(f": external data in more than {MAX_FILES:,} files", name, tensor)
+        try:
+            file = open_without_table(path, files=self._file.files)
+        except FileNotFoundError as error:
+            self._missing[location] = f"is stored in {error.filename}, which is missing: was the download finished?"
+            raise UnsupportedError(self._missing[location]) from None
+        except IsADirectoryError:
+            raise self._fault(f": its location {show(location)} is a folder", name, tensor) from None
+        self._external[location] = file
+        return file
+
+    def _fault(self, text: str, name: str, tensor: TensorProto) -> FormatError:
+        return error_about(FormatError, text, path=self._file.path, offset=tensor.at, tensor=name)
+
+
+def _location(tensor: TensorProto) -> str:
+    return tensor.external.get("location", "").removeprefix("./")
+
+
+# ---- elements that are decoded when they are read ----
+
+
+class Varints:
+    """Elements as varints, or as bytes that are stored as varints."""
+
+    def __init__(
+        self, file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, count: int, *, varints: bool = False
+    ) -> None:
+        self._file = file
+        self._pieces = pieces
+        self._type = type_
+        self._count = count
+        self._varints = varints
+
+    def region(self) -> Region | None:
+        return None
+
+    def unpack(self) -> Array:
+        """Return the elements as bytes."""
+        if not self._varints:
+            return self._bytes()
+        type_ = self._type
+        try:
+            values = decode_varints(self._bytes(), type_.field)
+            expected = type_.numbers(self._count)
+            if len(values) != expected:
+                raise FormatError(f"{type_.field} has {len(values)} numbers, expected {expected}")
+        except FormatError as error:
+            raise FormatError(error.args[0], self._file.path, self._pieces[0].begin) from None
+        if type_.bits == 6:
+            bits = np.unpackbits(values.astype(np.uint8)[:, None], axis=1, bitorder="little")[:, :6]
+            return np.packbits(bits, bitorder="little")
+        return values.astype(f"<u{max(1, type_.bits // 8)}").view(np.uint8)
+
+    def _bytes(self) -> Array:
+        data = np.empty(sum(piece.end - piece.begin for piece in self._pieces), np.uint8)
+        at = 0
+        for begin, end in self._pieces:
+            self._file.store.read_into(begin, data[at : at + end - begin])
+            at += end - begin
+        return data
+
+
+class SmallIntegers(Varints):
+    """Integers of 4 or 2 bits, several in a byte."""
+
+    def unpack(self) -> Array:
+        """Return each element in a byte of its own."""
+        data, bits = super().unpack(), self._type.bits
+        elements = np.stack([data >> shift for shift in range(0, 8, bits)], axis=1).reshape(-1)[: self._count]
+        elements &= (1 << bits) - 1
+        if self._type.code == "I8":
+            elements = (elements << (8 - bits)).view(np.int8) >> (8 - bits)
+        return elements.view(np.uint8)
