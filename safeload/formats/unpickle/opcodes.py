@@ -14,7 +14,8 @@ from ...errors import UnsupportedError
 from .machine import Fault, PickleEnd
 
 # Longest line with a name or a number, and longest line of text. Real names have about 100 characters.
-MAX_LINE, MAX_TEXT_LINE = 10_000, 1 << 30
+MAX_LINE = 10_000
+MAX_TEXT_LINE = 1 << 30
 
 
 class Machine:

@@ -45,7 +45,8 @@ MAX_INT_BYTES = 255
 # Maximum number of bytes to copy per byte of the pickle read so far, and bytes that a pickle of any size can copy: a
 # few bytes can request a copy again and again (joined text, a list made into a tuple, combined arguments). Real pickles
 # copy fewer bytes than they have.
-MAX_COPIED, _COPIED_FREE = 50, 1 << 16
+MAX_COPIED = 50
+_COPIED_FREE = 1 << 16
 # Memo numbers up to this distance from the number of entries count as consecutive.
 NEAR = 8
 # Bytes of a mapped pickle that are not copied.
