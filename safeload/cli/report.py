@@ -79,14 +79,8 @@ def run(options: argparse.Namespace) -> int:
     if options.output != STANDARD:
         output.check()
     with read_again(options.path) as path:
-        text, report = page_of(
-            path,
-            opening(options),
-            scheme=options.quantize,
-            digest=options.digest,
-            threads=options.threads,
-            bars=bar,
-        )
+        choices = {"digest": options.digest, "threads": options.threads, "bars": bar}
+        text, report = page_of(path, opening(options), options.quantize, **choices)
     nbytes = write_to_stdout(text) if options.output == STANDARD else output.write(text, report.files)
     if options.json:
         print(json.dumps({"output": options.output, "nbytes": nbytes, "ok": report.ok}, indent=1))

@@ -128,7 +128,7 @@ def report(
     sources = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else []
     output = Output("dst", place, "report", is_page, overwrite=overwrite, sources=sources)
     output.check()
-    text, checked = page_of(path, opening, scheme=scheme, digest=digest, threads=threads, bars=bars(progress))
+    text, checked = page_of(path, opening, scheme, digest=digest, threads=threads, bars=bars(progress))
     output.write(text, checked.files)
     return checked
 
@@ -136,8 +136,8 @@ def report(
 def page_of(
     path: PathLike | Located,
     opening: Mapping[str, Any],
-    *,
     scheme: SchemeName | None,  # show the error of quantizing to this scheme
+    *,
     digest: bool,  # show the SHA-256 of local files
     threads: int | None,
     bars: Bars,
@@ -148,9 +148,9 @@ def page_of(
         report = validate_path(path, opening, settings(threads=threads, progress=progress, histogram=True))
     parts = [_findings(report)]
     local = isinstance(path, (str, os.PathLike)) and not is_url(report.source)
-    files: list[_File] = []
+    files: list[_PageFile] = []
     if local:
-        files = [_File(file, _size_of(file)) for file in report.files or [report.source]]
+        files = [_PageFile(file, _size_of(file)) for file in report.files or [report.source]]
         files = _with_digests(files, threads, bars) if digest else files
     try:
         checkpoint = loading.open(path, **opening) if report.files else None
@@ -162,7 +162,7 @@ def page_of(
         with checkpoint as opened:
             parts += _sections(opened, report, scheme, threads, bars)
             if not local:  # read only once
-                files = [_File(file.path, file.identity[0]) for file in opened.weight_files]
+                files = [_PageFile(file.path, file.identity[0]) for file in opened.weight_files]
     rows = [(os.path.basename(file.path), file.digest, f"{file.nbytes:,}") for file in files if file.digest is not None]
     if len(files) > 1 and rows:
         title = _some(len(rows), _ROWS, "file", "files")
@@ -329,7 +329,7 @@ def _errors(
 # ---- source files ----
 
 
-class _File(NamedTuple):
+class _PageFile(NamedTuple):
     """A file of the source."""
 
     path: str
@@ -337,7 +337,7 @@ class _File(NamedTuple):
     digest: str | None = None  # SHA-256; None if it cannot be read or was not requested
 
 
-def _with_digests(files: Sequence[_File], threads: int | None, bars: Bars) -> list[_File]:
+def _with_digests(files: Sequence[_PageFile], threads: int | None, bars: Bars) -> list[_PageFile]:
     """Add the SHA-256 of files, hashing several files at a time."""
     total = sum(file.nbytes or 0 for file in files)
     with bars("sha256") as progress:
@@ -346,7 +346,7 @@ def _with_digests(files: Sequence[_File], threads: int | None, bars: Bars) -> li
         return [file._replace(digest=value) for file, value in zip(files, digests, strict=True)]
 
 
-def _about(path: str, files: Sequence[_File], seconds: int) -> Iterator[tuple[str, str]]:
+def _about(path: str, files: Sequence[_PageFile], seconds: int) -> Iterator[tuple[str, str]]:
     """Yield names and values of the head: path, date, size, digest, version."""
     yield "Path", path
     yield "Date", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
@@ -377,7 +377,7 @@ def _size_of(path: str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None  # reading a pipe would block
 
 
-def _sha256(file: _File, meter: Meter) -> str | None:
+def _sha256(file: _PageFile, meter: Meter) -> str | None:
     if file.nbytes is None:
         return None
     digest = hashlib.sha256()

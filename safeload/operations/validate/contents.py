@@ -152,7 +152,7 @@ def _read(
         )
     with _unread(tables, (_TIED,), pairs):
         for pair in pairs.items():
-            _read_tied(tables, catalog, *pair)
+            tables.setdefault(_TIED, {})[pair[0]] = values.check_tied(catalog, *pair)
     return tables
 
 
@@ -193,10 +193,6 @@ def _read_values(
     tables[_STATS] = stats
     large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and values.is_real(tensors[name])]
     tables[_OUTLIERS] = values.find_outliers(catalog, large, threads)
-
-
-def _read_tied(tables: Tables, catalog: Catalog, head: str, embedding: str) -> None:
-    tables.setdefault(_TIED, {})[head] = values.check_tied(catalog, head, embedding)
 
 
 def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
@@ -261,7 +257,7 @@ def run(
             tables[_STATS] = as_plain(tables[_STATS])
     elif check == _TIED:
         with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (names, (catalog,)):
-            _read_tied(tables, catalog, *names)
+            tables[_TIED] = {names[0]: values.check_tied(catalog, *names)}
     else:
         raise FormatError(f"{INVALID_PIECE}: unknown check {show(check)}, expected crc, values or tied")
     return tables

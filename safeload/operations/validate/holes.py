@@ -173,12 +173,6 @@ def _finding(run: ZeroRun, unwritten: bool, where: str, role: Callable[[str], st
 class _File:
     """A file to search for zeros."""
 
-    @classmethod
-    def of(cls, file: WeightFile) -> _File | None:
-        """Return a file, or None if its tensors have no bytes."""
-        places = _places(file)
-        return cls(file, places) if places else None
-
     def __init__(self, file: WeightFile, places: list[StoredRange]) -> None:
         self.file, self.places = file, places
         self._begins = [place.begin for place in places]
@@ -263,10 +257,13 @@ def check_unwritten(catalog: Catalog, role: Callable[[str], str | None], zero: s
     """Find long holes of the file system inside files, and add the names of their zero tensors to ``zero``."""
     for weights, where in _files(catalog):
         holes = _holes_of(weights)
-        file = _File.of(weights) if holes else None
-        for hole in holes if file is not None else ():
-            run = file.run(*hole) if file is not None else None
-            if run is None or file is None or run.end >= file.end or any(place.tensor in zero for place in run.places):
+        places = _places(weights) if holes else []
+        if not places:
+            continue
+        file = _File(weights, places)
+        for hole in holes:
+            run = file.run(*hole)
+            if run is None or run.end >= file.end or any(place.tensor in zero for place in run.places):
                 continue
             finding = _finding(run, True, where, role)
             if finding is not None:
@@ -316,9 +313,10 @@ def check_zeros(
         tensors = tensors_of.get(weights, {})
         if not tensors and not weights.table.quantized:
             continue
-        file = _File.of(weights)
-        if file is None:
+        places = _places(weights)
+        if not places:
             continue
+        file = _File(weights, places)
         rows = {stored: stats[name] for stored, name in tensors.items() if name in stats}
         suspects = [place for place in file.places if _is_suspect(place, rows.get(place.tensor), weights)]
         judged = _holes_of(weights)
