@@ -121,7 +121,10 @@ class LocalFolder(Folder):
         return LocalFolder, (self.location.path,)
 
     def __truediv__(self, name: str) -> LocalFolder:
-        return LocalFolder((self.location / name).path)
+        return LocalFolder(self.shown(name))
+
+    def shown(self, name: str) -> str:
+        return os.path.join(self.location.path, name)
 
     @property
     def place(self) -> str:
