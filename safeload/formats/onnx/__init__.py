@@ -1,1 +1,0 @@
-"""ONNX models: the initializers of their graphs."""
