@@ -35,6 +35,7 @@ FILE_TYPE = "general.file_type"
 # Its numbers of dtypes, in enum llama_ftype of https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h.
 _NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 32}
 QUANTIZATION_VERSION = "general.quantization_version"
+FILE_KEYS = (FILE_TYPE, QUANTIZATION_VERSION)
 # The version of ggml's block layouts, which llama.cpp writes into every quantized file.
 CURRENT_VERSION = 2
 

@@ -26,8 +26,7 @@ from ...errors import SafeloadError, UnsupportedError
 from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, model_of
 from ..metadata import as_texts
 from .mixtures import FILE_TYPE
-from .read import Metadata
-from .values import DTYPES, NUMBERS
+from .values import DTYPES, NUMBERS, Metadata
 
 MAGIC = b"GGUF"
 VERSION = 3

@@ -12,7 +12,6 @@ from ...base.messages import error_about
 from ...base.text import plural, show
 from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import mixtures, values
-from ...formats.gguf.mixtures import FILE_TYPE, QUANTIZATION_VERSION
 from ...models.diffusion import (
     ARCHITECTURE,
     SHAPE_KEY,
@@ -61,8 +60,8 @@ def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
     recipes: dict[str, TensorRecipe] = {}
     metadata = {
         ARCHITECTURE: diffusion.architecture,
-        QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
-        FILE_TYPE: values.U32(1),  # replaced once types are decided
+        mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
+        mixtures.FILE_TYPE: values.U32(1),  # replaced once types are decided
     }
     for name, bare in names.items():
         about = catalog.about(name)
@@ -131,7 +130,7 @@ def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
 
 def _describes_file(key: object) -> bool:
     """Return True for keys about the types and shapes of the GGUF file."""
-    return isinstance(key, str) and (key.startswith(SHAPE_KEY) or key in (FILE_TYPE, QUANTIZATION_VERSION))
+    return isinstance(key, str) and (key.startswith(SHAPE_KEY) or key in mixtures.FILE_KEYS)
 
 
 def _codes(catalog: Catalog) -> Iterator[str]:
