@@ -553,7 +553,7 @@ def _refuse_incomplete(
 
 
 def _dcp_shards(folder: _Folder) -> list[str]:
-    """Choose the sharded safetensors of torch.distributed, unless a model of transformers lies beside them."""
+    """Choose the sharded safetensors of torch.distributed, unless the folder has a model of transformers."""
     usual = (name == SINGLE or (name.endswith(".json") and INDEX_NAME.fullmatch(name)) for name in folder.names)
     shards = in_order(DCP_SHARD, folder.names, 1, 2)
     return shards if shards and not any(usual) else []
@@ -594,7 +594,7 @@ def _zero_step(folder: _Folder) -> list[str]:
 
 
 def _zero(folder: _Folder) -> list[str]:
-    """Choose ZeRO's model states if the optimizer's are beside them."""
+    """Choose ZeRO's model states if the folder also has the optimizer's."""
     return zero_models(folder.names) if any(map(ZERO_OPTIMIZER.fullmatch, folder.names)) else []
 
 

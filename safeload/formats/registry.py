@@ -61,7 +61,7 @@ def module_of(name: str) -> Any:
 
 @exported("safeload.plugins")
 class Format(NamedTuple):
-    """A format: how to recognise its files, and the module that reads them.
+    """A format: how to recognise its files, and the module that opens each.
 
     The module has ``read(candidate, request) -> Content``. If the format ``writes``, it also has ``write(tensors,
     metadata, path, *, overwrite, durable)``; if it is ``ambiguous``, ``claims(candidate) -> bool``.

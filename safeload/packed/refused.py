@@ -1,4 +1,4 @@
-"""Recognized quantizations that safeload does not dequantize, with the tools that read them.
+"""Recognized quantizations that safeload does not dequantize, with the tools that do.
 
 A row of ``refused.json`` has a ``name``, which says why, the ``reader``, and what identifies it: the suffix
 ``main`` of codes with any tensor ``beside`` them (if ``fp8``, also of fp8 codes), or ``methods`` of the configuration.

@@ -21,7 +21,7 @@ from .thread_group import each
 
 
 class ObjectStore(ABC):
-    """The five calls of an object store. Ctrl-C and `stop.current` end each of them; errors are safeload's."""
+    """The five calls of an object store. Ctrl-C and the stop of the thread end each call; errors are safeload's."""
 
     name: str  # of the library's class
     secrets: list[str]  # for messages

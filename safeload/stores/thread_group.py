@@ -315,6 +315,7 @@ class Prefetch(Iterator[_Result], Generic[_Result]):
             raise StopIteration
         if self._starting:
             raise ValueError("this iterator is starting a task, and cannot be advanced by the function that starts it")
+        error: BaseException | None = None
         try:
             self.start()
             if not self._sizes:
@@ -330,7 +331,7 @@ class Prefetch(Iterator[_Result], Generic[_Result]):
             self.close()
             raise
         finally:
-            error = None  # it refers to this frame
+            del error  # it refers to this frame
         value: _Result = result
         return value
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import safeload
-from builders.inside import RESUME, atomic_file, journal
+from builders.inside import RESUME, atomic_file, journal, measure_stats
 from builders.inside import plan_module as plan
 from safeload.numpy import save_file
 
@@ -162,7 +162,7 @@ def die_in(file: str, note: str | None = None) -> None:
 
 def die_while_reading(note: str) -> None:
     """Makes this process end itself by SIGKILL when it has opened the files of a piece, once for all processes."""
-    opened = plan.opened
+    opened = measure_stats.opened
 
     @contextmanager
     def dying(*arguments):
@@ -172,4 +172,4 @@ def die_while_reading(note: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield catalog
 
-    plan.opened = dying
+    measure_stats.opened = dying

@@ -44,6 +44,7 @@ from builders.inside import (
     files_of_manifest,
     files_of_statement,
     is_manifest,
+    model_families,
     npy,
     npz,
     parse_json,
@@ -659,7 +660,7 @@ def model_config(data):
     """A config.json for llama.cpp."""
     path = FOLDER / "config.json"
     path.write_bytes(data)
-    for source in families.gguf_forms().values():
+    for source in model_families.gguf_forms().values():
         try:
             with watched():
                 result = settings.settings_of(

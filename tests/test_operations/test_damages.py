@@ -508,7 +508,7 @@ def test_an_unfinished_conversion_is_to_be_resumed(bases, tmp_path, capsys):
     folder = tmp_path / "model"
     shutil.copytree(bases[numbered], folder)
     (folder / SHARDS[1]).unlink()
-    (folder / f"{SHARDS[0]}.done.json").write_text("{}")
+    (folder / ".safeload-resume" / "0123456789abcdef").mkdir(parents=True)
     assert main(["check", str(folder)]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "1 of 3 shards is missing or damaged; this is an unfinished conversion: repeat it with --resume;" in out

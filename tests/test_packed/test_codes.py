@@ -509,7 +509,7 @@ def test_what_are_no_codes(tensors):
     assert not finder.find(rows)
 
 
-@pytest.mark.parametrize("family", [row for row in families() if row.required], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [row for row in families() if row.required], ids=lambda family: family.name[:60])
 def test_codes_of_each_family_are_recognized_by_their_names(family):
     name = f"{P}.weight" if family.main == "" else P + family.main
     stem = name.removesuffix(family.main)

@@ -36,7 +36,7 @@ from ...errors import ForbiddenError, FormatError, LimitError, TensorNotFoundErr
 from ..foreign import is_binary_pickle
 from ..registry import Candidate, Content, OpenRequest, check_whole
 from ..unpickle import run as unpickler
-from ..unpickle.machine import Fault, Foreign, Inert, describe
+from ..unpickle.machine import Fault, Foreign, Global, Inert, describe
 from ..unpickle.run import Unpickled, check_foreign, unpickle
 from ..zip import DEFLATED, MAX_INFLATED, STORED, Archive
 from .flatten import SCRIPT
@@ -389,7 +389,8 @@ class Package:
 
     def _storage(self, value: Any) -> Any:
         kind = value[1] if type(value) is tuple and len(value) > 1 else None
-        return read_persistent_id(value, self._storages.setdefault(getattr(kind, "name", ""), {}))
+        name = kind.name if type(kind) in (Global, Foreign, Inert) else ""
+        return read_persistent_id(value, self._storages.setdefault(name, {}))
 
     def _read_scripts(self) -> Iterator[Unpickled]:
         """Run the pickles of the named scripts and put each in place of its persistent id."""

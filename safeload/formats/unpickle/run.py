@@ -91,7 +91,7 @@ class Builder(Machine):
         self.far: dict[str, Any] = {}  # values by the text of their number, for all other numbers
 
     def charge(self, size: int) -> None:
-        """Count bytes before copying them from values that the pickle can refer to again."""
+        """Count the bytes of a copy of values that the pickle can refer to again."""
         self._copied += size
         if self._copied > MAX_COPIED * self.at + _COPIED_FREE:
             raise Fault(f"copied values take more than {MAX_COPIED} times the pickle's own bytes", LimitError)

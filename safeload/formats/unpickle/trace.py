@@ -163,7 +163,7 @@ class _Tracer(Machine):
         return data
 
     def skip(self, size: int) -> None:
-        """Pass over bytes without reading them."""
+        """Pass over bytes without a copy."""
         if size > self._content.size - self.at:
             raise Fault("an argument extends past the end")
         self.at += size

@@ -1,4 +1,4 @@
-"""Tensors of a model as llama.cpp lays them out, and back, by the table of the model's family."""
+"""The layout of tensors in llama.cpp, and the way back, by the table of the model's family."""
 
 from __future__ import annotations
 

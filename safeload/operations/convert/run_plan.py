@@ -329,7 +329,7 @@ def complete(
     shown = folder.location.shown
     files = [folder.shown(name) for name in names]
     return ConvertReport(
-        shown, SAFETENSORS, files, plan["tensors"], nbytes, seconds, _summary(plan, total), plan["left_out"]
+        shown, SAFETENSORS, files, plan["tensors"], nbytes, seconds, _summary(plan, total), tuple(plan["left_out"])
     )
 
 

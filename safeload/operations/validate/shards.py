@@ -95,7 +95,7 @@ class ShardCheck(NamedTuple):
 def _is_unfinished(folder: str, files: Files) -> bool:
     """True if a folder has the records of a conversion that did not end."""
     try:
-        return any(name == RESUME for name, _ in files.listing(folder))
+        return files.is_folder(files.join(folder, RESUME))
     except (SafeloadError, OSError):  # https lists no folders
         return False
 
