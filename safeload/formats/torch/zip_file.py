@@ -389,7 +389,7 @@ class Package:
 
     def _storage(self, value: Any) -> Any:
         kind = value[1] if type(value) is tuple and len(value) > 1 else None
-        name = kind.name if type(kind) in (Global, Foreign, Inert) else ""
+        name = kind.name if isinstance(kind, (Global, Foreign, Inert)) else ""
         return read_persistent_id(value, self._storages.setdefault(name, {}))
 
     def _read_scripts(self) -> Iterator[Unpickled]:
