@@ -47,7 +47,7 @@ _REMOTE_BLOCK, _BLOCK, _NEAR = 4 << 20, 256 << 10, 64 << 10
 MAX_INTERLOCKED = 2_048
 # Cuts in a row to separate boxes; meshes take a few for each axis.
 _MAX_CUTS = 128
-# Axes of a tensor: NumPy 1 allows 32, and the bytes of an element are one.
+# Axes of a tensor: NumPy 1 allows 32, and the bytes of an element are another axis.
 MAX_RANK = 31
 
 

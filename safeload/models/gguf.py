@@ -28,7 +28,7 @@ from .schema import Schema
 
 # What messages call the metadata.
 METADATA = "metadata"
-# Set if the file has the projections of q, k and v in one matrix.
+# Set if the file has the projections of q, k and v in a single matrix.
 FUSED = "attn_qkv"
 
 U32, F32, BOOL, TEXT, TEXTS, NUMBERS = "u32", "f32", "bool", "string", "array of strings", "array of numbers"
@@ -91,7 +91,7 @@ class GgufRope(NamedTuple):
     """Rotary embeddings."""
 
     types: tuple[str, ...]
-    base: float = USUAL_BASE  # of a config without one
+    base: float = USUAL_BASE  # of a config without a base
     unless: float | None = None  # the base that is not written
     dimensions: str | None = None  # number of rotated elements to write: "head" for all of a head, "partial"
     sliding: bool = False  # layers with a sliding window have a base of their own

@@ -129,7 +129,7 @@ class FromLlamaCpp:
     def __init__(self, catalog: Catalog, form: GgufForm, experts: str) -> None:
         self._catalog, self._title = catalog, catalog.title
         self._form = form
-        self._chosen = -1 if experts == FUSED else 0  # of the published tensors that llama.cpp has as one
+        self._chosen = -1 if experts == FUSED else 0  # of the published tensors that llama.cpp joins
 
     def run(self) -> dict[str, TensorRecipe]:
         """Return the recipes in the order of the file."""
@@ -182,7 +182,7 @@ class FromLlamaCpp:
         return heads
 
     def _whole(self, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:
-        """Return gate and up of all experts as one tensor."""
+        """Return gate and up of all experts as a single tensor."""
         first = next(iter(parts))
         if first not in self._catalog:
             raise error_about(FormatError, "is missing", path=self._title, tensor=first)
