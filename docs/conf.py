@@ -124,7 +124,7 @@ def link_included(app: Any, path: Any, docname: str, content: list[str]) -> None
 # Modules with the classes of each door.
 _SOURCES = {
     "safeload": dict.fromkeys(safeload._MODULE_OF.values()),
-    "safeload.plugins": ("formats.format",),
+    "safeload.plugins": ("formats.registry",),
     "safeload.remote": ("stores.files",),
 }
 
