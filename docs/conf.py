@@ -112,7 +112,11 @@ def find_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 
 # Pages of the repository that the site includes, and what they are called there.
-_INCLUDED = {"(benches/README.md)": "(measuring.md)", "(../BENCHMARKS.md)": "(benchmarks.md)"}
+_INCLUDED = {
+    "(benches/README.md)": "(measuring.md)",
+    "(../BENCHMARKS.md)": "(benchmarks.md)",
+    "(docs/moving.md)": "(moving.md)",
+}
 
 
 def link_included(app: Any, path: Any, docname: str, content: list[str]) -> None:
