@@ -1,8 +1,10 @@
 /* Conversions with NEON. */
-#include "kernels/convert.h"
+#include "kernels/convert_lanes.h"
 #include "kernels/isa.h"
 
 #ifdef SL_NEON
+
+#define TARGET
 
 #define STEP ((size_t)8)
 
@@ -20,68 +22,48 @@ static uint32x4_t quiet(uint32x4_t bits) {
     return vorrq_u32(bits, vandq_u32(nan_lanes(bits), vdupq_n_u32(0x00400000)));
 }
 
-static void sl_bf16_to_f32_neon(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    uint8_t *out = destination;
-    size_t i = 0;
-    for (; i + STEP <= count; i += STEP) {
-        uint16x8_t halves = load8(in + 2 * i);
-        store4(out + 4 * i, quiet(vshll_n_u16(vget_low_u16(halves), 16)));
-        store4(out + 4 * i + 16, quiet(vshll_n_u16(vget_high_u16(halves), 16)));
-    }
-    sl_convert_rest(SL_BF16, SL_F32, in + 2 * i, out + 4 * i, count - i);
+SL_INLINE void bf16_to_f32(const uint8_t *in, uint8_t *out) {
+    uint16x8_t halves = load8(in);
+    store4(out, quiet(vshll_n_u16(vget_low_u16(halves), 16)));
+    store4(out + 16, quiet(vshll_n_u16(vget_high_u16(halves), 16)));
 }
+
+CONVERSION(sl_bf16_to_f32_neon, bf16_to_f32, STEP, SL_BF16, 2, SL_F32, 4)
 
 /* FCVTL keeps the payload of a NaN and makes it quiet (FPCR.DN is 0 when a process starts). */
-static void sl_f16_to_f32_neon(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    uint8_t *out = destination;
-    size_t i = 0;
-    for (; i + STEP <= count; i += STEP) {
-        float16x8_t halves = vreinterpretq_f16_u16(load8(in + 2 * i));
-        store4(out + 4 * i, vreinterpretq_u32_f32(vcvt_f32_f16(vget_low_f16(halves))));
-        store4(out + 4 * i + 16, vreinterpretq_u32_f32(vcvt_high_f32_f16(halves)));
-    }
-    sl_convert_rest(SL_F16, SL_F32, in + 2 * i, out + 4 * i, count - i);
+SL_INLINE void f16_to_f32(const uint8_t *in, uint8_t *out) {
+    float16x8_t halves = vreinterpretq_f16_u16(load8(in));
+    store4(out, vreinterpretq_u32_f32(vcvt_f32_f16(vget_low_f16(halves))));
+    store4(out + 16, vreinterpretq_u32_f32(vcvt_high_f32_f16(halves)));
 }
 
-static void sl_i8_to_f32_neon(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    uint8_t *out = destination;
-    size_t i = 0;
-    for (; i + STEP <= count; i += STEP) {
-        int16x8_t codes = vmovl_s8(vreinterpret_s8_u8(vld1_u8(in + i)));
-        store4(out + 4 * i, vreinterpretq_u32_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(codes)))));
-        store4(out + 4 * i + 16, vreinterpretq_u32_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(codes)))));
-    }
-    sl_convert_rest(SL_I8, SL_F32, in + i, out + 4 * i, count - i);
+CONVERSION(sl_f16_to_f32_neon, f16_to_f32, STEP, SL_F16, 2, SL_F32, 4)
+
+SL_INLINE void i8_to_f32(const uint8_t *in, uint8_t *out) {
+    int16x8_t codes = vmovl_s8(vreinterpret_s8_u8(vld1_u8(in)));
+    store4(out, vreinterpretq_u32_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(codes)))));
+    store4(out + 16, vreinterpretq_u32_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(codes)))));
 }
 
-static void sl_u8_to_f32_neon(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    uint8_t *out = destination;
-    size_t i = 0;
-    for (; i + STEP <= count; i += STEP) {
-        uint16x8_t codes = vmovl_u8(vld1_u8(in + i));
-        store4(out + 4 * i, vreinterpretq_u32_f32(vcvtq_f32_u32(vmovl_u16(vget_low_u16(codes)))));
-        store4(out + 4 * i + 16, vreinterpretq_u32_f32(vcvtq_f32_u32(vmovl_u16(vget_high_u16(codes)))));
-    }
-    sl_convert_rest(SL_U8, SL_F32, in + i, out + 4 * i, count - i);
+CONVERSION(sl_i8_to_f32_neon, i8_to_f32, STEP, SL_I8, 1, SL_F32, 4)
+
+SL_INLINE void u8_to_f32(const uint8_t *in, uint8_t *out) {
+    uint16x8_t codes = vmovl_u8(vld1_u8(in));
+    store4(out, vreinterpretq_u32_f32(vcvtq_f32_u32(vmovl_u16(vget_low_u16(codes)))));
+    store4(out + 16, vreinterpretq_u32_f32(vcvtq_f32_u32(vmovl_u16(vget_high_u16(codes)))));
 }
+
+CONVERSION(sl_u8_to_f32_neon, u8_to_f32, STEP, SL_U8, 1, SL_F32, 4)
 
 static float32x4_t load4_f32(const uint8_t *source) { return vreinterpretq_f32_u8(vld1q_u8(source)); }
 
-static void sl_f32_to_f16_neon(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    uint8_t *out = destination;
-    size_t i = 0;
-    for (; i + STEP <= count; i += STEP) {
-        float16x4_t low = vcvt_f16_f32(load4_f32(in + 4 * i));
-        float16x8_t both = vcvt_high_f16_f32(low, load4_f32(in + 4 * i + 16));
-        vst1q_u8(out + 2 * i, vreinterpretq_u8_f16(both));
-    }
-    sl_convert_rest(SL_F32, SL_F16, in + 4 * i, out + 2 * i, count - i);
+SL_INLINE void f32_to_f16(const uint8_t *in, uint8_t *out) {
+    float16x4_t low = vcvt_f16_f32(load4_f32(in));
+    float16x8_t both = vcvt_high_f16_f32(low, load4_f32(in + 16));
+    vst1q_u8(out, vreinterpretq_u8_f16(both));
 }
+
+CONVERSION(sl_f32_to_f16_neon, f32_to_f16, STEP, SL_F32, 4, SL_F16, 2)
 
 static uint16x4_t round_to_bf16(const uint8_t *source) {
     uint32x4_t bits = vreinterpretq_u32_u8(vld1q_u8(source));
@@ -91,15 +73,11 @@ static uint16x4_t round_to_bf16(const uint8_t *source) {
     return vshrn_n_u32(vbslq_u32(nan_lanes(bits), nan, rounded), 16);
 }
 
-static void sl_f32_to_bf16_neon(const void *source, void *destination, size_t count) {
-    const uint8_t *in = source;
-    uint8_t *out = destination;
-    size_t i = 0;
-    for (; i + STEP <= count; i += STEP)
-        vst1q_u8(out + 2 * i,
-                 vreinterpretq_u8_u16(vcombine_u16(round_to_bf16(in + 4 * i), round_to_bf16(in + 4 * i + 16))));
-    sl_convert_rest(SL_F32, SL_BF16, in + 4 * i, out + 2 * i, count - i);
+SL_INLINE void f32_to_bf16(const uint8_t *in, uint8_t *out) {
+    vst1q_u8(out, vreinterpretq_u8_u16(vcombine_u16(round_to_bf16(in), round_to_bf16(in + 16))));
 }
+
+CONVERSION(sl_f32_to_bf16_neon, f32_to_bf16, STEP, SL_F32, 4, SL_BF16, 2)
 
 const sl_kernel sl_kernels_neon[] = {
     {SL_BF16, SL_F32, sl_bf16_to_f32_neon},

@@ -3,14 +3,11 @@
  * For f32, a fused multiply-add has the same bits as a multiplication and an addition, because squares of f32 are exact
  * in f64. Squares of f64 are not exact, so their sums use no FMA. */
 #include "kernels/isa.h"
-#include "kernels/stats.h"
+#include "kernels/stats_lanes.h"
 
 #ifdef SL_X86
 
-#define TARGET SL_AVX2
-#define TARGET_FMA SL_AVX2_FMA
-
-#define STEP SL_STATS_LANES
+#define TARGET SL_AVX2_FMA
 
 /* The lanes of f32 and narrower elements. */
 typedef struct sums {
@@ -19,21 +16,21 @@ typedef struct sums {
     __m256i zeros;
 } sums;
 
-TARGET_FMA static inline void start(sums *all) {
+TARGET static inline void start(sums *all) {
     for (int k = 0; k < 4; k++) all->sums[k] = all->squares[k] = _mm256_setzero_pd();
     all->min = _mm256_set1_ps(SL_F32_MAX);
     all->max = _mm256_set1_ps(-SL_F32_MAX);
     all->zeros = _mm256_setzero_si256();
 }
 
-TARGET_FMA static inline void add_4(sums *all, int k, __m128 values) {
+TARGET static inline void add_4(sums *all, int k, __m128 values) {
     __m256d x = _mm256_cvtps_pd(values);
     all->sums[k] = _mm256_add_pd(all->sums[k], x);
     all->squares[k] = _mm256_fmadd_pd(x, x, all->squares[k]);
 }
 
 /* Adds elements 0 to 7 or 8 to 15 of a step. */
-TARGET_FMA static inline void add_8(sums *all, int k, __m256 values) {
+TARGET static inline void add_8(sums *all, int k, __m256 values) {
     all->min = _mm256_min_ps(values, all->min);
     all->max = _mm256_max_ps(values, all->max);
     __m256 zero = _mm256_cmp_ps(values, _mm256_setzero_ps(), _CMP_EQ_OQ);
@@ -42,7 +39,7 @@ TARGET_FMA static inline void add_8(sums *all, int k, __m256 values) {
     add_4(all, k + 1, _mm256_extractf128_ps(values, 1));
 }
 
-TARGET_FMA static void finish(const sums *all, sl_lanes *lanes) {
+TARGET static void finish(const sums *all, sl_lanes *lanes) {
     float min[8], max[8];
     uint32_t zeros[8];
     for (int k = 0; k < 4; k++) {
@@ -62,61 +59,43 @@ TARGET_FMA static void finish(const sums *all, sl_lanes *lanes) {
     lanes->max = (double)max[0];
 }
 
-TARGET_FMA static void sl_lanes_f32_avx2(const void *source, size_t count, sl_lanes *lanes) {
-    const uint8_t *in = source;
-    sums all;
-    size_t i = 0;
-    start(&all);
-    for (; i + STEP <= count; i += STEP) {
-        add_8(&all, 0, _mm256_loadu_ps((const float *)(in + 4 * i)));
-        add_8(&all, 2, _mm256_loadu_ps((const float *)(in + 4 * i + 32)));
-    }
-    finish(&all, lanes);
-    sl_lanes_rest(SL_F32, in + 4 * i, count - i, lanes);
+TARGET SL_INLINE void add_f32(sums *all, const uint8_t *in) {
+    add_8(all, 0, _mm256_loadu_ps((const float *)in));
+    add_8(all, 2, _mm256_loadu_ps((const float *)(in + 32)));
 }
 
-TARGET_FMA static inline __m256 bf16_values(const uint8_t *in) {
+LANES_OF(sl_lanes_f32_avx2, add_f32, SL_F32, 4)
+
+TARGET static inline __m256 bf16_values(const uint8_t *in) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)in)), 16));
 }
 
-TARGET_FMA static void sl_lanes_bf16_avx2(const void *source, size_t count, sl_lanes *lanes) {
-    const uint8_t *in = source;
-    sums all;
-    size_t i = 0;
-    start(&all);
-    for (; i + STEP <= count; i += STEP) {
-        add_8(&all, 0, bf16_values(in + 2 * i));
-        add_8(&all, 2, bf16_values(in + 2 * i + 16));
-    }
-    finish(&all, lanes);
-    sl_lanes_rest(SL_BF16, in + 2 * i, count - i, lanes);
+TARGET SL_INLINE void add_bf16(sums *all, const uint8_t *in) {
+    add_8(all, 0, bf16_values(in));
+    add_8(all, 2, bf16_values(in + 16));
 }
 
-TARGET_FMA static inline __m256 f16_values(const uint8_t *in) {
+LANES_OF(sl_lanes_bf16_avx2, add_bf16, SL_BF16, 2)
+
+TARGET static inline __m256 f16_values(const uint8_t *in) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)in));
 }
 
-TARGET_FMA static void sl_lanes_f16_avx2(const void *source, size_t count, sl_lanes *lanes) {
-    const uint8_t *in = source;
-    sums all;
-    size_t i = 0;
-    start(&all);
-    for (; i + STEP <= count; i += STEP) {
-        add_8(&all, 0, f16_values(in + 2 * i));
-        add_8(&all, 2, f16_values(in + 2 * i + 16));
-    }
-    finish(&all, lanes);
-    sl_lanes_rest(SL_F16, in + 2 * i, count - i, lanes);
+TARGET SL_INLINE void add_f16(sums *all, const uint8_t *in) {
+    add_8(all, 0, f16_values(in));
+    add_8(all, 2, f16_values(in + 16));
 }
 
+LANES_OF(sl_lanes_f16_avx2, add_f16, SL_F16, 2)
+
 /* Sixteen lanes in four registers. Multiplication and addition are separate, because squares of f64 are not exact. */
-TARGET static void sl_lanes_f64_avx2(const void *source, size_t count, sl_lanes *lanes) {
+SL_AVX2 static void sl_lanes_f64_avx2(const void *source, size_t count, sl_lanes *lanes) {
     const uint8_t *in = source;
     __m256d sum[4], square[4], min = _mm256_set1_pd(SL_F64_MAX), max = _mm256_set1_pd(-SL_F64_MAX);
     __m256i zeros = _mm256_setzero_si256();
     size_t i = 0;
     for (int k = 0; k < 4; k++) sum[k] = square[k] = _mm256_setzero_pd();
-    for (; i + STEP <= count; i += STEP)
+    for (; i + SL_STATS_LANES <= count; i += SL_STATS_LANES)
         for (int k = 0; k < 4; k++) {
             __m256d x = _mm256_loadu_pd((const double *)(in + 8 * i + 32 * k));
             min = _mm256_min_pd(x, min);

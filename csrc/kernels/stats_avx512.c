@@ -1,13 +1,11 @@
 /* Statistics with AVX-512, for f32 and 16-bit elements: 16 lanes in two registers are much faster than AVX2. f64 is
  * already limited by memory with AVX2. */
 #include "kernels/isa.h"
-#include "kernels/stats.h"
+#include "kernels/stats_lanes.h"
 
 #ifdef SL_X86
 
 #define TARGET SL_AVX512
-
-#define STEP SL_STATS_LANES
 
 typedef struct sums {
     __m512d low, high, low_squares, high_squares; /* lanes 0 to 7 and 8 to 15 */
@@ -46,39 +44,22 @@ TARGET static void finish(const sums *all, sl_lanes *lanes) {
     lanes->zeros = (uint64_t)(uint32_t)_mm512_reduce_add_epi32(all->zeros);
 }
 
-TARGET static void sl_lanes_f32_avx512(const void *source, size_t count, sl_lanes *lanes) {
-    const uint8_t *in = source;
-    sums all;
-    size_t i = 0;
-    start(&all);
-    for (; i + STEP <= count; i += STEP) add_16(&all, _mm512_loadu_ps(in + 4 * i));
-    finish(&all, lanes);
-    sl_lanes_rest(SL_F32, in + 4 * i, count - i, lanes);
+TARGET SL_INLINE void add_f32(sums *all, const uint8_t *in) { add_16(all, _mm512_loadu_ps(in)); }
+
+LANES_OF(sl_lanes_f32_avx512, add_f32, SL_F32, 4)
+
+TARGET SL_INLINE void add_bf16(sums *all, const uint8_t *in) {
+    __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)in));
+    add_16(all, _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16)));
 }
 
-TARGET static void sl_lanes_bf16_avx512(const void *source, size_t count, sl_lanes *lanes) {
-    const uint8_t *in = source;
-    sums all;
-    size_t i = 0;
-    start(&all);
-    for (; i + STEP <= count; i += STEP) {
-        __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(in + 2 * i)));
-        add_16(&all, _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16)));
-    }
-    finish(&all, lanes);
-    sl_lanes_rest(SL_BF16, in + 2 * i, count - i, lanes);
+LANES_OF(sl_lanes_bf16_avx512, add_bf16, SL_BF16, 2)
+
+TARGET SL_INLINE void add_f16(sums *all, const uint8_t *in) {
+    add_16(all, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)in)));
 }
 
-TARGET static void sl_lanes_f16_avx512(const void *source, size_t count, sl_lanes *lanes) {
-    const uint8_t *in = source;
-    sums all;
-    size_t i = 0;
-    start(&all);
-    for (; i + STEP <= count; i += STEP)
-        add_16(&all, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(in + 2 * i))));
-    finish(&all, lanes);
-    sl_lanes_rest(SL_F16, in + 2 * i, count - i, lanes);
-}
+LANES_OF(sl_lanes_f16_avx512, add_f16, SL_F16, 2)
 
 const sl_lanes_kernel sl_lanes_avx512[] = {
     {SL_F32, sl_lanes_f32_avx512},

@@ -1,10 +1,10 @@
 /* Statistics with NEON. */
 #include "kernels/isa.h"
-#include "kernels/stats.h"
+#include "kernels/stats_lanes.h"
 
 #ifdef SL_NEON
 
-#define STEP SL_STATS_LANES
+#define TARGET
 
 typedef struct sums {
     float64x2_t sums[8], squares[8];
@@ -48,46 +48,31 @@ static void finish(const sums *all, sl_lanes *lanes) {
 
 static float32x4_t load_f32(const uint8_t *source) { return vreinterpretq_f32_u8(vld1q_u8(source)); }
 
-static void sl_lanes_f32_neon(const void *source, size_t count, sl_lanes *lanes) {
-    const uint8_t *in = source;
-    sums all;
-    size_t i = 0;
-    start(&all);
-    for (; i + STEP <= count; i += STEP)
-        for (int k = 0; k < 4; k++) add_4(&all, 2 * k, load_f32(in + 4 * i + 16 * (size_t)k));
-    finish(&all, lanes);
-    sl_lanes_rest(SL_F32, in + 4 * i, count - i, lanes);
+SL_INLINE void add_f32(sums *all, const uint8_t *in) {
+    for (int k = 0; k < 4; k++) add_4(all, 2 * k, load_f32(in + 16 * (size_t)k));
 }
 
-static void sl_lanes_bf16_neon(const void *source, size_t count, sl_lanes *lanes) {
-    const uint8_t *in = source;
-    sums all;
-    size_t i = 0;
-    start(&all);
-    for (; i + STEP <= count; i += STEP)
-        for (int k = 0; k < 8; k += 4) {
-            uint16x8_t halves = vreinterpretq_u16_u8(vld1q_u8(in + 2 * i + 4 * (size_t)k));
-            add_4(&all, k, vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(halves), 16)));
-            add_4(&all, k + 2, vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(halves), 16)));
-        }
-    finish(&all, lanes);
-    sl_lanes_rest(SL_BF16, in + 2 * i, count - i, lanes);
+LANES_OF(sl_lanes_f32_neon, add_f32, SL_F32, 4)
+
+SL_INLINE void add_bf16(sums *all, const uint8_t *in) {
+    for (int k = 0; k < 8; k += 4) {
+        uint16x8_t halves = vreinterpretq_u16_u8(vld1q_u8(in + 4 * (size_t)k));
+        add_4(all, k, vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(halves), 16)));
+        add_4(all, k + 2, vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(halves), 16)));
+    }
 }
 
-static void sl_lanes_f16_neon(const void *source, size_t count, sl_lanes *lanes) {
-    const uint8_t *in = source;
-    sums all;
-    size_t i = 0;
-    start(&all);
-    for (; i + STEP <= count; i += STEP)
-        for (int k = 0; k < 8; k += 4) {
-            float16x8_t halves = vreinterpretq_f16_u8(vld1q_u8(in + 2 * i + 4 * (size_t)k));
-            add_4(&all, k, vcvt_f32_f16(vget_low_f16(halves)));
-            add_4(&all, k + 2, vcvt_high_f32_f16(halves));
-        }
-    finish(&all, lanes);
-    sl_lanes_rest(SL_F16, in + 2 * i, count - i, lanes);
+LANES_OF(sl_lanes_bf16_neon, add_bf16, SL_BF16, 2)
+
+SL_INLINE void add_f16(sums *all, const uint8_t *in) {
+    for (int k = 0; k < 8; k += 4) {
+        float16x8_t halves = vreinterpretq_f16_u8(vld1q_u8(in + 4 * (size_t)k));
+        add_4(all, k, vcvt_f32_f16(vget_low_f16(halves)));
+        add_4(all, k + 2, vcvt_high_f32_f16(halves));
+    }
 }
+
+LANES_OF(sl_lanes_f16_neon, add_f16, SL_F16, 2)
 
 const sl_lanes_kernel sl_lanes_neon[] = {
     {SL_F32, sl_lanes_f32_neon},
