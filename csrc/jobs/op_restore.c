@@ -16,8 +16,7 @@
 #define TILE_COLUMNS ((uint64_t)64)
 #define NIBBLE_COLUMNS ((uint64_t)128)
 /* The destination of a column is prefetched two columns before it is dequantized. Without the prefetch, each column
- * would wait for memory. Stores past the cache need no prefetch. Transposing codes is faster than transposing
- * values. */
+ * would wait for memory. Transposing codes is faster than transposing values. */
 #define AHEAD ((uint64_t)2)
 /* Columns that the kernel of groups dequantizes at a time: a cache line of scales. Gathering column after column would
  * be slower, except for 4 bits without groups. */
