@@ -15,7 +15,7 @@ from ..base import dtypes, packing
 from ..base.packing import Grid, Packing, Zeros
 from ..base.preset import COMPRESSED, Preset
 from ..base.text import show
-from ..engine.codes.zero_points import words_for
+from ..engine.codes.grids import words_for
 from .families import FP8, SPARSE, Family, Strays, filled
 from .floats import fp4, plain
 from .grid import Misfit, Refused, label_of, whole_grid

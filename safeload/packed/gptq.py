@@ -16,7 +16,7 @@ from typing import Any
 from ..base import packing
 from ..base.packing import Grid, Packed, Packing, Zeros
 from ..base.text import show
-from ..engine.codes import zero_points
+from ..engine.codes import grids
 from ..engine.codes.restore import read_part
 from .families import Family
 from .grid import Misfit, Refused
@@ -193,20 +193,20 @@ def wrapped_zeros(packed: Packed) -> int:
     step, count = max(1, _CHUNK // grid.columns), 0
     for row in range(0, grid.rows, step):
         at = slice(row, min(row + step, grid.rows)), slice(0, grid.columns)
-        codes = zero_points.read_codes(zeros, grid, _reader(packed), (0, 1), at)
+        codes = grids.read_codes(zeros, grid, _reader(packed), (0, 1), at)
         count += int((codes == (1 << zeros.bits) - 1).sum())
     return count
 
 
-def _reader(packed: Packed) -> zero_points.Read:
+def _reader(packed: Packed) -> grids.Read:
     part = packed.parts[packing.ZERO]
     return lambda at, size: read_part(part, at, size)
 
 
 def _settled(packed: Packed, zeros: Zeros) -> Zeros:
     assert packed.packing.grid is not None
-    only = zero_points.only_code(zeros, packed.packing.grid, _reader(packed), packed.packing.matrices)
-    return zero_points.settled(zeros, only)
+    only = grids.only_code(zeros, packed.packing.grid, _reader(packed), packed.packing.matrices)
+    return grids.settled(zeros, only)
 
 
 # ---- AWQ ----

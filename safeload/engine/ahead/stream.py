@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from threading import RLock
+from functools import partial
+from threading import Lock, RLock
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypedDict, TypeVar, get_args
 
+import numpy as np
+
 from ...base import dtypes
-from ...base.arrays import Array
+from ...base.arrays import Array, array_over
 from ...base.names import layer_of
+from ...base.native import ffi, short
 from ...base.selecting import Patterns
 from ...base.text import parse_size, plural, show
 from ...errors import RemoteError, exported, public
 from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Stopped, Task
 from ..codes.pieces import Meter
-from ..read.buffer_pool import Recycler
 from ..read.delivery import check_fits, deliver, stored_in_parts
 from ..read.load import check_out_names, parse_target
 from ..read.plan import Entry, entries_of, in_file_order
 from ..read.tensors import FileTensor, Tensors
-from ..run.memory import check_disjoint
+from ..run.memory import POOLED_BELOW, aligned_bytes, check_disjoint
 from ..run.progress import Progress
 from ..run.threads import check_threads
 from ..run.weight_file import WeightFile
@@ -220,7 +224,7 @@ class _TensorReader(NamedTuple):
             Tensors.of(entry.tensor for entry in entries),
             target=self.target,
             out=out if single and self.out is not None else None,
-            memory=memory if single else None,
+            memory=memory.array if single else None,
             threads=self.threads,
             progress=lambda done, total: check(),
         )
@@ -350,3 +354,81 @@ def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
     for entry in entries:
         check_fits(entry.name, entry.dtype, entry.shape, out)
     check_disjoint(out, lambda: {entry.name: entry._replace(name="", at=0) for entry in entries if not entry.strided})
+
+
+# ---- the memory of dropped arrays ----
+
+
+# Memory is not reused if more than this part of it would be wasted.
+_WASTE = 4
+
+
+class Recycler:
+    """Allocate arrays, and keep the memory of dropped arrays for new arrays.
+
+    Any thread may use it and drop its arrays. The owner should close it, because the arrays refer to it and may live
+    much longer than the owner.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.used = 0  # bytes of arrays that count towards the limit
+        self._limit = limit
+        self._kept: list[tuple[int, int]] = []  # size and address, oldest first
+        self._returned: deque[tuple[int, int]] = deque()  # of dropped arrays
+        self._closed = False
+        self._lock = Lock()  # protects `_kept`
+        self._free = short.sl_memory_free  # at exit, globals may disappear before the last array
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a page-aligned array with undefined values. Small arrays bypass the pool, aligned to a cache line."""
+        size = dtype.itemsize * math.prod(shape)
+        if size < POOLED_BELOW:
+            return array_over(aligned_bytes(size), dtype, shape, 0)
+        capacity, address = self._take(size)
+        memory = ffi.gc(ffi.cast("void *", address), partial(self._give_back, capacity, address))
+        return array_over(ffi.buffer(memory, size), dtype, shape, 0)
+
+    def _take(self, size: int) -> tuple[int, int]:
+        """Return the capacity and address of memory for ``size`` bytes."""
+        best = None
+        with self._lock:
+            fitting = [block for block in self._kept if size <= block[0] <= size + size // _WASTE]
+            if fitting:
+                best = min(fitting)
+                self._kept.remove(best)
+        self._settle(True)
+        if best is not None:
+            return best
+        address = short.sl_memory_alloc(size)
+        if not address:
+            raise MemoryError(f"cannot allocate {size} bytes")
+        return size, address
+
+    def _give_back(self, size: int, address: int, memory: object) -> None:
+        self._returned.append((size, address))
+        self._settle()
+
+    def _settle(self, trim: bool = False) -> None:
+        """Keep returned memory, and free the oldest memory above the limit.
+
+        This never waits. An array may be dropped anywhere: by garbage collection in the middle of this method, or in a
+        child whose parent forked while another thread was here. The holder of the lock checks again.
+        """
+        while (trim or self._returned) and self._lock.acquire(blocking=False):
+            trim = False
+            try:
+                while self._returned:
+                    self._kept.append(self._returned.popleft())
+                room = 0 if self._closed else max(0, self._limit - self.used)
+                excess = sum(size for size, _ in self._kept) - room
+                while excess > 0:
+                    size, address = self._kept.pop(0)
+                    self._free(address, size)
+                    excess -= size
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Free the kept memory. Arrays stay valid and own their memory from now on."""
+        self._closed = True
+        self._settle(True)

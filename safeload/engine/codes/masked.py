@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,10 @@ import numpy as np
 from ...base import packing
 from ...base.arrays import Array
 from ...base.messages import error_about
-from ...base.packing import Packed, Packing, Part
+from ...base.packing import Packed, Part
 from ...errors import FormatError
 from ..run import jobs
 from .code_ranges import Range, mask_bytes
-from .part_rows import AnyPart, along, ranges, whole
 
 # Columns per recorded start, in whole bytes: restoring a piece of a row counts up to this many bits again.
 _STEP = 1 << 16
@@ -64,27 +63,6 @@ def fields_of(packed: Packed, rows: Range, name: str, read: Read) -> dict[str, A
         starts = _divided(mask, starts, Packed(spec, parts), first=rows.row, name=name)
     step = min(_STEP, max(1, spec.columns))
     return {"mask": mask, "starts": starts.astype(np.uint64), "mask_columns": step, "first_row": rows.row}
-
-
-def rows_of(packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice]) -> dict[str, Array]:
-    """Return runs of rows of the mask and of the values."""
-    mask = {packing.MASK: along(parts[packing.MASK], runs, packed.rows)}
-    codes = parts[packing.CODES]
-    if packing.OFFSETS not in parts:
-        return {**mask, packing.CODES: along(codes, runs, packed.rows)}
-    offsets = whole(parts[packing.OFFSETS])
-    values, moved, before = [], [], 0
-    for run in runs:
-        begin, end = (int(offsets[k]) if k < packed.rows else codes.size for k in (run.start, run.stop))
-        if not 0 <= begin <= end <= codes.size or (run.start == 0 != begin):
-            raise ValueError(
-                f"row_offsets: rows {run.start} to {run.stop} would be values {begin} to {end} of {codes.size}"
-            )
-        values.append(slice(begin, end))
-        moved.append(offsets[run] - offsets[run][:1] + offsets.dtype.type(before))
-        before += end - begin
-    changed = moved[0] if len(moved) == 1 else np.concatenate([offsets[:0], *moved])
-    return {**mask, packing.CODES: ranges(codes, values), packing.OFFSETS: changed}
 
 
 def _bytes_of(part: Part, begin: int, end: int) -> Part:

@@ -11,14 +11,13 @@ import numpy as np
 
 from ...base import dtypes, packing
 from ...base.arrays import Array
-from ...base.packing import Packed, Packing, Zeros, by_columns, row_unit
+from ...base.packing import Packed, Packing, Part, Zeros, by_columns, row_unit
 from ..run import jobs
-from ..run.memory import private_array
-from ..run.slice import TAKE, check_index
-from . import masked, restore, zero_points
+from ..run.job import Job, Origin
+from ..run.memory import address_of, private_array
+from ..run.slice import TAKE, check_index, read_rows
+from . import grids, restore
 from .code_ranges import Range, bytes_before, rows_apart, rows_range, values_before, whole
-from .part_rows import AnyPart, along, positions_of, ranges
-from .part_rows import whole as whole_part
 
 # Parts that are shared by the first axis, or divided separately.
 _OF_ALL = frozenset(
@@ -29,7 +28,7 @@ _OF_ALL = frozenset(
 )  # fmt: skip
 
 
-def row_block(packed: Packing, parts: Mapping[str, AnyPart]) -> int:
+def row_block(packed: Packing, parts: Mapping[str, PartRows]) -> int:
     """Return the rows of the first axis that must be sliced together; 0 if the tensor cannot be sliced."""
     if packed.flat:
         assert packed.grid is not None
@@ -53,7 +52,7 @@ def _scales_per_row(packed: Packing) -> int:
     return 0 if grid is None else packed.matrices * grid.rows * grid.columns // max(1, packed.shape[0])
 
 
-def rows_of(packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice]) -> tuple[Packing, dict[str, Array]]:
+def rows_of(packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice]) -> tuple[Packing, dict[str, Array]]:
     """Select runs of rows of a packed tensor along the first axis, and return its packing and parts.
 
     Parts in memory are views if there is a single run.
@@ -68,9 +67,9 @@ def rows_of(packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice]
     count = sum(run.stop - run.start for run in runs)
     sliced: dict[str, Array] = {}
     if packing.SHAPE in parts:
-        sliced[packing.SHAPE] = _with_length(whole_part(parts[packing.SHAPE]), packed.shape, count)
+        sliced[packing.SHAPE] = _with_length(parts[packing.SHAPE].whole(), packed.shape, count)
     if packing.STATE in parts:
-        sliced[packing.STATE] = _with_state(whole_part(parts[packing.STATE]), (count, *packed.shape[1:]))
+        sliced[packing.STATE] = _with_state(parts[packing.STATE].whole(), (count, *packed.shape[1:]))
     if packing.NESTED in parts:
         scales = _scales_per_row(packed)
         sliced[packing.NESTED] = _nested_of(packed, parts, [_times(run, scales) for run in runs])
@@ -78,49 +77,70 @@ def rows_of(packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice]
         matrices = packed.matrices // max(1, packed.shape[0])  # per index of the first axis
         for role, part in parts.items():
             if role == packing.CODES or _is_apart(packed, role, part):
-                sliced[role] = along(part, runs, packed.shape[0])
+                sliced[role] = part.along(runs, packed.shape[0])
         changed = packed._replace(shape=(count, *packed.shape[1:]), matrices=count * matrices)
     elif by_columns(packed):
         changed = _rows_by_columns(packed, parts, runs, sliced)
     else:
         changed = _rows_of_matrix(packed, parts, runs, sliced)
-    return changed, {role: sliced[role] if role in sliced else whole_part(part) for role, part in parts.items()}
+    return changed, {role: sliced[role] if role in sliced else part.whole() for role, part in parts.items()}
 
 
 def _rows_by_columns(
-    packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice], sliced: dict[str, Array]
+    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
 ) -> Packing:
     """`rows_of` for a matrix with codes in columns; ``sliced`` is extended."""
     count = sum(run.stop - run.start for run in runs)
     for role in (packing.CODES, packing.SCALE, packing.ZERO):
         if role in parts:
-            sliced[role] = _columns_of(whole_part(parts[role]), runs, packed.columns)
+            sliced[role] = _columns_of(parts[role].whole(), runs, packed.columns)
     assert packed.grid is not None
     grid, zeros = packed.grid._replace(columns=count), packed.zeros
     if zeros is not None:  # resolved by all codes of the tensor, because a few could be ambiguous
-        zeros = _settled(packed, zeros, whole_part(parts[packing.ZERO]))
+        zeros = _settled(packed, zeros, parts[packing.ZERO].whole())
     changed = packed._replace(columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros)
     return changed._replace(shape=(count, packed.rows))
 
 
 def _rows_of_matrix(
-    packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice], sliced: dict[str, Array]
+    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
 ) -> Packing:
     """`rows_of` for a matrix with codes in rows; ``sliced`` is extended."""
     count, grid, block = sum(run.stop - run.start for run in runs), packed.grid, row_unit(packed)
     if packed.layout == packing.MASKED:
-        sliced.update(masked.rows_of(packed, parts, runs))
+        sliced.update(_rows_of_masked(packed, parts, runs))
     else:
-        sliced[packing.CODES] = along(parts[packing.CODES], runs, packed.rows)
+        sliced[packing.CODES] = parts[packing.CODES].along(runs, packed.rows)
     if grid is not None and grid.rows > 1:
         for role in (packing.SCALE, packing.ZERO, packing.BIAS):
             if role in parts:
                 shared = _rows_in_word(packed.zeros) if role == packing.ZERO else 1
-                sliced[role] = along(parts[role], _over(runs, block * shared), -(-grid.rows // shared))
+                sliced[role] = parts[role].along(_over(runs, block * shared), -(-grid.rows // shared))
         grid = grid._replace(rows=sum(run.stop - run.start for run in _over(runs, block)))
     elif grid is not None:
         grid = grid._replace(row_block=max(1, count))
     return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid)
+
+
+def _rows_of_masked(packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice]) -> dict[str, Array]:
+    """Return runs of rows of the mask and of the values."""
+    mask = {packing.MASK: parts[packing.MASK].along(runs, packed.rows)}
+    codes = parts[packing.CODES]
+    if packing.OFFSETS not in parts:
+        return {**mask, packing.CODES: codes.along(runs, packed.rows)}
+    offsets = parts[packing.OFFSETS].whole()
+    values, moved, before = [], [], 0
+    for run in runs:
+        begin, end = (int(offsets[k]) if k < packed.rows else codes.size for k in (run.start, run.stop))
+        if not 0 <= begin <= end <= codes.size or (run.start == 0 != begin):
+            raise ValueError(
+                f"row_offsets: rows {run.start} to {run.stop} would be values {begin} to {end} of {codes.size}"
+            )
+        values.append(slice(begin, end))
+        moved.append(offsets[run] - offsets[run][:1] + offsets.dtype.type(before))
+        before += end - begin
+    changed = moved[0] if len(moved) == 1 else np.concatenate([offsets[:0], *moved])
+    return {**mask, packing.CODES: codes.ranges(values), packing.OFFSETS: changed}
 
 
 def _over(runs: Sequence[slice], unit: int) -> list[slice]:
@@ -140,7 +160,7 @@ def _rows_in_word(zeros: Zeros | None) -> int:
 
 
 def _rows_of_flat(
-    packed: Packing, parts: Mapping[str, AnyPart], runs: Sequence[slice]
+    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice]
 ) -> tuple[Packing, dict[str, Array]]:
     """`rows_of` for a flat tensor with blocks across rows."""
     grid, inner = packed.grid, math.prod(packed.shape[1:])
@@ -153,7 +173,7 @@ def _rows_of_flat(
         changed = packed._replace(shape=shape, columns=columns, row_bytes=bytes_before(packed, columns))
         changed = changed._replace(grid=grid._replace(columns=columns // grid.column_block))
         stored = [slice(bytes_before(packed, run.start), bytes_before(packed, run.stop)) for run in values]
-        return changed, {packing.CODES: ranges(codes, stored)}
+        return changed, {packing.CODES: codes.ranges(stored)}
     # The last byte of an odd number of values is half used.
     nbytes = codes.size * codes.dtype.itemsize
     halves = [
@@ -161,22 +181,22 @@ def _rows_of_flat(
     ]
     size = codes.dtype.itemsize
     if any(half.start % size or half.stop % size for half in halves):
-        codes, size = jobs.native_order(np.ascontiguousarray(whole_part(codes))).reshape(-1).view(np.uint8), 1
+        codes, size = PartRows(jobs.native_order(np.ascontiguousarray(codes.whole())).reshape(-1).view(np.uint8)), 1
     sliced = {
-        packing.CODES: ranges(codes, [slice(half.start // size, half.stop // size) for half in halves]),
-        packing.SCALE: ranges(parts[packing.SCALE], blocks),
-        packing.STATE: _with_state(whole_part(parts[packing.STATE]), shape),
+        packing.CODES: codes.ranges([slice(half.start // size, half.stop // size) for half in halves]),
+        packing.SCALE: parts[packing.SCALE].ranges(blocks),
+        packing.STATE: _with_state(parts[packing.STATE].whole(), shape),
     }
     if packing.NESTED in parts:
         sliced[packing.NESTED] = _nested_of(packed, parts, blocks)
     grid = grid._replace(columns=sum(run.stop - run.start for run in blocks))
     changed = packed._replace(shape=shape, columns=columns, row_bytes=-(-columns // 2), grid=grid)
-    return changed, {role: sliced[role] if role in sliced else whole_part(part) for role, part in parts.items()}
+    return changed, {role: sliced[role] if role in sliced else part.whole() for role, part in parts.items()}
 
 
-def _nested_of(packed: Packing, parts: Mapping[str, AnyPart], scales: Sequence[slice]) -> Array:
+def _nested_of(packed: Packing, parts: Mapping[str, PartRows], scales: Sequence[slice]) -> Array:
     """Return the second-level scales of runs of scales."""
-    return ranges(parts[packing.NESTED], _over(scales, packed.nested_block))
+    return parts[packing.NESTED].ranges(_over(scales, packed.nested_block))
 
 
 def _check_unit(packed: Packing, rows: slice, unit: int, *, last: bool) -> None:
@@ -203,7 +223,7 @@ def _with_state(stored: Array, shape: tuple[int, ...]) -> Array:
     return np.frombuffer(json.dumps({**state, "shape": list(shape)}).encode(), np.uint8)
 
 
-def _is_apart(packed: Packing, role: str, part: AnyPart) -> bool:
+def _is_apart(packed: Packing, role: str, part: PartRows) -> bool:
     """Return True if a part has separate elements for each index of the first axis."""
     shared = packed.grid is not None and packed.grid.shared
     return not (role in _OF_ALL or shared or part.size == 1)
@@ -212,7 +232,7 @@ def _is_apart(packed: Packing, role: str, part: AnyPart) -> bool:
 def _settled(packed: Packing, zeros: Zeros, stored: Array) -> Zeros:
     grid, raw = packed.grid, np.ascontiguousarray(jobs.native_order(stored)).reshape(-1).view(np.uint8)
     assert grid is not None
-    return zero_points.settled(zeros, zero_points.only_code(zeros, grid, lambda at, size: raw[at : at + size], 1))
+    return grids.settled(zeros, grids.only_code(zeros, grid, lambda at, size: raw[at : at + size], 1))
 
 
 def _columns_of(array: Array, runs: Sequence[slice], length: int) -> Array:
@@ -299,3 +319,80 @@ def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
             stop = -(-stop // block) * block
         return rows_range(packed, 0, begin, stop)
     return whole(packed)
+
+
+# ---- parts, of which only the selected rows are read from files ----
+
+
+class PartRows:
+    """A part in memory, or of a file: it is read when rows are selected, and at most once as a whole.
+
+    Attributes:
+        shape: of the array over the part
+        dtype: of its elements
+        size: number of elements
+    """
+
+    def __init__(self, part: Part | Array) -> None:
+        self._array = None if isinstance(part, Part) else part
+        if isinstance(part, Part):
+            self._part = part
+            self.dtype = dtypes.array_dtype(part.row.number)
+            self.shape = dtypes.array_shape(part.row, part.shape, part.end - part.begin)
+            self.size = math.prod(self.shape)
+        else:
+            self.dtype, self.shape, self.size = part.dtype, part.shape, part.size
+
+    def whole(self) -> Array:
+        """Return the part as an array."""
+        if self._array is None:
+            array = private_array(self.shape, self.dtype)
+            if array.size:
+                part = self._part
+                origin = Origin(part.name, part.shape)
+                jobs.Batch([Job(part.file, part.begin, address_of(array), array.nbytes, origin=origin)]).run()
+            self._array = jobs.native_order(array)
+        return self._array
+
+    def along(self, runs: Sequence[slice], length: int) -> Array:
+        """Return runs of the first axis, which is divided into ``length`` rows if it has another length.
+
+        A single run of a part in memory is a view.
+        """
+        divided = self.shape[:1] != (length,)
+        if self._array is not None:
+            array = self._array.reshape(length, self.size // max(1, length)) if divided else self._array
+            view: Array = array[runs[0]] if len(runs) == 1 else array[positions_of(runs)]
+            return view
+        shape = (self.size // max(1, length),) if divided else self.shape[1:]
+        pitch = math.prod(shape) * self.dtype.itemsize
+        positions = positions_of(runs)
+        unique, inverse = np.unique(positions, return_inverse=True)
+        origin = Origin(self._part.name, self._part.shape)
+        rows = read_rows(self._part.file, self._part.begin, pitch, unique, origin=origin)
+        if len(unique) < len(positions) or (inverse[1:] < inverse[:-1]).any():
+            rows = rows[inverse]
+        return jobs.native_order(rows.view(self.dtype).reshape(len(positions), *shape))
+
+    def ranges(self, runs: Sequence[slice]) -> Array:
+        """Return ranges of the elements in C order, one after the other; a single range in memory is a view."""
+        if self._array is not None:
+            flat = self._array.reshape(-1)
+            view: Array = flat[runs[0]] if len(runs) == 1 else flat[positions_of(runs)]
+            return view
+        part, size = self._part, self.dtype.itemsize
+        array = private_array((sum(run.stop - run.start for run in runs),), self.dtype)
+        batch, at = jobs.Batch(), address_of(array) if array.size else 0
+        for run in runs:
+            nbytes = (run.stop - run.start) * size
+            if nbytes:
+                origin = Origin(part.name, part.shape)
+                batch.add(Job(part.file, part.begin + run.start * size, at, nbytes, origin=origin))
+            at += nbytes
+        batch.run()
+        return jobs.native_order(array)
+
+
+def positions_of(runs: Sequence[slice]) -> Array:
+    """Return the positions in runs."""
+    return np.concatenate([np.arange(run.start, run.stop) for run in runs] or [np.empty(0, np.int64)])

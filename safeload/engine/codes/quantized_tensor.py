@@ -240,7 +240,8 @@ class QuantizedTensor:
                     f"a 1-d {self.scheme} tensor has blocks along its only axis: dequantize it and slice the values"
                 )
             return self._rows(rows)
-        packing, arrays = packed_rows.rows_of(self._packing, self._roles, [rows])
+        parts = {role: packed_rows.PartRows(array) for role, array in self._roles.items()}
+        packing, arrays = packed_rows.rows_of(self._packing, parts, [rows])
         return QuantizedTensor.of_parts(packing, self._names, arrays)
 
     def _rows(self, rows: slice) -> QuantizedTensor:

@@ -23,7 +23,7 @@ from ..run import jobs
 from ..run.cast import astype
 from ..run.job import Job, Origin
 from ..run.memory import address_of
-from . import masked, stored_grids, zero_points
+from . import grids, masked
 from .code_ranges import Range, bytes_before, mask_bytes, ranges_of, stored_rows, values_before, whole
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -184,21 +184,21 @@ class CodeReader:
         rule = packed.scale_rule if role == packing.SCALE else packing.STORED
         if rule in (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE) or packed.family == packing.OWN:
             return None
-        if not stored_grids.can_store(packed, grid, grouped=packing.GROUPS in self._parts):
+        if not grids.can_store(packed, grid, grouped=packing.GROUPS in self._parts):
             return None
         count = matrices[1] * (rows.stop - rows.start) * grid.columns
         begin = (matrices[0] * grid.rows + rows.start) * grid.columns
         if columns != slice(0, grid.columns) or begin + count > math.prod(stored.shape):
             return None
         raw = read_part(stored, begin * row.block_bytes, count * row.block_bytes).view(np.uint8)
-        if not stored_grids.all_finite(raw, row):
+        if not grids.all_finite(raw, row):
             return None
         if role == packing.BIAS:
             return {"stored_biases": raw, "bias_dtype": row.number}
         fields = {"stored_scales": raw, "scale_dtype": row.number}
         if rule == packing.STORED:
             return fields
-        shared = stored_grids.shared_fields(packed, row, self._shared(), matrices)
+        shared = grids.shared_fields(packed, row, self._shared(), matrices)
         return None if shared is None else fields | shared
 
     def _elements(self, role: str, grid: Grid, matrices: tuple[int, int], at: tuple[slice, slice]) -> Array:
@@ -299,18 +299,16 @@ class CodeReader:
         def read(begin: int, size: int) -> Array:
             return read_part(part, begin, size)
 
-        only = zero_points.only_code(zeros, grid, read, self._packed.matrices)
-        zeros = zero_points.settled(zeros, only)
+        only = grids.only_code(zeros, grid, read, self._packed.matrices)
+        zeros = grids.settled(zeros, only)
         if only is not None:
-            fields["table"] = table - zero_points.numbers_of(zeros, np.array(only, np.uint32), table)
+            fields["table"] = table - grids.numbers_of(zeros, np.array(only, np.uint32), table)
             return
         packed, stored = self._packed, None
-        if not packed.symmetric and stored_grids.can_store(packed, grid, grouped=packing.GROUPS in self._parts):
-            stored = stored_grids.zero_fields(zeros, grid, read, (matrices, at), table)
+        if not packed.symmetric and grids.can_store(packed, grid, grouped=packing.GROUPS in self._parts):
+            stored = grids.zero_fields(zeros, grid, read, (matrices, at), table)
         if stored is None:
-            stored = {
-                "zeros": np.ascontiguousarray(zero_points.read_numbers(zeros, grid, read, matrices, at, table=table))
-            }
+            stored = {"zeros": np.ascontiguousarray(grids.read_numbers(zeros, grid, read, matrices, at, table=table))}
         fields.update(stored)
 
     def _groups(self, grid: Grid) -> Array | None:

@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from operator import sub
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, array_over, not_an_array, refuse_masked
-from ...base.packing import Packed
+from ...base.arrays import Array, ArraySpec, array_over, foreign_order, not_an_array, refuse_masked
+from ...base.gc_pause import paused
+from ...base.packing import Packed, Part
 from ...base.scheme import INT8
+from ...base.table import Scale, Table
 from ...base.text import show
 from ...stores.local import mapping_of
 from ..run import jobs
-from ..run.memory import HUGE_FROM, check_disjoint
+from ..run.cast import astype
+from ..run.job import Job, moving
+from ..run.jobs import Batch
+from ..run.memory import (
+    ALIGNMENT,
+    HUGE_FROM,
+    POOLED_BELOW,
+    address_of,
+    aligned_bytes,
+    check_disjoint,
+    paged_array,
+    private_array,
+)
 from ..run.progress import Progress, reporter
 from ..run.threads import thread_count
-from ..run.weight_file import WeightFile, is_remote
-from .batch import Reads, over, read_scale
-from .plan import EMPTY, VIEW, ReadPlan, decide, viewable
-from .tensors import Tensors
+from ..run.weight_file import WeightFile, is_remote, layouts
+from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, VIEW, ReadPlan, decide, viewable
+from .tensors import Tensors, packed_of
 
 if TYPE_CHECKING:
     from ..codes.quantized_tensor import QuantizedTensor
-    from .buffer_pool import Recycler
 
 # The value of a loaded tensor.
 Value: TypeAlias = "Array | QuantizedTensor"
+# Allocates arrays.
+Memory: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 
 def deliver(
@@ -40,7 +56,7 @@ def deliver(
     direct: bool = False,
     mappings: dict[WeightFile, Any] | None = None,
     out: Mapping[str, Array] | None = None,
-    memory: Recycler | None = None,
+    memory: Memory | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> tuple[dict[str, Any], bool]:
@@ -286,3 +302,347 @@ def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Map
         )
     if not array.flags.carray:
         raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")
+
+
+# ---- reading ----
+
+
+# Size of the largest pool, which a single surviving small tensor can keep alive.
+POOL_SIZE = 16 << 20
+
+_F32 = dtypes.BY_CODE["F32"]
+
+
+class Reads:
+    """Collect tensors, then read them in a single batch.
+
+    ``memory`` must return C-contiguous arrays, aligned to `ALIGNMENT` and without shared bytes.
+    """
+
+    def __init__(self, out: Mapping[str, Array] | None, memory: Memory | None = None, *, direct: bool = False) -> None:
+        self.arrays: dict[str, Array] = {}  # of all added tensors, by name; `run` fills them
+        self._out = out
+        self._memory = memory
+        self._direct = direct
+        self._batch = Batch(direct=direct)
+        self._shared: list[tuple[ReadPlan, Block]] = []
+
+    def add(self, plan: ReadPlan) -> None:
+        """Add the tensors of a plan, except views."""
+        for k in plan.of_way(EMPTY):
+            self.arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
+        plain, converted = plan.of_way(READ), plan.of_way(CONVERT)
+        if STRIDED in plan.ways:
+            alone, blocks = group_blocks(plan.file, {k: plan.spec(k) for k in plan.of_way(STRIDED)}, self._batch)
+            self._shared += [(plan, block) for block in blocks]
+            plain = sorted([*plain, *(k for k in alone if plan.sources[k] == plan.targets[k])])
+            converted = sorted([*converted, *(k for k in alone if plan.sources[k] != plan.targets[k])])
+        if self._out is None:
+            self._place(plan, plain, converted=False)
+            self._place(plan, converted, converted=True)
+        else:
+            for k in (*plain, *converted):
+                self._read(plan, k)
+        for k in plan.of_way(DEQUANTIZE):
+            packed = packed_of(plan.file, plan.tensors.indices[k])
+            assert packed is not None
+            self.restore(plan.names[k], packed, dtypes.BY_NUMBER[plan.targets[k]])
+
+    def restore(self, name: str, packed: Packed, target: dtypes.Dtype) -> None:
+        """Add a packed tensor, dequantized to a dtype."""
+        from ..codes import restore  # imported by whatever read the table
+
+        shape, dtype = packed.packing.shape, dtypes.array_dtype(target.number)
+        array = self.arrays[name] = self._array(name, shape, dtype)
+        if array.size:
+            for job in restore.restore_jobs(packed, self._batch.into(array), target.number, name):
+                self._batch.add(job)
+
+    def stored(self, part: Part) -> Array:
+        """Return an aligned array that `run` will fill with the unchanged bytes of a stored tensor."""
+        size = part.end - part.begin
+        dtype, shape = dtypes.array_dtype(part.row.number), dtypes.array_shape(part.row, part.shape, size)
+        array = array_over(aligned_bytes(size), dtype, shape, 0)
+        if size:
+            number = part.row.number
+            self._batch.add(Job(part.file, part.begin, self._batch.into(array), size, number, number))
+        return array
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return the caller's array for a tensor, or a new array."""
+        if self._out is not None:
+            return self._out[name]
+        return private_array(shape, dtype) if self._memory is None else self._memory(shape, dtype)
+
+    def _read(self, plan: ReadPlan, k: int) -> None:
+        """Add the job that reads a tensor into its own array."""
+        begin, source, target = plan.begins[k], plan.sources[k], plan.targets[k]
+        if self._direct and source == target and self._out is None and self._memory is None:
+            array = paged_array(plan.shapes[k], plan.dtype(k), begin)
+        else:
+            array = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
+        self.arrays[plan.names[k]] = array
+        place = plan.file, begin, self._batch.into(array), plan.ends[k] - begin
+        self._batch.add(Job(*place, source, target, moving(source, target)))
+
+    def _place(self, plan: ReadPlan, rows: Sequence[int], *, converted: bool) -> None:
+        """Add jobs that read tensors into new memory: an array per large tensor, pools for small tensors.
+
+        Small tensors that are adjacent in the file are adjacent in the pool and share a job. Converted tensors share a
+        job only if they have the same dtype.
+        """
+        if len(rows) == 1:
+            self._read(plan, rows[0])
+        if len(rows) < 2:
+            return
+        sources, begins, ends = plan.sources, plan.begins, plan.ends
+        least = 1 if self._memory is None else ALIGNMENT
+        steps = {source: _step(source, to, least) for source, to in set(zip(sources, plan.targets, strict=True))}
+        pool = _Pool([], [], [])
+        at, previous, dtype = 0, -1, -1
+        for k in rows:
+            begin, end, source = begins[k], ends[k], sources[k]
+            mask, block_bytes, array_bytes = steps[source]
+            size = (end - begin) // block_bytes * array_bytes
+            if size >= POOLED_BELOW:
+                self._read(plan, k)
+                continue
+            if at + size + 2 * ALIGNMENT > POOL_SIZE:
+                self._fill(plan, pool, at)
+                pool = _Pool([], [], [])
+                at, previous = 0, -1
+            if begin != previous or at & mask or (converted and source != dtype):
+                # The same address modulo ALIGNMENT as in the file: tensors aligned in the file stay aligned.
+                at += -at % ALIGNMENT if converted or begin & mask else (begin - at) % ALIGNMENT
+                pool.runs.append([k, begin, end, at])
+            else:
+                pool.runs[-1][2] = end
+            pool.members.append(k)
+            pool.places.append(at)
+            at, previous, dtype = at + size, end, source
+        if pool.members:
+            self._fill(plan, pool, at)
+
+    def _fill(self, plan: ReadPlan, pool: _Pool, size: int) -> None:
+        """Add the jobs that read small tensors into a pool, and the arrays over the pool."""
+        memory = aligned_bytes(size) if self._memory is None else self._memory((size,), np.dtype(np.uint8))
+        base = address_of(memory)
+        file, names, shapes, sources, targets = plan.file, plan.names, plan.shapes, plan.sources, plan.targets
+        for k, begin, end, at in pool.runs:
+            source, target = sources[k], targets[k]
+            self._batch.add(Job(file, begin, base + at, end - begin, source, target, moving(source, target)))
+        kinds = [dtypes.array_dtype(targets[k]) for k in pool.members]
+        arrays = over(memory, kinds, [shapes[k] for k in pool.members], pool.places)
+        self._batch.results(arrays)
+        self.arrays.update(zip([names[k] for k in pool.members], arrays, strict=True))
+
+    @property
+    def refused(self) -> bool:
+        """True if the system refused a direct read."""
+        return self._batch.refused
+
+    def run(self, threads: int | None, progress: Progress) -> None:
+        """Read all added tensors."""
+        self._batch.run(threads=threads, progress=progress)
+        for plan, block in self._shared:
+            block.swap()
+            for k, spec in block.members.items():
+                shared = self._out is None and self._memory is None
+                out = None if shared else self._array(plan.names[k], spec.shape, spec.dtype)
+                self.arrays[plan.names[k]] = block.finish(spec, out, threads)
+
+
+class _Pool(NamedTuple):
+    """Small tensors that share memory."""
+
+    members: list[int]  # positions in the plan
+    places: list[int]  # offsets in the memory
+    runs: list[list[int]]  # per job: first member, first byte in the file, one past the last byte, offset in the memory
+
+
+def _step(source: int, target: int, least: int) -> tuple[int, int, int]:
+    """Return address bits to be zero in an aligned array, and the bytes of a block in the file and in memory."""
+    dtype = dtypes.array_dtype(target)
+    mask = max(dtype.alignment, least) - 1
+    if source == target:
+        return mask, 1, 1
+    row = dtypes.BY_NUMBER[source]
+    return mask, row.block_bytes, row.block * dtype.itemsize
+
+
+def over(
+    buffer: Any, kinds: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], places: Sequence[int]
+) -> list[Array]:
+    """Return arrays in C order over parts of a buffer, at byte offsets ``places``."""
+    try:
+        return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
+    except ValueError:  # again, to find the array
+        return [array_over(buffer, *place) for place in zip(kinds, shapes, places, strict=True)]
+
+
+def read_scale(file: WeightFile, scale: Scale) -> Array:
+    """Read the scales of an int8 tensor."""
+    number = _F32.number
+    spec = ArraySpec(dtypes.array_dtype(number), scale.shape, scale.begin, scale.end, number, number)
+    return jobs.read_small(file, spec)
+
+
+# ---- non-contiguous, big-endian and overlapping tensors ----
+
+
+class Block:
+    """A byte range that is read once, for all tensors that share it."""
+
+    def __init__(self, file: WeightFile, begin: int, end: int, members: dict[int, ArraySpec]) -> None:
+        self.members = members
+        self._file = file
+        self._begin = begin
+        self._end = end
+        self._swap = _swap(next(iter(members.values())))
+        self._memory: Array = np.empty(0, np.uint8)
+
+    def read(self, batch: Batch) -> None:
+        """Add the job that reads the range into memory in which every member is aligned.
+
+        The member with the largest elements determines the alignment. Each member starts a whole number of its own
+        elements after the start of the storage, so members with equal or smaller elements are aligned too.
+        """
+        size = self._end - self._begin
+        largest = max(self.members.values(), key=lambda spec: dtypes.TABLE[spec.source].bits)
+        raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
+        start = -(address_of(raw) + largest.begin - self._begin) % ALIGNMENT
+        self._memory = raw[start : start + size]
+        batch.add(Job(self._file, self._begin, address_of(self._memory), size))
+
+    def swap(self) -> None:
+        """Swap the bytes that were read if their order is not this machine's."""
+        if self._swap > 1:
+            self._memory.view(f"u{self._swap}").byteswap(inplace=True)
+
+    def finish(self, spec: ArraySpec, out: Array | None, threads: int | None) -> Array:
+        """Return the array of a member after reading: a view, a converted array, or ``out``, filled."""
+        offset = spec.begin - self._begin
+        if spec.source != spec.target and spec.strides is None:
+            array = private_array(spec.shape, spec.dtype) if out is None else out
+            batch = Batch()
+            place = None, address_of(self._memory) + offset, batch.into(array), spec.end - spec.begin
+            batch.add(Job(*place, spec.source, spec.target, moving(spec.source, spec.target)))
+            batch.run(threads=threads)
+            return array
+        view = array_over(self._memory, dtypes.array_dtype(spec.source), spec.shape, offset, spec.strides)
+        if spec.source != spec.target:
+            return astype(view, spec.dtype, out=out, threads=threads)
+        if out is not None:
+            out[...] = view
+            return out
+        return view if view.flags.aligned else view.copy()
+
+
+def group_blocks(file: WeightFile, specs: Mapping[int, ArraySpec], batch: Batch) -> tuple[list[int], list[Block]]:
+    """Group tensors of a file into blocks, and add the jobs that read the blocks.
+
+    Tensors that share bytes share memory and keep their strides, unless they are converted. All other tensors become
+    C-contiguous arrays of their own.
+
+    Empty tensors are not allowed; plain ones (contiguous, little-endian, without aliases) are returned apart.
+    """
+    groups: list[list[int]] = []
+    swap, reach = 0, -1
+    for k in sorted(specs, key=lambda k: (_swap(specs[k]), specs[k].begin)):
+        if groups and _swap(specs[k]) == swap and specs[k].begin < reach:
+            groups[-1].append(k)
+            reach = max(reach, specs[k].end)
+        else:
+            groups.append([k])
+            swap, reach = _swap(specs[k]), specs[k].end
+    plain, blocks = [], []
+    for group in groups:
+        if len(group) == 1 and _is_plain(specs[group[0]]):
+            plain += group
+        else:
+            begin, end = specs[group[0]].begin, max(specs[k].end for k in group)
+            block = Block(file, begin, end, {k: specs[k] for k in group})
+            block.read(batch)
+            blocks.append(block)
+    return plain, blocks
+
+
+def _is_plain(layout: ArraySpec) -> bool:
+    return layout.strides is None and not layout.big_endian
+
+
+def _swap(layout: ArraySpec) -> int:
+    """Return the size of the numbers to byte-swap; 1 if there is nothing to swap."""
+    return dtypes.TABLE[layout.source].swap if foreign_order(layout.big_endian) else 1
+
+
+# ---- files that are in memory ----
+
+
+_BYTES = np.dtype(np.uint8)
+
+
+def views_of(table: Table, buffer: Any) -> dict[str, Array]:
+    """Return all tensors, by name in the order of their bytes, as views if they are aligned.
+
+    The arrays are writable if the buffer is.
+    """
+    if not table.plain:
+        return dict(_each(table, buffer))
+    if table.count == 1:
+        number, shape, begin, _ = table.entry(0)
+        return {table.names[0]: array_over(buffer, dtypes.array_dtype(number), shape, begin)}
+    with paused(table.count):
+        arrays = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
+        return dict(zip(table.names, arrays, strict=True))
+
+
+def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
+    """Return all tensors, by name in the order of their bytes, as writable copies; small tensors share memory."""
+    if not table.plain:
+        return {name: array if array.base is None else array.copy() for name, array in _each(table, content)}
+    return views_of(table, _copy(content)) if content.nbytes < HUGE_FROM else _in_pools(table, content)
+
+
+def lone(content: memoryview, number: int, shape: tuple[int, ...], begin: int, *, copy: bool) -> Array:
+    """Return the only tensor of a file, which would be `Table.plain`, as a writable copy or as a view."""
+    dtype = dtypes.array_dtype(number)
+    if copy and content.nbytes >= HUGE_FROM:
+        array = private_array(shape, dtype)
+        array.reshape(-1).view(_BYTES).data[:] = content[begin:]
+        return array
+    return array_over(_copy(content) if copy else content, dtype, shape, begin)
+
+
+def _copy(content: memoryview) -> memoryview:
+    """Return a writable copy of a small file, which nobody can resize."""
+    return memoryview(bytearray(content))
+
+
+def _each(table: Table, buffer: Any) -> Iterator[tuple[str, Array]]:
+    """Yield each tensor as a view, or in its own memory if it cannot be a view."""
+    for name, spec in zip(table.names, layouts(table, range(table.count)), strict=True):
+        if spec.begin == spec.end:
+            yield name, np.empty(spec.shape, spec.dtype)
+        else:
+            yield name, jobs.native_order(array_over(buffer, spec.dtype, spec.shape, spec.begin))
+
+
+def _in_pools(table: Table, content: memoryview) -> dict[str, Array]:
+    """Copy each large tensor into its own memory, and the small tensors between them into pools."""
+    names = table.names
+    numbers, shapes, begins, ends = table.columns(range(table.count))
+    alone = [k for k, size in enumerate(map(sub, ends, begins)) if size >= POOLED_BELOW]
+    arrays: dict[str, Array] = {}
+    k = 0
+    while k < table.count:
+        start = begins[k] - begins[k] % ALIGNMENT  # aligned tensors of the file are aligned in the pool
+        full = bisect_right(ends, start + POOL_SIZE)
+        large = next(iter(alone[bisect_left(alone, k) :]), table.count)
+        stop = max(k + 1, min(full, large))
+        memory = private_array((ends[stop - 1] - start,), _BYTES)
+        memory.data[:] = content[start : ends[stop - 1]]
+        kinds, places = dtypes.array_dtypes(numbers[k:stop]), [begin - start for begin in begins[k:stop]]
+        arrays.update(zip(names[k:stop], over(memory, kinds, shapes[k:stop], places), strict=True))
+        k = stop
+    return arrays

@@ -23,8 +23,7 @@ from ..run.memory import ALIGNMENT, HUGE_FROM
 from ..run.progress import Progress
 from ..run.threads import check_threads, thread_count
 from ..run.weight_file import WeightFile
-from .delivery import Value, deliver
-from .in_memory import views_of
+from .delivery import Value, deliver, views_of
 from .tensors import FileTensor, Tensors
 
 Backend = Literal["mmap", "pread", "direct"]

@@ -17,17 +17,15 @@ from ...base.packing import Packed
 from ...base.scheme import INT8
 from ...base.text import tensor_named
 from ...errors import UnsupportedError
-from ..codes.packed_rows import row_block, rows_of
-from ..codes.part_rows import PartRows
+from ..codes.packed_rows import PartRows, row_block, rows_of
 from ..codes.quantized_tensor import QuantizedTensor
 from ..run import jobs
 from ..run.cast import astype
 from ..run.job import Job, Origin
 from ..run.memory import address_of, private_array
-from ..run.rows import read_rows
-from ..run.slice import TAKE, read_slice
+from ..run.slice import TAKE, read_rows, read_slice
 from ..run.weight_file import WeightFile
-from .batch import read_scale
+from .delivery import read_scale
 from .load import load_tensors, parse_target
 from .tensors import Tensors
 

@@ -34,7 +34,7 @@ from ...base.native import (
 from ...base.paths import PathLike, native_path
 from ...base.table import Table
 from ...base.text import show, tensor_named
-from ...engine.read import in_memory
+from ...engine.read import delivery
 from ...engine.read.lazy import Lazy, Staged, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.threads import thread_count
@@ -84,7 +84,7 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
     if not content:
         return WeightFile(text, LocalStore(text, fields[:5], brief=True), table)
     # Like a mapping, the memory is private and lives as long as the last array over it.
-    return Resident(table, in_memory.views_of(table, content_buffer(ffi.cast("void *", content), size)))
+    return Resident(table, delivery.views_of(table, content_buffer(ffi.cast("void *", content), size)))
 
 
 def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, tuple[Any, ...]]:
@@ -170,9 +170,9 @@ def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
         if numbers[0]:
             _, dtype, begin, length, rank = numbers[:5]
             name = lone[LONE_NAME : LONE_NAME + length].decode()
-            return {name: in_memory.lone(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
+            return {name: delivery.lone(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
     columns = _table(table, (address, size))  # unaligned tensors are copied in any case
-    return in_memory.copies_of(columns, view) if copy else in_memory.views_of(columns, view), columns
+    return delivery.copies_of(columns, view) if copy else delivery.views_of(columns, view), columns
 
 
 # ---- write ----
