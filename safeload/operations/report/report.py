@@ -26,7 +26,7 @@ from ...formats.registry import UnknownGlobals
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
 from ..folders.output import Output
-from ..measure.stats_table import HISTOGRAM_EDGES, TensorStats
+from ..measure.stats import HISTOGRAM_EDGES, TensorStats
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog
 from ..validate.findings import CheckReport, gather

@@ -18,8 +18,7 @@ from ...engine.run.progress import Progress
 from ...errors import FormatError, one_line
 from ...models.schema import Schema
 from ...stores.files import Location
-from ..measure.stats import as_plain, measure, of_plain
-from ..measure.stats_table import StatsTable
+from ..measure.stats import StatsTable, as_plain, measure, of_plain
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from ..sources.executors import files_at, groups
@@ -189,7 +188,7 @@ def _read_values(
         if tensors[name].quantized:
             scales[name] = list(values.check_scales(catalog, name, limits, threads))
     readable = _readable(names, tensors, {name for name, findings in scales.items() if _has_error(findings)})
-    stats = measure(catalog, readable, histogram, threads, progress)
+    stats = measure(catalog, readable, histogram=histogram, threads=threads, progress=progress)
     tables[_STATS] = stats
     large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and values.is_real(tensors[name])]
     tables[_OUTLIERS] = values.find_outliers(catalog, large, threads)

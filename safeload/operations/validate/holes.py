@@ -22,7 +22,7 @@ from ...engine.run.weight_file import WeightFile
 from ...formats.foreign import is_zip
 from ...formats.registry import NPZ
 from ...stores.local import LocalStore, keeping_position
-from ..measure.stats_table import TensorStats
+from ..measure.stats import TensorStats
 from ..sources.catalog import Catalog
 from .findings import Finding, find
 

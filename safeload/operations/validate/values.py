@@ -20,8 +20,7 @@ from ...engine.codes.restore import read_array
 from ...engine.codes.source import Source
 from ...engine.read.tensors import packed_of
 from ...packed.gptq import wrapped_zeros, zeros_disagree
-from ..measure.stats import measure
-from ..measure.stats_table import HISTOGRAM_EDGES, TensorStats
+from ..measure.stats import HISTOGRAM_EDGES, TensorStats, measure
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .findings import Finding, find
@@ -106,7 +105,7 @@ def is_real(about: TensorDescription) -> bool:
 def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = None) -> dict[str, float]:
     """Return the tensors with an outlier, each with a bound that 99.9 % of its magnitudes stay below."""
     bounds = {}
-    for name, counted in measure(catalog, names, True, threads).items():
+    for name, counted in measure(catalog, names, histogram=True, threads=threads).items():
         histogram = counted.histogram
         assert histogram is not None
         count = int(histogram.sum())
