@@ -24,7 +24,7 @@ from ..sources.description import TensorDescription
 from ..sources.executors import files_at, groups
 from ..sources.plan import INVALID_PIECE, check_version
 from ..sources.reading import MALFORMED, ReadingPiece, Tables, names_of, opened, pieces_of, run_pieces
-from . import files, holes, values
+from . import files, values, zeros
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding
 from .settings import CheckSettings, Limits
@@ -86,7 +86,7 @@ def check_contents(
                 if _has_error(findings):
                     bad.add(name)
         report.stats = StatsTable(_rows(tables, _STATS, _readable(names, model.tensors, bad)))
-        report.add(holes.check_zeros(catalog, report.stats, model.role, zero))
+        report.add(zeros.check_zeros(catalog, report.stats, model.role, zero))
         codes: frozenset[str] = frozenset() if model.quantized is None else model.quantized.names
         large = [name for name, row in report.stats.items() if row.absmax > values.OUTLIER_ABOVE and name not in codes]
         report.add(

@@ -1,46 +1,27 @@
-"""Check the files themselves: indices against shards, CRC-32 of zip entries, tails of zeros from stopped downloads."""
+"""Check the files themselves: indices against shards, CRC-32 of zip entries."""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ...base.text import plural, show
-from ...engine.codes.pieces import PIECE, file_pieces, in_order
+from ...engine.codes.pieces import file_pieces, in_order
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, SafeloadError, one_line
 from ...formats.foreign import is_zip
-from ...formats.registry import NPZ
 from ...formats.zip import STORED, Archive, ZipEntry
 from ...stores.files import Location
-from ...stores.local import LocalStore, keeping_position
 from ..sources.catalog import Catalog
-from .findings import ERROR, WARNING, Finding, find
-from .holes import may_be_zero
+from .findings import Finding, find
 
 # Numbers usually have five digits. DeepSeek writes six after "of", a few models two.
 _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
-
-
-# Downloads that allocate their file in advance leave zeros at its end if they stop. A shorter tail of zeros does not
-# count as a stopped download, unless it is a hole.
-_TAIL_AT_LEAST = 1 << 20
-
-# A hole below both limits without a whole tensor is only a warning, because writers can skip blocks
-# of zeros.
-_HOLE_AT_LEAST = 64 << 10
-_HOLE_OF_FILE = 1000
-
-# Bytes to read from the end first. The last byte is nearly always nonzero.
-_FIRST_PIECE = 64 << 10
 
 
 def check_index(catalog: Catalog) -> Iterator[Finding]:
@@ -186,123 +167,3 @@ def _fault_of(entry: FileEntry) -> str | None:
     except (SafeloadError, OSError) as problem:
         return one_line(problem)
     return None if crc == info.crc else f"CRC-32 of its bytes is {crc:08x}, but the directory says {info.crc:08x}"
-
-
-# ---- tails of zeros ----
-
-
-class Tail(NamedTuple):
-    """Zeros at the end of a file's tensors."""
-
-    begin: int  # offset of the first zero
-    end: int  # end offset of the tensors
-    whole: list[str]  # tensors entirely in the tail, in the order of their bytes
-    cut: str | None  # tensor cut by the beginning of the tail; None if the tail begins between tensors
-    hole: int  # number of bytes in a hole of the file system
-
-
-def check_tails(
-    catalog: Catalog, role: Callable[[str], str | None], zero: set[str], *, values: bool
-) -> Iterator[Finding]:
-    """Find files with an unwritten tail, and add the names of their zero tensors to ``zero``."""
-    # Compressed arrays of an npz are in a temporary file of our own.
-    for file in catalog.weight_files if catalog.format != NPZ else ():
-        tail = tail_of(file, values=values)  # without `values`, only a hole at the end counts
-        if tail is None:
-            continue
-        where = f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
-        weighty = any(role(name) not in ("bias", "buffer") and not may_be_zero(name) for name in tail.whole)
-        size = tail.end - tail.begin
-        small = not tail.whole and tail.hole < _HOLE_AT_LEAST and tail.hole * _HOLE_OF_FILE < file.size
-        if tail.hole or (size >= _TAIL_AT_LEAST and len(tail.whole) > 1 and weighty):
-            severity = WARNING if tail.hole and small else ERROR
-            yield find("file.hole:tail", severity=severity, where=where, zeros=_description(tail))
-            zero.update(tail.whole)
-
-
-def _description(tail: Tail) -> str:
-    """Describe a tail for its finding."""
-    size = tail.end - tail.begin
-    zeros = f"{plural(size, 'byte')} to the end of the file {'is' if size == 1 else 'are'} zero"
-    if tail.hole:
-        zeros += ", a hole that was never written" if tail.hole >= size else f", {tail.hole:,} of them never written"
-    if not tail.whole:
-        return zeros if tail.cut is None else f"{zeros}, beginning inside {show(tail.cut)}"
-    count = len(tail.whole)
-    whole = f"{plural(count, 'tensor')} {'is' if count == 1 else 'are'} all zero"
-    return f"{zeros}: {whole}, the first is {show(tail.whole[0])}"
-
-
-def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
-    """Return the zeros at the end of the tensors of a file, or None if there are none or the file is an archive."""
-    table = file.table
-    ranges = [(*place, name) for name, place in zip(table.names, table.byte_ranges(), strict=True)]
-    ends = [end for begin, end, _ in ranges if begin < end]
-    if table.quantized:
-        scales = (table.scale(k) for k in range(len(ranges)))
-        ends += [scale.end for scale in scales if scale is not None]
-        packed = (table.packed(k) for k in range(len(ranges)))
-        ends += [
-            part.end for codes in packed if codes is not None for part in codes.parts.values() if part.file is file
-        ]
-    ranges = sorted(place for place in ranges if place[0] < place[1])
-    if not ranges:
-        return None
-    end = min(file.size, max(ends))
-    hole = min(end, hole_begin(file))
-    # Archives end with a nonzero directory, and their entries have a CRC-32.
-    if (hole == end and not values) or is_zip(file.read_at(0, 4)):
-        return None
-    begin = zeros_begin(file, ranges[0][0], hole)
-    if begin == end:
-        return None
-    whole = [name for at, _, name in ranges if at >= begin]
-    cut = next((name for at, to, name in ranges if at < begin < to), None)
-    return Tail(begin, end, whole, cut, end - hole)
-
-
-def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
-    """Return the offset of the first of the zeros before ``end``, reading backwards down to ``begin``."""
-    size = _FIRST_PIECE
-    memory = np.empty(0, np.uint8)
-    while end > begin:
-        at = max(begin, end - size)
-        if memory.size < end - at:
-            memory = np.empty(size, np.uint8)
-        for _ in file_pieces(file, at, end, memory):
-            pass  # a single piece
-        piece = memory[: end - at]
-        if piece.any():
-            return at + int(np.flatnonzero(piece)[-1]) + 1
-        end, size = at, PIECE
-    return begin
-
-
-def hole_begin(file: WeightFile) -> int:
-    """Return the offset of the hole at the end of a file, or the size of the file without such a hole."""
-    store = file.store
-    if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_DATA") or file.size == 0:
-        return file.size
-    return store.use(_hole_begin, file.size)  # three system calls if there is no hole
-
-
-def _hole_begin(descriptor: int, size: int) -> int:
-    def has_data(offset: int) -> bool:
-        try:
-            with keeping_position(descriptor):
-                os.lseek(descriptor, offset, os.SEEK_DATA)
-        except OSError as problem:
-            return problem.errno != errno.ENXIO  # other errors: the file system does not support holes
-        return True
-
-    # A truncated file has no data past its end either; reading it will raise an error.
-    if has_data(size - 1) or os.fstat(descriptor).st_size < size:
-        return size
-    low, high = 0, size  # data follows every offset below low, but no data follows high
-    while low < high:
-        middle = (low + high) // 2
-        if has_data(middle):
-            low = middle + 1
-        else:
-            high = middle
-    return low

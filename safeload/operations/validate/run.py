@@ -40,7 +40,7 @@ from ...stores.places import Located, places_of
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from ..sources.executors import EXECUTOR, Executor, check_paths, in_memory
-from . import files, holes, structure
+from . import files, structure, zeros
 from .contents import Model, check_contents
 from .findings import CheckReport, Finding, find
 from .gguf_rules import check_gguf
@@ -359,8 +359,8 @@ def _check_files(
     zero: set[str] = set()  # tensors already reported as zero
     entries: list[files.FileEntry] = []
     with report.readable() as readable:
-        report.add(files.check_tails(catalog, model.role, zero, values=options.values))
-        report.add(holes.check_unwritten(catalog, model.role, zero))
+        report.add(zeros.check_tails(catalog, model.role, zero, values=options.values))
+        report.add(zeros.check_unwritten(catalog, model.role, zero))
         if options.values:
             entries = files.entries_of(catalog)
     if readable and options.values:
