@@ -54,7 +54,7 @@ from .operations.convert.run_plan import finalize as finalize
 from .operations.convert.write import ConvertReport as ConvertReport
 from .operations.inspect.adapters import AdapterFitting as AdapterFitting
 from .operations.inspect.adapters import AdapterSummary as AdapterSummary
-from .operations.inspect.contents import Info as Info
+from .operations.inspect.info import Info as Info
 from .operations.inspect.info import info as info
 from .operations.local_models import LocalModel as LocalModel
 from .operations.local_models import LocalModels as LocalModels
