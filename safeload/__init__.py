@@ -70,8 +70,8 @@ _MODULE_OF = {
         "operations.sources.nest": "flatten nest",
         "operations.sources.plan": "Plan",
         "operations.validate.findings": "CheckReport Finding",
-        "operations.validate.run": "check",
-        "operations.validate.settings": "Limits",
+        "operations.validate.check": "check",
+        "operations.validate.values": "Limits",
         "operations.trust.verify": "FileCheck VerifyReport verify",
         "stores.signature": "Signature",
     }.items()

@@ -95,10 +95,10 @@ from .operations.trust.scan import scan as scan
 from .operations.trust.verify import FileCheck as FileCheck
 from .operations.trust.verify import VerifyReport as VerifyReport
 from .operations.trust.verify import verify as verify
+from .operations.validate.check import check as check
 from .operations.validate.findings import CheckReport as CheckReport
 from .operations.validate.findings import Finding as Finding
-from .operations.validate.run import check as check
-from .operations.validate.settings import Limits as Limits
+from .operations.validate.values import Limits as Limits
 from .stores.signature import Signature as Signature
 
 __all__ = [

@@ -215,7 +215,8 @@ def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
     step = _FIRST_PIECE
     while end > begin:
         at = max(begin, end - step)
-        nonzero = np.flatnonzero(np.frombuffer(file.read_at(at, end - at), np.uint8))
+        chunk = b"".join(map(bytes, file_pieces(file, at, end)))
+        nonzero = np.flatnonzero(np.frombuffer(chunk, np.uint8))
         if nonzero.size:
             return at + int(nonzero[-1]) + 1
         end, step = at, min(2 * step, PIECE)
