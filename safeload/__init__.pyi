@@ -54,19 +54,19 @@ from .operations.convert.run_plan import finalize as finalize
 from .operations.convert.write import ConvertReport as ConvertReport
 from .operations.inspect.adapters import AdapterFitting as AdapterFitting
 from .operations.inspect.adapters import AdapterSummary as AdapterSummary
-from .operations.inspect.contents import Info as Info
+from .operations.inspect.info import Info as Info
 from .operations.inspect.info import info as info
 from .operations.local_models import LocalModel as LocalModel
 from .operations.local_models import LocalModels as LocalModels
 from .operations.local_models import local_models as local_models
+from .operations.measure.diff import DiffReport as DiffReport
+from .operations.measure.diff import LayerDiff as LayerDiff
+from .operations.measure.diff import TensorDiff as TensorDiff
 from .operations.measure.diff import diff as diff
-from .operations.measure.diff_report import DiffReport as DiffReport
-from .operations.measure.diff_report import LayerDiff as LayerDiff
-from .operations.measure.diff_report import TensorDiff as TensorDiff
+from .operations.measure.stats import HISTOGRAM_EDGES as HISTOGRAM_EDGES
+from .operations.measure.stats import StatsTable as StatsTable
+from .operations.measure.stats import TensorStats as TensorStats
 from .operations.measure.stats import stats as stats
-from .operations.measure.stats_table import HISTOGRAM_EDGES as HISTOGRAM_EDGES
-from .operations.measure.stats_table import StatsTable as StatsTable
-from .operations.measure.stats_table import TensorStats as TensorStats
 from .operations.pieces import run_piece as run_piece
 from .operations.quantize.checkpoint import KEPT_NAMES as KEPT_NAMES
 from .operations.quantize.checkpoint import QuantizedDict as QuantizedDict
@@ -95,10 +95,10 @@ from .operations.trust.scan import scan as scan
 from .operations.trust.verify import FileCheck as FileCheck
 from .operations.trust.verify import VerifyReport as VerifyReport
 from .operations.trust.verify import verify as verify
+from .operations.validate.check import check as check
 from .operations.validate.findings import CheckReport as CheckReport
 from .operations.validate.findings import Finding as Finding
-from .operations.validate.run import check as check
-from .operations.validate.settings import Limits as Limits
+from .operations.validate.values import Limits as Limits
 from .stores.signature import Signature as Signature
 
 __all__ = [

@@ -152,9 +152,8 @@ def _output(options: argparse.Namespace) -> Output | None:
 def _report(options: argparse.Namespace, executor: Executor | None, output: Output | None) -> CheckReport:
     """Validate ``options.path`` and compare it with its manifest."""
     # Imported here: they would slow down the other commands.
+    from ..operations.validate.check import settings, validate_path
     from ..operations.validate.findings import find
-    from ..operations.validate.run import validate_path
-    from ..operations.validate.settings import settings
 
     limits = {"parameters": options.parameters, "scale": options.scale, "absmax": options.absmax}
     if options.range is not None:

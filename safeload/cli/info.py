@@ -10,9 +10,8 @@ from typing import Any
 from ..base.gc_pause import paused
 from ..base.selecting import select
 from ..errors import SafeloadError
-from ..operations.inspect import adapters, contents, listing
-from ..operations.inspect.contents import Info, title_of
-from ..operations.inspect.info import describe
+from ..operations.inspect import adapters, listing
+from ..operations.inspect.info import ROWS, Info, View, describe, lines, title_of
 from .common import (
     STATUS,
     add_json,
@@ -60,7 +59,7 @@ def register(parser: Any) -> None:
     )
     parser.epilog = _EPILOG
     add_path(parser, several=True)
-    add_selection(parser, tuple(listing.KEYS), contents.ROWS)
+    add_selection(parser, tuple(listing.KEYS), ROWS)
     parser.add_argument("--tree", action="store_true", help="show a tree of modules with the sums of their tensors")
     parser.add_argument("--depth", metavar="N", type=positive, help="show at most N levels of the tree")
     parser.add_argument("--memory", action="store_true", help="show the size when loaded, as each dtype or scheme")
@@ -99,7 +98,7 @@ def _show(path: str, options: argparse.Namespace) -> int:
             _print_json(info, options)
     else:
         paint = painter()
-        for line, kind in contents.lines(info, _view(path, options)):
+        for line, kind in lines(info, _view(path, options)):
             print(paint(line, kind) if kind else line)
     return int(adapters.misfits(info.adapter))
 
@@ -112,12 +111,12 @@ def _info(path: str, options: argparse.Namespace) -> Info:
         return describe(shown(path), opened, names=names, adapter=adapter, memory=options.memory or options.json)
 
 
-def _view(path: str, options: argparse.Namespace) -> contents.View:
+def _view(path: str, options: argparse.Namespace) -> View:
     """Return how to show the listing: several paths keep their paths as titles."""
-    return contents.View(
+    return View(
         title_of(shown(path)) if len(options.paths) == 1 else shown(path),
         columns(),
-        most_rows(options, contents.ROWS),
+        most_rows(options, ROWS),
         hint(options),
         options.sort,
         options.all,

@@ -61,8 +61,7 @@ def register(parser: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the statistics of ``options.path`` and return the exit status."""
     # Imported here: they would slow down the other commands.
-    from ..operations.measure.stats import stats
-    from ..operations.measure.stats_table import lines_of
+    from ..operations.measure.stats import lines_of, stats
 
     with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
         results = stats(

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, overload
 
 from ..base.layout import table
@@ -158,68 +159,62 @@ def local_models(folders: PathLike | Iterable[PathLike] = ()) -> LocalModels:
 # ---- weights among the files of a folder ----
 
 
-class _Weights(NamedTuple):
-    """The files of a model in a folder."""
-
-    file: str  # the file to open; empty for the folder itself
-    names: Sequence[str]  # of its weight files
-    format: str
-    note: str = ""
+def _format(name: str) -> str:
+    return _FORMATS.get(f".{name.rpartition('.')[2]}", "")
 
 
-def _format(name: str) -> str | None:
-    return _FORMATS.get(f".{name.rpartition('.')[2]}")
+def _models(
+    folder: str, names: Sequence[str], title: str, source: str, *, on_hub: bool = False
+) -> Iterator[LocalModel]:
+    """List the models among the files of a folder, whose own model has the name ``title``."""
+    for file, present, form, note in _weights(names, folder):
+        name = "/".join(filter(None, (title, file))) or os.path.basename(os.path.abspath(folder))
+        path = os.path.join(folder, file) if file else folder
+        nbytes = _sizes(os.path.join(folder, shard) for shard in present)
+        yield LocalModel(name, source, form, nbytes, f"hf://{name}" if on_hub else path, note)
 
 
-def _weights(names: Sequence[str], folder: str) -> Iterator[_Weights]:
-    """Find the models of a folder: the folder itself if it opens, else each file or set of shards."""
-    files = [name for name in names if _format(name) is not None and not name.startswith(_STATE)]
+def _weights(names: Sequence[str], folder: str) -> Iterator[tuple[str, Sequence[str], str, str]]:
+    """Yield the file to open, the weight files, the format and a note for each model; the file of a folder is empty."""
+    files = [name for name in names if _format(name) and not name.startswith(_STATE)]
     indexes = [name for name in names if _INDEX.search(name)]
-    if not files and not indexes:
-        return
     try:
-        chosen = choose(names, folder)
+        chosen = choose(names, folder) if files or indexes else None
     except SafeloadError:
         chosen = None
-    if chosen is not None and chosen[0] in indexes:
-        yield _indexed(chosen[0], names, folder)
-    elif chosen is not None:
-        sets = [numbered for numbered in sets_of(files) if chosen[0] in numbered.files.values()]
-        yield _Weights("", sets[0].in_order if sets else chosen, _format(chosen[0]) or "")
-    else:
-        sets = sets_of(files)
+    sets = sets_of(files)
+    if chosen is None:
         for numbered in sets:
             note = "" if numbered.complete else f"incomplete: {', '.join(numbered.missing(1))} is missing"
-            yield _Weights(numbered.in_order[0], numbered.in_order, _format(numbered.suffix) or "", note)
+            yield numbered.in_order[0], numbered.in_order, _format(numbered.suffix), note
         parts = {name for numbered in sets for name in numbered.files.values()}
-        yield from (_Weights(name, [name], _format(name) or "") for name in files if name not in parts)
+        yield from ((name, [name], _format(name), "") for name in files if name not in parts)
+    elif chosen[0] not in indexes:
+        shards = next((numbered.in_order for numbered in sets if chosen[0] in numbered.files.values()), chosen)
+        yield "", shards, _format(chosen[0]), ""
+    else:
+        suffix = ".bin" if ".bin." in chosen[0] else ".safetensors"
+        try:
+            listed = set(listed_shards(folder, chosen[0], LOCAL).names)
+        except (SafeloadError, OSError) as error:
+            present = [name for name in names if name.endswith(suffix)]
+            yield "", present, _format(suffix), f"damaged: {one_line(error)}"
+            return
+        present = sorted(listed.intersection(names))
+        yield "", present, _format(suffix), _incomplete(len(listed) - len(present), len(listed), "shard")
 
 
-def _indexed(index: str, names: Sequence[str], folder: str) -> _Weights:
-    """Find the shards of an index."""
-    suffix = ".bin" if ".bin." in index else ".safetensors"
-    form = _format(suffix) or ""
-    try:
-        shards = listed_shards(folder, index, LOCAL).names
-    except (SafeloadError, OSError) as error:
-        present = [name for name in names if name.endswith(suffix)]
-        return _Weights("", present, form, f"damaged: {one_line(error)}")
-    present = sorted(set(shards).intersection(names))
-    missing = set(shards).difference(names)
-    note = f"incomplete: {len(missing):,} of {plural(len(shards), 'shard')} missing" if missing else ""
-    return _Weights("", present, form, note)
+def _incomplete(missing: int, total: int, noun: str) -> str:
+    return f"incomplete: {missing:,} of {plural(total, noun)} missing" if missing else ""
 
 
 def _sizes(paths: Iterable[str]) -> int:
     """Add up the sizes of files; files that cannot be looked at count as empty."""
-
-    def nbytes(path: str) -> int:
-        try:
-            return os.stat(path).st_size
-        except OSError:
-            return 0
-
-    return sum(map(nbytes, paths))
+    total = 0
+    for path in paths:
+        with suppress(OSError):
+            total += os.stat(path).st_size
+    return total
 
 
 # ---- the places ----
@@ -239,62 +234,44 @@ def _of_hub(failures: list[OSError]) -> Iterator[LocalModel]:
                 folder, _, file = path.rpartition("/")
                 inner.setdefault(folder, []).append(file)
             for folder, files in inner.items():
-                place = os.path.join(repository.path, "snapshots", commit, *filter(None, folder.split("/")))
-                for weights in _weights(files, place):
-                    below = "/".join(filter(None, (folder, weights.file)))
-                    full = f"{name}{at}" + (f"/{below}" if below else "")
-                    local = os.path.join(place, weights.file) if weights.file else place
-                    yield LocalModel(
-                        full,
-                        HUB,
-                        weights.format,
-                        _sizes(os.path.join(place, file) for file in weights.names),
-                        f"hf://{full}" if "/" in name else local,  # old names without an owner have no URL
-                        weights.note,
-                    )
+                parts = [*filter(None, folder.split("/"))]
+                place = os.path.join(repository.path, "snapshots", commit, *parts)
+                # Old names without an owner have no URL.
+                yield from _models(place, files, "/".join((f"{name}{at}", *parts)), HUB, on_hub="/" in name)
 
 
 def _of_ollama(failures: list[OSError]) -> Iterator[LocalModel]:
     """List the manifests of ollama."""
-    seen: set[ollama.OllamaName] = set()
-    for folder in ollama.folders():
-        for name in ollama.names_in(folder, failures):
-            if name in seen:
-                continue
-            seen.add(name)
-            try:
-                model = ollama.read(folder, name)
-            except (SafeloadError, OSError) as error:
-                yield LocalModel(_short(name), OLLAMA, "", 0, name.url, f"damaged: {one_line(error)}")
-                continue
-            if not model.weights:
-                continue  # it runs on ollama's servers
+    places = ((folder, name) for folder in ollama.folders() for name in ollama.names_in(folder, failures))
+    first: dict[ollama.OllamaName, str] = {}
+    for folder, name in places:
+        first.setdefault(name, folder)
+    for name, folder in first.items():
+        title = name.url.partition("://")[2]
+        try:
+            model = ollama.read(folder, name)
+        except (SafeloadError, OSError) as error:
+            yield LocalModel(title, OLLAMA, "", 0, name.url, f"damaged: {one_line(error)}")
+            continue
+        if model.weights:  # or it runs on ollama's servers
             here = [layer.path for layer in model.weights if os.path.isfile(layer.path)]
-            missing = len(model.weights) - len(here)
-            note = f"incomplete: {missing:,} of {plural(len(model.weights), 'layer')} missing" if missing else ""
-            yield LocalModel(_short(name), OLLAMA, model.format, _sizes(here), name.url, note)
-
-
-def _short(name: ollama.OllamaName) -> str:
-    return name.url.partition("://")[2]
+            note = _incomplete(len(model.weights) - len(here), len(model.weights), "layer")
+            yield LocalModel(title, OLLAMA, model.format, _sizes(here), name.url, note)
 
 
 def _lm_studio() -> list[str]:
     """Return the folders of LM Studio's models: of its settings, and the defaults of its versions."""
     home = os.path.expanduser("~")
-    own = os.path.join(home, ".lmstudio")
     pointer = _text(os.path.join(home, ".lmstudio-home-pointer")).strip()
-    if pointer and "\0" not in pointer:
-        own = pointer
-    folders = [os.path.join(own, "models"), os.path.join(home, ".cache", "lm-studio", "models")]
+    own = pointer if pointer and "\0" not in pointer else os.path.join(home, ".lmstudio")
     try:
-        settings = json.loads(_text(os.path.join(own, "settings.json")) or "{}")
+        settings = json.loads(_text(os.path.join(own, "settings.json")))
     except (ValueError, RecursionError):
         settings = None
     chosen = settings.get("downloadsFolder") if isinstance(settings, dict) else None
-    if isinstance(chosen, str) and chosen and "\0" not in chosen:
-        folders.insert(0, chosen)
-    return [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]
+    defaults = os.path.join(own, "models"), os.path.join(home, ".cache", "lm-studio", "models")
+    folders = [chosen, *defaults] if isinstance(chosen, str) else defaults
+    return [folder for folder in dict.fromkeys(folders) if "\0" not in folder and os.path.isdir(folder)]
 
 
 def _text(path: str) -> str:
@@ -309,40 +286,22 @@ def _text(path: str) -> str:
 def _of_folder(root: str, source: str, failures: list[OSError]) -> Iterator[LocalModel]:
     """List the models in a folder and its subfolders."""
     visited: set[tuple[int, int]] = set()
-    waiting: list[tuple[str, ...]] = [()]
     left = MAX_ENTRIES
-    while waiting and left > 0:
-        parts = waiting.pop()
-        folder = os.path.join(root, *parts)
+    for folder, folders, files in os.walk(root, onerror=failures.append, followlinks=True):
+        title = "" if folder == root else os.path.relpath(folder, root).replace(os.sep, "/")
+        inner = sorted(name for name in folders if name[:1] != ".")
+        names = sorted(name for name in files if name[:1] != ".")
+        left -= len(inner) + len(names)
+        depth = title.count("/") + 1 if title else 0
+        folders[:] = inner if left > 0 and depth < _LEVELS else ()
         try:
             status = os.stat(folder)
-            if (status.st_dev, status.st_ino) in visited and status.st_ino:
-                continue
-            visited.add((status.st_dev, status.st_ino))
-            with os.scandir(folder) as entries:
-                listed = sorted((entry.name, _is_folder(entry)) for entry in entries if entry.name[:1] != ".")
         except OSError as error:
             failures.append(error)
+            status = None
+        if status is None or (status.st_ino and (status.st_dev, status.st_ino) in visited):
+            folders.clear()
             continue
-        left -= len(listed)
-        if len(parts) < _LEVELS:
-            waiting += [(*parts, name) for name, is_folder in reversed(listed) if is_folder]
-        names = [name for name, is_folder in listed if not is_folder and os.path.isfile(os.path.join(folder, name))]
-        for weights in _weights(names, folder):
-            below = "/".join(filter(None, (*parts, weights.file)))
-            yield LocalModel(
-                below or os.path.basename(os.path.abspath(root)),
-                source,
-                weights.format,
-                _sizes(os.path.join(folder, name) for name in weights.names),
-                os.path.join(folder, weights.file) if weights.file else folder,
-                weights.note,
-            )
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return True if an entry leads to a folder; a link to itself leads nowhere."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
+        visited.add((status.st_dev, status.st_ino))
+        names = [name for name in names if os.path.isfile(os.path.join(folder, name))]
+        yield from _models(folder, names, title, source)

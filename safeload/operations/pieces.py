@@ -9,17 +9,17 @@ from ..base.text import show
 from ..engine.run.threads import check_threads
 from ..errors import FormatError, public
 from .convert import run_plan
-from .measure import diff, stats
+from .measure import diff_values, stats
 from .sources.plan import INVALID_PIECE
-from .validate import contents, manifest
+from .validate import check, manifest
 
 # Functions by operation.
 _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, Any] | None], dict[str, Any]]] = {
     "convert": run_plan.run,
-    "diff": diff.run,
+    "diff": diff_values.run,
     "manifest": manifest.run,
     "stats": stats.run,
-    "validate": contents.run,
+    "validate": check.run,
 }
 
 

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import Location, diff_blocks
+from builders.inside import Location, diff_values
 from builders.remote import Served
 from builders.thorough import THOROUGH, dealt
 
@@ -116,7 +116,7 @@ def test_results_do_not_depend_on_neighbours_or_threads(files):
 
 
 def test_equal_files_of_another_layout(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(diff_blocks, "_differences", lambda *_: pytest.fail("values were compared"))
+    monkeypatch.setattr(diff_values, "_differences", lambda *_: pytest.fail("values were compared"))
     safeload.convert(files[0], tmp_path / "folder", max_shard_size=10_000)
     report = diff(files[0], tmp_path / "folder")
     assert report.same
@@ -144,8 +144,8 @@ def test_the_bytes_of_a_large_tensor_are_compared_up_to_the_first_difference(tmp
     save_file({"x": x, "y": x}, tmp_path / "a")
     save_file({"x": x + 1, "y": x}, tmp_path / "b")
     blocks = []
-    compare = diff_blocks._same
-    monkeypatch.setattr(diff_blocks, "_same", lambda a, b: blocks.append(a.size) or compare(a, b))
+    compare = diff_values._same
+    monkeypatch.setattr(diff_values, "_same", lambda a, b: blocks.append(a.size) or compare(a, b))
     assert diff(tmp_path / "a", tmp_path / "b", threads=1).tensors["x"].max == 1
     assert blocks == [4096] * (1 + 128)
 

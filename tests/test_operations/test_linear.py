@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from builders.inside import holes, main
+from builders.inside import main, validated_zeros
 from builders.thorough import THOROUGH, dealt
 
 import safeload
@@ -113,9 +113,9 @@ def test_zeros_in_many_tensors_are_judged_in_linear_time(tmp_path):
     """The file of 300 GB in test_scale.py takes too long to compare it with one that is an eighth as large."""
 
     def judge(count, out):
-        places = [holes.StoredRange(4096 * k, 4096 * (k + 1), str(k), str(k), 4096, 1) for k in range(count)]
-        run = holes.ZeroRun(0, 4096 * count, places)
-        assert "blocks of the file are lost" in holes._finding(run, True, "", lambda name: None).message
+        places = [validated_zeros.StoredRange(4096 * k, 4096 * (k + 1), str(k), str(k), 4096, 1) for k in range(count)]
+        run = validated_zeros.ZeroRun(0, 4096 * count, places)
+        assert "blocks of the file are lost" in validated_zeros._finding(run, True, "", lambda name: None).message
 
     few = seconds(judge, 500, tmp_path)
     assert seconds(judge, 4000, tmp_path, enough=MOST * few) < MOST * few

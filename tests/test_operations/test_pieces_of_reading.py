@@ -503,7 +503,7 @@ def test_a_shard_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
         def __exit__(self, *error):
             return self._opened.__exit__(*error)
 
-    monkeypatch.setattr(inside.validated_contents, "opened", Truncated)
+    monkeypatch.setattr(inside.validation, "opened", Truncated)
     time = shard.stat().st_mtime_ns
     with safeload.open(folder) as checkpoint:
         found = safeload.check(checkpoint, executor=Plain())

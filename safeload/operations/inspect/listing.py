@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ...base.gc_pause import paused
@@ -83,54 +84,35 @@ def _shape(row: Row) -> str:
 # ---- tree ----
 
 
-class _Module:
-    """A node of the tree."""
-
-    def __init__(self, name: str) -> None:
-        self.row = Row(name, "", None, 0, 0, 0)  # sums over the module, or the row of a tensor
-        self.inner: dict[tuple[str, bool], _Module] = {}  # children by the last part of their names
-
-    def add(self, parts: Sequence[str], row: Row) -> None:
-        """Add a tensor; ``parts`` is the rest of its name."""
-        own = self.row
-        number, parameters, nbytes = (getattr(own, f) + getattr(row, f) for f in ("number", "parameters", "nbytes"))
-        self.row = own._replace(number=number, parameters=parameters, nbytes=nbytes)
-        leaf = len(parts) == 1
-        # Two rows have one name only if dtypes or shapes of layers differ.
-        key = parts[0] if not leaf else f"{parts[0]}\0{row.dtype}{row.shape}{row.nbytes}", leaf
-        if leaf:
-            module = self.inner[key] = _Module(parts[0])
-            module.row = row._replace(name=parts[0])
-        else:
-            self.inner.setdefault(key, _Module(parts[0])).add(parts[1:], row)
-
-    def joined(self) -> _Module:
-        """Join the module with an only child: "model.layers" instead of "layers" in "model"."""
-        module = self
-        while len(module.inner) == 1:
-            (inner,) = module.inner.values()
-            inner.row = inner.row._replace(name=module.row.name + inner.row.name)
-            module = inner
-        return module
-
-
 def as_tree(rows: Iterable[Row], key: str | None, depth: int | None) -> list[Row]:
     """Return rows of modules and tensors, indented by level and sorted by ``key``; sums include all levels."""
-    root = _Module("")
-    for row in rows:
-        root.add(BETWEEN_PARTS.split(row.name, _LEVELS), row)
-    return list(_walk(root, key, depth, 0))
+    return list(_walk([(BETWEEN_PARTS.split(row.name, _LEVELS), row) for row in rows], key, depth, 0))
 
 
-def _walk(module: _Module, key: str | None, depth: int | None, level: int) -> Iterable[Row]:
-    children = [child.joined() for child in module.inner.values()]
+def _walk(rows: Sequence[tuple[Sequence[str], Row]], key: str | None, depth: int | None, level: int) -> Iterator[Row]:
+    """Yield the rows of a module, given the parts of their names below it."""
+    groups: dict[Any, list[tuple[Sequence[str], Row]]] = {}
+    for k, (parts, row) in enumerate(rows):
+        # Rows of tensors can share a name, if dtypes or shapes of layers differ.
+        groups.setdefault(parts[0] if len(parts) > 1 else k, []).append((parts, row))
+    nodes: list[tuple[Row, list[tuple[Sequence[str], Row]]]] = []
+    for inside in groups.values():
+        if len(inside) == 1:
+            ((parts, row),) = inside
+            nodes.append((row._replace(name="".join(parts)), []))
+            continue
+        # A module with an only child is joined with it: "model.layers" instead of "layers" in "model".
+        columns = zip(*(parts[:-1] for parts, _ in inside), strict=False)  # as long as the shortest name
+        common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+        number, parameters, nbytes = map(sum, zip(*(row[3:] for _, row in inside), strict=True))
+        own = Row("".join(common), "", None, number, parameters, nbytes)
+        nodes.append((own, [(parts[len(common) :], row) for parts, row in inside]))
     if key is not None:
-        children.sort(key=lambda child: KEYS[key](child.row))
-    for child in children:
-        name = child.row.name if child.row.shape is not None else child.row.name[:-1]
-        yield child.row._replace(name="  " * level + name)
+        nodes.sort(key=lambda node: KEYS[key](node[0]))
+    for row, inside in nodes:
+        yield row._replace(name="  " * level + (row.name[:-1] if inside else row.name))
         if depth is None or level + 1 < depth:
-            yield from _walk(child, key, depth, level + 1)
+            yield from _walk(inside, key, depth, level + 1)
 
 
 def tree_table(rows: Sequence[Row], columns: int | None) -> list[str]:

@@ -3,71 +3,345 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from ...base import dtypes, log
-from ...base.arrays import Array
+from ...base.cached import cached_property
 from ...base.gc_pause import paused
-from ...base.names import layer_of
+from ...base.layout import shorten, table
+from ...base.names import layer_of, natural_key
+from ...base.results import Report, Row
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, select
-from ...engine.ahead.spans import SpanColumns, Spans
-from ...engine.ahead.stream import TensorStream
-from ...engine.codes.pieces import Meter
-from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.codes.source import Source, of_array
-from ...engine.read.tensors import Tensors
+from ...base.text import clip, more, plural, printable, show
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...engine.run.weight_file import is_remote
-from ...errors import public
-from ..sources import executors
+from ...errors import exported, public
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
-from ..sources.executors import Executor
-from ..sources.reading import opened, pieces_of, run_pieces
-from .diff_blocks import NUMBERS, compare
-from .diff_report import DiffReport, TensorDiff
-from .stats import measure, measure_in_pieces
-
-_Shape: TypeAlias = tuple[int, ...]
+from ..sources.executors import Executor, check_executor
+from ..sources.reading import pieces_of, run_pieces
+from . import diff_values
+from .diff_values import Shape, common_shape
+from .stats import TensorStats, measure
 
 
-class _Checkpoint(NamedTuple):
-    """One side of a comparison."""
+@exported()
+class TensorDiff(NamedTuple):
+    """The difference between the values of two tensors with equal shapes.
 
-    catalog: Catalog
-    columns: Tensors | None  # its tensors, if all are plain; see `Catalog.plain`
+    Two NaNs, or two infinities with equal sign, count as equal. If an element is finite in only one tensor, or if
+    infinities differ in sign, the pair counts as ``unequal`` and ``nonfinite`` and is excluded from all other numbers.
 
-    @classmethod
-    def of(cls, catalog: Catalog) -> _Checkpoint:
-        return cls(catalog, catalog.plain())
+    Attributes:
+        max: largest absolute difference. Exact for integers, and an int if both tensors hold integers that differ.
+        index: index of the largest difference, with an integer per axis; None if nothing differs.
+        rms: root mean square of the differences.
+        cosine: cosine similarity of the tensors as vectors; 1 if they are equal, nan if either tensor is zero.
+        unequal: number of elements that differ.
+        nonfinite: number of differing elements with a NaN or infinity.
+        change: L2 norm of the differences.
+        norm: L2 norm of the tensor of ``a``; None if nothing differs.
+        relative_change: ``change / norm``; inf if the tensor of ``a`` is zero.
 
-    def described(self, names: list[str]) -> Iterable[tuple[str, _Shape]]:
-        """Return the dtype, as in messages, and the shape of each tensor."""
-        if self.columns is None:
-            return ((_dtype(about), about.shape) for about in map(self.catalog.about, names))
-        tensors = self.columns.named(names)
-        return zip([dtypes.BY_NUMBER[number].name for number in tensors.columns.numbers], tensors.shapes, strict=True)
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> a, b = {"x": np.float32([1, 2])}, {"x": np.float32([1, 2.5])}
+        >>> safeload.diff(a, b).tensors["x"].max
+        0.5
+    """
 
-    def shapes(self, names: list[str]) -> Iterable[_Shape]:
-        """Return the shape of each tensor."""
-        if self.columns is None:
-            return (self.catalog.about(name).shape for name in names)
-        return self.columns.named(names).shapes
+    max: float
+    index: tuple[int, ...] | None  # type: ignore[assignment]
+    rms: float
+    cosine: float
+    unequal: int
+    nonfinite: int
+    change: float = 0.0
+    norm: float | None = None
 
-    def rows(self, names: list[str]) -> dict[str, tuple[str, _Shape, int]]:
-        """Return dtype code, shape and bytes of each tensor."""
-        if self.columns is None:
-            return {about.name: (about.code, about.shape, about.nbytes) for about in map(self.catalog.about, names)}
-        tensors = self.columns.named(names)
-        elements = [dtypes.BY_NUMBER[number] for number in tensors.columns.numbers]
-        columns = zip(names, elements, tensors.shapes, strict=True)
-        return {name: (element.code, shape, element.nbytes(math.prod(shape))) for name, element, shape in columns}
+    @property
+    def relative_change(self) -> float:
+        return _ratio(self.change, self.norm)
+
+
+@exported()
+class LayerDiff(NamedTuple):
+    """The difference between two layers: their tensors with equal shapes, taken together.
+
+    Attributes:
+        tensors: number of tensors.
+        unequal: number of tensors that differ.
+        relative_change: L2 norm of all differences by that of all values of ``a``.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> base = {"h.0.weight": np.float32([3, 4]), "h.0.bias": np.zeros(2)}
+        >>> tuned = {**base, "h.0.weight": np.float32([3, 5])}
+        >>> safeload.diff(base, tuned).layers["h.0"]
+        LayerDiff(tensors=2, unequal=1, relative_change=0.2)
+    """
+
+    tensors: int
+    unequal: int
+    relative_change: float
+
+
+def _ratio(change: float, norm: float | None) -> float:
+    if not change:
+        return 0.0
+    return change / norm if norm else math.inf
+
+
+# Sort keys of rows, by the column to sort by.
+_ORDERS: dict[str, Callable[[tuple[str, TensorDiff]], Any]] = {
+    "name": lambda row: natural_key(row[0]),
+    "max": lambda row: -row[1].max,
+    "rms": lambda row: -row[1].rms,
+    "relative": lambda row: -row[1].relative_change,
+    "cosine": lambda row: -2.0 if math.isnan(row[1].cosine) else row[1].cosine,
+    "unequal": lambda row: -row[1].unequal,
+}
+
+
+def _cells(difference: TensorDiff) -> tuple[str, ...]:
+    """Return a row of the table, without the name."""
+    cosine = f"{difference.cosine:.6f}"
+    return (
+        *(f"{value:.3g}" for value in (difference.max, difference.rms, difference.relative_change)),
+        ">0.999999" if cosine == "1.000000" and difference.change else cosine,
+        f"{difference.unequal:,}",
+        f"{difference.nonfinite:,}",
+    )
+
+
+def _by_name(differences: Mapping[str, TensorDiff]) -> dict[str, dict[str, Any]]:
+    return {name: {**d._asdict(), "relative_change": d.relative_change} for name, d in differences.items()}
+
+
+def _near(difference: TensorDiff, tolerance: float) -> bool:
+    return difference.max <= tolerance and not difference.nonfinite
+
+
+@exported()
+class DiffReport(Report):
+    """The result of `safeload.diff`. ``str()`` is a table.
+
+    It has a row per tensor of either checkpoint, whose ``status`` is "equal", "different", "only in a", "only in b" or
+    "other shape". Numbers are those of the common rows for another shape, and nan for tensors that were not compared.
+    dtype, shape and nbytes describe the tensor in ``b``, if it is there.
+
+    Attributes:
+        a: title of the first checkpoint, as in messages.
+        b: title of the second checkpoint.
+        only_a: names found only in ``a``.
+        only_b: names found only in ``b``.
+        shapes: both shapes of each tensor that differs in shape.
+        common_rows: `TensorDiff` of the first rows, for each tensor that differs only in the size of its first axis.
+        dtypes: both dtypes of each tensor that differs in dtype.
+        tensors: `TensorDiff` of every tensor with equal shapes in both checkpoints.
+        described: dtype, shape and bytes of every tensor: in ``b``, or in ``a`` if ``b`` lacks it.
+
+    Example:
+        >>> import safeload
+        >>> safeload.convert("tiny-llama", "half.safetensors", dtype="float16")
+        <ConvertReport 'half.safetensors': safetensors, 30 tensors, 248 KiB>
+        >>> report = safeload.diff("tiny-llama", "half.safetensors")
+        >>> report.same, report.within(0.001)
+        (False, True)
+    """
+
+    _columns = (
+        *("name", "dtype", "shape", "nbytes", "status"),
+        *("max", "rms", "relative_change", "cosine", "unequal", "nonfinite"),
+    )
+    _notebook = (*_columns[:3], *_columns[4:10])
+    _json = (
+        *("same", "a", "b", "only_a", "only_b", "shapes", "dtypes"),
+        ("tensors", lambda report: _by_name(report.tensors)),
+        ("common_rows", lambda report: _by_name(report.common_rows)),
+        "layers",
+    )
+
+    def __init__(self, a: str, b: str) -> None:
+        self.a = a
+        self.b = b
+        self.only_a: list[str] = []
+        self.only_b: list[str] = []
+        self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.dtypes: dict[str, tuple[str, str]] = {}
+        self.tensors: dict[str, TensorDiff] = {}
+        self.described: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        self.common_rows: dict[str, TensorDiff] = {}
+        self.norms: Mapping[str, float] = {}  # internal: of the equal tensors in layers with differences
+
+    @cached_property
+    def layers(self) -> dict[str, LayerDiff]:
+        """`LayerDiff` of every layer, by prefix, such as "model.layers.0"; "" holds the tensors outside layers."""
+        layers: dict[str, list[str]] = {}
+        for name in self.tensors:
+            layers.setdefault(layer_of(name), []).append(name)
+        summaries = {}
+        for layer, names in sorted(layers.items(), key=lambda item: natural_key(item[0])):
+            rows = [self.tensors[name] for name in names]
+            norms = (
+                self.norms.get(name, 0.0) if row.norm is None else row.norm
+                for name, row in zip(names, rows, strict=True)
+            )
+            relative = _ratio(math.hypot(*(row.change for row in rows)), math.hypot(*norms))
+            summaries[layer] = LayerDiff(len(names), sum(row.unequal > 0 for row in rows), relative)
+        return summaries
+
+    @property
+    def same(self) -> bool:
+        """True if names, shapes, dtypes and values are equal."""
+        return self.within(0.0) and not self.dtypes
+
+    def within(self, tolerance: float) -> bool:
+        """Return True if names and shapes are equal and values differ by at most ``tolerance``. Dtypes may differ."""
+        structure = self.only_a or self.only_b or self.shapes
+        return not structure and all(_near(difference, tolerance) for difference in self.tensors.values())
+
+    @property
+    def unequal(self) -> dict[str, TensorDiff]:
+        """Tensors with different values, largest difference first."""
+        rows = [(name, d) for name, d in self.tensors.items() if d.unequal]
+        return dict(sorted(rows, key=lambda row: (-row[1].nonfinite, -row[1].max)))
+
+    def lines(
+        self,
+        columns: int | None = 80,
+        rows: int | None = None,
+        sort: str | None = None,
+        tolerance: float | None = None,
+    ) -> list[str]:
+        """Return the report as lines of text.
+
+        Args:
+            columns: width in characters; None never shortens names.
+            rows: maximum number of rows per list, followed by a count of the rest; None shows all.
+            sort: order of tensors with different values: "name", or worst first by "max", "rms", "cosine" or
+                "unequal". None keeps the order of `unequal`.
+            tolerance: the last line says if the checkpoints agree `within` the tolerance; None requires `same`.
+
+        Returns:
+            Lines without line ends.
+        """
+        lines = [clip(f"a: {printable(self.a)}", columns), clip(f"b: {printable(self.b)}", columns)]
+
+        def block(title: str, entries: list[str]) -> None:
+            if entries:
+                lines.extend(("", title))
+                room = None if columns is None else columns - 2
+                lines.extend(f"  {entry}" for entry in (*shorten(entries[:rows], room), *more(len(entries), rows)))
+
+        block("only in a", [printable(name) for name in self.only_a])
+        block("only in b", [printable(name) for name in self.only_b])
+        block("different shape", [self._shapes_of(name) for name in self.shapes])
+        pairs: dict[tuple[str, str], list[str]] = {}
+        for name, pair in self.dtypes.items():
+            pairs.setdefault(pair, []).append(name)
+        block(
+            "different dtype",
+            [f"{a} and {b}: {plural(len(names), 'tensor')}, {printable(names[0])}" for (a, b), names in pairs.items()],
+        )
+        unequal = self.unequal
+        if sort is not None:
+            unequal = dict(sorted(unequal.items(), key=_ORDERS[sort]))
+        if unequal:
+            cells: list[tuple[str, ...]] = [(printable(name), *_cells(d)) for name, d in [*unequal.items()][:rows]]
+            header: tuple[str, ...] = ("different values", "max", "rms", "relative", "cosine", "unequal", "not finite")
+            if not any(d.nonfinite for d in unequal.values()):
+                header, cells = header[:-1], [row[:-1] for row in cells]
+            lines += ["", *table(header, cells, right=frozenset(range(1, len(header))), columns=columns)]
+            lines += [*more(len(unequal), rows), *self._layer_lines(columns, rows)]
+        lines.append("")
+        lines.append(self._verdict(tolerance))
+        return lines
+
+    def _shapes_of(self, name: str) -> str:
+        """Describe a tensor with two shapes, and the difference of its common rows."""
+        a, b = self.shapes[name]
+        text = f"{printable(name)}: {list(a)} and {list(b)}"
+        common = self.common_rows.get(name)
+        if common is None:
+            return text
+        rows = f"the first {min(a[0], b[0]):,} rows"
+        if not common.unequal:
+            return f"{text}; {rows} are equal"
+        return f"{text}; {rows}: max {common.max:.3g}, relative {common.relative_change:.3g}"
+
+    def _layer_lines(self, columns: int | None, rows: int | None) -> list[str]:
+        """Return the table of layers, if there are several."""
+        changed = [(layer, row) for layer, row in self.layers.items() if row.unequal]
+        if sum(layer != "" for layer in self.layers) < 2 or not changed:
+            return []
+        cells = [
+            (
+                printable(layer) or "(outside layers)",
+                f"{row.relative_change:.3g}",
+                f"{row.unequal:,} of {row.tensors:,}",
+            )
+            for layer, row in changed[:rows]
+        ]
+        lines = table(("by layer", "relative", "tensors"), cells, right=frozenset((1, 2)), columns=columns)
+        return ["", *lines, *more(len(changed), rows)]
+
+    def _verdict(self, tolerance: float | None) -> str:
+        """Return the last line, which agrees with `same` or, with a tolerance, with `within`."""
+        count = plural(len(self.tensors), "tensor")
+        if self.same:
+            return f"the same: {count}"
+        unequal = {name: difference for name, difference in self.tensors.items() if difference.unequal}
+        if tolerance is not None and self.within(tolerance):
+            if not unequal:
+                differ = "differs" if len(self.dtypes) == 1 else "differ"
+                return f"within {tolerance:g}: {count} with equal values; {len(self.dtypes):,} {differ} in dtype"
+            name, largest = max(unequal.items(), key=lambda item: item[1].max)
+            worst = f"the largest difference is {largest.max:.3g} ({printable(name)})"
+            return f"within {tolerance:g}: {count}; {len(unequal):,} not equal, {worst}"
+        far = sum(not _near(difference, tolerance or 0.0) for difference in self.tensors.values())
+        faults = [
+            (far, "differs in value" if tolerance is None else f"differs by more than {tolerance:g}"),
+            (len(self.only_a), "only in a"),
+            (len(self.only_b), "only in b"),
+            (len(self.shapes), "differs in shape"),
+            (0 if tolerance is not None else len(self.dtypes), "differs in dtype"),
+        ]
+        parts = (
+            f"{number:,} {fault if number == 1 else fault.replace('differs', 'differ')}"
+            for number, fault in faults
+            if number
+        )
+        return f"different: {', '.join(parts)}; {count} compared"
+
+    def __repr__(self) -> str:
+        return f"<DiffReport {show(self.a)}, {show(self.b)}: {self._verdict(None)}>"
+
+    def _values(self) -> Iterable[Any]:
+        only_b = frozenset(self.only_b)
+        for name, (dtype, shape, nbytes) in self.described.items():
+            d = self.tensors.get(name, self.common_rows.get(name))
+            if name in self.shapes:
+                status = "other shape"
+            elif d is not None:
+                status = "different" if d.unequal else "equal"
+            else:
+                status = "only in b" if name in only_b else "only in a"
+            numbers = [math.nan] * 4 if d is None else map(float, (d.max, d.rms, d.relative_change, d.cosine))
+            counts = (0, 0) if d is None else (d.unequal, d.nonfinite)
+            yield name, dtype, [*shape], nbytes, status, *numbers, *counts
+
+    def _about(self) -> Sequence[str]:
+        return [f"{self.a} and {self.b}", self._verdict(None)]
+
+    def _notable(self, rows: list[Row]) -> list[Row]:
+        return [row for row in rows if row["status"] != "equal"]
+
+    to_json = Report.to_dict
 
 
 @public
@@ -119,259 +393,73 @@ def diff(
         0.5
     """
     check_threads(threads)
-    executors.check_executor(executor)
+    check_executor(executor)
     with Catalog.of(a, storage_options) as catalog_a, Catalog.of(b, storage_options) as catalog_b:
+        catalogs = catalog_a, catalog_b
         report = DiffReport(catalog_a.title, catalog_b.title)
         with paused(len(catalog_a) + len(catalog_b)):
-            sides = _Checkpoint.of(catalog_a), _Checkpoint.of(catalog_b)
-            shapes = _compare_structure(sides, only, drop, report)
-        for catalog in (catalog_a, catalog_b):
+            shapes = _compare_structure(report, catalogs, only, drop)
+        for catalog in catalogs:
             catalog.refuse_codes(shapes, "diff")
+        rows: Mapping[str, Sequence[Any]]
         if executor is None:
-            differences = _compare_values(*sides, shapes, report.shapes, threads=threads, progress=progress)
+            rows = diff_values.compare_values(*catalogs, shapes, threads=threads, progress=progress)
         else:
-            differences = _in_pieces(catalog_a, catalog_b, shapes, executor, threads=threads, progress=progress)
-        for name in report.shapes:
-            if name in differences:
-                report.common_rows[name] = differences.pop(name)
+            sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
+            pieces = pieces_of(sizes, *catalogs, operation="diff")
+            results = run_pieces(diff_values.run, pieces, executor, threads=threads, progress=progress)
+            rows = results.get("differences", {})
+        with paused(len(rows)):
+            names = [name for name in shapes if name in rows]
+            fields = (
+                (largest, None if index is None else tuple(index), *numbers)
+                for largest, index, *numbers in map(rows.__getitem__, names)
+            )
+            differences = dict(zip(names, map(tuple.__new__, repeat(TensorDiff), fields), strict=True))
+        report.common_rows = {name: differences.pop(name) for name in report.shapes if name in differences}
         report.tensors = differences
-        report.norms = _norms(catalog_a, _equal_among_unequal(differences), executor, threads)
+        changed = {layer_of(name) for name, difference in differences.items() if difference.unequal}
+        equal = [name for name, row in differences.items() if not row.unequal and layer_of(name) in changed]
+        if equal:
+            statistics = measure(catalog_a, equal, executor=executor, threads=threads)  # complex tensors have none
+            report.norms = {name: _norm(row) for name, row in statistics.items()}
         return report
 
 
-def _equal_among_unequal(differences: Mapping[str, TensorDiff]) -> list[str]:
-    """Return the equal tensors in layers with differences."""
-    changed = {layer_of(name) for name, difference in differences.items() if difference.unequal}
-    if not changed:
-        return []
-    return [name for name, row in differences.items() if not row.unequal and layer_of(name) in changed]
-
-
-def _norms(catalog: Catalog, names: list[str], executor: Executor | None, threads: int | None) -> dict[str, float]:
-    """Return the L2 norms of tensors; complex tensors have none."""
-    if not names:
-        return {}
-    if executor is None:
-        statistics = measure(catalog, names, False, threads)
-    else:
-        statistics = measure_in_pieces(catalog, names, False, executor, threads=threads, progress=None)
-    norms = {}
-    for name, row in statistics.items():
-        finite = row.count - row.nan - row.inf
-        norms[name] = math.sqrt(finite) * math.hypot(row.mean, row.std) if finite else 0.0
-    return norms
-
-
-def _common_shape(a: _Shape, b: _Shape) -> _Shape | None:
-    """Return the shape of the rows that tensors have in common; None if they differ beyond the first axis."""
-    if a == b:
-        return a
-    common = a and b and a[1:] == b[1:] and (min(a[0], b[0]), *a[1:])
-    return common if common and common[0] else None
+def _norm(row: TensorStats) -> float:
+    """Return the L2 norm of the finite values of a tensor."""
+    finite = row.count - row.nan - row.inf
+    return math.sqrt(finite) * math.hypot(row.mean, row.std) if finite else 0.0
 
 
 def _compare_structure(
-    sides: tuple[_Checkpoint, _Checkpoint], only: Patterns, drop: Patterns, report: DiffReport
-) -> dict[str, _Shape]:
+    report: DiffReport, catalogs: tuple[Catalog, Catalog], only: Patterns, drop: Patterns
+) -> dict[str, Shape]:
     """Report differences in names, dtypes and shapes; return the common shapes of the tensors to compare by value."""
-    in_a, in_b = (list(side.catalog) for side in sides)
+    in_a, in_b = map(list, catalogs)
     if only is not None or drop is not None:
-        known = set(in_a)
-        selected = set(select([*in_a, *(name for name in in_b if name not in known)], only, drop))
+        selected = set(select([*dict.fromkeys((*in_a, *in_b))], only, drop))
         in_a, in_b = ([name for name in names if name in selected] for names in (in_a, in_b))
-    known_a, known_b = set(in_a), set(in_b)
-    report.only_a = [name for name in in_a if name not in known_b]
-    report.only_b = [name for name in in_b if name not in known_a]
-    names = [name for name in in_a if name in known_b]
-    report.described = sides[1].rows(in_b) | sides[0].rows(report.only_a)
+    a, b = (catalog.descriptions(names) for catalog, names in zip(catalogs, (in_a, in_b), strict=True))
+    report.only_a = [name for name in in_a if name not in b]
+    report.only_b = [name for name in in_b if name not in a]
+    described = (*b.values(), *map(a.__getitem__, report.only_a))
+    report.described = {about.name: (about.code, about.shape, about.nbytes) for about in described}
     shapes = {}
-    described = (side.described(names) for side in sides)
-    for name, (dtype_a, shape_a), (dtype_b, shape_b) in zip(names, *described, strict=True):
-        if dtype_a != dtype_b:
-            report.dtypes[name] = dtype_a, dtype_b
-        if shape_a != shape_b:
-            report.shapes[name] = shape_a, shape_b
-        common = _common_shape(shape_a, shape_b)
-        if common is not None:
-            shapes[name] = common
+    for name, x in a.items():
+        if name not in b:
+            continue
+        y = b[name]
+        if x.dtype != y.dtype or x.scheme != y.scheme:
+            report.dtypes[name] = _dtype(x), _dtype(y)
+        shape: Shape | None = x.shape
+        if x.shape != y.shape:
+            report.shapes[name] = x.shape, y.shape
+            shape = common_shape(x.shape, y.shape)
+        if shape is not None:
+            shapes[name] = shape
     return shapes
 
 
 def _dtype(about: TensorDescription) -> str:
     return "int8 with scale" if about.scheme == INT8 else about.dtype
-
-
-def _compare_values(
-    a: _Checkpoint,
-    b: _Checkpoint,
-    shapes: Mapping[str, _Shape],
-    resized: Collection[str],  # tensors with other shapes
-    *,
-    threads: int | None,
-    progress: Progress,
-) -> dict[str, TensorDiff]:
-    """Compare tensors up to common shapes: plain tensors of local files together, the rest in batches."""
-    meter = Meter(progress, 8 * sum(map(math.prod, shapes.values())))
-    differences: dict[str, TensorDiff | None] = dict.fromkeys(shapes)
-    columns = [side.columns for side in (a, b) if side.columns is not None and not side.columns.remote]
-    if len(columns) == 2:
-        names = [name for name in shapes if name not in resized]
-        spans_a, spans_b = (Spans.of(tensors.named(names)) for tensors in columns)
-        compared = compare(spans_a, spans_b, [shapes[name] for name in names], threads, meter)
-        differences.update(zip(names, compared, strict=True))
-    names = [name for name, difference in differences.items() if difference is None]
-    with _Reader(a.catalog, names, threads) as read_a, _Reader(b.catalog, names, threads) as read_b:
-        for batch in _batches(names, shapes):
-            pairs = {name: _pair(name, read_a, read_b, shapes[name]) for name in batch}
-            differences.update(_compare_sources(pairs, shapes, threads, meter))
-            del pairs  # before the next tensors are decoded
-    return {name: difference for name, difference in differences.items() if difference is not None}
-
-
-def _in_pieces(
-    a: Catalog,
-    b: Catalog,
-    shapes: Mapping[str, _Shape],
-    executor: Executor,
-    *,
-    threads: int | None,
-    progress: Progress,
-) -> dict[str, TensorDiff]:
-    sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
-    pieces = pieces_of(sizes, a, b, operation="diff")
-    rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
-    names = [name for name in shapes if name in rows]
-    plain = [
-        (largest, None if index is None else tuple(index), *numbers)
-        for largest, index, *numbers in map(rows.__getitem__, names)
-    ]
-    return dict(zip(names, map(tuple.__new__, repeat(TensorDiff), plain), strict=True))
-
-
-def run(
-    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Compare the tensors of a piece; see `run_piece`."""
-    with opened(piece, storage_options, ("sources", "against")) as (names, catalogs):
-        a, b = map(_Checkpoint.of, catalogs)
-        with paused(len(names)):
-            of_a, of_b = list(a.shapes(names)), list(b.shapes(names))
-            resized = {name for name, shape, other in zip(names, of_a, of_b, strict=True) if shape != other}
-            common = zip(names, map(_common_shape, of_a, of_b) if resized else of_a, strict=True)
-            shapes = {name: shape for name, shape in common if shape is not None}
-        differences = _compare_values(a, b, shapes, resized, threads=threads, progress=None)
-        return {"differences": {name: [*row] for name, row in differences.items()}}
-
-
-# ---- tensors that are not plain, or not in local files ----
-
-
-def _compare_sources(
-    pairs: Mapping[str, tuple[Source, Source]], shapes: Mapping[str, _Shape], threads: int | None, meter: Meter
-) -> dict[str, TensorDiff | None]:
-    a, b = (_spans(side) for side in zip(*pairs.values(), strict=True))
-    differences = dict(zip(pairs, compare(a, b, [shapes[name] for name in pairs], threads, meter), strict=True))
-    for name, difference in differences.items():
-        log.debug("diff of %s: %s", name, difference)
-    return differences
-
-
-def _batches(names: Iterable[str], shapes: Mapping[str, _Shape]) -> Iterator[list[str]]:
-    """Divide tensors into batches to hold in memory together: a large tensor alone, small tensors up to a block."""
-    batch: list[str] = []
-    total = 0
-    for name in names:
-        count = math.prod(shapes[name])
-        if batch and total + count > NUMBERS:
-            yield batch
-            batch, total = [], 0
-        batch.append(name)
-        total += count
-    if batch:
-        yield batch
-
-
-class _Reader:
-    """Read tensors of a checkpoint in the given order; remote tensors are read ahead."""
-
-    def __init__(self, catalog: Catalog, names: Sequence[str], threads: int | None) -> None:
-        self._catalog, self._threads = catalog, threads
-        self._stream: TensorStream[Any] | None = None
-        if len(catalog.checkpoints) == 1 and not catalog.in_memory and any(map(is_remote, catalog.weight_files)):
-            ahead = [name for name in names if not _is_encoded(catalog.about(name))]
-            self._stream = catalog.checkpoints[0].stream(ahead, order="given", threads=threads)
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._stream is not None:
-            self._stream.close()
-
-    def __call__(self, name: str) -> Source | Array:
-        """Return the next tensor: a source for plain bytes, or an array for decoded or complex numbers."""
-        catalog, threads, about = self._catalog, self._threads, self._catalog.about(name)
-        if _is_encoded(about):
-            return catalog.array(name, threads)
-        value: Source | Array | QuantizedTensor
-        if self._stream is not None:
-            value = next(self._stream)[1]
-        elif about.element is not None and about.element.complex:
-            value = catalog.array(name, threads)
-        else:
-            value = catalog.source(name, threads=threads)
-            if isinstance(value, Source) and is_remote(value.file):
-                value = catalog.array(name, threads)
-        return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
-
-    def whole(self, name: str) -> Array:
-        """Return all numbers of a tensor."""
-        return self._catalog.array(name, self._threads)
-
-
-def _is_encoded(about: TensorDescription) -> bool:
-    """True if reading the tensor decodes it to float32, or if weight files do not have its dtype."""
-    return about.element is None or about.element.packed
-
-
-def _pair(name: str, a: _Reader, b: _Reader, shape: _Shape) -> tuple[Source, Source]:
-    """Return the first rows of the next tensor of both checkpoints, with complex numbers as two parts."""
-    values = [_rows(value, shape) for value in (a(name), b(name))]
-    if any(isinstance(value, np.ndarray) and value.dtype.kind == "c" for value in values):
-        arrays = (
-            _rows(reader.whole(name), shape) if isinstance(value, Source) else value
-            for reader, value in zip((a, b), values, strict=True)
-        )
-        values = [np.asarray(array, np.complex128).reshape(-1).view(np.float64) for array in arrays]
-    x, y = (value if isinstance(value, Source) else _as_source(name, value) for value in values)
-    return x, y
-
-
-_Value = TypeVar("_Value", Source, Array, Source | Array)
-
-
-def _rows(value: _Value, shape: _Shape) -> _Value:
-    """Return the first rows of a tensor, without a copy."""
-    if value.shape == shape:
-        return value
-    if isinstance(value, Source):
-        return value._replace(shape=shape)
-    return value[: shape[0]]
-
-
-def _as_source(name: str, array: Array) -> Source:
-    row = dtypes.row_of(array.dtype)
-    return of_array(name, array.astype(np.float64) if row is None or row.packed else array)
-
-
-def _spans(sources: Sequence[Source]) -> Spans:
-    files = {file: k for k, file in enumerate(dict.fromkeys(source.file for source in sources))}
-    numbers = np.array([source.row.number for source in sources], np.uint8)
-    columns = SpanColumns(
-        np.array([files[source.file] for source in sources]),
-        np.array([source.offset for source in sources]),
-        np.array([source.size for source in sources]),
-        numbers,
-        numbers,
-    )
-    return Spans([*files], columns)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, repeat
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -12,9 +12,12 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, as_array, index_of
 from ...base.gc_pause import paused
+from ...base.layout import figure, table, terminal_columns, width
 from ...base.native import lib, short
+from ...base.results import Result, ResultTable
 from ...base.scheme import row_of
 from ...base.selecting import Patterns
+from ...base.text import printable
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, address, of_numbers, of_packed, of_reals
 from ...engine.read.tensors import Tensors
@@ -22,12 +25,10 @@ from ...engine.run import jobs
 from ...engine.run.job import Origin
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import UnsupportedError, public
-from ..sources import executors
+from ...errors import UnsupportedError, exported, public
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.executors import Executor, in_memory
+from ..sources.executors import EXECUTOR, Executor, check_executor, in_memory
 from ..sources.reading import opened, pieces_of, run_pieces
-from .stats_table import StatsTable, TensorStats
 
 _RECORD = jobs.struct_dtype("sl_stats")
 _F32 = dtypes.BY_CODE["F32"]
@@ -41,6 +42,157 @@ _SEGMENT: int = lib.SL_STATS_SEGMENT
 _BINS: int = lib.SL_HISTOGRAM_BINS
 # Bytes of a bin, and of a field of a record.
 _WORD = 8
+
+# Width from which the table has more columns.
+_WIDE = 110
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+HISTOGRAM_EDGES: Array = np.ldexp(1.0, np.arange(lib.SL_HISTOGRAM_BINS + 1) + lib.SL_HISTOGRAM_LOWEST)
+"""The 65 edges of the 64 bins of `TensorStats.histogram`: 2**-48, 2**-47, ... 2**16. Bin k counts
+``HISTOGRAM_EDGES[k] <= abs(x) < HISTOGRAM_EDGES[k + 1]``. The first bin also counts smaller nonzero values, the last
+bin larger finite values."""
+HISTOGRAM_EDGES.flags.writeable = False
+
+
+class _StatsFields(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    count: int  # type: ignore[assignment] # hides tuple.count
+    min: float
+    max: float
+    absmax: float
+    mean: float
+    std: float
+    nan: int
+    inf: int
+    zeros: int
+    first_nan: tuple[int, ...] | None
+    first_inf: tuple[int, ...] | None
+    histogram: Array | None = None
+    nbytes: int = 0
+
+
+@exported()
+class TensorStats(Result, _StatsFields):
+    """Statistics of a tensor. ``str()`` is its row in ``safeload stats``.
+
+    If no element is finite, ``min`` to ``std`` are nan. Its row has the name "", and floats from ``min`` to ``std``.
+
+    Attributes:
+        dtype: dtype code, such as "BF16" or "Q4_0". Quantized int8 is "I8", with statistics of the dequantized values.
+        shape: logical shape, outermost axis first.
+        count: number of elements.
+        min: smallest finite value, exact; 0.0 for -0.0. An int for integers and bool, like max and absmax.
+        max: largest finite value, exact.
+        absmax: largest finite absolute value, exact.
+        mean: mean of the finite values; for integers the exact sum, divided and rounded once.
+        std: population standard deviation of the finite values, as in ``numpy.std``.
+        nan: number of NaNs.
+        inf: number of infinities of either sign.
+        zeros: number of zeros of either sign.
+        first_nan: index of the first NaN in C order, with an integer per axis; None without NaNs.
+        first_inf: index of the first infinity in C order; None without infinities.
+        histogram: int64 of shape [64], the number of finite nonzero values per bin of `HISTOGRAM_EDGES`; None unless
+            requested.
+        nbytes: bytes of the tensor as stored.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> stats = safeload.stats(np.float32([0, 1, np.nan]))
+        >>> stats.nan, stats.first_nan, stats.zeros, stats.max
+        (1, (2,), 1, 1.0)
+    """
+
+    __slots__ = ()
+
+    _columns = (
+        *("name", "dtype", "shape", "nbytes", "count", "min", "max", "absmax", "mean", "std"),
+        *("nan", "inf", "zeros", "first_nan", "first_inf", "histogram"),
+    )
+    _notebook = ("name", "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", "zeros")
+    _json = _StatsFields._fields
+
+    def _values(self) -> Iterable[Any]:
+        return _rows([("", self)])
+
+    def __str__(self) -> str:
+        return "\n".join(line for line, _ in lines_of([("", self)], terminal_columns()))
+
+
+def _rows(stats: Iterable[tuple[str, TensorStats]]) -> Iterator[Any]:
+    for name, (dtype, shape, count, *numbers, nan, inf, zeros, first_nan, first_inf, histogram, nbytes) in stats:
+        yield (
+            *(name, dtype, [*shape], nbytes, count),
+            *map(float, numbers),
+            *(nan, inf, zeros, [*(first_nan or ())], [*(first_inf or ())]),
+            [] if histogram is None else histogram.tolist(),
+        )
+
+
+@exported()
+class StatsTable(ResultTable[TensorStats]):
+    """The dict of `TensorStats` by name that `safeload.stats` returns. ``str()`` is the table of ``safeload stats``.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> safeload.stats({"w": np.float32([1, 2, 3])})
+        tensor  min  max  mean    std  bad
+        w         1    3     2  0.816
+    """
+
+    _columns, _notebook = TensorStats._columns, TensorStats._notebook
+
+    def _values(self) -> Iterable[Any]:
+        return _rows(self.items())
+
+    def lines(self, columns: int | None = None, rows: int | None = None) -> list[str]:
+        return [line for line, _ in lines_of([*islice(self.items(), rows)], columns)]
+
+
+def lines_of(
+    rows: Sequence[tuple[str, TensorStats]], columns: int | None, *, histogram: bool = False
+) -> list[tuple[str, str]]:
+    """Return the lines of a table, each with its colour or "", cut to ``columns`` characters if given."""
+    header: tuple[str, ...] = ("tensor", "min", "max", "mean", "std", "bad")
+    wide = width() >= _WIDE
+    if wide:
+        header = ("tensor", "dtype", "shape", "min", "max", "absmax", "mean", "std", "zeros", "NaN", "Inf")
+    left = {0, 1, 2} if wide else {0}
+    right = frozenset(set(range(len(header))) - left)
+    lines = table(header, [_cells(name, s, wide) for name, s in rows], right=right, columns=columns)
+    result = [(lines[0], "head")]
+    for line, (_, s) in zip(lines[1:], rows, strict=True):
+        result.append((line, "error" if s.nan + s.inf else ""))
+        if histogram and s.histogram is not None:
+            result.append(("  " + _sparkline(s.histogram.tolist()), ""))
+    return result
+
+
+def _cells(name: str, s: TensorStats, wide: bool) -> tuple[str, ...]:
+    numbers = (_number(s.min), _number(s.max), _number(s.mean), _number(s.std))
+    if not wide:
+        return printable(name), *numbers, f"{s.nan + s.inf:,}" if s.nan + s.inf else ""
+    counts = tuple(f"{count:,}" if count else "" for count in (s.zeros, s.nan, s.inf))
+    return printable(name), s.dtype, str(list(s.shape)), *numbers[:2], _number(s.absmax), *numbers[2:], *counts
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else figure(value, 3)
+
+
+def _sparkline(bins: list[int]) -> str:
+    """Draw bars from the first to the last nonempty bin, between their powers of two."""
+    filled = [k for k, count in enumerate(bins) if count]
+    if not filled:
+        return "all values are zero"
+    first, last = filled[0], filled[-1]
+    top = max(bins)
+    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // top)] for count in bins[first : last + 1])
+    low, high = (round(math.log2(HISTOGRAM_EDGES[k])) for k in (first, last + 1))
+    return f"2^{low} {bars} 2^{high}"
 
 
 class _Part(NamedTuple):
@@ -134,19 +286,19 @@ def stats(
         4.0
     """
     check_threads(threads)
-    executors.check_executor(executor)
+    check_executor(executor)
     if has_names(x):
         with Catalog.of(x, storage_options) as catalog:
             chosen = catalog.choose(names, only, drop)
             catalog.refuse_codes(chosen, "stats")
-            if executor is None:
-                return StatsTable(measure(catalog, chosen, histogram, threads, progress))
-            pieces = measure_in_pieces(catalog, chosen, histogram, executor, threads=threads, progress=progress)
-            return StatsTable(pieces)
+            measured = measure(
+                catalog, chosen, histogram=histogram, executor=executor, threads=threads, progress=progress
+            )
+            return StatsTable(measured)
     if not (names is only is drop is None):
         raise ValueError("names=, only= and drop= require a checkpoint or a dict")
     if executor is not None:
-        raise in_memory("an array is", executors.EXECUTOR)
+        raise in_memory("an array is", EXECUTOR)
     part = _part("", x, threads)
     if part is None:
         raise _refusal(x)
@@ -156,11 +308,18 @@ def stats(
 def measure(
     catalog: Catalog,
     names: Sequence[str],
-    histogram: bool,
-    threads: int | None,
+    *,
+    histogram: bool = False,
+    executor: Executor | None = None,
+    threads: int | None = None,
     progress: Progress = None,
 ) -> dict[str, TensorStats]:
     """Compute statistics of tensors that are not codes; see `stats`."""
+    if executor is not None:
+        pieces = pieces_of(catalog.sizes(names), catalog, operation="stats", histogram=histogram)
+        rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("stats", {})
+        with paused(len(rows)):
+            return of_plain({name: rows[name] for name in names if name in rows})
     with paused(len(names)):
         tensors = catalog.plain(names)
         if tensors is not None and not tensors.remote:
@@ -174,7 +333,7 @@ def measure(
             elif source.row.converts_to(_F32):
                 about = catalog.about(name)
                 ready[name] = _Part(source, about.dtype if about.packed else about.row.code, about.nbytes)
-    done = dict(zip(ready, _measure(list(ready.values()), histogram, threads, progress), strict=True))
+    done = dict(zip(ready, _measure([*ready.values()], histogram, threads, progress), strict=True))
     for name in to_copy:
         part = _part(name, catalog.value(name, threads), threads)
         if part is not None:
@@ -215,28 +374,12 @@ def _measure_plain(
 # ---- in pieces ----
 
 
-def measure_in_pieces(
-    catalog: Catalog,
-    names: Sequence[str],
-    histogram: bool,
-    executor: Executor,
-    *,
-    threads: int | None,
-    progress: Progress,
-) -> dict[str, TensorStats]:
-    """Compute statistics on an executor; see `stats`."""
-    pieces = pieces_of(catalog.sizes(names), catalog, operation="stats", histogram=histogram)
-    rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("stats", {})
-    with paused(len(rows)):
-        return of_plain({name: rows[name] for name in names if name in rows})
-
-
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the statistics of the tensors of a piece; see `run_piece`."""
     with opened(piece, storage_options) as (names, (catalog,)):
-        return {"stats": as_plain(measure(catalog, names, piece.get("histogram") is True, threads))}
+        return {"stats": as_plain(measure(catalog, names, histogram=piece.get("histogram") is True, threads=threads))}
 
 
 def as_plain(statistics: Mapping[str, TensorStats]) -> dict[str, list[Any]]:
@@ -355,43 +498,35 @@ def _statistics(measured: _Measured, run: Callable[[int, Array, Array], object],
     first = (places + bins * _WORD).astype(np.uint64)
     numbers = segments.astype(np.uint64)
     short.sl_stats_merge(*map(address, (first, numbers)), len(counts), address(merged))
-    counted = [memory[begin : begin + bins].astype(np.int64) for begin in begins.tolist()] if histogram else None
-    with paused(len(counts)):
-        return _of_records(measured, merged, counted)
-
-
-def _of_records(measured: _Measured, merged: Array, counted: Sequence[Array] | None) -> list[TensorStats]:
-    """Convert merged records of the core to `TensorStats`."""
-    finite, nan, inf, exponent = (merged[field] for field in ("finite", "nan", "infinite", "exponent"))
-    low, high = merged["min"], merged["max"]
+    nan, inf, low, high = (merged[field] for field in ("nan", "infinite", "min", "max"))
+    finite, power = merged["finite"], merged["exponent"].astype(np.intc)
     with np.errstate(all="ignore"):
         absmax = np.where(-low > high, -low, high)
         # Rounding can push the mean past min or max, and the deviation past absmax.
-        power = exponent.astype(np.intc)
         mean = np.ldexp(merged["mean"] + merged["rest"], power)
         mean = np.where(low > mean, low, mean)
         mean = np.where(high < mean, high, mean)
         std, largest = np.sqrt(merged["squares"] / finite), np.ldexp(absmax, -power)
         std = np.ldexp(np.where(largest < std, largest, std), power)
-    numbers = [column.tolist() for column in (low, high, absmax, mean, std)]
-    for row in np.flatnonzero(finite == 0).tolist():
-        for column in numbers:
-            column[row] = math.nan  # a single object, so that equal statistics compare equal
-    whole = np.isin(measured.numbers, _WHOLE_NUMBERS) & (finite > 0)
-    for row in np.flatnonzero(whole).tolist():
-        exact = _of_integers(merged[row], measured.numbers[row] == _U64)
-        for column, number in zip(numbers, exact, strict=True):
-            column[row] = number
-    columns = [
-        *(measured.dtypes, measured.shapes, (finite + nan + inf).tolist(), *numbers),
-        *(nan.tolist(), inf.tolist(), merged["zeros"].tolist()),
-        *(
-            _indices(merged, *fields, measured.shapes)
-            for fields in (("nan", "first_nan"), ("infinite", "first_infinite"))
-        ),
-        *(repeat(None, len(merged)) if counted is None else counted, measured.nbytes),
-    ]
-    return list(map(tuple.__new__, repeat(TensorStats), zip(*columns, strict=True)))
+    with paused(len(counts)):
+        measures = [column.tolist() for column in (low, high, absmax, mean, std)]
+        for row in np.flatnonzero(finite == 0).tolist():
+            for column in measures:
+                column[row] = math.nan  # a single object, so that equal statistics compare equal
+        whole = np.isin(measured.numbers, _WHOLE_NUMBERS) & (finite > 0)
+        for row in np.flatnonzero(whole).tolist():
+            exact = _of_integers(merged[row], measured.numbers[row] == _U64)
+            for column, number in zip(measures, exact, strict=True):
+                column[row] = number
+        columns = [
+            *(measured.dtypes, measured.shapes, (finite + nan + inf).tolist(), *measures),
+            *(nan.tolist(), inf.tolist(), merged["zeros"].tolist()),
+            _indices(nan, merged["first_nan"], measured.shapes),
+            _indices(inf, merged["first_infinite"], measured.shapes),
+            [memory[at : at + bins].astype(np.int64) if histogram else None for at in begins.tolist()],
+            measured.nbytes,
+        ]
+        return list(map(tuple.__new__, repeat(TensorStats), zip(*columns, strict=True)))
 
 
 def _of_integers(record: Any, unsigned: bool) -> tuple[float, ...]:
@@ -404,9 +539,9 @@ def _of_integers(record: Any, unsigned: bool) -> tuple[float, ...]:
     return low, high, absmax, mean, min(math.sqrt(float(record["squares"]) / finite), float(absmax))
 
 
-def _indices(merged: Array, count: str, first: str, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...] | None]:
+def _indices(counts: Array, first: Array, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...] | None]:
     """Return the index of the first NaN or infinity of each tensor; None if it has none."""
-    indices: list[tuple[int, ...] | None] = [None] * len(merged)
-    for row in np.flatnonzero(merged[count]).tolist():
-        indices[row] = index_of(int(merged[first][row]), shapes[row])
+    indices: list[tuple[int, ...] | None] = [None] * len(counts)
+    for row in np.flatnonzero(counts).tolist():
+        indices[row] = index_of(int(first[row]), shapes[row])
     return indices

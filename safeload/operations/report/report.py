@@ -26,12 +26,11 @@ from ...formats.registry import UnknownGlobals
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
 from ..folders.output import Output
-from ..measure.stats_table import HISTOGRAM_EDGES, TensorStats
+from ..measure.stats import HISTOGRAM_EDGES, TensorStats
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog
+from ..validate.check import settings, validate_path
 from ..validate.findings import CheckReport, gather
-from ..validate.run import validate_path
-from ..validate.settings import settings
 from . import plots
 from .page import collapsible, facts, finding, head, is_page, page, part, section, soft, table
 from .plots import Line, ReportContent, content

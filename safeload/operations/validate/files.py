@@ -1,46 +1,53 @@
-"""Check the files themselves: indices against shards, CRC-32 of zip entries, tails of zeros from stopped downloads."""
+"""Check the files themselves: indices against shards, missing and damaged shards, CRC-32 of zip entries."""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from ...base.text import plural, show
-from ...engine.codes.pieces import PIECE, file_pieces, in_order
+from ...base import hub_cache
+from ...base.missing_path import dangling
+from ...base.text import clip, plural, printable, show
+from ...engine.codes.pieces import file_pieces, in_order
 from ...engine.run.weight_file import WeightFile, open_without_table
-from ...errors import FormatError, SafeloadError, one_line
+from ...errors import (
+    ForbiddenError,
+    FormatError,
+    LimitError,
+    MissingShardError,
+    SafeloadError,
+    UnsupportedError,
+    one_line,
+)
+from ...formats.folder import CONFIG, RESUME, ExpectedShards, choose_whole, listed_shards, read_config
 from ...formats.foreign import is_zip
-from ...formats.registry import NPZ
+from ...formats.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_of
+from ...formats.registry import WEIGHT_SUFFIXES, OpenRequest, open_file
 from ...formats.zip import STORED, Archive, ZipEntry
-from ...stores.files import Location
-from ...stores.local import LocalStore, keeping_position
+from ...stores.files import Files, Location
+from ...stores.json_file import read_json
 from ..sources.catalog import Catalog
-from .findings import ERROR, WARNING, Finding, find
-from .holes import may_be_zero
+from .findings import Finding, find
 
 # Numbers usually have five digits. DeepSeek writes six after "of", a few models two.
 _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
 
+# Rules about unreadable files, by error class.
+_REFUSALS = (
+    (MissingShardError, "index.shard:opening"),
+    (ForbiddenError, "file.forbidden"),
+    (UnsupportedError, "file.unsupported"),
+    (LimitError, "file.limit"),
+    (SafeloadError, "file.format"),
+)
 
-# Downloads that allocate their file in advance leave zeros at its end if they stop. A shorter tail of zeros does not
-# count as a stopped download, unless it is a hole.
-_TAIL_AT_LEAST = 1 << 20
-
-# A hole below both limits without a whole tensor is only a warning, because writers can skip blocks
-# of zeros.
-_HOLE_AT_LEAST = 64 << 10
-_HOLE_OF_FILE = 1000
-
-# Bytes to read from the end first. The last byte is nearly always nonzero.
-_FIRST_PIECE = 64 << 10
+# The advice lists at most this many files, each with at most this many characters.
+_LISTED, _NAME_LENGTH = 20, 100
 
 
 def check_index(catalog: Catalog) -> Iterator[Finding]:
@@ -48,8 +55,6 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     if catalog.index is None:
         yield from _check_shard_names(catalog.files)
         return
-    from ...stores.json_file import read_json
-
     base = os.path.basename(catalog.index.shown)
     try:
         index = read_json(catalog.index.path, "index.json", catalog.index.files)
@@ -188,121 +193,135 @@ def _fault_of(entry: FileEntry) -> str | None:
     return None if crc == info.crc else f"CRC-32 of its bytes is {crc:08x}, but the directory says {info.crc:08x}"
 
 
-# ---- tails of zeros ----
+# ---- folders that do not open ----
 
 
-class Tail(NamedTuple):
-    """Zeros at the end of a file's tensors."""
-
-    begin: int  # offset of the first zero
-    end: int  # end offset of the tensors
-    whole: list[str]  # tensors entirely in the tail, in the order of their bytes
-    cut: str | None  # tensor cut by the beginning of the tail; None if the tail begins between tensors
-    hole: int  # number of bytes in a hole of the file system
+def refusal(problem: SafeloadError | OSError) -> Finding:
+    """Return the finding for an error that opening raised."""
+    if isinstance(problem, OSError):
+        return find("file.read", problem=one_line(problem))
+    return find(next(rule for kind, rule in _REFUSALS if isinstance(problem, kind)), problem=problem)
 
 
-def check_tails(
-    catalog: Catalog, role: Callable[[str], str | None], zero: set[str], *, values: bool
-) -> Iterator[Finding]:
-    """Find files with an unwritten tail, and add the names of their zero tensors to ``zero``."""
-    # Compressed arrays of an npz are in a temporary file of our own.
-    for file in catalog.weight_files if catalog.format != NPZ else ():
-        tail = tail_of(file, values=values)  # without `values`, only a hole at the end counts
-        if tail is None:
-            continue
-        where = f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
-        weighty = any(role(name) not in ("bias", "buffer") and not may_be_zero(name) for name in tail.whole)
-        size = tail.end - tail.begin
-        small = not tail.whole and tail.hole < _HOLE_AT_LEAST and tail.hole * _HOLE_OF_FILE < file.size
-        if tail.hole or (size >= _TAIL_AT_LEAST and len(tail.whole) > 1 and weighty):
-            severity = WARNING if tail.hole and small else ERROR
-            yield find("file.hole:tail", severity=severity, where=where, zeros=_description(tail))
-            zero.update(tail.whole)
+class _Shard(NamedTuple):
+    """The check of a single shard."""
+
+    name: str
+    fault: Finding | None
+    nbytes: int = 0  # bytes of its tensors
+    missing: bool = False
+    opens: bool = False  # its tensors can be checked
 
 
-def _description(tail: Tail) -> str:
-    """Describe a tail for its finding."""
-    size = tail.end - tail.begin
-    zeros = f"{plural(size, 'byte')} to the end of the file {'is' if size == 1 else 'are'} zero"
-    if tail.hole:
-        zeros += ", a hole that was never written" if tail.hole >= size else f", {tail.hole:,} of them never written"
-    if not tail.whole:
-        return zeros if tail.cut is None else f"{zeros}, beginning inside {show(tail.cut)}"
-    count = len(tail.whole)
-    whole = f"{plural(count, 'tensor')} {'is' if count == 1 else 'are'} all zero"
-    return f"{zeros}: {whole}, the first is {show(tail.whole[0])}"
+def check_shards(
+    path: str, files: Files, opening: Mapping[str, Any]
+) -> tuple[list[Finding], list[Location], Mapping[str, Any] | None] | None:
+    """Check each shard that a path needs; return None if it does not need several files, or all are good.
 
-
-def tail_of(file: WeightFile, *, values: bool) -> Tail | None:
-    """Return the zeros at the end of the tensors of a file, or None if there are none or the file is an archive."""
-    table = file.table
-    ranges = [(*place, name) for name, place in zip(table.names, table.byte_ranges(), strict=True)]
-    ends = [end for begin, end, _ in ranges if begin < end]
-    if table.quantized:
-        scales = (table.scale(k) for k in range(len(ranges)))
-        ends += [scale.end for scale in scales if scale is not None]
-        packed = (table.packed(k) for k in range(len(ranges)))
-        ends += [
-            part.end for codes in packed if codes is not None for part in codes.parts.values() if part.file is file
-        ]
-    ranges = sorted(place for place in ranges if place[0] < place[1])
-    if not ranges:
-        return None
-    end = min(file.size, max(ends))
-    hole = min(end, hole_begin(file))
-    # Archives end with a nonzero directory, and their entries have a CRC-32.
-    if (hole == end and not values) or is_zip(file.read_at(0, 4)):
-        return None
-    begin = zeros_begin(file, ranges[0][0], hole)
-    if begin == end:
-        return None
-    whole = [name for at, _, name in ranges if at >= begin]
-    cut = next((name for at, to, name in ranges if at < begin < to), None)
-    return Tail(begin, end, whole, cut, end - hole)
-
-
-def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
-    """Return the offset of the first of the zeros before ``end``, reading backwards down to ``begin``."""
-    size = _FIRST_PIECE
-    memory = np.empty(0, np.uint8)
-    while end > begin:
-        at = max(begin, end - size)
-        if memory.size < end - at:
-            memory = np.empty(size, np.uint8)
-        for _ in file_pieces(file, at, end, memory):
-            pass  # a single piece
-        piece = memory[: end - at]
-        if piece.any():
-            return at + int(np.flatnonzero(piece)[-1]) + 1
-        end, size = at, PIECE
-    return begin
-
-
-def hole_begin(file: WeightFile) -> int:
-    """Return the offset of the hole at the end of a file, or the size of the file without such a hole."""
-    store = file.store
-    if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_DATA") or file.size == 0:
-        return file.size
-    return store.use(_hole_begin, file.size)  # three system calls if there is no hole
-
-
-def _hole_begin(descriptor: int, size: int) -> int:
-    def has_data(offset: int) -> bool:
+    Return findings, the last of which lists the files to fetch again; the good shards; and the config.
+    """
+    index: list[_Shard] = []
+    try:
+        expected = expected_shards(path, files)
+    except (SafeloadError, OSError) as problem:
+        name = files.split(str(getattr(problem, "path", None) or path))[1]
+        index = [_Shard(name, refusal(problem))]
         try:
-            with keeping_position(descriptor):
-                os.lseek(descriptor, offset, os.SEEK_DATA)
-        except OSError as problem:
-            return problem.errno != errno.ENXIO  # other errors: the file system does not support holes
-        return True
+            expected = expected_shards(path, files, indexed=False)
+        except (SafeloadError, OSError):  # the error of opening says it
+            return None
+    if expected is None:
+        return None
+    findings: list[Finding] = []
+    config = None
+    try:
+        config = read_config(expected.folder, files)
+    except (SafeloadError, OSError) as problem:
+        findings.append(refusal(problem))
+    names = [CONFIG] if findings else []
+    request = OpenRequest(None, opening.get("root"), opening.get("unknown_globals") == "inert", files)
+    shards = [*index, *files.each(lambda name: _check_shard(name, expected, request), sorted(expected.names))]
+    bad = [shard for shard in shards if shard.fault is not None]
+    findings += [shard.fault for shard in bad if shard.fault is not None]
+    good = [Location(files, files.join(expected.folder, shard.name)) for shard in shards if shard.opens]
+    if bad:
+        names = [shard.name for shard in bad] + names
+        message = (
+            f"{len(bad):,} of {plural(len(shards), 'shard')} {'is' if len(bad) == 1 else 'are'} missing or damaged"
+        )
+        if expected.total_size is not None and all(shard.missing for shard in bad):
+            absent = expected.total_size - sum(shard.nbytes for shard in shards)
+            message += f" ({absent:,} bytes)" if absent > 0 else ""
+        listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in names[:_LISTED])
+        more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+        advice = f"fetch again: {listed}{more}"
+        if _is_unfinished(expected.folder, files):
+            advice = "this is an unfinished conversion: repeat it with resume=True"
+        findings.append(find("index.fetch", problem=message, advice=advice))
+    return (findings, good, config) if findings else None
 
-    # A truncated file has no data past its end either; reading it will raise an error.
-    if has_data(size - 1) or os.fstat(descriptor).st_size < size:
-        return size
-    low, high = 0, size  # data follows every offset below low, but no data follows high
-    while low < high:
-        middle = (low + high) // 2
-        if has_data(middle):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+
+def _is_unfinished(folder: str, files: Files) -> bool:
+    """True if a folder has the records of a conversion that did not end."""
+    try:
+        return files.is_folder(files.join(folder, RESUME))
+    except (SafeloadError, OSError):  # https lists no folders
+        return False
+
+
+def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> _Shard:
+    """Open a shard, and compare its tensors with the index."""
+    files = request.files
+    try:
+        opened = open_file(files.join(expected.folder, name), request)
+    except FileNotFoundError as problem:
+        listed = f", but {expected.listed_in} lists it" if expected.listed_in is not None else ""
+        subject = f"{show(name)[1:-1]}{link}," if (link := dangling(problem.filename)) else show(name)[1:-1]
+        return _Shard(name, find("index.shard", name=subject, listed=listed), missing=True)
+    except (SafeloadError, OSError) as problem:
+        return _Shard(name, refusal(problem))
+    with ExitStack() as stack:
+        for file in opened.files:
+            stack.callback(file.close)
+        tables = [file.table for file in opened.files]
+        nbytes = sum(table.nbytes for table in tables)
+        absent = [tensor for tensor in expected.names[name] if all(table.find(tensor) < 0 for table in tables)]
+    if not absent:
+        return _Shard(name, None, nbytes, opens=True)
+    listed = f"{plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists"
+    first = show(min(absent))
+    fault = find("index.tensor", name=show(name)[1:-1], absent=len(absent), listed=listed, first=first)
+    return _Shard(name, fault, nbytes, opens=True)
+
+
+def expected_shards(path: str, files: Files, *, indexed: bool = True) -> ExpectedShards | None:
+    """List the shards that a folder, an ``index.json`` or a part of a GGUF file needs; None if it is a single file."""
+    path = path if files.remote else hub_cache.snapshot_of(path) or path
+    folder, base = files.split(path)
+    numbered: NumberedFiles | None
+    if base.endswith(".json"):
+        if indexed:
+            return listed_shards(folder, base, files)
+        path = folder
+    if files.is_folder(path):
+        names = [name for name, is_folder in files.listing(path) if not is_folder]
+        names = [name for name in names if indexed or not name.endswith(".json")]
+        try:
+            chosen = choose_whole(names, path, [*STEMS], Location(files, path)) or choose_whole(names, path, [*STEMS])
+            chosen = chosen or []
+        except MissingShardError:
+            chosen = []
+        if len(chosen) == 1:
+            return listed_shards(path, chosen[0], files) if chosen[0].endswith(".json") else None
+        sets = [numbered for numbered in sets_of(names) if numbered.suffix.endswith(tuple(WEIGHT_SUFFIXES))]
+        folder, numbered = path, next((each for each in sets if each.in_order == chosen), None)
+        numbered = sets[0] if numbered is None and len(sets) == 1 else numbered
+    else:
+        part = PART.fullmatch(base)
+        if part is None or part[4] != ".gguf":
+            return None
+        names = [name for name, is_folder in files.listing(folder) if not is_folder]
+        numbered = next((numbered for numbered in sets_of(names) if base in numbered.files.values()), None)
+    if numbered is None or int(numbered.total) > len(numbered.files) + MOST_MISSING:
+        return None
+    return ExpectedShards(folder, None, dict.fromkeys([*numbered.in_order, *numbered.missing()], ()), None)

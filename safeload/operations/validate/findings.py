@@ -13,7 +13,7 @@ from ...base.names import pattern_of
 from ...base.results import Report
 from ...base.text import clip, plural, printable, size
 from ...errors import FormatError, UnsupportedError, exported, one_line
-from ..measure.stats_table import StatsTable
+from ..measure.stats import StatsTable
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 ERROR: Severity = "error"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,41 +25,35 @@ _MORE_SIZES = ("feed_forward_length", "attention.head_count_kv", "expert_feed_fo
 _OTHER_TYPES = ("adapter", "imatrix", "mmproj", "vocab")
 
 
-class GgufModel(NamedTuple):
-    """The model in a GGUF file."""
+def check_gguf(
+    metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescription]
+) -> tuple[list[Finding], Choice | None, Mapping[str, Any] | None]:
+    """Check the metadata and the vectors of a GGUF file.
 
-    findings: list[Finding]
-    choice: Choice | None  # None if tensors cannot be compared
-    config: Mapping[str, Any]  # integers of the metadata, as the schema names them
-
-
-def check_gguf(metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescription]) -> GgufModel:
-    """Check the metadata and the vectors of a GGUF file, and choose its schema."""
+    Return findings, the schema and the integers of the metadata under its names; None if tensors cannot be compared.
+    """
     architecture = metadata.get(ARCHITECTURE)
     if not tensors:
-        return GgufModel([], None, {})
+        return [], None, None
     if architecture is None:
-        return GgufModel([find("gguf.unchecked:no key", key=ARCHITECTURE)], None, {})
+        return [find("gguf.unchecked:no key", key=ARCHITECTURE)], None, None
     diffusion = model_of(metadata)
     if diffusion is not None:
-        return GgufModel(list(_check_diffusion(metadata, tensors, diffusion)), None, {})
+        return list(_check_diffusion(metadata, tensors, diffusion)), None, None
     kind = _text(metadata, _TYPE)
-    known = isinstance(architecture, str) and architecture in gguf_architectures()
-    if not known or kind in _OTHER_TYPES:
+    form = gguf_architectures().get(architecture) if isinstance(architecture, str) else None
+    if form is None or kind in _OTHER_TYPES:
         subject = f"{kind} file" if kind in _OTHER_TYPES else f"architecture {show(architecture)}"
-        return GgufModel([find("gguf.unchecked", subject=subject)], None, {})
+        return [find("gguf.unchecked", subject=subject)], None, None
     faults = list(_check_keys(metadata, architecture))
-    broken = {key for key, _ in faults}
-    findings = [finding for _, finding in faults]
-    findings += _check_vectors(tensors)
-    sizes = (*rows.SIZES, *gguf_architectures()[architecture].required, *_MORE_SIZES)
-    config = _config(metadata, architecture, tensors)
-    arrays = [key for key in sizes if isinstance(metadata.get(f"{architecture}.{key}"), np.ndarray)]
-    if arrays:
-        return GgufModel([*findings, find("gguf.unchecked:layers", key=f"{architecture}.{arrays[0]}")], None, config)
-    if broken.intersection(f"{architecture}.{key}" for key in sizes):
-        return GgufModel(findings, None, config)
-    return GgufModel(findings, Choice(gguf_architectures()[architecture].schema, True), config)
+    findings = [finding for _, finding in faults] + list(_check_vectors(tensors))
+    sizes = [f"{architecture}.{key}" for key in (*rows.SIZES, *form.required, *_MORE_SIZES)]
+    array = next((key for key in sizes if isinstance(metadata.get(key), np.ndarray)), None)
+    if array is not None:
+        findings.append(find("gguf.unchecked:layers", key=array))
+    if array is not None or any(key in sizes for key, _ in faults):
+        return findings, None, None
+    return findings, Choice(form.schema, True), _config(metadata, architecture, tensors)
 
 
 def _check_diffusion(

@@ -214,13 +214,6 @@ def check_dtypes(
 # ---- with a schema ----
 
 
-class Comparison(NamedTuple):
-    """Result of `check_schema`."""
-
-    findings: list[Finding]
-    compared: int  # tensors compared with the schema
-
-
 def check_schema(
     choice: Choice,
     config: Mapping[str, Any] | None,  # its part for the language model if the schema covers that part only
@@ -228,21 +221,21 @@ def check_schema(
     *,
     quantized: Quantized | None = None,  # tensors outside the schema
     inner: Inner | None = None,  # the part of the model that the schema covers; None for the whole model
-) -> Comparison:
-    """Compare names and shapes with a schema: find missing and unexpected tensors, and wrong shapes."""
+) -> tuple[list[Finding], int]:
+    """Compare names and shapes with a schema; return findings, and the number of compared tensors."""
     schema = choice.schema
     parts: frozenset[str] = frozenset() if quantized is None else quantized.names
     modules: frozenset[str] = frozenset() if quantized is None else quantized.modules
 
-    def unchecked(why: str) -> Comparison:
-        return Comparison([find("schema.unchecked", why=why)], 0)
+    def unchecked(why: str) -> tuple[list[Finding], int]:
+        return [find("schema.unchecked", why=why)], 0
 
     try:
         expected = schema.expand(config, tensors.keys())
     except ValueError as problem:
         if inner is not None:
             return unchecked(f"{inner.key}, schema {schema.name}: {problem}")
-        return Comparison([find("schema.config", schema=schema.name, problem=problem)], 0)
+        return [find("schema.config", schema=schema.name, problem=problem)], 0
     names = [name for name in tensors if name in expected and name not in parts]
     if inner is not None and _mostly_absent(expected, tensors, modules):
         return unchecked(f"{inner.key}: more than half of the tensors of schema {schema.name} are missing")
@@ -251,16 +244,16 @@ def check_schema(
             return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         first = next((f"its first name is {show(name)}" for name in expected), "it has no tensors for this config")
         facts: dict[str, Any] = {"schema": schema.name, "first": first, "known": len(names), "tensors": len(tensors)}
-        return Comparison([find("schema.names", next(iter(tensors)), **facts)], 0)
-    causes = find_causes(schema, config, tensors, names, expected)
-    findings = causes.findings + list(_check_missing(choice, expected, tensors, modules))
+        return [find("schema.names", next(iter(tensors)), **facts)], 0
+    findings, corrected = _find_causes(schema, config, tensors, names, expected)
+    findings += _check_missing(choice, expected, tensors, modules)
     if inner is not None and inner.whole:
         first = next(name for name in tensors if name in expected)
         findings.append(find("schema.prefix", first, prefix=show(inner.prefix), schema=schema.name))
     findings += _check_unexpected(choice, config, expected, tensors, quantized=quantized, inner=inner)
     source = "metadata" if schema.config == METADATA else "config"
-    findings += _check_shapes(names, {**expected, **causes.expected}, tensors, source)
-    return Comparison(findings, len(names))
+    findings += _check_shapes(names, {**expected, **corrected}, tensors, source)
+    return findings, len(names)
 
 
 def _check_shapes(
@@ -434,13 +427,6 @@ def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Findi
 # ---- wrong sizes in the config ----
 
 
-class Causes(NamedTuple):
-    """The keys that explain wrong shapes."""
-
-    findings: list[Finding]
-    expected: _Expected  # the tensors of the corrected config
-
-
 class _Trial(NamedTuple):
     """A corrected key."""
 
@@ -458,14 +444,14 @@ def fits(shape: tuple[int, ...], expected: tuple[int | None, ...] | None) -> boo
     return len(shape) == len(expected) and all(b is None or a == b for a, b in zip(shape, expected, strict=True))
 
 
-def find_causes(
+def _find_causes(
     schema: Schema,
     config: Mapping[str, Any] | None,
     tensors: Mapping[str, TensorDescription],
     names: Sequence[str],
     expected: _Expected,
-) -> Causes:
-    """Find keys of the config on which all tensors agree that they have another value."""
+) -> tuple[list[Finding], _Expected]:
+    """Find keys of the config on which all tensors agree that they have another value, and the tensors with it."""
     findings: list[Finding] = []
     current = dict(config or {})
     wrong = _wrong(tensors, names, expected)
@@ -478,7 +464,7 @@ def find_causes(
         findings.append(find("schema.config:key", config=schema.config, expected=best.value, **facts))
         current[best.key] = best.value
         expected, wrong = best.expected, best.wrong
-    return Causes(findings, expected)
+    return findings, expected
 
 
 def _trials(

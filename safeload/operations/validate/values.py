@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,18 +19,20 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.restore import read_array
 from ...engine.codes.source import Source
 from ...engine.read.tensors import packed_of
+from ...errors import exported
 from ...packed.gptq import wrapped_zeros, zeros_disagree
-from ..measure.stats import measure
-from ..measure.stats_table import HISTOGRAM_EDGES, TensorStats
+from ..measure.stats import HISTOGRAM_EDGES, TensorStats, measure
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .findings import Finding, find
-from .settings import Limits
 
 # A value is an outlier if it is above this, the largest float16, and far above the 99.9th percentile of the tensor's
 # magnitudes without zeros. Smaller tensors are not judged.
 OUTLIER_ABOVE = 65504.0
 _OUTLIER_FACTOR, _OUTLIER_PERMILLE, _OUTLIER_COUNT = 1e4, 999, 1000
+# Default range of weights, and default absolute value of norm weights.
+_LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0
+
 # Numbers to compare at a time.
 _CHUNK = 1 << 20
 
@@ -49,6 +51,65 @@ _SCALES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
 _SIGNED = ("mlx", "gptq", "awq", "int", "int8")
 
 
+@exported()
+class Limits(NamedTuple):
+    """Limits for values.
+
+    Attributes:
+        low: smaller values are a warning.
+        high: larger values are a warning.
+        parameters: expected number of elements in all tensors; None accepts any.
+        scale: expected scale of int8 tensors: a number, or numbers by name; None accepts any.
+        absmax: largest absolute value before quantization to int8, so that scale is absmax / 127: a number, or numbers
+            by name; None accepts any.
+        norm: largest absolute value of norm weights. None means ``low`` and ``high`` if you set these, else 4096,
+            because norm weights reach hundreds in good models (Gemma).
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> report = safeload.check(np.float32([0.5, 3]), limits=safeload.Limits(low=-1, high=1))
+        >>> [warning.code for warning in report.warnings]
+        ['value.range']
+    """
+
+    low: float = _LOW
+    high: float = _HIGH
+    parameters: int | None = None
+    scale: float | Mapping[str, float] | None = None
+    absmax: float | Mapping[str, float] | None = None
+    norm: float | None = None
+
+    def of_norms(self) -> tuple[float, float]:
+        """Return the range for norm weights."""
+        if self.norm is not None:
+            return -self.norm, self.norm
+        default = (self.low, self.high) == (_LOW, _HIGH)
+        return (-_NORM, _NORM) if default else (self.low, self.high)
+
+    @classmethod
+    def of(cls, value: Any) -> Limits:
+        """Return limits from None, (low, high), a dict of fields, or limits."""
+        if value is None:
+            return cls()
+        if isinstance(value, Limits):
+            return value
+        if isinstance(value, Mapping):
+            unknown = sorted(set(value) - set(cls._fields))
+            if unknown:
+                raise ValueError(f"limits: unknown key {show(unknown[0])}, expected {', '.join(cls._fields)}")
+            limits = cls(**value)
+        elif isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+            limits = cls(*value)
+        else:
+            raise TypeError(f"limits must be (low, high) or a dict of {', '.join(cls._fields)}, got {show(value)}")
+        if not limits.low <= limits.high:
+            raise ValueError(f"limits: low must be <= high, got {limits.low} and {limits.high}")
+        if limits.norm is not None and not limits.norm >= 0:
+            raise ValueError(f"limits: norm must be >= 0, got {limits.norm}")
+        return limits
+
+
 def is_norm(name: str, about: TensorDescription, role: str | None) -> bool:
     """True for norm weights, by the role in the schema or else by name."""
     if role is not None or len(about.shape) > 1:
@@ -62,15 +123,14 @@ def check_values(
     stats: Mapping[str, TensorStats],
     tensors: Mapping[str, TensorDescription],
     limits: Limits,
-    skip: Collection[str],  # tensors with bad scales
     *,
-    role: Callable[[str], str | None] = lambda name: None,  # of a tensor in the schema
-    codes: Collection[str] = (),  # parts of quantized weights, which can have any finite value
-    zero: Collection[str] = (),  # tensors already reported as zero
-    outliers: Mapping[str, float] | None = None,  # see `find_outliers`
+    skip: Collection[str],  # tensors with bad scales
+    role: Callable[[str], str | None],  # of a tensor in the schema
+    codes: Collection[str],  # parts of quantized weights, which can have any finite value
+    zero: Collection[str],  # tensors already reported as zero
+    outliers: Mapping[str, float],  # see `find_outliers`
 ) -> Iterator[Finding]:
     """Find NaN, infinity and outliers (errors), values out of range and constant matrices (warnings)."""
-    outliers = outliers or {}
     for name, values in stats.items():
         about = tensors[name]
         if name in skip or not is_real(about):
@@ -106,7 +166,7 @@ def is_real(about: TensorDescription) -> bool:
 def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = None) -> dict[str, float]:
     """Return the tensors with an outlier, each with a bound that 99.9 % of its magnitudes stay below."""
     bounds = {}
-    for name, counted in measure(catalog, names, True, threads).items():
+    for name, counted in measure(catalog, names, histogram=True, threads=threads).items():
         histogram = counted.histogram
         assert histogram is not None
         count = int(histogram.sum())

@@ -1,4 +1,8 @@
-"""Validate a checkpoint: its files, its names and shapes, its values."""
+"""Check a checkpoint: its files, its names and shapes, its values.
+
+Values are read into tables of rows, in this process or in pieces on an executor, and judged in a fixed order, so that
+reports do not depend on which process reads, or on which file fails first.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +10,50 @@ import errno
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._version import __version__
 from ...base import log
 from ...base.arrays import Array, refuse_masked
+from ...base.gc_pause import paused
 from ...base.paths import PathLike, os_error
-from ...base.selecting import Patterns
+from ...base.scheme import INT8
+from ...base.selecting import Patterns, Selection
 from ...base.table import Unknown
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run.progress import Progress
+from ...engine.run.threads import check_threads
 from ...engine.run.weight_file import WeightFile
-from ...errors import (
-    FormatError,
-    RemotePermissionError,
-    SafeloadError,
-    UnsupportedError,
-    one_line,
-    public,
-)
+from ...errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, one_line, public
 from ...formats.numbered import other_form
 from ...formats.registry import BY_NAME, GGUF
 from ...loading import entry as loading
 from ...models.choosing import Choice, Inner, choose, choose_inner, choose_prefix
+from ...models.family import load as load_schema
 from ...models.module_names import WRAPPERS, stored_names, wrapped_inside
+from ...models.schema import Schema
 from ...packed.quantization import quantization_of
-from ...stores.json_file import read_if_there
+from ...stores.files import Location
+from ...stores.json_file import read_if_there, read_json
 from ...stores.places import Located, places_of
+from ..measure.stats import StatsTable, as_plain, measure, of_plain
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
-from ..sources.executors import EXECUTOR, Executor, check_paths, in_memory
-from . import files, holes, structure
-from .contents import Model, check_contents
-from .findings import CheckReport, Finding, find
+from ..sources.executors import EXECUTOR, Executor, check_executor, check_paths, files_at, groups, in_memory
+from ..sources.plan import INVALID_PIECE, check_version
+from ..sources.reading import MALFORMED, ReadingPiece, Tables, names_of, opened, pieces_of, run_pieces
+from . import files, structure, values, zeros
+from .files import FileEntry
+from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
 from .gguf_rules import check_gguf
-from .settings import CheckSettings, Limits, settings
-from .shards import ShardCheck, refusal
+from .structure import Quantized
+from .values import Limits
 
 # Codes of findings that hold without the other shards.
 _SHARD_CODES = (
@@ -58,6 +66,11 @@ ARRAY = "array"
 
 # File names in the original releases of Llama and Mistral: weights and config.
 _CONSOLIDATED, _PARAMS = "consolidated", "params.json"
+
+# Tables of rows by name: findings about scales, statistics, bounds of outliers, findings about tied heads. Faults of
+# entries of archives have the number of the entry, as text.
+_CRC, _SCALES, _STATS, _OUTLIERS, _TIED = "crc", "scales", "stats", "outliers", "tied"
+_VALUES = (_SCALES, _STATS, _OUTLIERS)
 
 Source = Given | Array | QuantizedTensor
 
@@ -129,9 +142,9 @@ def check(
         config,
         schema,
         limits,
-        values=values,
         only=only,
         drop=drop,
+        values=values,
         executor=executor,
         threads=threads,
         progress=progress,
@@ -148,6 +161,40 @@ def check(
                 check_paths(catalog, EXECUTOR)
             return _validate_tensors(CheckReport(catalog.title), catalog, options)
     return validate_path(source, {"storage_options": storage_options}, options)
+
+
+class CheckSettings(NamedTuple):
+    """The checked arguments of `check`."""
+
+    config: Mapping[str, Any] | None  # parsed; None uses the config of the folder
+    schema: Schema | None
+    choose: bool  # True to choose a schema by the config
+    limits: Limits
+    selection: Selection  # the tensors to report about
+    values: bool = True  # True to read tensors
+    executor: Executor | None = None
+    threads: int | None = None
+    progress: Progress = None
+    histogram: bool = False  # True to include histograms in statistics
+
+
+def settings(
+    config: PathLike | Mapping[str, Any] | None = None,
+    schema: str | None = "auto",
+    limits: Any = None,
+    *,
+    only: Patterns = None,
+    drop: Patterns = None,
+    **options: Any,
+) -> CheckSettings:
+    """Check and convert the arguments of `check`."""
+    bounds = Limits.of(limits)
+    expected = load_schema(schema) if schema is not None and schema != "auto" else None
+    check_threads(options.get("threads"))
+    check_executor(options.get("executor"))
+    if config is not None and not isinstance(config, Mapping):
+        config = read_json(config, "config.json")
+    return CheckSettings(config, expected, schema == "auto", bounds, Selection(only, drop), **options)
 
 
 def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
@@ -182,12 +229,13 @@ def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options:
         plain = not isinstance(problem, SafeloadError)
         if plain and getattr(problem, "filename", None) in (None, text):
             raise
-        shards = ShardCheck.of(place, where, opening)
-        if shards is None or not shards.faults:
-            report.add([refusal(problem)])
+        shards = files.check_shards(place, where, opening)
+        if shards is None:
+            report.add([files.refusal(problem)])
             return report
-        report.add(shards.faults)
-        return _validate_rest(report, shards, opening, options)
+        findings, good, config = shards
+        report.add(findings)
+        return _validate_rest(report, good, config, opening, options)
     with opened, Catalog.of(opened) as catalog:
         report.add(_check_other_form(catalog, options))
         return _validate_tensors(report, catalog, options)
@@ -222,24 +270,27 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
 
 
 def _validate_rest(
-    report: CheckReport, shards: ShardCheck, opening: Mapping[str, Any], options: CheckSettings
+    report: CheckReport,
+    good: Sequence[Location],
+    config: Mapping[str, Any] | None,
+    opening: Mapping[str, Any],
+    options: CheckSettings,
 ) -> CheckReport:
     """Check the tensors in the good shards of a damaged folder, as far as they suffice."""
-    report.add(shards.advice)
-    if not shards.good:
+    if not good:
         return report
-    values = options.values and quantization_of(shards.config) is None  # codes can have their scales in other shards
-    config = shards.config if options.config is None else options.config
+    values = options.values and quantization_of(config) is None  # codes can have their scales in other shards
+    own = options._replace(config=config if options.config is None else options.config, values=values)
+    rest = CheckReport(report.source)
     try:
-        with loading.open(shards.good, **opening) as opened, Catalog.of(opened) as catalog:
-            own = options._replace(config=config, values=values)
-            rest = _validate_tensors(CheckReport(report.source), catalog, own)
+        with loading.open(good, **opening) as opened, Catalog.of(opened) as catalog:
+            _validate_tensors(rest, catalog, own)
     except (SafeloadError, OSError):  # these shards need the others
         return report
-    for name in ("format", "files", "schema", "tensors", "parameters", "nbytes", "compared", "seconds", "stats"):
-        setattr(report, name, getattr(rest, name))
-    report.add(finding for finding in (*rest.errors, *rest.warnings) if finding.code.startswith(_SHARD_CODES))
-    return report
+    findings = [finding for finding in (*rest.errors, *rest.warnings) if finding.code.startswith(_SHARD_CODES)]
+    rest.errors, rest.warnings, rest.notes, rest.values = report.errors, report.warnings, report.notes, report.values
+    rest.add(findings)
+    return rest
 
 
 def _validate_array(
@@ -258,12 +309,34 @@ def _validate_array(
     return _validate_tensors(report, catalog, options._replace(choose=False, schema=None))
 
 
+class Model(NamedTuple):
+    """Description of a model, known before its values are read."""
+
+    tensors: Mapping[str, TensorDescription]
+    codes: frozenset[str]  # tensors with codes; their values are not checked
+    quantized: Quantized | None
+    schema: Schema | None
+    config: Mapping[str, Any] | None  # of the part that the schema covers
+
+    def role(self, name: str) -> str | None:
+        """Return the role of a tensor, or None if it is not in the schema."""
+        return None if self.schema is None else self.schema.role(name)
+
+    def tied(self, names: Set[str]) -> dict[str, str]:
+        """Return the tied heads stored along with their embeddings, both among ``names``, and the embeddings."""
+        try:
+            expected = {} if self.schema is None else self.schema.expand(self.config, self.tensors.keys())
+        except ValueError:  # already reported by check_schema
+            return {}
+        return {w.name: w.tied for w in expected.values() if w.tied is not None and {w.name, w.tied} <= names}
+
+
 def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSettings) -> CheckReport:
     started = time.perf_counter()
     selected = frozenset(options.selection.of(list(catalog)))
     try:
         model = _check_structure(report, catalog, options)
-        _check_files(report, catalog, model, selected, options)
+        _check_contents(report, catalog, model, selected, options)
     finally:
         report.seconds = time.perf_counter() - started
     if options.selection:
@@ -283,9 +356,8 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     named: Mapping[str, TensorDescription] = tensors
     inner = None
     if catalog.format == GGUF and options.choose and config is None:
-        of_gguf = check_gguf(catalog.metadata, tensors)
-        report.add(of_gguf.findings)
-        choice, config = of_gguf.choice, of_gguf.config if of_gguf.choice else None
+        findings, choice, config = check_gguf(catalog.metadata, tensors)
+        report.add(findings)
     else:
         named = _without_wrappers(report, tensors, catalog.title) if options.choose else tensors
         choice, inner = _choose_schema(config, catalog.format, named, options)
@@ -352,22 +424,6 @@ def _choose_schema(
     return (choice if inner is None else inner.choice), inner
 
 
-def _check_files(
-    report: CheckReport, catalog: Catalog, model: Model, selected: Set[str], options: CheckSettings
-) -> None:
-    """Run the checks that read files. If a file can no longer be read, add a finding and stop."""
-    zero: set[str] = set()  # tensors already reported as zero
-    entries: list[files.FileEntry] = []
-    with report.readable() as readable:
-        report.add(files.check_tails(catalog, model.role, zero, values=options.values))
-        report.add(holes.check_unwritten(catalog, model.role, zero))
-        if options.values:
-            entries = files.entries_of(catalog)
-    if readable and options.values:
-        selected = selected - catalog.unknown().keys()
-        check_contents(report, catalog, model, selected, options, entries=entries, zero=zero)
-
-
 def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:
     """Return the finding about an entry that cannot be read."""
     in_gguf = about.dtype.startswith("ggml type")  # its bytes end at the next tensor, or at the end
@@ -377,3 +433,208 @@ def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:
         return find("file.unknown_type:missing", about.name, dtype=about.dtype, reason=unknown.reason)
     reason = "is unknown to this version" if in_gguf else unknown.reason
     return find("file.unknown_type", about.name, dtype=about.dtype, reason=reason)
+
+
+# ---- contents ----
+
+
+def _check_contents(
+    report: CheckReport, catalog: Catalog, model: Model, selected: Set[str], options: CheckSettings
+) -> None:
+    """Add findings and statistics to the report as they come; an unreadable file is a finding, and ends the check."""
+    zero: set[str] = set()  # tensors already reported as zero
+    entries: list[FileEntry] = []
+    with report.readable() as readable:
+        report.add(zeros.check_tails(catalog, model.role, zero, values=options.values))
+        report.add(zeros.check_unwritten(catalog, model.role, zero))
+        if options.values:
+            entries = files.entries_of(catalog)
+    if not readable or not options.values:
+        return
+    selected = selected - catalog.unknown().keys()
+    names = [name for name in model.tensors if name in selected and name not in model.codes]
+    pairs = model.tied(selected - zero)
+    tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
+    codes: Set[str] = frozenset() if model.quantized is None else model.quantized.names
+    with report.readable():
+        for k, entry in enumerate(entries):
+            for fault in _rows(tables, _CRC, [str(k)]).values():
+                report.add([files.crc_finding(entry, fault)])
+        bad = set()
+        for name in names:
+            if model.tensors[name].quantized:
+                findings = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
+                report.add(findings)
+                if _has_error(findings):
+                    bad.add(name)
+        stats = report.stats = StatsTable(_rows(tables, _STATS, _readable(names, model.tensors, bad)))
+        report.add(zeros.check_zeros(catalog, stats, model.role, zero))
+        large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and name not in codes]
+        outliers = _rows(tables, _OUTLIERS, large)
+        sets = {"skip": bad, "codes": codes, "zero": zero}
+        report.add(
+            values.check_values(stats, model.tensors, options.limits, role=model.role, outliers=outliers, **sets)
+        )
+        for pair in pairs.items():
+            if bad.isdisjoint(pair):
+                report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)
+
+
+def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]:
+    """Return the rows of subjects in a table; raise the error of the first unread subject."""
+    rows, unread = tables.get(table, {}), tables.get(f"unread {table}", {})
+    for subject in subjects if unread else ():
+        if subject in unread and subject not in rows:
+            raise FormatError(unread[subject])
+    return {subject: rows[subject] for subject in subjects if subject in rows}
+
+
+# ---- reading ----
+
+
+def _read(
+    catalog: Catalog,
+    names: Sequence[str],
+    pairs: Mapping[str, str],
+    entries: Sequence[FileEntry],
+    options: CheckSettings,
+) -> Tables:
+    """Read all rows; errors of files become rows, too."""
+    if options.executor is not None:
+        pieces = [
+            *_entry_pieces(entries),
+            *_value_pieces(catalog, names, options),
+            *(piece for pair in pairs.items() for piece in _pieces(_TIED, catalog, pair, whole=True)),
+        ]
+        tables = run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
+        with paused(len(names)):
+            return {**tables, _STATS: of_plain(tables.get(_STATS, {}))}
+    tables = {}
+    numbered = {str(k): entry for k, entry in enumerate(entries)}
+    with _unread(tables, (_CRC,), numbered):
+        tables[_CRC] = _faults(numbered, options.threads)
+    with _unread(tables, _VALUES, names):
+        _read_values(tables, catalog, names, options)
+    with _unread(tables, (_TIED,), pairs):
+        for pair in pairs.items():
+            tables.setdefault(_TIED, {})[pair[0]] = values.check_tied(catalog, *pair)
+    return tables
+
+
+@contextmanager
+def _unread(tables: Tables, of: Iterable[str], subjects: Iterable[str]) -> Iterator[None]:
+    """If a file is unreadable, note its error for the subjects of each table; see `_rows`."""
+    try:
+        yield
+    except UNREADABLE as problem:
+        text = one_line(problem)
+        for table in of:
+            if table not in tables or table in (_SCALES, _TIED):  # tables that grow by row
+                tables[f"unread {table}"] = dict.fromkeys(subjects, text)
+
+
+def _faults(entries: Mapping[str, FileEntry], threads: int | None) -> dict[str, Any]:
+    """Return the faults of entries by number."""
+    faults = zip(entries, files.faults_of([*entries.values()], threads), strict=True)
+    return {number: fault for number, fault in faults if fault is not None}
+
+
+def _read_values(tables: Tables, catalog: Catalog, names: Sequence[str], options: CheckSettings) -> None:
+    limits, threads = options.limits, options.threads
+    tensors, scales = catalog.descriptions(names), tables.setdefault(_SCALES, {})
+    for name in names:
+        if tensors[name].quantized:
+            scales[name] = list(values.check_scales(catalog, name, limits, threads))
+    readable = _readable(names, tensors, {name for name, findings in scales.items() if _has_error(findings)})
+    stats = measure(catalog, readable, histogram=options.histogram, threads=threads, progress=options.progress)
+    tables[_STATS] = stats
+    large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and values.is_real(tensors[name])]
+    tables[_OUTLIERS] = values.find_outliers(catalog, large, threads)
+
+
+def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
+    return any(severity == ERROR for severity, *_ in findings)
+
+
+def _readable(names: Sequence[str], tensors: Mapping[str, TensorDescription], bad: set[str]) -> list[str]:
+    """Return the tensors to compute statistics of. Packed tensors with bad scales would only repeat the error."""
+    return [name for name in names if not (name in bad and tensors[name].packed)]
+
+
+# ---- in pieces ----
+
+
+def _pieces(check: str, catalog: Catalog, names: Sequence[str], *, whole: bool = False) -> Iterator[ReadingPiece]:
+    return pieces_of(catalog.sizes(names), catalog, whole=whole, operation="validate", check=check)
+
+
+def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[ReadingPiece]:
+    sizes = [entry.info.packed for entry in entries]
+    for group in groups(sizes, [entry.file for entry in entries], range(len(entries))):
+        archives: dict[str, list[Any]] = {}
+        for k in group:
+            file = entries[k].file
+            where = file.files.public(file.files.absolute(file.place)), file.files.public_options()
+            archive = archives.setdefault(file.place, [*where, *file.identity[:2], {}])
+            archive[-1][str(k)] = entries[k].name
+        content = {"operation": "validate", "check": _CRC, "version": __version__, "archives": [*archives.values()]}
+        yield ReadingPiece(content, sum(sizes[k] for k in group))
+
+
+def _value_pieces(catalog: Catalog, names: Sequence[str], options: CheckSettings) -> Iterator[ReadingPiece]:
+    tensors = catalog.descriptions(names)
+    for piece in _pieces("values", catalog, names):
+        int8 = [name for name in piece.content["names"] if tensors[name].scheme == INT8]
+        limits = {key: _plain_limit(getattr(options.limits, key), int8) for key in ("scale", "absmax")}
+        piece.content.update(limits, histogram=options.histogram)
+        yield piece
+
+
+def _plain_limit(limit: Any, names: Sequence[str]) -> Any:
+    """Return a limit as a number, as numbers by name, or None if it applies to no tensor."""
+    if limit is None or not names:
+        return None
+    if not isinstance(limit, Mapping):
+        return float(limit)
+    return {name: float(limit[name]) for name in names if limit.get(name) is not None}
+
+
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read the rows of a piece; see `run_piece`."""
+    check_version(piece, INVALID_PIECE)
+    check, tables = piece.get("check"), Tables()
+    if check == _CRC:
+        _read_archives(tables, piece, threads, storage_options)
+    elif check == "values":
+        limits = Limits(scale=piece.get("scale"), absmax=piece.get("absmax"))
+        options = settings(limits=limits, histogram=piece.get("histogram") is True, threads=threads)
+        with _unread(tables, _VALUES, names_of(piece)), opened(piece, storage_options) as (names, (catalog,)):
+            _read_values(tables, catalog, names, options)
+            tables[_STATS] = as_plain(tables[_STATS])
+    elif check == _TIED:
+        with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (names, (catalog,)):
+            tables[_TIED] = {names[0]: values.check_tied(catalog, *names)}
+    else:
+        raise FormatError(f"{INVALID_PIECE}: unknown check {show(check)}, expected crc, values or tied")
+    return tables
+
+
+def _read_archives(
+    tables: Tables, piece: Mapping[str, Any], threads: int | None, storage_options: Mapping[str, Any] | None
+) -> None:
+    try:
+        archives = [
+            (Location(files_at(path, planned, storage_options), path), (size, version), dict(names))
+            for path, planned, size, version, names in [*piece["archives"]] or [None]
+        ]
+    except MALFORMED as error:
+        raise FormatError(f"{INVALID_PIECE}: malformed archives: {error!r}") from None
+    with _unread(tables, (_CRC,), [number for *_, names in archives for number in names]):
+        faults: dict[str, Any] = {}
+        for location, identity, names in archives:
+            location.files.check_unchanged(location.path, identity)
+            with files.reopened(location, identity, [*names.values()]) as entries:
+                faults |= _faults(dict(zip(names, entries, strict=True)), threads)
+        tables[_CRC] = faults

@@ -1,4 +1,4 @@
-"""Find zeros inside files that no writer meant: blocks that a download, a copy or a disk lost.
+"""Find zeros in files that no writer meant: tails of stopped downloads, and blocks that a copy or a disk lost.
 
 Pruned tensors, padding rows and zero initializations are zeros too. A run of zeros counts as damage if its ends follow
 the blocks of the file instead of the rows of a tensor, or if it is long and continues into another tensor.
@@ -6,25 +6,27 @@ the blocks of the file instead of the rows of a tensor, or if it is long and con
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ...base.arrays import Array
+from ...base.cached import cached_property
 from ...base.text import plural, show
 from ...engine.codes.pieces import PIECE, file_pieces
 from ...engine.run.weight_file import WeightFile
 from ...formats.foreign import is_zip
 from ...formats.registry import NPZ
 from ...stores.local import LocalStore, keeping_position
-from ..measure.stats_table import TensorStats
+from ..measure.stats import TensorStats
 from ..sources.catalog import Catalog
-from .findings import Finding, find
+from .findings import ERROR, WARNING, Finding, find
 
 # Files are written, sent and lost in blocks of this size or multiples.
 _BLOCK = 4096
@@ -38,6 +40,15 @@ _HALF = _RUN_AT_LEAST // 2
 _LARGEST_ITEM = 16
 # Blocks of quantized values end inside a block of the file; the byte beside a lost block can be 0 by chance.
 _SLACK = 3
+# Downloads that allocate their file in advance leave zeros at its end if they stop. A shorter tail of zeros does not
+# count as a stopped download, unless it is a hole.
+_TAIL_AT_LEAST = 1 << 20
+# A hole at the end below both limits without a whole tensor is only a warning, because writers can skip blocks of
+# zeros.
+_HOLE_AT_LEAST = 64 << 10
+_HOLE_OF_FILE = 1000
+# Bytes to read first in search of the ends of zeros. The last byte of a file is nearly always nonzero.
+_FIRST_PIECE = 64 << 10
 # A file with more holes was written sparsely, and its holes mean nothing.
 _MOST_HOLES = 1000
 
@@ -173,64 +184,73 @@ def _finding(run: ZeroRun, unwritten: bool, where: str, role: Callable[[str], st
 class _File:
     """A file to search for zeros."""
 
-    def __init__(self, file: WeightFile, places: list[StoredRange]) -> None:
-        self.file, self.places = file, places
-        self._begins = [place.begin for place in places]
-        self.begin, self.end = places[0].begin, min(file.size, max(place.end for place in places))
+    def __init__(self, file: WeightFile, where: str) -> None:
+        self.file, self.where = file, where  # the prefix of messages
+
+    @cached_property
+    def places(self) -> list[StoredRange]:
+        """The stored tensors that have bytes, in the order of their bytes."""
+        return _places(self.file)
+
+    @cached_property
+    def end(self) -> int:
+        """The end of the last tensor."""
+        return min(self.file.size, max(place.end for place in self.places))
 
     def run(self, begin: int, end: int) -> ZeroRun | None:
         """Return the run around zeros; None if no tensor has them."""
-        begin, end = max(begin, self.begin), min(end, self.end)
+        places = self.places
+        begin, end = (max(begin, places[0].begin), min(end, self.end)) if places else (0, 0)
         if begin >= end:
             return None
-        begin, end = self._first(begin), self._last(end)
-        first = max(0, bisect_right(self._begins, begin) - 1)
-        last = bisect_right(self._begins, end - 1)
-        places = [place for place in self.places[first:last] if place.begin < end and begin < place.end]
-        return ZeroRun(begin, end, places) if places else None
+        begin, end = zeros_begin(self.file, places[0].begin, begin), _zeros_end(self.file, end, self.end)
+        first = max(0, bisect_right(places, begin, key=lambda place: place.begin) - 1)
+        last = bisect_right(places, end - 1, key=lambda place: place.begin)
+        inside = [place for place in places[first:last] if place.begin < end and begin < place.end]
+        return ZeroRun(begin, end, inside) if inside else None
 
-    def _first(self, begin: int) -> int:
-        """Return the first of the zeros that end at an offset."""
-        step = _BLOCK
-        while begin > self.begin:
-            at = max(self.begin, begin - step)
-            nonzero = np.flatnonzero(np.frombuffer(self.file.read_at(at, begin - at), np.uint8))
-            if nonzero.size:
-                return at + int(nonzero[-1]) + 1
-            begin, step = at, min(2 * step, _LONG)
-        return begin
 
-    def _last(self, end: int) -> int:
-        """Return the end of the zeros that begin at an offset."""
-        step = _BLOCK
-        while end < self.end:
-            chunk = np.frombuffer(self.file.read_at(end, min(step, self.end - end)), np.uint8)
-            nonzero = np.flatnonzero(chunk)
-            if nonzero.size or not chunk.size:
-                return end + (int(nonzero[0]) if nonzero.size else 0)
-            end, step = end + chunk.size, min(2 * step, _LONG)
-        return end
+def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
+    """Return the offset of the first of the zeros before ``end``, reading backwards down to ``begin``."""
+    step = _FIRST_PIECE
+    while end > begin:
+        at = max(begin, end - step)
+        chunk = b"".join(map(bytes, file_pieces(file, at, end)))
+        nonzero = np.flatnonzero(np.frombuffer(chunk, np.uint8))
+        if nonzero.size:
+            return at + int(nonzero[-1]) + 1
+        end, step = at, min(2 * step, PIECE)
+    return begin
 
-    def zeros(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Yield runs of at least eight blocks of zeros in ascending ranges."""
-        memory = np.empty(PIECE, np.uint8)
-        pending: tuple[int, int] | None = None
-        for begin, end in ranges:
-            begin -= begin % _BLOCK
-            begin, end = max(begin, 0), min(self.file.size, end)
-            at = begin
-            for piece in file_pieces(self.file, begin, end, memory):
-                blocks = _zero_blocks(np.frombuffer(piece, np.uint8))
-                for first, last in blocks:
-                    if pending is not None and pending[1] == at + first:
-                        pending = pending[0], at + last
-                        continue
-                    if pending is not None and pending[1] - pending[0] >= _HALF - 2 * _BLOCK:
-                        yield pending
-                    pending = at + first, at + last
-                at += len(piece)
-        if pending is not None and pending[1] - pending[0] >= _HALF - 2 * _BLOCK:
-            yield pending
+
+def _zeros_end(file: WeightFile, begin: int, end: int) -> int:
+    """Return the end of the zeros after ``begin``, reading up to ``end``."""
+    step = _FIRST_PIECE
+    while begin < end:
+        chunk = np.frombuffer(file.read_at(begin, min(step, end - begin)), np.uint8)
+        nonzero = np.flatnonzero(chunk)
+        if nonzero.size or not chunk.size:
+            return begin + (int(nonzero[0]) if nonzero.size else 0)
+        begin, step = begin + chunk.size, min(2 * step, PIECE)
+    return end
+
+
+def _zeros(file: WeightFile, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield runs of at least eight blocks of zeros in ascending ranges."""
+    memory = np.empty(PIECE, np.uint8)
+    begin = end = 0  # of the run so far
+    for first, last in ranges:
+        at = max(0, first - first % _BLOCK)
+        for piece in file_pieces(file, at, min(file.size, last), memory):
+            for a, b in _zero_blocks(np.frombuffer(piece, np.uint8)):
+                if at + a != end:
+                    if end - begin >= _HALF - 2 * _BLOCK:
+                        yield begin, end
+                    begin = at + a
+                end = at + b
+            at += len(piece)
+    if end - begin >= _HALF - 2 * _BLOCK:
+        yield begin, end
 
 
 def _zero_blocks(piece: Array) -> list[tuple[int, int]]:
@@ -243,32 +263,30 @@ def _zero_blocks(piece: Array) -> list[tuple[int, int]]:
     return [(int(a) * _BLOCK, int(b) * _BLOCK) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-# ---- checks ----
+# ---- holes of the file system ----
 
 
-def _files(catalog: Catalog) -> Iterator[tuple[WeightFile, str]]:
-    """Yield the files that can have lost blocks, with the prefix of messages. Archives have checksums."""
-    for file in catalog.weight_files if catalog.format != NPZ else ():
-        if not file.unpacked and file.table.count and not is_zip(file.read_at(0, 4)):
-            yield file, f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
+def hole_begin(file: WeightFile) -> int:
+    """Return the offset of the hole at the end of a file, or the size of the file without such a hole."""
+    store = file.store
+    if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_DATA") or file.size == 0:
+        return file.size
+    return store.use(_hole_begin, file.size)  # three system calls if there is no hole
 
 
-def check_unwritten(catalog: Catalog, role: Callable[[str], str | None], zero: set[str]) -> Iterator[Finding]:
-    """Find long holes of the file system inside files, and add the names of their zero tensors to ``zero``."""
-    for weights, where in _files(catalog):
-        holes = _holes_of(weights)
-        places = _places(weights) if holes else []
-        if not places:
-            continue
-        file = _File(weights, places)
-        for hole in holes:
-            run = file.run(*hole)
-            if run is None or run.end >= file.end or any(place.tensor in zero for place in run.places):
-                continue
-            finding = _finding(run, True, where, role)
-            if finding is not None:
-                yield finding
-                zero.update(place.tensor for place in run.whole)
+def _hole_begin(descriptor: int, size: int) -> int:
+    def has_data(offset: int) -> bool:
+        try:
+            with keeping_position(descriptor):
+                os.lseek(descriptor, offset, os.SEEK_DATA)
+        except OSError as problem:
+            return problem.errno != errno.ENXIO  # other errors: the file system does not support holes
+        return True
+
+    # A truncated file has no data past its end either; reading it will raise an error.
+    if has_data(size - 1) or os.fstat(descriptor).st_size < size:
+        return size
+    return bisect_left(range(size), True, key=lambda offset: not has_data(offset))
 
 
 def _holes_of(file: WeightFile) -> list[tuple[int, int]]:
@@ -296,42 +314,104 @@ def _long_holes(descriptor: int, size: int) -> list[tuple[int, int]]:
     return []
 
 
-def check_zeros(
-    catalog: Catalog,
-    stats: Mapping[str, TensorStats],
-    role: Callable[[str], str | None],
-    zero: set[str],
+# ---- checks ----
+
+# These add the names of the zero tensors that they report to ``zero``.
+
+
+def _files(catalog: Catalog) -> Iterator[tuple[WeightFile, str]]:
+    """Yield the files that can have lost blocks, with the prefix of messages. Archives have checksums."""
+    for file in catalog.weight_files if catalog.format != NPZ else ():
+        yield file, f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
+
+
+def check_tails(
+    catalog: Catalog, role: Callable[[str], str | None], zero: set[str], *, values: bool
 ) -> Iterator[Finding]:
-    """Find runs of zeros inside files, and add the names of their zero tensors to ``zero``."""
+    """Find files with an unwritten tail; without ``values``, only a hole at the end counts."""
+    for file, where in _files(catalog):
+        table = file.table
+        ranges = sorted((*place, name) for name, place in zip(table.names, table.byte_ranges(), strict=True))
+        ranges = [place for place in ranges if place[0] < place[1]]
+        if not ranges:
+            continue
+        ends = [end for _, end, _ in ranges]
+        if table.quantized:
+            ends += [place.end for place in _places(file)]
+            scales = (table.scale(k) for k in range(table.count))
+            ends += [scale.end for scale in scales if scale is not None]
+        end = min(file.size, max(ends))
+        hole = min(end, hole_begin(file))
+        if (hole == end and not values) or is_zip(file.read_at(0, 4)):
+            continue
+        begin = zeros_begin(file, ranges[0][0], hole)
+        size, never = end - begin, end - hole
+        whole = [name for at, _, name in ranges if at >= begin]
+        weighty = any(role(name) not in ("bias", "buffer") and not may_be_zero(name) for name in whole)
+        if not never and (size < _TAIL_AT_LEAST or len(whole) < 2 or not weighty):
+            continue
+        zeros = f"{plural(size, 'byte')} to the end of the file {'is' if size == 1 else 'are'} zero"
+        if never:
+            zeros += ", a hole that was never written" if never >= size else f", {never:,} of them never written"
+        if whole:
+            count = f"{plural(len(whole), 'tensor')} {'is' if len(whole) == 1 else 'are'} all zero"
+            zeros += f": {count}, the first is {show(whole[0])}"
+        else:
+            cut = next((name for at, to, name in ranges if at < begin < to), None)
+            zeros += "" if cut is None else f", beginning inside {show(cut)}"
+        small = not whole and never < _HOLE_AT_LEAST and never * _HOLE_OF_FILE < file.size
+        yield find("file.hole:tail", severity=WARNING if small else ERROR, where=where, zeros=zeros)
+        zero.update(whole)
+
+
+def check_unwritten(catalog: Catalog, role: Callable[[str], str | None], zero: set[str]) -> Iterator[Finding]:
+    """Find long holes of the file system inside files."""
+    for file in _searched(catalog):
+        for hole in _holes_of(file.file):
+            run = file.run(*hole)
+            if run is None or run.end >= file.end or any(place.tensor in zero for place in run.places):
+                continue
+            finding = _finding(run, True, file.where, role)
+            if finding is not None:
+                yield finding
+                zero.update(place.tensor for place in run.whole)
+
+
+def check_zeros(
+    catalog: Catalog, stats: Mapping[str, TensorStats], role: Callable[[str], str | None], zero: set[str]
+) -> Iterator[Finding]:
+    """Find runs of zeros inside files."""
     # Only tensors with many zeros are read again, and the parts of packed tensors in local files.
     known = frozenset(zero)  # in a reported hole
     tensors_of: dict[WeightFile, dict[str, str]] = {}  # names by stored name
     if _has_many_zeros(stats):
         for name, weights, k in catalog.entries():
             tensors_of.setdefault(weights, {})[weights.table.names[k]] = name
-    for weights, where in _files(catalog):
-        tensors = tensors_of.get(weights, {})
-        if not tensors and not weights.table.quantized:
+    for file in _searched(catalog):
+        tensors = tensors_of.get(file.file, {})
+        if not tensors and not file.file.table.quantized:
             continue
-        places = _places(weights)
-        if not places:
-            continue
-        file = _File(weights, places)
         rows = {stored: stats[name] for stored, name in tensors.items() if name in stats}
-        suspects = [place for place in file.places if _is_suspect(place, rows.get(place.tensor), weights)]
-        judged = _holes_of(weights)
+        suspects = [place for place in file.places if _is_suspect(place, rows.get(place.tensor), file.file)]
+        judged = _holes_of(file.file)
         done = 0
-        for core in file.zeros(_joined(suspects)):
+        for core in _zeros(file.file, _joined(suspects)):
             run = file.run(*core) if core[0] >= done else None
             if run is None or any(place.tensor in known for place in run.places):
                 continue
             done = run.end
             if any(begin < run.end and run.begin < end for begin, end in judged):
                 continue
-            finding = _finding(run, False, where, role)
+            finding = _finding(run, False, file.where, role)
             if finding is not None:
                 yield finding
                 zero.update(tensors.get(place.tensor, place.tensor) for place in run.whole)
+
+
+def _searched(catalog: Catalog) -> Iterator[_File]:
+    for file, where in _files(catalog):
+        if not file.unpacked and file.table.count and not is_zip(file.read_at(0, 4)):
+            yield _File(file, where)
 
 
 def _has_many_zeros(stats: Mapping[str, TensorStats]) -> bool:
