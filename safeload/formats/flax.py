@@ -28,7 +28,7 @@ from ..base.table import Unknown
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
-from .boxed import Box, BoxedListing, InFile, boxed_file
+from .boxed import Box, BoxedListing, Region, boxed_file
 from .byte_reader import ByteReader
 from .registry import Candidate, Content, OpenRequest
 
@@ -95,7 +95,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     file.table = ListedTable(whole, metadata)
     if not chunked:
         return Content(file)
-    beside = boxed_file(file, file.path, chunked, [file.store])
+    beside = boxed_file(file, chunked, [file.store])
     return Content(file, (beside,), list(tensors))
 
 
@@ -107,7 +107,7 @@ def _boxes(array: ChunkedArray, file: WeightFile) -> list[Box]:
     boxes, at = [], 0
     for chunk in array.chunks:
         count = prod(chunk.shape)
-        boxes.append(Box((at,), (count,), InFile(file.store, chunk.begin)))
+        boxes.append(Box((at,), (count,), Region(file.store, chunk.begin)))
         at += count
     return boxes
 

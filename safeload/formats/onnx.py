@@ -40,6 +40,7 @@ https://protobuf.dev/programming-guides/encoding/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ from ..base.messages import error_about
 from ..base.text import plural, show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
-from .boxed import Box, BoxedListing, BoxSource, InFile, Region, boxed_file
+from .boxed import Box, BoxedListing, Region, Stored, boxed_file
 from .byte_reader import ByteReader
 from .registry import Candidate, Content, OpenRequest, place_beside
 
@@ -467,6 +468,11 @@ class ElementType(NamedTuple):
     bits: int  # of an element
     field: str  # that holds it without raw_data
 
+    @property
+    def small(self) -> bool:
+        """True for integers of 4 or 2 bits, several in a byte, which are opened as int8 and uint8."""
+        return self.bits < 8 and self.code in ("I8", "U8")
+
     def numbers(self, count: int) -> int:
         """Return how many numbers hold elements in `field`: a byte of several elements of 4 or 2 bits is one."""
         return -(-count * self.bits // 8) if self.bits < 6 else count
@@ -553,7 +559,7 @@ class TensorPlacer:
             file.stand_for(self._file, unpacked=False)
         if self._boxed:
             stores = [self._file.store, *(file.store for file in files)]
-            files.append(boxed_file(self._file, self._file.path, self._boxed, stores))
+            files.append(boxed_file(self._file, self._boxed, stores))
         return Content(self._file, files, names if files else (), notes)
 
     def add(self, name: str, tensor: TensorProto) -> None:
@@ -598,8 +604,8 @@ class TensorPlacer:
         if place.end - place.begin != nbytes:
             text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but raw_data has {place.end - place.begin}"
             raise self._fault(text, name, tensor)
-        if type_.bits < 8 and not row.packed and count:
-            self._box(name, row, shape, SmallIntegers(file, [place], type_, count))
+        if type_.small and count:
+            self._box(name, row, shape, partial(_unpacked, file, [place], type_, count, varints=False))
         else:
             self._listings.setdefault(file, []).append(Listing(name, row, shape, *place))
 
@@ -626,10 +632,9 @@ class TensorPlacer:
         if not numbers <= stored <= 10 * numbers:
             text = f": {type_.name} {list(shape)} needs {numbers} numbers, but {type_.field} has {stored} bytes"
             raise self._fault(text, name, tensor)
-        kind = Varints if type_.bits >= 8 or row.packed else SmallIntegers
-        self._box(name, row, shape, kind(self._file, pieces, type_, count, varints=True))
+        self._box(name, row, shape, partial(_unpacked, self._file, pieces, type_, count, varints=True))
 
-    def _box(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], stored: BoxSource) -> None:
+    def _box(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], stored: Stored) -> None:
         if row.packed:
             if not shape or shape[-1] % row.block:
                 raise UnsupportedError(f"{list(shape)} is stored as numbers, and its rows end inside a byte")
@@ -643,7 +648,7 @@ class TensorPlacer:
             if (end - begin) % itemsize:
                 raise UnsupportedError("is stored in pieces that end inside an element")
             count = (end - begin) // itemsize
-            boxes.append(Box((at,), (count,), InFile(self._file.store, begin)))
+            boxes.append(Box((at,), (count,), Region(self._file.store, begin)))
             at += count
         self._boxed[name] = BoxedListing(row, shape, boxes, flat=True)
 
@@ -702,55 +707,29 @@ def _location(tensor: TensorProto) -> str:
 # ---- elements that are decoded when they are read ----
 
 
-class Varints:
-    """Elements as varints, or as bytes that are stored as varints."""
-
-    def __init__(
-        self, file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, count: int, *, varints: bool = False
-    ) -> None:
-        self._file = file
-        self._pieces = pieces
-        self._type = type_
-        self._count = count
-        self._varints = varints
-
-    def region(self) -> Region | None:
-        return None
-
-    def unpack(self) -> Array:
-        """Return the elements as bytes."""
-        if not self._varints:
-            return self._bytes()
-        type_ = self._type
+def _unpacked(file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, count: int, *, varints: bool) -> Array:
+    """Return elements as bytes: each small integer in a byte of its own."""
+    data: Array = np.empty(sum(end - begin for begin, end in pieces), np.uint8)
+    at = 0
+    for begin, end in pieces:
+        file.store.read_into(begin, data[at : at + end - begin])
+        at += end - begin
+    if varints:
         try:
-            values = decode_varints(self._bytes(), type_.field)
-            expected = type_.numbers(self._count)
+            values = decode_varints(data, type_.field)
+            expected = type_.numbers(count)
             if len(values) != expected:
                 raise FormatError(f"{type_.field} has {len(values)} numbers, expected {expected}")
         except FormatError as error:
-            raise FormatError(error.args[0], self._file.path, self._pieces[0].begin) from None
+            raise FormatError(error.args[0], file.path, pieces[0].begin) from None
         if type_.bits == 6:
             bits = np.unpackbits(values.astype(np.uint8)[:, None], axis=1, bitorder="little")[:, :6]
             return np.packbits(bits, bitorder="little")
-        return values.astype(f"<u{max(1, type_.bits // 8)}").view(np.uint8)
-
-    def _bytes(self) -> Array:
-        data = np.empty(sum(piece.end - piece.begin for piece in self._pieces), np.uint8)
-        at = 0
-        for begin, end in self._pieces:
-            self._file.store.read_into(begin, data[at : at + end - begin])
-            at += end - begin
+        data = values.astype(f"<u{max(1, type_.bits // 8)}").view(np.uint8)
+    if not type_.small:
         return data
-
-
-class SmallIntegers(Varints):
-    """Integers of 4 or 2 bits, several in a byte."""
-
-    def unpack(self) -> Array:
-        """Return each element in a byte of its own."""
-        data, bits = super().unpack(), self._type.bits
-        elements = np.stack([data >> shift for shift in range(0, 8, bits)], axis=1).reshape(-1)[: self._count]
-        elements &= (1 << bits) - 1
-        if self._type.code == "I8":
-            elements = (elements << (8 - bits)).view(np.int8) >> (8 - bits)
-        return elements.view(np.uint8)
+    elements = np.stack([data >> shift for shift in range(0, 8, type_.bits)], axis=1).reshape(-1)[:count]
+    elements &= (1 << type_.bits) - 1
+    if type_.code == "I8":
+        elements = (elements << (8 - type_.bits)).view(np.int8) >> (8 - type_.bits)
+    return elements.view(np.uint8)

@@ -26,7 +26,7 @@ from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import ForbiddenError, FormatError, SafeloadError, UnsupportedError
 from ..stores.local import LocalStore
-from .boxed import Box, BoxedListing, InFile, boxed_file
+from .boxed import Box, BoxedListing, Region, boxed_file
 from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
 from .torch.globals import ALLOWED, TENSOR, Storage
@@ -198,7 +198,7 @@ def _adapt(value: Mapping[Any, Any], tables: PickleTables, file: WeightFile, *, 
         places.update({name: _StoredArray(source, position) for position, name in enumerate(table.names)})
     file.table = tables.table
     listings = dict(_joined(value[PARTS], places, tables.names, file.path))
-    beside = boxed_file(file, file.path, listings, [source.store for source in sources])
+    beside = boxed_file(file, listings, [source.store for source in sources])
     named = tables.table.named_globals
     metadata = {key: value for key, value in (tables.table.metadata() or {}).items() if key != PARTS}
     table = ListedTable([], metadata, named_globals=named)
@@ -259,5 +259,5 @@ def _alone(name: str, place: _StoredArray, path: str) -> BoxedListing:
     if table.big_endian(index):
         raise error_about(UnsupportedError, "is big-endian, beside arrays in parts", path=path, tensor=name)
     shape = table.shape(index)
-    stored = InFile(place.file.store, table.byte_range(index)[0], table.strides(index))
+    stored = Region(place.file.store, table.byte_range(index)[0], table.strides(index))
     return BoxedListing(table.row(index), shape, [Box((0,) * len(shape), shape, stored)])

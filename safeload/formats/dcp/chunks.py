@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from ...stores.files import Files
 from ...stores.store import ByteStore, read_at
 from ...stores.windows import StoreWindow, Unpacked
 from .. import foreign, zstd
-from ..boxed import Region, itemsize_of, logical_shape
+from ..boxed import Region, Stored, itemsize_of, logical_shape
 from ..registry import Candidate, OpenRequest
 from ..safetensors import file as safetensors
 from ..torch import zip_file
@@ -92,92 +93,80 @@ class DataFiles:
         return table
 
 
-class StoredChunk:
-    """A chunk of a tensor; see `Stored`."""
+class DcpChunk(NamedTuple):
+    """A chunk of a tensor, and where it is stored."""
 
-    __slots__ = ("_data", "_name", "_region", "_row", "_shape", "place")
-
-    def __init__(
-        self, data: DataFiles, name: str, row: dtypes.Dtype, shape: tuple[int, ...], place: ChunkPlace
-    ) -> None:
-        self._data = data
-        self._name = name
-        self._row = row
-        self._shape = shape  # as torch counts
-        self._region: Region | None = None
-        self.place = place
+    name: str
+    row: dtypes.Dtype
+    shape: tuple[int, ...]  # as torch counts
+    place: ChunkPlace
 
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
-        return prod(self._shape) * itemsize_of(self._row)
+        return prod(self.shape) * itemsize_of(self.row)
 
-    def region(self) -> Region | None:
-        if self._region is None and not self.place.transforms:
-            self._region = self._locate()
-        return self._region
-
-    def unpack(self) -> Array:
-        file, offset, length, transforms = self.place
-        path = self._data.path(file)
-        window = StoreWindow(self._data.stores[file], offset, length, path)
-        check_transforms(transforms, path, self._name)
-        content = zstd.decompressed(window, 0, length, self.nbytes + MAX_OVERHEAD, path, name=self._name)
-        region = self._in_archive(Unpacked(content), path, None)
-        strides = region.strides or c_strides(self._shape, itemsize_of(self._row))
-        shape = (*self._shape, itemsize_of(self._row))
-        elements = np.ndarray(shape, np.uint8, content, region.begin, (*strides, 1))
-        return np.ascontiguousarray(elements)
-
-    def _locate(self) -> Region:
-        file, offset, length, _ = self.place
-        store, path = self._data.stores[file], self._data.path(file)
-        head = read_at(store, offset, foreign.HEAD_SIZE)
-        if foreign.is_safetensors(head) and not foreign.is_zip(head):
-            return self._in_safetensors(store, path)
-        region = self._in_archive(StoreWindow(store, offset, length, path), path, offset)
-        return Region(store, offset + region.begin, region.strides)
-
-    def _in_safetensors(self, store: ByteStore, path: str) -> Region:
-        offset = self.place.offset
-        table = self._data.table_at(self.place.file, offset)
-        index = table.find(self._name)
-        if index < 0:
-            text = "should be in the safetensors part, but is not there"
-            raise error_about(FormatError, text, path=path, offset=offset, tensor=self._name)
-        self._check(table, index, path, offset)
-        return Region(store, offset + table.byte_range(index)[0])
-
-    def _in_archive(self, store: ByteStore, path: str, offset: int | None) -> Region:
-        """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
-        window = WeightFile(path, store, ListedTable([]))
-        try:
-            tables = zip_file.read_tables(Archive(window), window, OpenRequest())
-        except FormatError as error:
-            raise _moved(error, offset) from None
-        if len(tables.names) != 1 or tables.beside is not None:
-            text = f": its chunk must hold a single tensor, got {len(tables.names)}"
-            raise error_about(FormatError, text, path=path, offset=offset, tensor=self._name)
-        table = tables.table
-        self._check(table, 0, path, offset)
-        if table.big_endian(0):
-            raise error_about(UnsupportedError, "has big-endian chunks", path=path, tensor=self._name)
-        begin, end = table.byte_range(0)
-        if end - begin > 4 * self.nbytes + MAX_OVERHEAD:
-            text = f": strides spread a chunk of {self.nbytes:,} bytes over {end - begin:,}"
-            raise error_about(LimitError, text, path=path, tensor=self._name)
-        return Region(store, begin, table.strides(0))
-
-    def _check(self, table: Table, index: int, path: str, offset: int | None) -> None:
+    def check(self, table: Table, index: int, path: str, offset: int | None) -> None:
         """Check that a stored tensor is the chunk that the metadata describes."""
         unknown = table.unknown.get(table.names[index])
         if unknown is not None:
-            raise error_about(UnsupportedError, f": {unknown.label} {unknown.reason}", path=path, tensor=self._name)
-        row, shape, expected = table.row(index), table.shape(index), logical_shape(self._row, self._shape)
-        if (row, shape) != (self._row, expected):
-            text = f": the metadata says its chunk is {self._row.code} {list(expected)}, but it is "
+            raise error_about(UnsupportedError, f": {unknown.label} {unknown.reason}", path=path, tensor=self.name)
+        row, shape, expected = table.row(index), table.shape(index), logical_shape(self.row, self.shape)
+        if (row, shape) != (self.row, expected):
+            text = f": the metadata says its chunk is {self.row.code} {list(expected)}, but it is "
             text += f"{row.code} {list(shape)}"
-            raise error_about(FormatError, text, path=path, offset=offset, tensor=self._name)
+            raise error_about(FormatError, text, path=path, offset=offset, tensor=self.name)
+
+
+def locate(data: DataFiles, chunk: DcpChunk) -> Stored:
+    """Return the elements of a chunk."""
+    file, offset, length, transforms = chunk.place
+    store, path = data.stores[file], data.path(file)
+    if transforms:
+        return partial(_unpacked, chunk, StoreWindow(store, offset, length, path), path)
+    head = read_at(store, offset, foreign.HEAD_SIZE)
+    if foreign.is_safetensors(head) and not foreign.is_zip(head):
+        table = data.table_at(file, offset)
+        index = table.find(chunk.name)
+        if index < 0:
+            text = "should be in the safetensors part, but is not there"
+            raise error_about(FormatError, text, path=path, offset=offset, tensor=chunk.name)
+        chunk.check(table, index, path, offset)
+        return Region(store, offset + table.byte_range(index)[0])
+    region = _in_archive(chunk, StoreWindow(store, offset, length, path), path, offset)
+    return Region(store, offset + region.begin, region.strides)
+
+
+def _unpacked(chunk: DcpChunk, store: ByteStore, path: str) -> Array:
+    """Return the elements of a compressed chunk."""
+    check_transforms(chunk.place.transforms, path, chunk.name)
+    limit = chunk.nbytes + MAX_OVERHEAD
+    content = zstd.decompressed(store, 0, chunk.place.length, limit, path, name=chunk.name)
+    region = _in_archive(chunk, Unpacked(content), path, None)
+    shape = (*chunk.shape, itemsize_of(chunk.row))
+    strides = c_strides(shape, 1) if region.strides is None else (*region.strides, 1)
+    return np.ascontiguousarray(np.ndarray(shape, np.uint8, content, region.begin, strides))
+
+
+def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None) -> Region:
+    """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
+    window = WeightFile(path, store, ListedTable([]))
+    try:
+        tables = zip_file.read_tables(Archive(window), window, OpenRequest())
+    except FormatError as error:
+        raise _moved(error, offset) from None
+    if len(tables.names) != 1 or tables.beside is not None:
+        text = f": its chunk must hold a single tensor, got {len(tables.names)}"
+        raise error_about(FormatError, text, path=path, offset=offset, tensor=chunk.name)
+    table = tables.table
+    chunk.check(table, 0, path, offset)
+    if table.big_endian(0):
+        raise error_about(UnsupportedError, "has big-endian chunks", path=path, tensor=chunk.name)
+    begin, end = table.byte_range(0)
+    if end - begin > 4 * chunk.nbytes + MAX_OVERHEAD:
+        text = f": strides spread a chunk of {chunk.nbytes:,} bytes over {end - begin:,}"
+        raise error_about(LimitError, text, path=path, tensor=chunk.name)
+    return Region(store, begin, table.strides(0))
 
 
 def _moved(error: FormatError, by: int | None) -> FormatError:
@@ -187,9 +176,6 @@ def _moved(error: FormatError, by: int | None) -> FormatError:
     elif error.offset is not None:
         error.offset += by
     return error
-
-
-# ---- other values ----
 
 
 def read_value(data: DataFiles, name: str, place: ChunkPlace) -> Any:
@@ -216,9 +202,6 @@ def check_inside(store: ByteStore, name: str, place: ChunkPlace, path: str) -> N
     if end > store.size:
         text = f": bytes [{place.offset:,}, {end:,}) lie outside the file, which has {store.size:,}; is it cut off?"
         raise error_about(FormatError, text, path=path, offset=min(place.offset, store.size), tensor=name)
-
-
-# ---- zstd ----
 
 
 def check_transforms(transforms: Sequence[str], path: str, name: str) -> None:

@@ -12,6 +12,14 @@
 5. Booleans are an enumeration of FALSE = 0 and TRUE = 1; complex numbers a compound of ``r`` and ``i``.
 6. Contiguous datasets lie at a place in the file. Chunks are boxes, unpacked one at a time.
 
+Chunks are unpacked without libhdf5:
+
+1. A chunk holds a whole box of the dataset's chunk shape, also at the edges, where the rest is filling.
+2. Filters were applied in order, so they are undone from the last to the first. A bit of the chunk's mask skips one.
+3. shuffle (2): byte k of all elements, for each k. The value of the filter is the bytes of an element; the rest, less
+   than an element, follows unchanged.
+4. deflate (1): a stream of zlib. fletcher32 (3): a checksum of 4 bytes, little-endian, follows the data.
+
 Keras' quantized layers open as stored: integers and their scales, under the paths that they have.
 
 A ``.keras`` archive is a zip archive of ``config.json``, ``metadata.json`` and ``model.weights.h5``:
@@ -26,23 +34,31 @@ A ``.keras`` archive is a zip archive of ``config.json``, ``metadata.json`` and 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, BinaryIO
 
+import numpy as np
+
+from ...base.arrays import Array, c_strides
 from ...base.listed_table import ListedTable, Listing, unreadable
 from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.atomic_file import reserve
 from ...engine.run.weight_file import WeightFile, open_temporary
-from ...errors import FormatError, UnsupportedError
+from ...errors import FormatError, LimitError, UnsupportedError
 from ...stores.json_file import parse_json
 from ...stores.members import Member, MemberFiles
-from ..boxed import Box, BoxedListing, InFile, boxed_file
+from ..boxed import Box, BoxedListing, Region, boxed_file
 from ..opening import names_below, open_members
 from ..registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
 from ..zip import STORED, Archive
-from .chunks import InMemory, StoredBlock, check_filters
-from .hdf5 import Dataset, Structure, read_structure
+from .hdf5 import DEFLATE, FLETCHER32, SHUFFLE, Dataset, FileChunk, Structure, read_structure
+
+# Largest chunk in memory, and largest ratio of deflate.
+MAX_CHUNK = 1 << 30
+MAX_RATIO = 1032
 
 # Attributes of the root that become metadata.
 _METADATA = ("keras_version", "backend", "model_config", "training_config")
@@ -71,7 +87,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     file.table = ListedTable(direct, _metadata(structure))
     if not boxed:
         return Content(file, notes=structure.notes)
-    beside = boxed_file(file, file.path, boxed, [file.store])
+    beside = boxed_file(file, boxed, [file.store])
     return Content(file, (beside,), list(datasets), structure.notes)
 
 
@@ -88,21 +104,94 @@ def _named(structure: Structure, root: str | None, path: str) -> dict[str, Datas
 
 def _boxes(name: str, dataset: Dataset, file: WeightFile) -> Iterator[Box]:
     """Yield the chunks of a dataset."""
-    if dataset.value is not None:
-        yield Box((0,) * len(dataset.shape), dataset.shape, InMemory(dataset.value))
+    value = dataset.value
+    if value is not None:
+        yield Box((0,) * len(dataset.shape), dataset.shape, lambda: value)
         return
-    itemsize = dataset.itemsize
-    check_filters(dataset, file.path, name)
-    strides = [itemsize]
-    for count in reversed(dataset.chunk_shape[1:]):
-        strides.insert(0, strides[0] * count)
-    plain = dataset.swap == 1
+    _check_filters(dataset, file.path, name)
+    strides = c_strides(dataset.chunk_shape, dataset.itemsize)
     for chunk in dataset.chunks:
         sizes = tuple(min(c, n - o) for c, n, o in zip(dataset.chunk_shape, dataset.shape, chunk.offsets, strict=True))
-        if plain and not chunk.filters:
-            yield Box(chunk.offsets, sizes, InFile(file.store, chunk.begin, tuple(strides)))
+        if dataset.swap == 1 and not chunk.filters:
+            yield Box(chunk.offsets, sizes, Region(file.store, chunk.begin, strides))
         else:
-            yield Box(chunk.offsets, sizes, StoredBlock(file, name, dataset, chunk, sizes))
+            yield Box(chunk.offsets, sizes, partial(_unpacked_chunk, file, name, dataset, chunk, sizes))
+
+
+def _check_filters(dataset: Dataset, path: str, name: str) -> None:
+    """Refuse a dataset whose chunks could not be unpacked, or only into more memory than they justify."""
+    nbytes = dataset.chunk_nbytes
+    if nbytes > MAX_CHUNK:
+        text = f": its chunks have {nbytes:,} bytes, the limit is {MAX_CHUNK:,}"
+        raise error_about(LimitError, text, path=path, tensor=name)
+    cut = any(n % count for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
+    for chunk in dataset.chunks:
+        if DEFLATE in chunk.filters:
+            if nbytes > chunk.size * MAX_RATIO:
+                text = f": {chunk.size:,} bytes cannot inflate to a chunk of {nbytes:,}"
+                raise error_about(FormatError, text, path=path, offset=chunk.begin, tensor=name)
+            continue
+        stored = nbytes + 4 * chunk.filters.count(FLETCHER32)
+        if chunk.size != stored:
+            text = f": the chunk at {list(chunk.offsets)} has {chunk.size:,} bytes, expected {stored:,}"
+            raise error_about(FormatError, text, path=path, offset=chunk.begin, tensor=name)
+        if cut and chunk.filters == (SHUFFLE,):
+            raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")
+
+
+def _unpacked_chunk(file: WeightFile, name: str, dataset: Dataset, chunk: FileChunk, sizes: tuple[int, ...]) -> Array:
+    """Return the elements of a chunk, of which ``sizes`` are inside the dataset, in C order."""
+
+    def damaged(text: str) -> FormatError:
+        where, at = f": the chunk at {list(chunk.offsets)} {text}", min(chunk.begin, file.size)
+        return error_about(FormatError, where, path=file.path, offset=at, tensor=name)
+
+    content: Array = np.empty(chunk.size, np.uint8)
+    file.store.read_into(chunk.begin, content)
+    expected = dataset.chunk_nbytes
+    for kind in reversed(chunk.filters):
+        if kind == FLETCHER32:
+            if len(content) < 4:
+                raise damaged("has no checksum")
+            content, stored = content[:-4], int.from_bytes(content[-4:].tobytes(), "little")
+            checksum = fletcher32(content)
+            if checksum != stored:
+                raise damaged(f"has the checksum {checksum:08x}, expected {stored:08x}")
+        elif kind == DEFLATE:
+            machine = zlib.decompressobj()
+            room = expected + 4  # a checksum may be inside
+            try:
+                inflated = machine.decompress(content.data, room + 1)
+            except zlib.error as error:
+                raise damaged(f"cannot be inflated: {error}") from None
+            if len(inflated) > room or not machine.eof:
+                raise damaged(f"inflates to more than {expected:,} bytes, or is cut off")
+            content = np.frombuffer(inflated, np.uint8)
+        else:
+            whole = len(content) // dataset.shuffled * dataset.shuffled
+            elements = content[:whole].reshape(dataset.shuffled, -1).T
+            content = np.concatenate([elements.reshape(-1), content[whole:]])
+    if len(content) != expected:
+        raise damaged(f"has {len(content):,} bytes, expected {expected:,}")
+    elements = content.reshape(*dataset.chunk_shape, dataset.itemsize)[tuple(map(slice, sizes))]
+    if dataset.swap > 1:
+        elements = np.ascontiguousarray(elements).reshape(-1, dataset.swap)[:, ::-1]
+    return np.ascontiguousarray(elements)
+
+
+def fletcher32(content: Array) -> int:
+    """Return HDF5's checksum: two sums of big-endian 16-bit words modulo 65535; 0 only if all bits are 0."""
+    words = np.zeros(-(-len(content) // 2), np.uint64)
+    even = content[: len(content) // 2 * 2].reshape(-1, 2)
+    words[: len(even)] = (even[:, 0].astype(np.uint64) << np.uint64(8)) | even[:, 1]
+    if len(content) % 2:
+        words[-1] = np.uint64(int(content[-1]) << 8)
+    if not words.any():
+        return 0
+    places = np.arange(len(words), 0, -1, dtype=np.uint64) % np.uint64(65535)
+    first = (int(words.sum()) - 1) % 65535 + 1
+    second = (int((places * words).sum()) - 1) % 65535 + 1
+    return second << 16 | first
 
 
 def _metadata(structure: Structure) -> Mapping[str, Any]:

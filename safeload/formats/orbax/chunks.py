@@ -11,22 +11,23 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice, product
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from ...base.arrays import Array, c_strides
-from ...base.forking import ProcessLock
+from ...base.cached import cached_property
 from ...base.messages import error_about
 from ...errors import FormatError, LimitError
-from ...stores.store import ByteStore, Memory
+from ...stores.store import ByteStore
 from ...stores.windows import Unpacked
-from ..boxed import Box, BoxedListing, Region
+from ..boxed import Box, BoxedListing, Region, Stored
 from ..crc32c import crc32c
-from ..zstd import MAX_RATIO, FrameStore, check_available, content_of, decompressed
+from ..zstd import MAX_RATIO, FrameStore, KeptFrames, check_available, content_of, decompressed
 from .ocdbt import Value
 from .zarr import CRC32C, ZSTD, ChunkLayout, ZarrArray, fill_of
 
@@ -43,290 +44,178 @@ MAX_PADDING = 1 << 20
 # Larger compressed chunks are read forward, if up to _BESIDE lie side by side: each takes 2 MiB then. If threads
 # unpacked and dropped large arrays, the allocator would keep their memory.
 _STREAMED, _BESIDE = 256 << 10, 8
-# Decompressors to keep, of any tensors.
-_KEPT_FRAMES = 8
 _CHECKSUM = 4
 _ABSENT = 2**64 - 1
 
 
-class FillStore:
-    """A repeated element as a store."""
+class StoredBytes(NamedTuple):
+    """The bytes of a file, or of a chunk or shard in it."""
 
-    def __init__(self, element: bytes, size: int) -> None:
-        self.size = size
-        self.version = (size,)
-        self._element = np.frombuffer(element, np.uint8)
-
-    def read_into(self, offset: int, memory: Memory) -> None:
-        target = np.frombuffer(memory, np.uint8)
-        turned = np.roll(self._element, -(offset % len(self._element)))
-        whole = len(target) // len(turned) * len(turned)
-        target[:whole].reshape(-1, len(turned))[...] = turned
-        target[whole:] = turned[: len(target) - whole]
-
-    def close(self) -> None:
-        pass
+    store: ByteStore
+    begin: int
+    length: int
+    path: str  # in messages
 
 
-class KeptFrames:
-    """The decompressors of large chunks; only the latest keep their state."""
+class _Chunks(NamedTuple):
+    """What all chunks of a tensor share."""
 
-    def __init__(self) -> None:
-        self._frames: OrderedDict[int, FrameStore] = OrderedDict()
-        self._lock = ProcessLock()
+    name: str
+    layout: ChunkLayout
+    fill: bytes | None  # an element of chunks that a shard lacks; None if all should be stored
+    frames: KeptFrames | None  # keeps decompressors; None to unpack chunks as a whole
 
-    def use(self, frame: FrameStore) -> None:
-        """Keep the state of a decompressor, and drop that of the one unused for longest."""
-        with self._lock.own:
-            self._frames[id(frame)] = frame
-            self._frames.move_to_end(id(frame))
-            oldest = self._frames.popitem(last=False)[1] if len(self._frames) > _KEPT_FRAMES else None
-        if oldest is not None:
-            oldest.release()
+    def check_length(self, length: int, stored: StoredBytes) -> None:
+        """Refuse a chunk of another length."""
+        if length != self.layout.nbytes:
+            text = f": a chunk must have {self.layout.nbytes:,} bytes, got {length:,}"
+            raise error_about(FormatError, text, path=stored.path, offset=stored.begin, tensor=self.name)
 
 
-class ChunkBytes:
-    """The bytes of a value in a store, or in a shard."""
-
-    __slots__ = ("begin", "length", "path", "store")
-
-    def __init__(self, store: ByteStore, begin: int, length: int, path: str) -> None:
-        self.store = store
-        self.begin = begin
-        self.length = length
-        self.path = path  # in messages
-
-    def place(self) -> tuple[int, int] | None:
-        """Return the first byte and the length; None if the chunk is not stored."""
-        return self.begin, self.length
-
-
-class ShardBytes(ChunkBytes):
+class _Shard:
     """A value that holds a grid of chunks, whose index is read on first use."""
 
-    __slots__ = ("_checked", "_count", "_first", "_index")
-
-    def __init__(self, stored: ChunkBytes, count: int, *, first: bool, checked: bool) -> None:
-        super().__init__(stored.store, stored.begin, stored.length, stored.path)
+    def __init__(self, stored: StoredBytes, count: int, array: ZarrArray) -> None:
+        self._stored = stored
         self._count = count
-        self._first = first
-        self._checked = checked
-        self._index: Array | None = None
+        self._array = array
 
-    @staticmethod
-    def index_size(count: int, checked: bool) -> int:
-        """Return the bytes of an index."""
-        return 16 * count + (_CHECKSUM if checked else 0)
-
-    def entry(self, number: int) -> tuple[int, int] | None:
-        """Return the first byte and the length of a chunk; None if it is not stored."""
-        if self._index is None:
-            self._index = self._read()
-        offset, length = self._index[number].tolist()
-        if offset == length == _ABSENT:
-            return None
-        if offset + length > self.length:
-            text = f"chunk {number} of a shard, [{offset:,}, {offset + length:,}), is outside its {self.length:,} bytes"
-            raise FormatError(text, self.path, self.begin)
-        return self.begin + offset, length
-
-    def _read(self) -> Array:
-        size = self.index_size(self._count, self._checked)
-        begin = self.begin if self._first else self.begin + self.length - size
+    @cached_property
+    def _index(self) -> Array:
+        store, begin, length, path = self._stored
+        size = _index_size(self._count, self._array)
+        begin += 0 if self._array.index_first else length - size
         memory = bytearray(size)
-        self.store.read_into(begin, memory)
+        store.read_into(begin, memory)
         index = memory[: 16 * self._count]
-        if self._checked and crc32c(index) != int.from_bytes(memory[-_CHECKSUM:], "little"):
-            raise FormatError("the checksum of the index of a shard is wrong", self.path, begin)
+        if self._array.index_checked and crc32c(index) != int.from_bytes(memory[-_CHECKSUM:], "little"):
+            raise FormatError("the checksum of the index of a shard is wrong", path, begin)
         return np.frombuffer(index, "<u8").reshape(-1, 2)
 
-
-class InShard:
-    """The bytes of a chunk in a shard; see `ChunkBytes`."""
-
-    __slots__ = ("_number", "_shard")
-
-    def __init__(self, shard: ShardBytes, number: int) -> None:
-        self._shard = shard
-        self._number = number
-
-    @property
-    def store(self) -> ByteStore:
-        return self._shard.store
-
-    @property
-    def path(self) -> str:
-        return self._shard.path
-
-    def place(self) -> tuple[int, int] | None:
-        """Return the first byte and the length; None if the chunk is not stored."""
-        return self._shard.entry(self._number)
+    def locate(self, number: int, chunks: _Chunks, sizes: tuple[int, ...]) -> Stored:
+        """Return the elements of a chunk."""
+        store, begin, available, path = self._stored
+        offset, length = self._index[number].tolist()
+        if offset == length == _ABSENT:
+            if chunks.fill is None:
+                raise error_about(FormatError, "lacks a chunk that should be stored", path=path, tensor=chunks.name)
+            element: Array = np.frombuffer(chunks.fill, np.uint8)
+            return lambda: np.broadcast_to(element, (*sizes, len(element)))
+        if offset + length > available:
+            text = f"chunk {number} of a shard, [{offset:,}, {offset + length:,}), is outside its {available:,} bytes"
+            raise FormatError(text, path, begin)
+        return _locate(StoredBytes(store, begin + offset, length, path), chunks, sizes)
 
 
-class ChunkRules:
-    """The rules that all chunks of a tensor share."""
-
-    def __init__(self, name: str, layout: ChunkLayout, fill: bytes | None, frames: KeptFrames | None) -> None:
-        self.name = name
-        self.layout = layout
-        self.fill = fill  # bytes of an element that is not stored; None if all chunks should be stored
-        self.frames = frames  # keeps decompressors; None to unpack chunks as a whole
+def _index_size(count: int, array: ZarrArray) -> int:
+    return 16 * count + (_CHECKSUM if array.index_checked else 0)
 
 
-class ZarrChunk:
-    """A chunk of a tensor; see `BoxSource`."""
-
-    __slots__ = ("_region", "_rules", "_sizes", "_stored")
-
-    def __init__(self, rules: ChunkRules, stored: ChunkBytes | InShard, sizes: tuple[int, ...]) -> None:
-        self._rules = rules
-        self._stored = stored
-        self._sizes = sizes  # elements along each axis inside the tensor; chunks at the border have more
-        self._region: Region | None = None
-
-    def region(self) -> Region | None:
-        if self._region is None:
-            self._region = self._located()
-        frames = self._rules.frames
-        if frames is not None and self._region is not None and isinstance(self._region.store, FrameStore):
-            frames.use(self._region.store)
-        return self._region
-
-    def _located(self) -> Region | None:
-        """Return the place of the elements, or of a frame to read forward; None to unpack them."""
-        layout, stored = self._rules.layout, self._stored
-        place = stored.place()
-        if place is None:
-            return self._filled()
-        begin, length = place
-        strides = layout.strides
-        if strides is None and self._sizes != layout.shape:
-            strides = c_strides(layout.shape, layout.itemsize)
-        if layout.bits is not None or layout.swapped:
-            return None
-        if layout.steps == (ZSTD,) and self._rules.frames is not None:
-            return Region(FrameStore(stored.store, begin, length, layout.nbytes, stored.path), 0, strides)
-        if layout.steps:
-            return None
-        self._check_length(length, layout.nbytes, begin)
-        return Region(stored.store, begin, strides)
-
-    def _filled(self) -> Region:
-        rules = self._rules
-        if rules.fill is None:
-            text = "lacks a chunk that should be stored"
-            raise error_about(FormatError, text, path=self._stored.path, tensor=rules.name)
-        return Region(FillStore(rules.fill, prod(self._sizes) * rules.layout.itemsize), 0)
-
-    def _check_length(self, length: int, expected: int, offset: int | None) -> None:
-        if length != expected:
-            text = f": a chunk must have {expected:,} bytes, got {length:,}"
-            raise error_about(FormatError, text, path=self._stored.path, offset=offset, tensor=self._rules.name)
-
-    def unpack(self) -> Array:
-        layout = self._rules.layout
-        content = self._content()
-        strides = layout.strides or c_strides(layout.shape, layout.itemsize)
-        shape = (*layout.shape, layout.itemsize)
-        elements: Array = np.ndarray(shape, np.uint8, content, 0, (*strides, 1))
-        elements = elements[tuple(map(slice, self._sizes))]
-        if layout.swapped:
-            elements = elements[..., ::-1]
-        if layout.bits is not None:
-            unused = np.int8(8 - layout.bits)
-            elements = (elements.view(np.int8) << unused >> unused).view(np.uint8)
-        return np.ascontiguousarray(elements)
-
-    def _content(self) -> Array:
-        """Undo the steps, the last one first."""
-        layout, stored = self._rules.layout, self._stored
-        place = stored.place()
-        assert place is not None
-        begin, length = place
-        size = layout.nbytes
-        sizes: list[int] = []  # before each step; only a checksum can follow zstd
-        for step in layout.steps:
-            sizes.append(size)
-            size += _CHECKSUM if step == CRC32C else 0
-        if layout.steps == (ZSTD,):
-            return content_of(stored.store, begin, length, layout.nbytes, stored.path)
-        memory = np.empty(length, np.uint8)
-        stored.store.read_into(begin, memory)
-        for step, expected in zip(reversed(layout.steps), reversed(sizes), strict=True):
-            if step == ZSTD:
-                frame = Unpacked(memory.tobytes())
-                name = self._rules.name
-                memory = np.frombuffer(decompressed(frame, 0, frame.size, expected, stored.path, name=name), np.uint8)
-            else:
-                stored_sum = int.from_bytes(memory[-_CHECKSUM:].tobytes(), "little")
-                if len(memory) < _CHECKSUM or crc32c(memory[:-_CHECKSUM]) != stored_sum:
-                    text = ": the checksum of a chunk is wrong"
-                    raise error_about(FormatError, text, path=stored.path, offset=begin, tensor=self._rules.name)
-                memory = memory[:-_CHECKSUM]
-        self._check_length(len(memory), layout.nbytes, begin)
-        return memory
+def _locate(stored: StoredBytes, chunks: _Chunks, sizes: tuple[int, ...]) -> Stored:
+    """Return the elements of a stored chunk, of which ``sizes`` are inside the tensor."""
+    layout = chunks.layout
+    if layout.bits is not None or layout.swapped or (layout.steps and not (chunks.frames and layout.steps == (ZSTD,))):
+        return partial(_unpacked, stored, chunks, sizes)
+    strides = layout.strides
+    if strides is None and sizes != layout.shape:
+        strides = c_strides(layout.shape, layout.itemsize)
+    if not layout.steps:
+        chunks.check_length(stored.length, stored)
+        return Region(stored.store, stored.begin, strides)
+    store, begin, length, path = stored
+    return Region(FrameStore(store, begin, length, layout.nbytes, path, kept=chunks.frames), 0, strides)
 
 
-# ---- boxes ----
+def _unpacked(stored: StoredBytes, chunks: _Chunks, sizes: tuple[int, ...]) -> Array:
+    layout = chunks.layout
+    strides = layout.strides or c_strides(layout.shape, layout.itemsize)
+    shape = (*layout.shape, layout.itemsize)
+    elements: Array = np.ndarray(shape, np.uint8, _content(stored, chunks), 0, (*strides, 1))
+    elements = elements[tuple(map(slice, sizes))]
+    if layout.swapped:
+        elements = elements[..., ::-1]
+    if layout.bits is not None:
+        unused = np.int8(8 - layout.bits)
+        elements = (elements.view(np.int8) << unused >> unused).view(np.uint8)
+    return np.ascontiguousarray(elements)
+
+
+def _content(stored: StoredBytes, chunks: _Chunks) -> Array:
+    """Undo the steps, the last one first."""
+    store, begin, length, path = stored
+    size, steps = chunks.layout.nbytes, chunks.layout.steps
+    if steps == (ZSTD,):
+        return content_of(store, begin, length, size, path)
+    memory = np.empty(length, np.uint8)
+    store.read_into(begin, memory)
+    for k in reversed(range(len(steps))):
+        if steps[k] == ZSTD:
+            expected = size + _CHECKSUM * steps[:k].count(CRC32C)
+            frame = Unpacked(memory.tobytes())
+            memory = np.frombuffer(decompressed(frame, 0, frame.size, expected, path, name=chunks.name), np.uint8)
+            continue
+        checksum = int.from_bytes(memory[-_CHECKSUM:].tobytes(), "little")
+        if len(memory) < _CHECKSUM or crc32c(memory[:-_CHECKSUM]) != checksum:
+            text = ": the checksum of a chunk is wrong"
+            raise error_about(FormatError, text, path=path, offset=begin, tensor=chunks.name)
+        memory = memory[:-_CHECKSUM]
+    chunks.check_length(len(memory), stored)
+    return memory
 
 
 class ChunkFinder:
     """Finds the chunks of all tensors of a checkpoint."""
 
     def __init__(
-        self, values: Mapping[str, Value], stored: Mapping[str, ChunkBytes], path: str, *, filled: bool
+        self, values: Mapping[str, Value], files: Mapping[str, StoredBytes], path: str, *, filled: bool
     ) -> None:
         self._values = values  # by key
-        self._files = stored  # open
+        self._files = files  # open
         self._path = path
         self._filled = filled  # True if chunks that are not stored have the fill value
-        self._in_shards = 0
-        self._sorted: list[str] | None = None  # all keys
         self._frames = KeptFrames()
+        self._in_shards = 0
         self._claimed = 0  # bytes of elements that are not stored
         self._provided = 0  # bytes of all chunks as stored
         self._used: dict[str, int] = {}  # bytes of chunks in each file
 
+    @cached_property
+    def _keys(self) -> list[str]:
+        return sorted(self._values)
+
     def find(self, name: str, array: ZarrArray) -> list[tuple[tuple[int, ...], Value]]:
         """Return the first element and the value of each stored chunk."""
-        counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.grid, strict=True)]
         stem = f"{name}/" if name else ""
-        total = prod(counts)
+        total = prod(array.counts)
         if total > _FEW:
-            indices = self._stored_indices(stem, array, counts)
+            indices = sorted(self._stored_indices(stem, array))
         else:
-            grid = product(*map(range, counts)) if total else ()
+            grid = product(*map(range, array.counts)) if total else ()
             indices = [index for index in grid if stem + array.key(index) in self._values]
         if len(indices) < total and not self._filled:
-            first = next((k for k, index in enumerate(indices) if index != _unraveled(k, counts)), len(indices))
-            text = (
-                f": its chunk {array.key(_unraveled(first, counts))} is missing; was the checkpoint copied as a whole?"
-            )
+            first = next((k for k, index in enumerate(indices) if index != array.index_of(k)), len(indices))
+            text = f": its chunk {array.key(array.index_of(first))} is missing; was the checkpoint copied as a whole?"
             raise error_about(FormatError, text, path=self._path, tensor=name)
         places: list[tuple[tuple[int, ...], Value]] = []
         stored = 0
         for index in indices:
             offsets = tuple(map(int.__mul__, index, array.grid))
-            stored += prod(map(min, array.grid, map(int.__sub__, array.shape, offsets)))
+            stored += prod(array.inside(array.grid, offsets))
             places.append((offsets, self._values[stem + array.key(index)]))
         self._claimed += (prod(array.shape) - stored) * array.chunk.itemsize
         return places
 
-    def _stored_indices(self, stem: str, array: ZarrArray, counts: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the indices of the stored chunks in order, from the keys that begin with ``stem``."""
-        if self._sorted is None:
-            self._sorted = sorted(self._values)
-        indices = []
-        for key in islice(self._sorted, bisect_left(self._sorted, stem), None):
+    def _stored_indices(self, stem: str, array: ZarrArray) -> Iterator[tuple[int, ...]]:
+        """Yield the indices of the stored chunks, from the keys that begin with ``stem``."""
+        counts = array.counts
+        for key in islice(self._keys, bisect_left(self._keys, stem), None):
             if not key.startswith(stem):
                 break
             parts = key[len(stem) :].split(array.separator)[bool(array.prefix) :]
-            if len(parts) != len(counts) or not all(part.isdecimal() and len(part) < 20 for part in parts):
-                continue
-            index = tuple(map(int, parts))
-            if all(map(int.__lt__, index, counts)) and stem + array.key(index) == key:
-                indices.append(index)
-        return sorted(indices)
+            if len(parts) == len(counts) and all(part.isdecimal() and len(part) < 20 for part in parts):
+                index = tuple(map(int, parts))
+                if all(map(int.__lt__, index, counts)) and stem + array.key(index) == key:
+                    yield index
 
     def listing(self, name: str, array: ZarrArray, places: Sequence[tuple[tuple[int, ...], Value]]) -> BoxedListing:
         """Return a tensor with its boxes; the files of ``places`` must be open."""
@@ -341,18 +230,17 @@ class ChunkFinder:
         divided = next((axis for axis, count in enumerate(inner) if count > 1), len(inner))
         streamed = layout.nbytes > _STREAMED and prod(inner[divided + 1 :]) <= _BESIDE
         fill = fill_of(array, self._path, name) if self._filled and array.sharded else None
-        rules = ChunkRules(name, layout, fill, self._frames if streamed else None)
+        chunks = _Chunks(name, layout, fill, self._frames if streamed else None)
         boxes: list[Box] = []
         for offsets, value in places:
+            stored = self._stored(value)
             if array.sharded:
-                boxes += self._in_shard(array, rules, offsets, self._stored(value))
+                boxes += self._in_shard(array, chunks, offsets, stored)
             else:
-                sizes = tuple(map(min, layout.shape, map(int.__sub__, array.shape, offsets)))
-                stored = self._stored(value)
-                self._claim(rules, stored, layout.nbytes)
-                boxes.append(Box(offsets, sizes, ZarrChunk(rules, stored, sizes)))
-        counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.grid, strict=True)]
-        covered = len(places) == prod(counts)
+                sizes = array.inside(layout.shape, offsets)
+                self._claim(chunks, stored, layout.nbytes)
+                boxes.append(Box(offsets, sizes, locate=partial(_locate, stored, chunks, sizes)))
+        covered = len(places) == prod(array.counts)
         return BoxedListing(array.row, array.shape, boxes, fill=None if covered else fill_of(array, self._path, name))
 
     def check_claims(self) -> None:
@@ -363,62 +251,50 @@ class ChunkFinder:
                 text = f"its chunks have {used:,} bytes, but it has {data.length:,}: chunks overlap in the file"
                 raise FormatError(text, data.path)
         if self._claimed > MAX_FILLED + MAX_RATIO * self._provided:
-            text = (
-                f"{self._path}: chunks that are not stored stand for {self._claimed:,} bytes, but all others have only "
-            )
-            raise LimitError(f"{text}{self._provided:,} bytes", path=self._path)
+            text = f"chunks that are not stored stand for {self._claimed:,} bytes, but all others have only "
+            raise error_about(LimitError, f"{text}{self._provided:,} bytes", path=self._path)
 
-    def _stored(self, value: Value) -> ChunkBytes:
+    def _stored(self, value: Value) -> StoredBytes:
         if not value.file:
-            return ChunkBytes(Unpacked(value.inline), 0, value.length, self._path)
+            return StoredBytes(Unpacked(value.inline), 0, value.length, self._path)
         data = self._files[value.file]
-        self._used.setdefault(value.file, 0)
-        if value.length == WHOLE_FILE:
-            value = value._replace(length=data.length)
-        if value.offset + value.length > data.length:
-            text = f"a chunk at [{value.offset:,}, {value.offset + value.length:,}) lies outside the file, which has "
-            raise FormatError(f"{text}{data.length:,} bytes; is it cut off?", data.path, min(value.offset, data.length))
-        self._used[value.file] += value.length
-        return ChunkBytes(data.store, value.offset, value.length, data.path)
+        length = data.length if value.length == WHOLE_FILE else value.length
+        end = value.offset + length
+        if end > data.length:
+            text = f"a chunk at [{value.offset:,}, {end:,}) lies outside the file, which has {data.length:,} bytes"
+            raise FormatError(f"{text}; is it cut off?", data.path, min(value.offset, data.length))
+        self._used[value.file] = self._used.get(value.file, 0) + length
+        return data._replace(begin=value.offset, length=length)
 
-    def _claim(self, rules: ChunkRules, stored: ChunkBytes, nbytes: int) -> None:
+    def _claim(self, chunks: _Chunks, stored: StoredBytes, nbytes: int) -> None:
         """Check that stored bytes can hold elements."""
         self._provided += stored.length
-        unpackable = ZSTD in rules.layout.steps or rules.fill is not None
+        unpackable = ZSTD in chunks.layout.steps or chunks.fill is not None
         if nbytes > stored.length * (MAX_RATIO if unpackable else 1):
             text = f": a chunk has {nbytes:,} bytes, but {stored.length:,} bytes store it"
-            raise error_about(FormatError, text, path=stored.path, offset=stored.begin, tensor=rules.name)
+            raise error_about(FormatError, text, path=stored.path, offset=stored.begin, tensor=chunks.name)
 
     def _in_shard(
-        self, array: ZarrArray, rules: ChunkRules, offsets: tuple[int, ...], stored: ChunkBytes
+        self, array: ZarrArray, chunks: _Chunks, offsets: tuple[int, ...], stored: StoredBytes
     ) -> Iterator[Box]:
         """Yield the chunks of a shard that are inside the tensor."""
-        chunk = rules.layout.shape
-        counts = [outer // size for outer, size in zip(array.grid, chunk, strict=True)]
+        shape = chunks.layout.shape
+        counts = [outer // size for outer, size in zip(array.grid, shape, strict=True)]
         count = prod(counts)
-        size = ShardBytes.index_size(count, array.index_checked)
+        size = _index_size(count, array)
         if size > stored.length:
             text = f": a shard of {count:,} chunks needs an index of {size:,} bytes, but it has {stored.length:,}"
-            raise error_about(FormatError, text, path=stored.path, offset=stored.begin, tensor=rules.name)
+            raise error_about(FormatError, text, path=stored.path, offset=stored.begin, tensor=chunks.name)
         self._in_shards += count
         if self._in_shards > MAX_IN_SHARDS:
             text = f": with it the shards have more than {MAX_IN_SHARDS:,} chunks"
-            raise error_about(LimitError, text, path=self._path, tensor=rules.name)
-        shard = ShardBytes(stored, count, first=array.index_first, checked=array.index_checked)
+            raise error_about(LimitError, text, path=self._path, tensor=chunks.name)
+        shard = _Shard(stored, count, array)
         inside = 0
         for number, index in enumerate(product(*map(range, counts))):
-            begin = tuple(offset + k * size for offset, k, size in zip(offsets, index, chunk, strict=True))
-            sizes = tuple(map(min, chunk, map(int.__sub__, array.shape, begin)))
+            begin = tuple(offset + k * size for offset, k, size in zip(offsets, index, shape, strict=True))
+            sizes = array.inside(shape, begin)
             if not sizes or min(sizes) > 0:
                 inside += 1
-                yield Box(begin, sizes, ZarrChunk(rules, InShard(shard, number), sizes))
-        self._claim(rules, stored, inside * rules.layout.nbytes)
-
-
-def _unraveled(number: int, counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of a chunk by its number in C order."""
-    index: list[int] = []
-    for count in reversed(counts):
-        number, k = divmod(number, count)
-        index.insert(0, k)
-    return tuple(index)
+                yield Box(begin, sizes, locate=partial(shard.locate, number, chunks, sizes))
+        self._claim(chunks, stored, inside * chunks.layout.nbytes)

@@ -84,9 +84,21 @@ class ZarrArray(NamedTuple):
     fill: Any  # as in the metadata
 
     @property
-    def narrow(self) -> bool:
-        """True if the elements have fewer than 8 bits, and are opened as int8."""
-        return self.chunk.bits is not None
+    def counts(self) -> list[int]:
+        """Chunks along each axis."""
+        return [-(-size // chunk) for size, chunk in zip(self.shape, self.grid, strict=True)]
+
+    def index_of(self, number: int) -> tuple[int, ...]:
+        """Return the index of a chunk by its number in C order."""
+        index: list[int] = []
+        for count in reversed(self.counts):
+            number, k = divmod(number, count)
+            index.insert(0, k)
+        return tuple(index)
+
+    def inside(self, shape: Sequence[int], offsets: Sequence[int]) -> tuple[int, ...]:
+        """Return the sizes of the part of a chunk that is inside the array; none is positive beyond it."""
+        return tuple(map(min, shape, map(int.__sub__, self.shape, offsets)))
 
     def key(self, index: Sequence[int]) -> str:
         """Return the key of a chunk, after the name of the array and a slash."""
