@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -390,6 +390,21 @@ class BoxedListing(NamedTuple):
     flat: bool = False  # boxes divide the elements as a vector, not the axes
     unknown: Unknown | None = None  # the tensor cannot be read, and has no boxes
     fill: bytes | None = None  # of an element in no box; None if boxes cover the tensor
+
+
+def in_one_box(row: dtypes.Dtype, shape: tuple[int, ...], stored: Stored) -> BoxedListing:
+    """Return a tensor that is stored as a whole."""
+    return BoxedListing(row, shape, [Box((0,) * len(shape), shape, stored)])
+
+
+def in_pieces(row: dtypes.Dtype, shape: tuple[int, ...], pieces: Iterable[tuple[Stored, int]]) -> BoxedListing:
+    """Return a tensor whose elements are divided into consecutive pieces, given with their number of elements."""
+    boxes: list[Box] = []
+    at = 0
+    for stored, count in pieces:
+        boxes.append(Box((at,), (count,), stored))
+        at += count
+    return BoxedListing(row, shape, boxes, flat=True)
 
 
 def itemsize_of(row: dtypes.Dtype) -> int:

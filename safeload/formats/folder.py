@@ -21,7 +21,6 @@ from ..errors import (
     FormatError,
     MissingShardError,
     SafeloadError,
-    TensorNotFoundError,
     UnsupportedError,
     missing_file,
 )
@@ -32,6 +31,7 @@ from ..stores.store import read_at
 from .early import Listed, read_with_shards, together
 from .foreign import DCP_SUFFIX
 from .gguf import read as gguf
+from .metadata import names_below
 from .numbered import (
     DCP_METADATA,
     DCP_RANK,
@@ -199,20 +199,20 @@ def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> O
 def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
     files, shown = request.files, request.files.shown(path)
     folder, base = files.split(path)
-    index_file = files.absolute(path), listed.version
-    if base.endswith(KERAS_INDEX_SUFFIX):
-        return _open_keras_index(listed.content, index_file, path, request)
-    names, metadata = parse_index(listed.content, path, files)
+    keras = base.endswith(KERAS_INDEX_SUFFIX)
+    names, metadata = (_parse_keras_index if keras else parse_index)(listed.content, path, files)
 
     def open_shard(file_name: str) -> Opened:
         early = listed.shards.pop(file_name, None)
         try:
             if early is not None:
                 return early()
-            window = window_for(file_name, names[file_name])
-            return open_file(files.join(folder, file_name), request._replace(window=window))
+            window, root = window_for(file_name, names[file_name]), None if keras else request.root
+            return open_file(files.join(folder, file_name), request._replace(window=window, root=root))
         except FileNotFoundError as error:
-            raise _missing_shard(error, base) from None
+            subject = f"{error.filename}{dangling(error.filename)}"
+            text = f"No such file or directory: {subject}; {base} lists it: was the download finished?"
+            raise missing_file(error.filename, text) from None
 
     opened: dict[str, Opened] = {}
     config: list[dict[str, Any] | None] = []
@@ -223,18 +223,28 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
         else:
             opened[file_name] = open_shard(file_name)
 
-    files.each(read, [*sorted(names), None])
+    files.each(read, [*sorted(names), *(() if keras else (None,))])
     shards = [opened[file_name] for file_name in sorted(names)]
     where: dict[str, tuple[WeightFile, int]] = {}
-    for file_name in sorted(names):
-        missing = set(names[file_name])
-        for file in opened[file_name].files:
-            places = {tensor: place for tensor, place in places_in(file).items() if tensor in missing}
-            where.update(places)
-            missing.difference_update(places)
-        if missing:
-            text = f"should be in {show(file_name)[1:-1]}, but is not there"
-            raise error_about(FormatError, text, path=shown, tensor=min(missing))
+    for file_name, shard in zip(sorted(names), shards, strict=True):
+        places, holder = shard.places, show(file_name)[1:-1]
+        if keras:
+            groups = {tensor.rpartition(".")[0] for tensor in places}
+            missing = next((group for group in names[file_name] if group not in groups), None)
+            text = f"should have variables in {holder}, but has none there"
+        else:
+            missing = min((tensor for tensor in names[file_name] if tensor not in places), default=None)
+            text = f"should be in {holder}, but is not there"
+        if missing is not None:
+            raise error_about(FormatError, text, path=shown, tensor=missing)
+        if keras:
+            add(where, places)
+        else:
+            expected = set(names[file_name])
+            where.update((tensor, place) for tensor, place in places.items() if tensor in expected)
+    if keras:
+        below = names_below({name: name.split(".") for name in where}, request.root, shown)
+        where = {known: where[name] for name, known in below.items()}
     merged = _metadata(shards)
     return Opened(
         shown,
@@ -242,66 +252,25 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
         [file for shard in shards for file in shard.files],
         where,
         {**merged, **metadata} if metadata else merged,
-        config[0],
-        index_file,
+        config[0] if config else None,
+        (files.absolute(path), listed.version),
     )
 
 
-def _missing_shard(error: FileNotFoundError, base: str) -> FileNotFoundError:
-    """Return the error for a missing file that an index lists."""
-    subject = f"{error.filename}{dangling(error.filename)}"
-    message = f"No such file or directory: {subject}; {base} lists it: was the download finished?"
-    return missing_file(error.filename, message)
-
-
-def _open_keras_index(
-    index: Mapping[str, Any], index_file: tuple[str, tuple[Any, ...]], path: str, request: OpenRequest
-) -> Opened:
-    """Open the shards of Keras weights: ``weight_map`` maps groups of HDF5 to names of shards, or to lists of names."""
-    files, shown = request.files, request.files.shown(path)
-    groups = index.get("weight_map")
+def _parse_keras_index(
+    index: Mapping[str, Any], path: str, files: Files
+) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return the HDF5 groups of each shard of Keras weights; a group can have a list of shards."""
+    shown = files.shown(path)
+    groups, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(groups, dict) or not groups:
         raise FormatError(f"weight_map must be an object with shards, got {type(groups).__name__}", shown)
-    holders: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for group, value in groups.items():
         for name in value if isinstance(value, list) else [value]:
-            known = name if isinstance(name, str) and name in holders else _shard_name(name, group, shown)
-            holders.setdefault(known, []).append(".".join(step for step in group.split("/") if step))
-    folder, base = files.split(path)
-
-    def open_shard(name: str) -> Opened:
-        try:
-            return open_file(files.join(folder, name), request._replace(root=None))
-        except FileNotFoundError as error:
-            raise _missing_shard(error, base) from None
-
-    names = sorted(holders)
-    shards = files.each(open_shard, names)
-    where: dict[str, tuple[WeightFile, int]] = {}
-    for name, shard in zip(names, shards, strict=True):
-        places = shard.places
-        parents = {tensor.rpartition(".")[0] for tensor in places}
-        for group in holders[name]:
-            if group not in parents:
-                text = f"should have variables in {show(name)[1:-1]}, but has none there"
-                raise error_about(FormatError, text, path=shown, tensor=group)
-        add(where, places)
-    if request.root is not None:
-        where = _below(where, request.root, shown)
-    total = index.get("metadata")
-    metadata = {**_metadata(shards), **(total if isinstance(total, dict) else {})}
-    opened = [file for shard in shards for file in shard.files]
-    return Opened(shown, shards[0].format, opened, where, metadata, None, index_file)
-
-
-def _below(where: Mapping[str, Any], root: str, path: str) -> dict[str, Any]:
-    """Return the tensors below a container under their names there."""
-    below = {name.removeprefix(f"{root}."): place for name, place in where.items() if name.startswith(f"{root}.")}
-    if not below:
-        tops = sorted({name.partition(".")[0] for name in where if "." in name})
-        text = f"no container {show(root)}; containers: {_listed(tops) or 'none'}"
-        raise error_about(TensorNotFoundError, text, path=path)
-    return below
+            known = name if isinstance(name, str) and name in names else _shard_name(name, group, shown)
+            names.setdefault(known, []).append(".".join(step for step in group.split("/") if step))
+    return names, metadata if isinstance(metadata, dict) else {}
 
 
 def parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dict[str, list[str]], dict[str, Any]]:
@@ -635,15 +604,15 @@ def _archive(folder: _Folder) -> list[str]:
 def _orbax_step(folder: _Folder) -> list[str]:
     """Choose the only Orbax checkpoint in a folder of steps or items."""
     checkpoints: list[str] = []
-    for name, inner in _looked_into(folder.path, folder.folders, folder.files):
+    for name, inner in _listings(folder.path, _finished(folder.folders), folder.files):
         names = [text for text, _ in inner]
-        if ORBAX_METADATA in names:
+        found = ORBAX_METADATA in names
+        if not found and (_ORBAX_STEP in names or _STEP.fullmatch(name)):
+            items = _finished([text for text, is_folder in inner if is_folder])
+            inside = _listings(folder.files.join(folder.path, name), items, folder.files)
+            found = any(text == ORBAX_METADATA for _, listing in inside for text, _ in listing)
+        if found:
             checkpoints.append(name)
-        elif _ORBAX_STEP in names or _STEP.fullmatch(name):
-            folders = [text for text, is_folder in inner if is_folder]
-            inside = _looked_into(folder.files.join(folder.path, name), folders, folder.files)
-            if any(text == ORBAX_METADATA for _, listing in inside for text, _ in listing):
-                checkpoints.append(name)
     if len(checkpoints) > 1:
         ordered = sorted(checkpoints, key=_step_number)
         shown = ", ".join(printable(name) for name in ordered[-_MAX_LISTED:])
@@ -654,17 +623,22 @@ def _orbax_step(folder: _Folder) -> list[str]:
     return checkpoints
 
 
-def _looked_into(path: str, folders: Sequence[str], files: Files) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """List the finished folders in a folder."""
+def _finished(folders: Sequence[str]) -> list[str]:
+    return [name for name in folders if _UNFINISHED not in name]
 
-    def listing(name: str) -> list[tuple[str, bool]]:
-        try:
-            return files.listing(files.join(path, name))
-        except (OSError, SafeloadError):
-            return []
 
-    finished = [name for name in folders if _UNFINISHED not in name][: 64 if files.remote else 4_096]
-    return list(zip(finished, files.each(listing, finished), strict=True))
+def _listings(path: str, folders: Sequence[str], files: Files) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """List folders in a folder, as far as they can be listed; a remote folder takes a request."""
+    folders = folders[: 64 if files.remote else 4_096]
+    listings = files.each(lambda name: _listing(files.join(path, name), files), folders)
+    return list(zip(folders, listings, strict=True))
+
+
+def _listing(path: str, files: Files) -> list[tuple[str, bool]]:
+    try:
+        return files.listing(path)
+    except (OSError, SafeloadError):
+        return []
 
 
 def _step_number(name: str) -> tuple[int, str]:
@@ -768,16 +742,8 @@ def _shown(text: str) -> str:
 
 def _with_weights(path: str, folders: Sequence[str], files: Files) -> list[str]:
     """Return the subfolders with weights."""
-    folders = folders[: 32 if files.remote else 1000]
-    have_weights = files.each(lambda name: _has_weights(files.join(path, name), files), folders)
-    return [name for name, has_weights in zip(folders, have_weights, strict=True) if has_weights]
-
-
-def _has_weights(folder: str, files: Files) -> bool:
-    try:
-        return any(is_weight_file(name) for name, _ in files.listing(folder))
-    except (OSError, SafeloadError):
-        return False
+    listings = _listings(path, folders[: 32 if files.remote else 1000], files)
+    return [name for name, listing in listings if any(is_weight_file(text) for text, _ in listing)]
 
 
 def _no_weights(folder: _Folder, tried: Sequence[str]) -> str:
@@ -802,7 +768,8 @@ def _not_an_index(path: str, content: Mapping[str, Any], files: Files) -> str | 
     kind = next((kind for mark, keys, kind in _JSON if base == mark or keys & content.keys()), None)
     if kind is None:
         return None
-    advice = "open its folder" if _has_weights(folder, files) else "no weights beside it"
+    weights = any(is_weight_file(name) for name, _ in _listing(folder, files))
+    advice = "open its folder" if weights else "no weights beside it"
     return f"this is {kind}, not an index: {advice}"
 
 

@@ -11,7 +11,7 @@ from ..base.messages import error_about
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, UnsupportedError
-from .boxed import Box, BoxedListing, Region, boxed_file
+from .boxed import BoxedListing, Region, boxed_file, in_one_box
 from .registry import Content, OpenRequest
 from .torch.globals import SUBCLASS, PickledTensor
 from .torch.tensors import TensorPlaces
@@ -73,8 +73,7 @@ class RankFile(NamedTuple):
 
     def whole(self, listing: Listing) -> BoxedListing:
         """Return a tensor in a single box."""
-        box = Box((0,) * len(listing.shape), listing.shape, self.stored(listing))
-        return BoxedListing(listing.row, listing.shape, [box])
+        return in_one_box(listing.row, listing.shape, self.stored(listing))
 
 
 class RankFolder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from ..base.messages import error_about
@@ -30,7 +30,7 @@ from ..stores.places import places_of
 from ..stores.signature import SIGNATURE_KEY, Signature, signed_files
 from ..stores.store import read_at
 from ..stores.thread_group import each
-from ..stores.verified import VerifiedFiles, read_from
+from ..stores.verified import read_from
 
 # The argument ``verify=``: the path of a manifest or signature, or True for the one next to the files, or for the
 # digests of a cache.
@@ -48,19 +48,10 @@ _CHUNK, _LEVELS = 512 << 10, 32
 _FILE_SUFFIXES = (".safetensors", ".json", ".gguf", ".bin", ".pt", ".pth", ".npz", ".npy", ".ckpt")
 
 
-def verified_files(
-    texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None = None
-) -> Files:
-    """Return files that are verified when they are read."""
-    if verify is None or verify is False:
-        return files
-    return VerifiedFiles(files, expected_of(texts, files, verify, storage_options))
-
-
 def expected_of(
     texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None = None
 ) -> Expected:
-    """Return the expected digests of paths; see `verified_files`."""
+    """Return the expected digests of paths."""
     if getattr(files, "heads", None) is not None:
         raise VerificationError("a file object has no name that a manifest or signature could list: pass its path")
     if not texts:
@@ -169,23 +160,20 @@ def _beside(path: str, files: Files) -> Expected:
         raise error_about(VerificationError, text, path=shown)
     if digest_in_cache(path) is not None:
         return CachedFiles(_OLLAMA)
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
     signature = signature_beside(path)
     if os.path.lexists(signature):
         return _signed(_content(signature, LOCAL), Signature(signature), path, files)
-    manifests = manifests_in(folder)
-    if len(manifests) > 1:
+    manifests = manifests_in(path if os.path.isdir(path) else os.path.dirname(path))
+    if len(manifests) == 1:
+        return _listed(_content(manifests[0], LOCAL), path, files)
+    text = (
+        f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it. To write a manifest "
+        "of trusted files, run `safeload check PATH --write-manifest FILE`"
+    )
+    if manifests:
         names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
-        raise error_about(
-            VerificationError, f"{len(manifests)} manifests beside it: {names}; pass one of them", path=shown
-        )
-    if not manifests:
-        text = (
-            f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it. To write a manifest "
-            "of trusted files, run `safeload check PATH --write-manifest FILE`"
-        )
-        raise error_about(VerificationError, text, path=shown)
-    return _listed(_content(manifests[0], LOCAL), path, files)
+        text = f"{len(manifests)} manifests beside it: {names}; pass one of them"
+    raise error_about(VerificationError, text, path=shown)
 
 
 def signature_beside(path: str) -> str:
@@ -209,22 +197,18 @@ def manifests_in(folder: str) -> list[str]:
 
 def starts_as_manifest(path: str) -> bool:
     """Return True if a local file is a manifest by safeload, judging by its first bytes."""
-    if not os.path.isfile(path):  # a pipe could block
-        return False
-    try:
-        with open(path, "rb") as file:
-            return is_manifest(file.read(_START))
-    except OSError:
-        return False
+    with suppress(OSError):
+        if os.path.isfile(path):  # a pipe could block
+            with open(path, "rb") as file:
+                return is_manifest(file.read(_START))
+    return False
 
 
 def _is_snapshot(path: str) -> bool:
     """Return True if a local path leads into a snapshot of the Hub's cache, or to a file in it."""
     parts = os.path.abspath(path).split(os.sep)
-    for k in range(len(parts) - 1):
-        if parts[k] == "snapshots" and os.path.isdir(os.sep.join([*parts[:k], "blobs"])):
-            return True
-    return False
+    snapshots = [k for k, part in enumerate(parts[:-1]) if part == "snapshots"]
+    return any(os.path.isdir(os.sep.join([*parts[:k], "blobs"])) for k in snapshots)
 
 
 def walk(

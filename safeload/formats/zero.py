@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -36,7 +37,7 @@ from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
 from ..stores.store import ByteStore
-from .boxed import MAX_RANK, Box, BoxedListing, Region
+from .boxed import MAX_RANK, Box, BoxedListing, Region, in_one_box, in_pieces
 from .numbered import ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
 from .rank_files import RankFile, RankFolder
 from .registry import Candidate, Content, OpenRequest
@@ -186,8 +187,7 @@ class _Zero(RankFolder):
         listing = self._model.listing(name, tensor)
         if not listing.row.floating or listing.row is _F32:
             return self._model.whole(listing)
-        file, shape = self._model.file, listing.shape
-        return BoxedListing(_F32, shape, [Box((0,) * len(shape), shape, lambda: _as_float32(file, listing))])
+        return in_one_box(_F32, listing.shape, partial(_as_float32, self._model.file, listing))
 
     # ---- trained parameters ----
 
@@ -290,11 +290,9 @@ class _Zero(RankFolder):
                 if listing.row is not row or listing.shape != (share,) or listing.strides is not None:
                     text = f": its fragment must be {share} elements of {row.code}, got {list(listing.shape)}"
                     raise rank.fault(name, text)
-            boxes = [
-                Box((begin,), (size,), rank.stored(listing))
-                for rank, listing, (begin, size) in zip(ranks, listings, _shares(count, processes), strict=False)
-            ]
-            yield name, BoxedListing(listings[0].row, shape, boxes, flat=True)
+            stored = (rank.stored(listing) for rank, listing in zip(ranks, listings, strict=True))
+            sizes = (size for _, size in _shares(count, processes))
+            yield name, in_pieces(listings[0].row, shape, zip(stored, sizes, strict=False))
 
 
 def _shares(count: int, processes: int) -> Iterator[tuple[int, int]]:

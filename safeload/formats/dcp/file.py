@@ -26,12 +26,12 @@ from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import FormatError, MissingShardError, public
 from .. import foreign
 from ..boxed import Box, BoxedListing, Region, boxed_file
+from ..metadata import depth_of, names_below, nested
 from ..numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
-from ..opening import depth_of, names_below, nested
 from ..registry import Candidate, Content, OpenRequest
 from ..zstd import MAX_RATIO
 from .chunks import DataFiles, DcpChunk, check_inside, check_transforms, locate, read_value
-from .records import MARK, Description, TensorRecord, describe_all
+from .records import MARK, Description, TensorRecord
 
 
 def claims(candidate: Candidate) -> bool:
@@ -59,15 +59,12 @@ def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, re
     listing = [] if name == DCP_METADATA else files.listing(folder)
     ranks = in_order(DCP_RANK, [name for name, is_folder in listing if not is_folder], 1)
 
-    def metadata_files() -> Iterator[WeightFile]:
-        if not ranks:
-            yield file
-        for rank in ranks:
-            path = files.join(folder, rank)
-            with closing(open_without_table(path, files=files)) as opened:
-                yield opened
-
-    description = describe_all(metadata_files(), request.inert)
+    description = Description()
+    if not ranks:
+        description.add(file, request.inert)
+    for rank in ranks:
+        with closing(open_without_table(files.join(folder, rank), files=files)) as opened:
+            description.add(opened, request.inert)
     names = names_below(description.paths, request.root, file.path)
     left_out = set(description.reformulated)
     tensors = {

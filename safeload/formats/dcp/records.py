@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ...base import dtypes
@@ -29,7 +28,6 @@ from ..torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
 from ..torch.legacy_file import pickle_at
 from ..torch.tensors import STAND_INS
 from ..unpickle.machine import Built, Fault, Global, describe
-from ..unpickle.run import Unpickled
 
 _MODULE = "torch.distributed.checkpoint.metadata."
 _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata."
@@ -121,44 +119,24 @@ class TensorRecord(NamedTuple):
     unknown: Unknown | None = None  # its dtype, if arrays lack it
 
 
-class Description(NamedTuple):
+class Description:
     """The content of one or several metadata files."""
 
-    tensors: dict[str, TensorRecord]
-    values: dict[str, ChunkPlace]  # other values by name
-    paths: dict[str, tuple[Any, ...]]  # path of each name in the nested state dict
-    reformulated: list[str]  # names of tensors that Megatron stores in another shape
-    named_globals: dict[str, bool]
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorRecord] = {}
+        self.values: dict[str, ChunkPlace] = {}  # other values by name
+        self.paths: dict[str, tuple[Any, ...]] = {}  # path of each name in the nested state dict
+        self.reformulated: list[str] = []  # names of tensors that Megatron stores in another shape
+        self.named_globals: dict[str, bool] = {}
+        self._path, self._free = "", 0  # of the file that is read, and the chunks that its pickle can still hold
 
-
-def read_records(file: WeightFile, inert: bool) -> tuple[Record, Unpickled]:
-    """Run the pickle of a metadata file."""
-    pickled = pickle_at(file, 0, None, inert, _TABLE)
-    if type(pickled.value) is not Record or pickled.value.kind != METADATA:
-        raise FormatError(f"expected the Metadata of a checkpoint, got {describe(pickled.value)}", file.path, 0)
-    return pickled.value, pickled
-
-
-def describe_all(files: Iterable[WeightFile], inert: bool) -> Description:
-    """Return the union of the metadata files of a checkpoint."""
-    whole = Description({}, {}, {}, [], {})
-    for file in files:
-        record, pickled = read_records(file, inert)
-        whole.named_globals.update(dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False))
-        _RecordReader(file.path, pickled.size, whole).add(record)
-    return whole
-
-
-class _RecordReader:
-    """Adds the records of a file to a description."""
-
-    def __init__(self, path: str, size: int, into: Description) -> None:
-        self._path = path
-        self._size = size  # bytes of the pickle
-        self._chunks = 0
-        self._into = into
-
-    def add(self, record: Record) -> None:
+    def add(self, file: WeightFile, inert: bool) -> None:
+        """Run the pickle of a metadata file, and add its records."""
+        pickled = pickle_at(file, 0, None, inert, _TABLE)
+        record, self._path, self._free = pickled.value, file.path, pickled.size
+        if type(record) is not Record or record.kind != METADATA:
+            raise FormatError(f"expected the Metadata of a checkpoint, got {describe(record)}", file.path, 0)
+        self.named_globals |= dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
         fields = self._fields(record, METADATA, "the checkpoint")
         names = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
         places = self._places(self._dict(fields.get("storage_data"), "storage_data"))
@@ -170,49 +148,51 @@ class _RecordReader:
             path = paths.get(name)
             if not isinstance(path, (tuple, list)) or any(type(step) not in (str, int) for step in path) or not path:
                 path = (name,)
-            self._into.paths[name] = tuple(path)
+            self.paths[name] = tuple(path)
             if type(about) is Record and about.kind == BYTES:
                 place = places.get((name, None))
                 if place is None:
                     raise FormatError(f"value {show(name)} has no place in storage_data", self._path)
-                self._into.values.setdefault(name, place)
+                self.values.setdefault(name, place)
             elif type(about) is Record and about.kind == TENSOR:
-                self._add_tensor(name, self._fields(about, TENSOR, name), places)
+                self._add_tensor(name, self._fields(about, TENSOR, name), places, pickled.size)
             else:
-                raise FormatError(
-                    f"{show(name)} must be described as tensor or bytes, got {describe(about)}", self._path
-                )
+                text = f"{show(name)} must be described as tensor or bytes, got {describe(about)}"
+                raise FormatError(text, self._path)
         mcore = fields.get("mcore_data")
         for name, data in mcore.items() if type(mcore) is dict else ():
             if type(data) is dict and data.get("nd_reformulated_orig_global_shape") is not None and name in names:
-                self._into.reformulated.append(name)
+                self.reformulated.append(name)
 
     def _places(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], ChunkPlace]:
         places: dict[tuple[str, tuple[int, ...] | None], ChunkPlace] = {}
         for index, info in storage.items():
             key = self._fields(index, INDEX, "a key of storage_data")
-            name, offset = key.get("fqn"), key.get("offset")
+            name, at = key.get("fqn"), key.get("offset")
             if type(name) is not str:
                 raise FormatError(f"a key of storage_data must have a name, got {describe(name)}", self._path)
-            at = None if offset is None else self._integers(offset, "the offset in storage_data", name)
-            places[name, at] = self._place(self._fields(info, STORAGE_INFO, name), name)
+            if at is not None:
+                at = self._integers(at, "the offset in storage_data", name)
+            fields = self._fields(info, STORAGE_INFO, name)
+            file, transforms = fields.get("relative_path"), fields.get("transform_descriptors")
+            offset, length = self._integers((fields.get("offset"), fields.get("length")), "offset and length", name)
+            if type(file) is not str or not is_bare(file):
+                text = f"relative_path must be the bare name of a file in the folder, got {describe(file)}"
+                raise self._fault(name, text)
+            if transforms is None:
+                transforms = ()
+            if type(transforms) not in (list, tuple) or any(type(text) is not str for text in transforms):
+                text = f"transform_descriptors must be a list of texts, got {describe(transforms)}"
+                raise self._fault(name, text)
+            places[name, at] = ChunkPlace(file, offset, length, tuple(transforms))
         return places
 
-    def _place(self, fields: dict[Any, Any], name: str) -> ChunkPlace:
-        file, transforms = fields.get("relative_path"), fields.get("transform_descriptors")
-        offset, length = self._integers((fields.get("offset"), fields.get("length")), "offset and length", name)
-        if type(file) is not str or not is_bare(file):
-            text = f": relative_path must be the bare name of a file in the folder, got {describe(file)}"
-            raise error_about(FormatError, text, path=self._path, tensor=name)
-        if transforms is None:
-            transforms = ()
-        if type(transforms) not in (list, tuple) or any(type(text) is not str for text in transforms):
-            text = f": transform_descriptors must be a list of texts, got {describe(transforms)}"
-            raise error_about(FormatError, text, path=self._path, tensor=name)
-        return ChunkPlace(file, offset, length, tuple(transforms))
-
     def _add_tensor(
-        self, name: str, fields: dict[Any, Any], places: dict[tuple[str, tuple[int, ...] | None], ChunkPlace]
+        self,
+        name: str,
+        fields: dict[Any, Any],
+        places: dict[tuple[str, tuple[int, ...] | None], ChunkPlace],
+        size: int,
     ) -> None:
         dtype = self._dtype(fields.get("properties"), name)
         row = dtypes.BY_CODE[dtype.code or STAND_INS[dtype.itemsize].code]  # type: ignore[index]
@@ -223,12 +203,11 @@ class _RecordReader:
         chunks = fields.get("chunks")
         if not isinstance(chunks, (list, tuple)):
             raise self._fault(name, f"chunks must be a list, got {describe(chunks)}")
-        self._chunks += len(chunks)
-        if self._chunks > self._size:  # each takes a byte at least, unless tensors share a list
-            raise error_about(
-                LimitError, f"with {show(name)} its tensors have more than {self._size:,} chunks", path=self._path
-            )
-        record = self._into.tensors.setdefault(name, TensorRecord(row, shape, [], unknown))
+        self._free -= len(chunks)
+        if self._free < 0:  # each takes a byte of the pickle at least, unless tensors share a list
+            text = f"with {show(name)} its tensors have more than {size:,} chunks"
+            raise error_about(LimitError, text, path=self._path)
+        record = self.tensors.setdefault(name, TensorRecord(row, shape, [], unknown))
         if (record.row, record.shape) != (row, shape):
             text = f"is {row.code} {list(shape)} here, but {record.row.code} {list(record.shape)} in another file"
             raise error_about(FormatError, text, path=self._path, tensor=name)
@@ -237,11 +216,10 @@ class _RecordReader:
             offsets = self._integers(about.get("offsets"), "the offsets of a chunk", name)
             sizes = self._integers(about.get("sizes"), "the sizes of a chunk", name)
             place = places.get((name, offsets))
-            if place is None and 0 in sizes:
-                continue
-            if place is None:
+            if place is not None:
+                record.chunks.append((offsets, sizes, place))
+            elif 0 not in sizes:
                 raise self._fault(name, f"the chunk at {list(offsets)} has no place in storage_data")
-            record.chunks.append((offsets, sizes, place))
 
     def _dtype(self, properties: Any, name: str) -> Global:
         state = properties.state if type(properties) is Record and properties.kind == PROPERTIES else None

@@ -35,7 +35,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -50,8 +51,9 @@ from ...engine.run.weight_file import WeightFile, open_temporary
 from ...errors import FormatError, LimitError, UnsupportedError
 from ...stores.json_file import parse_json
 from ...stores.members import Member, MemberFiles
-from ..boxed import Box, BoxedListing, Region, boxed_file
-from ..opening import names_below, open_members
+from ..boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
+from ..metadata import names_below
+from ..opening import open_members
 from ..registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
 from ..zip import STORED, Archive
 from .hdf5 import DEFLATE, FLETCHER32, SHUFFLE, Dataset, FileChunk, Structure, read_structure
@@ -81,7 +83,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
             direct.append(Listing(name, dataset.row, dataset.shape, dataset.begin, end, big_endian=dataset.swap > 1))
         else:
             try:
-                boxed[name] = BoxedListing(dataset.row, dataset.shape, list(_boxes(name, dataset, file)))
+                boxed[name] = _boxed(name, dataset, file)
             except UnsupportedError as error:
                 direct.append(unreadable(name, dataset.row.name, dataset.shape, str(error)))
     file.table = ListedTable(direct, _metadata(structure))
@@ -95,27 +97,26 @@ def _named(structure: Structure, root: str | None, path: str) -> dict[str, Datas
     """Return the datasets below a container by their names there."""
     paths: dict[str, tuple[str, ...]] = {}
     for steps in structure.datasets:
-        name = ".".join(steps)
-        if name in paths:
-            raise FormatError(f"two datasets are named {show(name)}", path)
-        paths[name] = steps
+        if paths.setdefault(".".join(steps), steps) is not steps:
+            raise FormatError(f"two datasets are named {show('.'.join(steps))}", path)
     return {known: structure.datasets[paths[name]] for name, known in names_below(paths, root, path).items()}
 
 
-def _boxes(name: str, dataset: Dataset, file: WeightFile) -> Iterator[Box]:
-    """Yield the chunks of a dataset."""
+def _boxed(name: str, dataset: Dataset, file: WeightFile) -> BoxedListing:
+    """Return a dataset with its chunks."""
     value = dataset.value
     if value is not None:
-        yield Box((0,) * len(dataset.shape), dataset.shape, lambda: value)
-        return
+        return in_one_box(dataset.row, dataset.shape, lambda: value)
     _check_filters(dataset, file.path, name)
     strides = c_strides(dataset.chunk_shape, dataset.itemsize)
+    boxes: list[Box] = []
     for chunk in dataset.chunks:
         sizes = tuple(min(c, n - o) for c, n, o in zip(dataset.chunk_shape, dataset.shape, chunk.offsets, strict=True))
+        stored: Stored = partial(_unpacked_chunk, file, name, dataset, chunk, sizes)
         if dataset.swap == 1 and not chunk.filters:
-            yield Box(chunk.offsets, sizes, Region(file.store, chunk.begin, strides))
-        else:
-            yield Box(chunk.offsets, sizes, partial(_unpacked_chunk, file, name, dataset, chunk, sizes))
+            stored = Region(file.store, chunk.begin, strides)
+        boxes.append(Box(chunk.offsets, sizes, stored))
+    return BoxedListing(dataset.row, dataset.shape, boxes)
 
 
 def _check_filters(dataset: Dataset, path: str, name: str) -> None:
@@ -195,24 +196,14 @@ def fletcher32(content: Array) -> int:
 
 
 def _metadata(structure: Structure) -> Mapping[str, Any]:
-    """Return the attributes of the root, or of ``model_weights``; JSON is parsed."""
-    metadata: dict[str, Any] = {}
-    for key in _METADATA:
-        for steps in ((), (_MODEL_WEIGHTS,)):
-            value = structure.attributes.get(steps, {}).get(key)
-            if value is not None and key not in metadata:
-                metadata[key] = _parsed(value)
+    """Return the attributes of the root, or of ``model_weights``; objects in JSON are parsed."""
+    texts = {**structure.attributes.get((_MODEL_WEIGHTS,), {}), **structure.attributes.get((), {})}
+    metadata: dict[str, Any] = {key: texts[key] for key in _METADATA if key in texts}
+    for key, text in metadata.items():
+        if text.lstrip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                metadata[key] = json.loads(text)
     return metadata
-
-
-def _parsed(text: str) -> Any:
-    """Return the object in a text of JSON, or the text."""
-    if not text.lstrip().startswith("{"):
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 WEIGHTS = "model.weights.h5"

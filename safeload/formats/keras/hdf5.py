@@ -46,6 +46,20 @@ _FLOATS = {
     (4, (31, 23, 8, 0, 23), 127): "F32",
     (8, (63, 52, 11, 0, 52), 1023): "F64",
 }
+# Classes of types, for messages.
+_TITLES = {
+    "STRING": "text",
+    "COMPOUND": "a compound",
+    "REFERENCE": "a reference",
+    "ENUM": "an enumeration",
+    "VLEN": "a sequence of variable length",
+    "ARRAY": "an array type",
+    "INTEGER": "an unusual integer",
+    "FLOAT": "an unusual float",
+    "TIME": "a time",
+    "BITFIELD": "a bit field",
+    "OPAQUE": "opaque data",
+}
 _LISTS = ("layer_names", "weight_names")
 _GROUP_TEXTS = frozenset((*_LISTS, "keras_version", "backend", "model_config", "training_config"))
 _MARK = frozenset(("dtype",))
@@ -95,18 +109,13 @@ class Structure(NamedTuple):
     notes: list[str]  # what was left out
 
 
-def _h5py() -> Any:
+def read_structure(file: WeightFile) -> Structure:
+    """Return the groups and datasets of a file."""
     try:
         import h5py
     except ImportError as error:
         text = "Keras files (HDF5) need h5py, which is not installed: pip install h5py"
         raise not_installed(error, text, "h5py") from None
-    return h5py
-
-
-def read_structure(file: WeightFile) -> Structure:
-    """Return the groups and datasets of a file."""
-    h5py = _h5py()
     stream = FileStream(file)
     try:
         with h5py.File(stream, "r") as opened:
@@ -150,7 +159,7 @@ class _Walk:
                     raise self._unsupported(path, "is a group that is linked twice")
                 self._groups.add(address)
                 if len(path) > MAX_DEPTH:
-                    raise error_about(LimitError, f"groups are nested more than {MAX_DEPTH} deep", path=self._path)
+                    raise self._limit(f"groups are nested more than {MAX_DEPTH} deep")
                 levels.append(iter(self._children(path, item)))
             elif item is None or isinstance(item, self._h5py.h5d.DatasetID):
                 self._structure.datasets[path] = self._dataset(path, item)
@@ -163,6 +172,9 @@ class _Walk:
 
     def _unsupported(self, path: tuple[str, ...], text: str) -> UnsupportedError:
         return error_about(UnsupportedError, f"{show('/'.join(path))} {text}", path=self._path)
+
+    def _limit(self, text: str) -> LimitError:
+        return error_about(LimitError, text, path=self._path)
 
     # ---- groups ----
 
@@ -177,7 +189,7 @@ class _Walk:
 
         group.links.iterate(add)
         if self._objects > MAX_OBJECTS:
-            raise error_about(LimitError, f"the file has more than {MAX_OBJECTS:,} objects", path=self._path)
+            raise self._limit(f"the file has more than {MAX_OBJECTS:,} objects")
         for name in self._in_order(path, group, names):
             try:
                 text = name.decode()
@@ -185,17 +197,14 @@ class _Walk:
                 raise FormatError(f"the name of a link is not UTF-8: {show(name)}", self._path) from None
             inner = (*path, text)
             if sum(map(len, inner)) + len(inner) > MAX_PATH:
-                raise error_about(LimitError, f"a path is longer than {MAX_PATH:,} characters", path=self._path)
-            kind = group.links.get_info(name).type
-            if kind != self._h5py.h5l.TYPE_HARD:
-                kinds = {
-                    self._h5py.h5l.TYPE_SOFT: "a soft link",
-                    self._h5py.h5l.TYPE_EXTERNAL: "a link to another file",
-                }
+                raise self._limit(f"a path is longer than {MAX_PATH:,} characters")
+            kind, h5l = group.links.get_info(name).type, self._h5py.h5l
+            if kind == h5l.TYPE_HARD:
+                yield inner, self._h5py.h5o.open(group, name)
+            else:
+                kinds = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
                 self._links[inner] = kinds.get(kind, "a link of an unknown kind")
                 yield inner, None
-                continue
-            yield inner, self._h5py.h5o.open(group, name)
 
     def _in_order(self, path: tuple[str, ...], group: Any, names: list[bytes]) -> list[bytes]:
         """Read the attributes of a group, and return its names in the order of its list."""
@@ -219,7 +228,7 @@ class _Walk:
         """Refuse a list that names an object below the group which does not exist."""
         steps = listed.split(b"/")
         if len(steps) > MAX_DEPTH:
-            raise error_about(LimitError, f"groups are nested more than {MAX_DEPTH} deep", path=self._path)
+            raise self._limit(f"groups are nested more than {MAX_DEPTH} deep")
         for k in range(1, len(steps)):
             parent, name = b"/".join(steps[:k]), steps[k]
             if group.links.get_info(parent).type != self._h5py.h5l.TYPE_HARD:
@@ -267,9 +276,7 @@ class _Walk:
             raise UnsupportedError("cannot be represented by an array of weights")
         if mark == b"bfloat16" and code != "BF16":
             raise UnsupportedError(f"is {code}, but its attribute says bfloat16")
-        number = kind
-        if isinstance(kind, h5t.TypeCompoundID):
-            number = kind.get_member_type(0)
+        number = kind.get_member_type(0) if isinstance(kind, h5t.TypeCompoundID) else kind
         big = number.get_size() > 1 and number.get_order() == h5t.ORDER_BE
         return dtypes.BY_CODE[code], number.get_size() if big else 1
 
@@ -311,7 +318,10 @@ class _Walk:
         if dataset.nbytes == 0:
             dataset.begin = 0
         elif layout == h5d.CONTIGUOUS:
-            self._contiguous(path, item, dataset)
+            dataset.begin = item.get_offset()
+            if dataset.begin is None:
+                raise UnsupportedError("was never written, so it has no values of its own")
+            self._take(path, dataset.begin, dataset.nbytes)
         elif layout == h5d.COMPACT:
             self._compact(item, dataset)
         else:
@@ -320,13 +330,6 @@ class _Walk:
                 if number == SHUFFLE:
                     dataset.shuffled = values[0] if values and 0 < values[0] <= 1 << 16 else dataset.itemsize
             self._read_chunks(path, item, dataset, [number for number, *_ in filters])
-
-    def _contiguous(self, path: tuple[str, ...], item: Any, dataset: Dataset) -> None:
-        begin = item.get_offset()
-        if begin is None:
-            raise UnsupportedError("was never written, so it has no values of its own")
-        self._take(path, begin, dataset.nbytes)
-        dataset.begin = begin
 
     def _compact(self, item: Any, dataset: Dataset) -> None:
         value = np.empty(dataset.shape, np.dtype((np.void, dataset.itemsize)))
@@ -341,7 +344,7 @@ class _Walk:
         expected = prod(counts)
         self._chunks += expected
         if self._chunks > MAX_CHUNKS:
-            raise error_about(LimitError, f"the file has more than {MAX_CHUNKS:,} chunks", path=self._path)
+            raise self._limit(f"the file has more than {MAX_CHUNKS:,} chunks")
         chunks: list[FileChunk] = []
 
         def add(info: Any) -> bool | None:
@@ -353,8 +356,7 @@ class _Walk:
         # Chunks beyond the shape remain after a dataset has shrunk.
         inside = [chunk for chunk in chunks if all(o < n for o, n in zip(chunk.offsets, dataset.shape, strict=True))]
         if len(inside) != expected or len(chunks) > expected:
-            text = f"has {len(inside):,} of {expected:,} chunks: the others were never written"
-            raise UnsupportedError(text)
+            raise UnsupportedError(f"has {len(inside):,} of {expected:,} chunks: the others were never written")
         for chunk in inside:
             if any(o % count for o, count in zip(chunk.offsets, dataset.chunk_shape, strict=True)):
                 text = f"{show('/'.join(path))} has a chunk at {list(chunk.offsets)}, not at a multiple of its shape"
@@ -390,13 +392,5 @@ def _usual(h5t: Any, kind: Any) -> bool:
 
 def _described(h5py: Any, kind: Any) -> str:
     """Describe a type for a message."""
-    h5t = h5py.h5t
-    titles = {h5t.STRING: "text", h5t.COMPOUND: "a compound", h5t.REFERENCE: "a reference", h5t.ENUM: "an enumeration"}
-    titles |= {h5t.VLEN: "a sequence of variable length", h5t.ARRAY: "an array type", h5t.INTEGER: "an unusual integer"}
-    titles |= {
-        h5t.FLOAT: "an unusual float",
-        h5t.TIME: "a time",
-        h5t.BITFIELD: "a bit field",
-        h5t.OPAQUE: "opaque data",
-    }
+    titles = {getattr(h5py.h5t, name): title for name, title in _TITLES.items()}
     return titles.get(kind.get_class(), "an unknown type")

@@ -37,8 +37,8 @@ from ...stores.json_file import MAX_JSON, parse_json, read_json
 from ...stores.remote import RemoteStore
 from ...stores.store import read_at
 from ..boxed import MAX_RANK, BoxedListing, boxed_file
+from ..metadata import depth_of, names_below, nested
 from ..numbered import ORBAX_METADATA
-from ..opening import depth_of, names_below, nested
 from ..registry import Candidate, Content, OpenRequest
 from . import zarr
 from .chunks import WHOLE_FILE, ChunkFinder, StoredBytes
