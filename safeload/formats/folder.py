@@ -5,28 +5,23 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..base.messages import error_about
 from ..base.missing_path import dangling
 from ..base.paths import is_bare, os_error
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile, places_in
-from ..errors import (
-    FormatError,
-    MissingShardError,
-    SafeloadError,
-    UnsupportedError,
-    missing_file,
-)
+from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
 from ..models.module_names import adapter_note, refuse_adapters
-from ..stores.files import Files, Location
+from ..stores.files import LOCAL, Files, Location
 from ..stores.json_file import read_if_there, read_json
+from ..stores.local import identity_of
 from ..stores.store import read_at
 from .early import Listed, read_with_shards, together
 from .foreign import DCP_SUFFIX
@@ -71,7 +66,6 @@ from .registry import (
     plugin_rows,
     row_of,
 )
-from .replaced import check_same, retried, settled
 from .safetensors.header import window_for
 
 INDEX = "model.safetensors.index.json"
@@ -105,24 +99,75 @@ _RANK_FILE = re.compile(
 )
 
 
-@retried
+_Result = TypeVar("_Result")
+
+
+# ---- folders that are replaced while they are opened ----
+
+# A writer replaces the index, or renames an old ``model.safetensors`` aside, before it changes ``config.json``, and
+# puts an index into the folder if there is none (`operations.folders.replacement`). So the files of a folder belong
+# together if the index, or without one each weight file, is still the same once all of them and the config are open.
+
+
+# A file that was read: its path and identity; None if only its presence is known, () if it was not there.
+_Seen = Iterable[tuple[str, "tuple[Any, ...] | None"]]
+_MOST_TRIES = 20
+
+
+class _ReplacedError(FormatError):
+    """Another program replaced a folder while it was opened."""
+
+
+def _settled(function: Callable[[], _Result], seen: _Seen, files: Files) -> _Result:
+    """Return the result of a function, unless its error is due to a file that has been replaced."""
+    try:
+        return function()
+    except (FormatError, FileNotFoundError):
+        _check_same(seen, files)
+        raise
+
+
+def _check_same(seen: _Seen, files: Files, opened: Iterable[Any] = ()) -> None:
+    """Close open files, and refuse them, if a file that was read has been replaced since."""
+    for path, identity in seen if files is LOCAL else ():
+        try:
+            now: tuple[Any, ...] | None = identity_of(os.lstat(path) if identity is None else os.stat(path))
+        except OSError:
+            now = ()
+        if now != identity and (identity is not None or not now):
+            for file in opened:
+                file.close()
+            raise _ReplacedError("another program replaced it while it was opened", path)
+
+
+# ---- paths ----
+
+
 def open_path(path: str, request: OpenRequest) -> Opened:
-    """Open a folder, an ``index.json`` or a file."""
+    """Open a folder, an ``index.json`` or a file; again if it is replaced meanwhile."""
+    for _ in range(_MOST_TRIES):
+        with suppress(_ReplacedError):
+            return _open_path(path, request)
+    return _open_path(path, request)
+
+
+def _open_path(path: str, request: OpenRequest) -> Opened:
     files = request.files
     name = files.split(path)[1]
+    is_json = name.endswith(".json")
+
+    def open_one() -> Opened:
+        return open_index(path, request) if is_json else open_parts(open_file(path, request), request)
+
     if files.remote and name.endswith(_FILE_SUFFIXES) and not path.endswith("/"):
         # Usually a file; asking whether it is a folder would take a request.
         with suppress(FileNotFoundError):
-            if name.endswith(".json"):
-                return open_index(path, request)
-            return open_parts(open_file(path, request), request)
+            return open_one()
     if files.is_folder(path):
         return open_folder(path, request)
-    if name.endswith(".json"):
-        if not files.remote and not os.path.lexists(path):
-            raise os_error(errno.ENOENT, path)
-        return open_index(path, request)
-    return open_parts(open_file(path, request), request)
+    if is_json and not files.remote and not os.path.lexists(path):
+        raise os_error(errno.ENOENT, path)
+    return open_one()
 
 
 def open_list(paths: Sequence[str], request: OpenRequest) -> Opened:
@@ -191,8 +236,8 @@ def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> O
     listed = read_with_shards(path, beside, request, config)  # remote shards that `beside` implies open at once
     seen = [(path, listed.version)]
     with closing(listed):
-        shards = settled(partial(_open_listed, listed, path, request), seen, request.files)
-    check_same(seen, request.files, shards.files)
+        shards = _settled(partial(_open_listed, listed, path, request), seen, request.files)
+    _check_same(seen, request.files, shards.files)
     return shards
 
 
@@ -344,6 +389,10 @@ class _Folder(NamedTuple):
         torch = TORCH_ZIP in self.formats or TORCH_LEGACY in self.formats
         return [".safetensors"] * (SAFETENSORS in self.formats) + [".bin"] * torch
 
+    def unsupported(self, text: str) -> UnsupportedError:
+        """Return the error for a folder whose files safeload does not choose among, or does not read."""
+        return error_about(UnsupportedError, text, path=self.shown)
+
     def ending(self, *suffixes: str) -> list[str]:
         """Return the names of files with these suffixes."""
         return [name for name in self.names if name.endswith(suffixes)]
@@ -351,8 +400,7 @@ class _Folder(NamedTuple):
     def only(self, names: Sequence[str], kind: str) -> list[str]:
         """Return at most one name; several files of a kind are refused."""
         if len(names) > 1:
-            text = f"{len(names)} {kind}: {_listed(names)}; open one of them"
-            raise error_about(UnsupportedError, text, path=self.shown)
+            raise self.unsupported(f"{len(names)} {kind}: {_listed(names)}; open one of them")
         return [*names]
 
 
@@ -379,7 +427,7 @@ def open_folder(path: str, request: OpenRequest) -> Opened:
                 return layout.open(folder, chosen)
             tried.append(layout.files)
     _refuse_waiting(folder)
-    raise error_about(UnsupportedError, _no_weights(folder, tried), path=folder.shown)
+    raise folder.unsupported(_no_weights(folder, tried))
 
 
 def _refuse_waiting(folder: _Folder) -> None:
@@ -412,14 +460,14 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
     else:
         accepted = request if format is None else request._replace(formats=(format,))
         opening = partial(together, files, partial(_open_chosen, chosen, path, accepted), config)
-        shards, config = settled(opening, [(files.join(path, name), None) for name in chosen if name in names], files)
+        shards, config = _settled(opening, [(files.join(path, name), None) for name in chosen if name in names], files)
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     if shards.format == DCP:  # one file stands for all
         used.update(folder.ending(DCP_SUFFIX))
     parsed = config() if shards.config is None else shards.config
     if parsed is not None and shards.index_file is None:
         index = [] if INDEX in names else [(files.join(path, INDEX), ())]
-        check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
+        _check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
     notes = _notes(folder, used, adapted=any(".lora_" in tensor for tensor in shards.places))
     return shards._replace(config=parsed, notes=[*shards.notes, *notes])
 
@@ -508,17 +556,16 @@ def _refuse_incomplete(
     sets: Sequence[NumberedFiles], path: str, folder: Location | None = None, waiting: bool = False
 ) -> None:
     for numbered in sets:
-        if waiting or not numbered.complete:
-            total = int(numbered.total)
-            present = sum(1 <= number <= total for number in numbered.files)
-            if folder is not None and folder.files.is_folder((folder / RESUME).path):
-                message = "shards are there; repeat the conversion with resume=True to continue it"
-                raise MissingShardError(f"an unfinished conversion: {present:,} of {total:,} {message}", path)
-            raise MissingShardError(
-                f"{present:,} of {total:,} shards are there, {total - present:,} missing: "
-                f"{_listed(numbered.missing(5), 5)}" + (", ..." if total - present > 5 else ""),
-                path,
-            )
+        if numbered.complete and not waiting:
+            continue
+        total = int(numbered.total)
+        present = sum(1 <= number <= total for number in numbered.files)
+        if folder is not None and folder.files.is_folder((folder / RESUME).path):
+            message = "shards are there; repeat the conversion with resume=True to continue it"
+            raise MissingShardError(f"an unfinished conversion: {present:,} of {total:,} {message}", path)
+        missing = _listed(numbered.missing(5), 5) + (", ..." if total - present > 5 else "")
+        text = f"{present:,} of {total:,} shards are there, {total - present:,} missing: {missing}"
+        raise MissingShardError(text, path)
 
 
 def _dcp_shards(folder: _Folder) -> list[str]:
@@ -536,11 +583,9 @@ def _consolidated(folder: _Folder) -> list[str]:
     """Choose Meta's single file of a folder."""
     parts = [name for name in folder.names if fnmatchcase(name, "consolidated.*.pth")]
     if len(parts) > 1:
-        raise error_about(
-            UnsupportedError,
+        raise folder.unsupported(
             f"{len(parts)} files {_listed(parts[:1])} to {_listed(parts[-1:])} are model-parallel: each holds a slice "
-            "of every tensor. Open them one by one, or convert them to a single file first",
-            path=folder.shown,
+            "of every tensor. Open them one by one, or convert them to a single file first"
         )
     return parts
 
@@ -618,8 +663,7 @@ def _orbax_step(folder: _Folder) -> list[str]:
         shown = ", ".join(printable(name) for name in ordered[-_MAX_LISTED:])
         what = "steps" if all(map(_STEP.fullmatch, ordered)) else "checkpoints"
         text = f"this folder has {len(ordered):,} Orbax {what}: {'... ' if len(ordered) > _MAX_LISTED else ''}{shown}; "
-        text += f"open one of them, such as {printable(ordered[-1])}"
-        raise error_about(UnsupportedError, text, path=folder.shown)
+        raise folder.unsupported(f"{text}open one of them, such as {printable(ordered[-1])}")
     return checkpoints
 
 
@@ -782,12 +826,8 @@ def _adapter(config: str, files: Files) -> str:
     kind, rank, base = (settings.get(key) for key in ("peft_type", "r", "base_model_name_or_path"))
     writer, trained = "PEFT", settings.get("lora_parameters")
     if kind is None and isinstance(trained, Mapping):
-        kind, rank, base, writer = (
-            settings.get("fine_tune_type", "lora"),
-            trained.get("rank"),
-            settings.get("model"),
-            "MLX",
-        )
+        kind, rank = settings.get("fine_tune_type", "lora"), trained.get("rank")
+        base, writer = settings.get("model"), "MLX"
     kind = f"a {_shown(_SPELLING.get(kind, kind))}" if isinstance(kind, str) else "an"
     name = f"{kind} adapter ({writer}"
     name += f", r {rank})" if isinstance(rank, int) and 0 < rank < 1 << 20 else ")"

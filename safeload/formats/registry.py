@@ -382,7 +382,7 @@ ROWS = (
            (".gguf",), writes=True, metadata=True, public=True),
     Format("npz", "npz", _ZIP, foreign.is_zip, ".npz", (".npz",), writes=True, ambiguous=True),
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), ".npy", (".npy",), writes=True),
-    Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, ".dcp.file",
+    Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, ".dcp",
             ambiguous=True, nested=True, parts=foreign.is_safetensors),
     Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, ".zero", nested=True, parts=foreign.is_zip),
     Format("fsdp", "FSDP rank files", _ZIP, foreign.never, ".fsdp", nested=True, parts=foreign.is_zip),
@@ -779,10 +779,10 @@ def find_row(candidate: Candidate, request: OpenRequest) -> Format:
     """Return the row of a file, which ``request`` must accept."""
     path, head = candidate.file.path, candidate.head
     local, formats = candidate.file.files is LOCAL, request.formats
-    safetensors = foreign.is_safetensors(head)
     if path.endswith(foreign.DCP_SUFFIX):
         raise error_about(UnsupportedError, foreign.DCP_PART.sentence(), path=path)
     row = next((row for row in _matching(head) if not row.ambiguous or row.load().claims(candidate)), None)
+    safetensors = (row is None or not local) and foreign.is_safetensors(head)
     required = row_of(formats[0]) if formats is not None and len(formats) == 1 else None
     if required is not None and (
         required.accepts(candidate) if required.source else required.parts is not None and required.parts(head)

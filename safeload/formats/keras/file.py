@@ -127,17 +127,16 @@ def _check_filters(dataset: Dataset, path: str, name: str) -> None:
         raise error_about(LimitError, text, path=path, tensor=name)
     cut = any(n % count for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
     for chunk in dataset.chunks:
+        text, stored = "", nbytes + 4 * chunk.filters.count(FLETCHER32)
         if DEFLATE in chunk.filters:
             if nbytes > chunk.size * MAX_RATIO:
                 text = f": {chunk.size:,} bytes cannot inflate to a chunk of {nbytes:,}"
-                raise error_about(FormatError, text, path=path, offset=chunk.begin, tensor=name)
-            continue
-        stored = nbytes + 4 * chunk.filters.count(FLETCHER32)
-        if chunk.size != stored:
+        elif chunk.size != stored:
             text = f": the chunk at {list(chunk.offsets)} has {chunk.size:,} bytes, expected {stored:,}"
-            raise error_about(FormatError, text, path=path, offset=chunk.begin, tensor=name)
-        if cut and chunk.filters == (SHUFFLE,):
+        elif cut and chunk.filters == (SHUFFLE,):
             raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")
+        if text:
+            raise error_about(FormatError, text, path=path, offset=chunk.begin, tensor=name)
 
 
 def _unpacked_chunk(file: WeightFile, name: str, dataset: Dataset, chunk: FileChunk, sizes: tuple[int, ...]) -> Array:

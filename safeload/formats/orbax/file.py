@@ -40,9 +40,8 @@ from ..boxed import MAX_RANK, BoxedListing, boxed_file
 from ..metadata import depth_of, names_below, nested
 from ..numbered import ORBAX_METADATA
 from ..registry import Candidate, Content, OpenRequest
-from . import zarr
-from .chunks import WHOLE_FILE, ChunkFinder, StoredBytes
 from .ocdbt import MANIFEST, Value, read_tree
+from .zarr import V2, V3, WHOLE_FILE, ChunkFinder, StoredBytes, ZarrArray, parse, unreadable
 
 # Bytes of the metadata of an array. It has a few hundred.
 MAX_ARRAY_METADATA = 1 << 20
@@ -148,14 +147,14 @@ def _read(file: WeightFile, folder: _Folder, metadata: Mapping[str, Any], root: 
     values = _database(folder, notes) if ocdbt else _paths(folder, arrays)
     version = 3 if metadata.get(_ZARR3) else 2
     described = dict(zip(arrays, _described(folder, arrays, version, values if ocdbt else None), strict=True))
-    readable = {name: array for name, array in described.items() if isinstance(array, zarr.ZarrArray)}
+    readable = {name: array for name, array in described.items() if isinstance(array, ZarrArray)}
     finder = ChunkFinder(values, folder.opened, folder.shown, filled=not metadata.get(_COMPLETE))
     places = {name: finder.find(name, array) for name, array in readable.items()}
     needed = {value.file for chunks in places.values() for _, value in chunks if value.file}
     folder.files.each(folder.open, sorted(needed - folder.opened.keys()))
     listings: dict[str, BoxedListing] = {}
     for name, array in described.items():
-        if isinstance(array, zarr.ZarrArray):
+        if isinstance(array, ZarrArray):
             try:
                 listings[names[name]] = finder.listing(name, array, places[name])
                 continue
@@ -340,16 +339,16 @@ def _paths(folder: _Folder, arrays: Sequence[str]) -> dict[str, Value]:
 
 def _described(
     folder: _Folder, arrays: Sequence[str], version: int, values: Mapping[str, Value] | None
-) -> list[zarr.ZarrArray | Unknown]:
+) -> list[ZarrArray | Unknown]:
     """Return the metadata of readable and of unreadable arrays; without a database (``values``) from files."""
-    base = zarr.V3 if version == 3 else zarr.V2
+    base = V3 if version == 3 else V2
     keys = [f"{name}/{base}" if name else base for name in arrays]
 
-    def parsed(name: str, key: str, content: Mapping[str, Any]) -> zarr.ZarrArray | Unknown:
+    def parsed(name: str, key: str, content: Mapping[str, Any]) -> ZarrArray | Unknown:
         try:
-            return zarr.parse(content, folder.path_of(key), name, version)
+            return parse(content, folder.path_of(key), name, version)
         except UnsupportedError as error:
-            return zarr.unreadable(content, str(error))
+            return unreadable(content, str(error))
 
     if values is None:
         return folder.files.each(
