@@ -40,7 +40,7 @@ def save_file(tensors: Mapping[str, Array], path: PathLike, *, overwrite: bool =
         >>> moon.load_file("w.moon")["w"].shape
         (2, 3)
     """
-    moon.save(tensors, path, overwrite=overwrite, durable=durable)
+    moon.write(tensors, None, path, overwrite=overwrite, durable=durable)
 
 
 @public

@@ -10,16 +10,18 @@ that reads tensors by ranges also reads tensors in boxes, in bounded memory.
 3. Boxes must not overlap, and must cover the tensor unless it has a fill element. Equal boxes are replicas; the first
    is read.
 4. The elements of a box lie in a store, with any strides, or must be unpacked. Boxes that cannot be read row by row
-   are unpacked whole and kept for the following reads: at most `_KEPT` bytes, or as many as lie side by side.
+   are unpacked whole and kept for the following reads: at most `_KEPT` bytes, or as many as lie side by side. Opening a
+   checkpoint reads no box, so formats that look for the elements in it have a function for the first use.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -50,23 +52,19 @@ _MAX_CUTS = 128
 # Axes of a tensor: NumPy 1 allows 32, and the bytes of an element are another axis.
 MAX_RANK = 31
 
+_Error = TypeVar("_Error", bound=SafeloadError)
+
 
 class Region(NamedTuple):
-    """The elements of a box in a store."""
+    """Elements at a place in a store."""
 
     store: ByteStore
     begin: int  # first byte
     strides: tuple[int, ...] | None = None  # bytes between neighbours along each axis; None for C order
 
 
-class BoxSource(Protocol):
-    """Finds the elements of a box on first use: opening a checkpoint should read none of its boxes."""
-
-    def region(self) -> Region | None:
-        """Return the place of the elements; None if they must be unpacked."""
-
-    def unpack(self) -> Array:
-        """Return the elements in C order, as uint8 of any shape."""
+# The place of the elements, or a function that unpacks them: in C order, as uint8 of any shape.
+Stored: TypeAlias = "Region | Callable[[], Array]"
 
 
 class Box(NamedTuple):
@@ -74,29 +72,12 @@ class Box(NamedTuple):
 
     offsets: tuple[int, ...]  # of its first element, along each axis
     sizes: tuple[int, ...]  # elements along each axis
-    stored: BoxSource
-
-
-class InFile:
-    """Elements at a place known in advance; see `Region`."""
-
-    __slots__ = ("_region",)
-
-    def __init__(self, store: ByteStore, begin: int, strides: tuple[int, ...] | None = None) -> None:
-        self._region = Region(store, begin, strides)
-
-    def region(self) -> Region:
-        return self._region
-
-    def unpack(self) -> Array:
-        raise NotImplementedError
+    stored: Stored | None = None
+    locate: Callable[[], Stored] | None = None  # returns `stored` on first use, if it is None
 
 
 class BoxedTensor:
-    """A tensor and its boxes.
-
-    ``fill`` is the value of elements outside the boxes; None if the boxes cover the tensor.
-    """
+    """A tensor and its boxes, checked; ``fill`` is an element outside of them, None if they cover the tensor."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], fill: bytes | None = None
@@ -104,13 +85,11 @@ class BoxedTensor:
         self.name = name
         self.fill = None if fill is None else np.frombuffer(fill, np.uint8)
         self.shape = (*shape, itemsize)
-        self.strides = c_strides(self.shape, 1)
         self.nbytes = prod(self.shape)
         self.begin = 0  # in the assembled file
         self.boxes = sorted(boxes, key=lambda box: box.offsets)
         self._begins = [box.offsets[0] if box.offsets else 0 for box in self.boxes]
         self._longest = max((box.sizes[0] if box.sizes else 1 for box in self.boxes), default=1)
-        self._edges: tuple[Array, Array] | None = None  # first elements, and one past the last
 
     @cached_property
     def abreast(self) -> int:
@@ -123,6 +102,12 @@ class BoxedTensor:
                 return max(sizes.values()) * self.shape[-1]
         return self.nbytes
 
+    @cached_property
+    def _edges(self) -> tuple[Array, Array]:
+        """First elements of the boxes, and one past the last."""
+        begins = np.array([box.offsets for box in self.boxes], np.int64)
+        return begins, begins + np.array([box.sizes for box in self.boxes], np.int64)
+
     def touched(self, low: Sequence[int], high: Sequence[int]) -> list[Box]:
         """Return the boxes that overlap a box of the tensor, given without the axis of bytes."""
         if len(self.boxes) < 2:
@@ -131,9 +116,6 @@ class BoxedTensor:
         last = bisect_right(self._begins, high[0] - 1)
         if last - first < 2:
             return self.boxes[first:last]
-        if self._edges is None:
-            begins = np.array([box.offsets for box in self.boxes], np.int64)
-            self._edges = begins, begins + np.array([box.sizes for box in self.boxes], np.int64)
         begins, ends = (edges[first:last] for edges in self._edges)
         overlap = ((begins < np.array(high, np.int64)) & (ends > np.array(low, np.int64))).all(axis=1)
         return [self.boxes[first + k] for k in np.flatnonzero(overlap).tolist()]
@@ -142,16 +124,15 @@ class BoxedTensor:
 def checked(
     name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, fill: bytes | None = None
 ) -> BoxedTensor:
-    """Return a tensor after checking that its boxes cover it without overlap.
+    """Return a tensor whose boxes cover it without overlap; replicas and empty boxes are dropped."""
 
-    Replicas and empty boxes are dropped.
-    """
-    size = prod(shape)
+    def error(kind: type[_Error], text: str) -> _Error:
+        return error_about(kind, text, path=path, tensor=name)
+
     if len(shape) > MAX_RANK:
-        raise error_about(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}", path=path, tensor=name)
+        raise error(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}")
     if not array_fits(shape, itemsize):
-        text = f": shape {list(shape)} needs more bytes than any memory has"
-        raise error_about(LimitError, text, path=path, tensor=name)
+        raise error(LimitError, f": shape {list(shape)} needs more bytes than any memory has")
     distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
     for box in boxes:
         offsets, sizes = box.offsets, box.sizes
@@ -161,28 +142,27 @@ def checked(
         )
         if not inside:
             text = f": a chunk of {list(sizes)} at {list(offsets)} is not inside shape {list(shape)}"
-            raise error_about(FormatError, text, path=path, tensor=name)
+            raise error(FormatError, text)
         if 0 not in sizes:
             distinct.setdefault((offsets, sizes), box)
-    total = sum(prod(sizes) for _, sizes in distinct)
     if len(distinct) > 1:
         edges = np.array([(*offsets, *sizes) for offsets, sizes in distinct], np.int64)
         begins = edges[:, : len(shape)]
-        clash = _overlapping(begins, begins + edges[:, len(shape) :], name, path)
+        text = f": more than {MAX_INTERLOCKED:,} of its chunks interlock, so no cut along an axis separates them"
+        clash = _overlapping(begins, begins + edges[:, len(shape) :], error(LimitError, text))
         if clash is not None:
             (first, size_a), (second, size_b) = (list(distinct)[k] for k in clash)
             text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
-            raise error_about(FormatError, text, path=path, tensor=name)
+            raise error(FormatError, text)
+    size, total = prod(shape), sum(prod(sizes) for _, sizes in distinct)
     if total != size and fill is None:
-        text = (
-            f": {size - total:,} of {size:,} elements are in none of its {len(distinct):,} chunks; is a file missing?"
-        )
-        raise error_about(FormatError, text, path=path, tensor=name)
+        text = f": {size - total:,} of {size:,} elements are in none of its {len(distinct):,} chunks"
+        raise error(FormatError, f"{text}; is a file missing?")
     return BoxedTensor(name, shape, itemsize, list(distinct.values()), fill if total != size else None)
 
 
-def _overlapping(begins: Array, ends: Array, name: str, path: str) -> tuple[int, int] | None:
-    """Return two boxes that overlap, or None.
+def _overlapping(begins: Array, ends: Array, interlocked: LimitError) -> tuple[int, int] | None:
+    """Return two boxes that overlap, or None; raise ``interlocked`` if that takes too long to find out.
 
     Cuts along one axis after another separate the boxes into groups, until each group is a single box. A box of a
     tensor without axes overlaps any other.
@@ -195,34 +175,21 @@ def _overlapping(begins: Array, ends: Array, name: str, path: str) -> tuple[int,
         below: list[tuple[Array, int, int]] = []
         for which, axis, failed in groups:
             if failed >= axes:
-                clash = _compare(begins, ends, which, name, path)
-                if clash is not None:
-                    return clash
+                if len(which) > MAX_INTERLOCKED:
+                    raise interlocked
+                for k, box in enumerate(which.tolist()):
+                    rest = which[k + 1 :]
+                    overlap = ((begins[rest] < ends[box]) & (ends[rest] > begins[box])).all(axis=1)
+                    if overlap.any():
+                        return box, int(rest[overlap.argmax()])
                 continue
             order = which[np.argsort(begins[which, axis], kind="stable")]
             reach = np.maximum.accumulate(ends[order, axis])
             cuts = np.flatnonzero(begins[order[1:], axis] >= reach[:-1]) + 1
-            parts = np.split(order, cuts) if len(cuts) else [order]
             tries = 0 if len(cuts) else failed + 1
-            below += [(part, (axis + 1) % axes, tries) for part in parts if len(part) > 1]
+            below += [(part, (axis + 1) % axes, tries) for part in np.split(order, cuts) if len(part) > 1]
         groups = below
-    raise _interlocked(name, path)
-
-
-def _compare(begins: Array, ends: Array, which: Array, name: str, path: str) -> tuple[int, int] | None:
-    if len(which) > MAX_INTERLOCKED:
-        raise _interlocked(name, path)
-    for k, box in enumerate(which.tolist()):
-        rest = which[k + 1 :]
-        overlap = ((begins[rest] < ends[box]) & (ends[rest] > begins[box])).all(axis=1)
-        if overlap.any():
-            return box, int(rest[overlap.argmax()])
-    return None
-
-
-def _interlocked(name: str, path: str) -> LimitError:
-    text = f": more than {MAX_INTERLOCKED:,} of its chunks interlock, so no cut along an axis separates them"
-    return error_about(LimitError, text, path=path, tensor=name)
+    raise interlocked
 
 
 class AssembledStore(RemoteStore):
@@ -242,6 +209,7 @@ class AssembledStore(RemoteStore):
             tensor.begin = at
             at += tensor.nbytes + -tensor.nbytes % ALIGNMENT
         self._places = [tensor.begin for tensor in self._tensors]
+        self._located: dict[int, Stored] = {}  # by id of the box
         self.size = at
         from hashlib import sha256  # only here: most programs need none
 
@@ -263,28 +231,24 @@ class AssembledStore(RemoteStore):
                 store.confirm()
 
     def read_at(self, offset: int, size: int) -> bytes:
-        size = max(0, min(size, self.size - offset))
-        memory = bytearray(size)
+        memory = bytearray(max(0, min(size, self.size - offset)))
         self.read_into(offset, memory)
         return bytes(memory)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         for begin, memory in spans:
-            end = begin + len(memory)
-            at = begin
-            k = max(0, bisect_right(self._places, begin) - 1)
             target = np.frombuffer(memory, np.uint8)
-            while at < end:
-                tensor = self._tensors[k] if k < len(self._tensors) else None
-                stop = end if tensor is None or tensor.begin >= end else max(at, tensor.begin)
-                target[at - begin : stop - begin] = 0  # between tensors
-                at = stop
-                if tensor is not None and at < end:
-                    stop = min(end, tensor.begin + tensor.nbytes)
-                    if at < stop:
-                        self._read_range(tensor, at - tensor.begin, target[at - begin : stop - begin])
-                        at = stop
-                k += 1
+            at, end = begin, begin + len(target)
+            for k in range(self._index_at(begin), len(self._tensors)):
+                tensor = self._tensors[k]
+                if tensor.begin >= end:
+                    break
+                first, last = max(at, tensor.begin), min(end, tensor.begin + tensor.nbytes)
+                target[at - begin : first - begin] = 0  # between tensors
+                if first < last:
+                    self._read_range(tensor, first - tensor.begin, target[first - begin : last - begin])
+                at = max(first, last)
+            target[at - begin :] = 0
 
     def _read_range(self, tensor: BoxedTensor, begin: int, target: Array) -> None:
         """Read consecutive bytes of a tensor."""
@@ -296,15 +260,15 @@ class AssembledStore(RemoteStore):
 
     def has_boxes(self, begin: int, shape: tuple[int, ...]) -> bool:
         """Return True if `read_box` can read the tensor here: its boxes divide these axes, not a flat vector."""
-        return self._tensor_at(begin).shape[:-1] == shape
+        return self._tensors[self._index_at(begin)].shape[:-1] == shape
 
-    def _tensor_at(self, begin: int) -> BoxedTensor:
-        return self._tensors[max(0, bisect_right(self._places, begin) - 1)]
+    def _index_at(self, begin: int) -> int:
+        return max(0, bisect_right(self._places, begin) - 1)
 
     def read_box(self, begin: int, low: Sequence[int], target: Array) -> None:
         """Read a box of a tensor."""
         self.check_open()
-        self._read_box(self._tensor_at(begin), (*low, 0), target)
+        self._read_box(self._tensors[self._index_at(begin)], (*low, 0), target)
 
     def _read_box(self, tensor: BoxedTensor, low: tuple[int, ...], target: Array) -> None:
         high = tuple(first + count for first, count in zip(low, target.shape, strict=True))
@@ -326,26 +290,27 @@ class AssembledStore(RemoteStore):
 
     def _read_part(self, tensor: BoxedTensor, box: Box, first: tuple[int, ...], target: Array) -> None:
         """Read a part of a box."""
-        itemsize = tensor.shape[-1]
-        region = box.stored.region()
-        if region is not None:
-            strides = c_strides((*box.sizes, itemsize), 1) if region.strides is None else (*region.strides, 1)
-            if _in_rows((*box.sizes, itemsize), strides):
-                begin = region.begin + sum(map(int.__mul__, first, strides))
-                _copy(region.store, begin, strides, target)
+        sizes = *box.sizes, tensor.shape[-1]
+        stored = box.stored or self._located.get(id(box))
+        if stored is None:
+            assert box.locate is not None
+            stored = self._located.setdefault(id(box), box.locate())
+        if isinstance(stored, Region):
+            strides = c_strides(sizes, 1) if stored.strides is None else (*stored.strides, 1)
+            if _in_rows(sizes, strides):
+                _copy(stored.store, stored.begin + sum(map(int.__mul__, first, strides)), strides, target)
                 return
-        whole = self._whole(tensor, box, region).reshape(*box.sizes, itemsize)
-        part = tuple(slice(k, k + count) for k, count in zip(first, target.shape, strict=True))
+        whole = self._whole(tensor, box, stored).reshape(sizes)
         with current().filling():
-            target[...] = whole[part]
+            target[...] = whole[tuple(slice(k, k + count) for k, count in zip(first, target.shape, strict=True))]
 
-    def _whole(self, tensor: BoxedTensor, box: Box, region: Region | None) -> Array:
+    def _whole(self, tensor: BoxedTensor, box: Box, stored: Stored) -> Array:
         """Return all elements of a box in C order; boxes are unpacked one at a time."""
         with self._turn.own:
             unpacked = self._unpacked
             whole = unpacked.get(id(box))
             if whole is None:
-                whole = box.stored.unpack() if region is None else _gathered(region, box.sizes, tensor.shape[-1])
+                whole = _gathered(stored, (*box.sizes, tensor.shape[-1])) if isinstance(stored, Region) else stored()
                 while unpacked and self._kept + whole.nbytes > max(_KEPT, tensor.abreast):
                     self._kept -= unpacked.popitem(last=False)[1].nbytes
                 unpacked[id(box)] = whole
@@ -357,14 +322,13 @@ class AssembledStore(RemoteStore):
 def _divided(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Divide consecutive bytes of a tensor into boxes in order: the first element and the sizes of each."""
     strides = c_strides(shape, 1)
-    rank = len(shape)
     while begin < end:
         index, rest = [], begin
         for stride in strides:
             position, rest = divmod(rest, stride)
             index.append(position)
         # The outermost axis such that whole steps along it begin here and do not reach beyond the end.
-        axis = rank - 1
+        axis = len(shape) - 1
         while axis and index[axis] == 0 and begin + strides[axis - 1] <= end:
             axis -= 1
         count = min(shape[axis] - index[axis], (end - begin) // strides[axis])
@@ -384,14 +348,13 @@ def _in_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _gathered(region: Region, sizes: tuple[int, ...], itemsize: int) -> Array:
+def _gathered(region: Region, shape: tuple[int, ...]) -> Array:
     """Read all elements of a box in any order of axes."""
     assert region.strides is not None
-    extent = sum((count - 1) * stride for count, stride in zip(sizes, region.strides, strict=True)) + itemsize
-    memory = np.empty(extent, np.uint8)
+    strides = (*region.strides, 1)
+    memory = np.empty(sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True)) + 1, np.uint8)
     region.store.read_into(region.begin, memory)
-    view = np.ndarray((*sizes, itemsize), np.uint8, memory, 0, (*region.strides, 1))
-    return np.ascontiguousarray(view)
+    return np.ascontiguousarray(np.ndarray(shape, np.uint8, memory, 0, strides))
 
 
 def _copy(store: ByteStore, begin: int, strides: Sequence[int], target: Array) -> None:
@@ -399,11 +362,8 @@ def _copy(store: ByteStore, begin: int, strides: Sequence[int], target: Array) -
     shape = target.shape
     extent = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True)) + 1
     if extent == target.size and target.flags.c_contiguous:
-        if isinstance(store, RemoteStore):
+        with nullcontext() if isinstance(store, RemoteStore) else current().filling():
             store.read_into(begin, target.reshape(-1))
-        else:
-            with current().filling():
-                store.read_into(begin, target.reshape(-1))
         return
     block = _REMOTE_BLOCK if isinstance(store, RemoteStore) else _BLOCK
     if extent <= block and extent <= max(_NEAR, 4 * target.size):
@@ -414,9 +374,8 @@ def _copy(store: ByteStore, begin: int, strides: Sequence[int], target: Array) -
         return
     axis = next(k for k, count in enumerate(shape) if count > 1)
     half = shape[axis] // 2
-    first, second = np.split(target, [half], axis)
-    _copy(store, begin, strides, first)
-    _copy(store, begin + half * strides[axis], strides, second)
+    for k, part in zip((0, half), np.split(target, [half], axis), strict=True):
+        _copy(store, begin + k * strides[axis], strides, part)
 
 
 # ---- files ----
@@ -433,6 +392,21 @@ class BoxedListing(NamedTuple):
     fill: bytes | None = None  # of an element in no box; None if boxes cover the tensor
 
 
+def in_one_box(row: dtypes.Dtype, shape: tuple[int, ...], stored: Stored) -> BoxedListing:
+    """Return a tensor that is stored as a whole."""
+    return BoxedListing(row, shape, [Box((0,) * len(shape), shape, stored)])
+
+
+def in_pieces(row: dtypes.Dtype, shape: tuple[int, ...], pieces: Iterable[tuple[Stored, int]]) -> BoxedListing:
+    """Return a tensor whose elements are divided into consecutive pieces, given with their number of elements."""
+    boxes: list[Box] = []
+    at = 0
+    for stored, count in pieces:
+        boxes.append(Box((at,), (count,), stored))
+        at += count
+    return BoxedListing(row, shape, boxes, flat=True)
+
+
 def itemsize_of(row: dtypes.Dtype) -> int:
     """Return the bytes of an element as torch counts them: a byte if several elements share it."""
     return max(1, row.bits // 8)
@@ -443,50 +417,33 @@ def logical_shape(row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] * 8 // row.bits) if row.packed and shape else shape
 
 
-def assemble(
-    file: WeightFile,
-    folder: str,
-    tensors: Mapping[str, BoxedListing],
-    stores: Sequence[ByteStore],
-    *,
-    metadata: Mapping[str, Any] | None = None,
-    named_globals: Mapping[str, bool] | None = None,
-) -> WeightFile:
-    """Return the file of tensors in boxes in the place of ``file``, which is closed and should not be used again."""
-    path = file.files.shown(folder)
-    boxed = boxed_file(file, path, tensors, stores, metadata=metadata, named_globals=named_globals)
-    file.close()
-    return boxed
-
-
 def boxed_file(
     file: WeightFile,
-    path: str,
     tensors: Mapping[str, BoxedListing],
     stores: Sequence[ByteStore],
     *,
+    folder: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     named_globals: Mapping[str, bool] | None = None,
 ) -> WeightFile:
-    """Return a file of tensors in boxes, which stands for ``file``; ``file`` stays open."""
-    boxed = []
-    for name, (row, shape, boxes, flat, _, fill) in tensors.items():
-        count = 1
-        for length in shape if flat else ():
-            count *= length
-        boxed.append(checked(name, (count,) if flat else shape, itemsize_of(row), boxes, path, fill=fill))
+    """Return a file of tensors in boxes, which stands for ``file``, or for its ``folder``; then ``file`` is closed."""
+    path = file.path if folder is None else file.files.shown(folder)
+    boxed = [
+        checked(name, (prod(shape),) if flat else shape, itemsize_of(row), boxes, path, fill=fill)
+        for name, (row, shape, boxes, flat, _, fill) in tensors.items()
+    ]
     store = AssembledStore(path, boxed, stores, file.identity)
-    listings = (
-        _listing(name, tensor, whole.begin, whole.begin + whole.nbytes)
-        for (name, tensor), whole in zip(tensors.items(), boxed, strict=True)
-    )
+    listings = map(_listing, tensors.values(), boxed)
     opened = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
     opened.stand_for(file, unpacked=False)
+    if folder is not None:
+        file.close()
     return opened
 
 
-def _listing(name: str, tensor: BoxedListing, begin: int, end: int) -> Listing:
+def _listing(tensor: BoxedListing, boxed: BoxedTensor) -> Listing:
+    begin, end = boxed.begin, boxed.begin + boxed.nbytes
     if tensor.unknown is None:
-        return Listing(name, tensor.row, logical_shape(tensor.row, tensor.shape), begin, end)
+        return Listing(boxed.name, tensor.row, logical_shape(tensor.row, tensor.shape), begin, end)
     label, shape, reason, is_tensor, _ = tensor.unknown
-    return unreadable(name, label, shape, reason, begin=begin, end=end, is_tensor=is_tensor)
+    return unreadable(boxed.name, label, shape, reason, begin=begin, end=end, is_tensor=is_tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..base.messages import error_about
 from ..engine.run.weight_file import WeightFile
-from ..errors import FormatError
+from ..errors import FormatError, LimitError
 
 # Bytes to read at first and after a jump, and at most if one window follows another.
 _FIRST, _MOST = 4096, 1 << 20
@@ -42,3 +42,8 @@ class ByteReader:
         """Return the error for a fault at a byte, by default the next byte."""
         at = self.position if position is None else position
         return error_about(FormatError, message, path=self.file.path, offset=min(at, self.file.size), tensor=tensor)
+
+    def limit(self, message: str, position: int | None = None) -> LimitError:
+        """Return the error for a limit that is exceeded at a byte, by default the next byte."""
+        at = self.position if position is None else position
+        return error_about(LimitError, message, path=self.file.path, offset=at)

@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.arrays import array_fits
-from ..base.listed_table import ListedTable, Listing
+from ..base.listed_table import ListedTable, Listing, unreadable
 from ..base.messages import error_about
-from ..base.native import lib
-from ..base.table import Unknown
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
-from .boxed import Box, BoxedListing, InFile, boxed_file
+from .boxed import BoxedListing, Region, boxed_file, in_pieces
 from .byte_reader import ByteReader
 from .registry import Candidate, Content, OpenRequest
 
@@ -63,53 +61,16 @@ _NUMBERS = {
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 
 
-class StoredArray(NamedTuple):
-    """An array in the file."""
-
-    row: dtypes.Dtype
-    shape: tuple[int, ...]
-    begin: int  # first byte of the elements
-    end: int
-    unknown: Unknown | None = None  # it cannot be read; row and shape describe its bytes
-
-
-class ChunkedArray(NamedTuple):
-    """An array in several chunks."""
-
-    row: dtypes.Dtype
-    shape: tuple[int, ...]
-    chunks: list[StoredArray]
-
-
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the table of an open file; chunked arrays become a second file."""
     file = candidate.file
-    tree = MessagePackReader(file).read()
-    tensors, metadata = _flatten(tree, request.root, file.path)
-    whole, chunked = [], {}
-    for name, array in tensors.items():
-        if isinstance(array, StoredArray):
-            whole.append(Listing(name, *array[:4], unknown=array.unknown))
-        else:
-            chunked[name] = BoxedListing(array.row, array.shape, _boxes(array, file), flat=True)
+    tensors, metadata = _flatten(MessagePackReader(file).read(), request.root, file.path)
+    whole = [array._replace(name=name) for name, array in tensors.items() if isinstance(array, Listing)]
+    chunked = {name: array for name, array in tensors.items() if isinstance(array, BoxedListing)}
     file.table = ListedTable(whole, metadata)
     if not chunked:
         return Content(file)
-    beside = boxed_file(file, file.path, chunked, [file.store])
-    return Content(file, (beside,), list(tensors))
-
-
-def _unreadable(unknown: Unknown, begin: int, nbytes: int) -> StoredArray:
-    return StoredArray(dtypes.BY_NUMBER[lib.SL_UNKNOWN], (nbytes,), begin, begin + nbytes, unknown)
-
-
-def _boxes(array: ChunkedArray, file: WeightFile) -> list[Box]:
-    boxes, at = [], 0
-    for chunk in array.chunks:
-        count = prod(chunk.shape)
-        boxes.append(Box((at,), (count,), InFile(file.store, chunk.begin)))
-        at += count
-    return boxes
+    return Content(file, (boxed_file(file, chunked, [file.store]),), list(tensors))
 
 
 # ---- MessagePack ----
@@ -170,7 +131,7 @@ class MessagePackReader:
         token = self._token("a value")
         self._values += 1
         if self._values > MAX_VALUES:
-            raise self._limit(f"the file has more than {MAX_VALUES:,} values")
+            raise self._reader.limit(f"the file has more than {MAX_VALUES:,} values")
         if token.kind is _VALUE:
             return token.value
         if token.kind in (_TEXT, _BYTES):
@@ -178,7 +139,7 @@ class MessagePackReader:
         if token.kind is _EXTENSION:
             return self._extension(token, begin)
         if depth == MAX_DEPTH:
-            raise self._limit(f"maps are nested more than {MAX_DEPTH} levels deep")
+            raise self._reader.limit(f"maps are nested more than {MAX_DEPTH} levels deep")
         values = token.size * (2 if token.kind is _MAP else 1)
         left = self._file.size - self._reader.position
         if values > left:
@@ -203,13 +164,13 @@ class MessagePackReader:
         if token.kind is not _TEXT:
             raise self._reader.fault("a key must be text or an integer", begin)
         if token.size > MAX_KEY:
-            raise self._limit(f"a key has {token.size:,} bytes, the limit is {MAX_KEY:,}")
+            raise self._reader.limit(f"a key has {token.size:,} bytes, the limit is {MAX_KEY:,}")
         return str(self._text_of(token, "a key"))
 
     def _text_of(self, token: _Token, what: str) -> str | bytes:
         self._text += token.size
         if self._text > MAX_TEXT:
-            raise self._limit(f"keys, text and bytes outside arrays have more than {MAX_TEXT:,} bytes")
+            raise self._reader.limit(f"keys, text and bytes outside arrays have more than {MAX_TEXT:,} bytes")
         begin = self._reader.position
         data = self._reader.take(token.size, what)
         if token.kind is _BYTES:
@@ -218,9 +179,6 @@ class MessagePackReader:
             return data.decode()
         except UnicodeDecodeError as error:
             raise self._reader.fault(f"{what} is not UTF-8: {error.reason}", begin + error.start) from None
-
-    def _limit(self, text: str) -> LimitError:
-        return error_about(LimitError, text, path=self._file.path, offset=self._reader.position)
 
     # ---- arrays ----
 
@@ -249,7 +207,7 @@ class MessagePackReader:
                 return complex(parts[0].value, parts[1].value)
         raise self._reader.fault("a complex number must be two numbers", begin)
 
-    def _array(self, end: int) -> StoredArray:
+    def _array(self, end: int) -> Listing:
         """Parse shape and dtype of an array and skip its elements."""
         begin = self._reader.position
         token = self._token("an array")
@@ -272,12 +230,12 @@ class MessagePackReader:
         if row is None or row.packed:
             hint = " (ml_dtypes stores its elements in a byte each)" if row is not None else ""
             shown = tuple(dim.value for dim in dims if type(dim.value) is int)
-            unknown = Unknown(show(name)[1:-1], shown, f"is not a dtype of weights{hint}")
             data = self._reader.position
             if data + elements.size > end:
                 raise self._reader.fault(f"an array of {elements.size} bytes reaches beyond the end", at_elements)
             self._reader.position = data + elements.size
-            return _unreadable(unknown, data, elements.size)
+            reason = f"is not a dtype of weights{hint}"
+            return unreadable("", show(name)[1:-1], shown, reason, begin=data, end=data + elements.size)
         lengths = self._shape([dim.value if dim.kind is _VALUE else None for dim in dims], row, begin)
         data = self._reader.position
         expected = prod(lengths) * row.nbytes(1)
@@ -285,7 +243,7 @@ class MessagePackReader:
             text = f"{row.code} {list(lengths)} needs {expected} bytes, but its elements have {elements.size}"
             raise self._reader.fault(text, at_elements)
         self._reader.position = data + expected
-        return StoredArray(row, lengths, data, data + expected)
+        return Listing("", row, lengths, data, data + expected)
 
     def _shape(self, dims: list[Any], row: dtypes.Dtype, begin: int) -> tuple[int, ...]:
         if any(type(dim) is not int or not 0 <= dim < 1 << 63 for dim in dims):
@@ -294,17 +252,16 @@ class MessagePackReader:
             raise self._reader.fault(f"no array can have the shape {show(dims)}", begin)
         return tuple(dims)
 
-    def _chunked(self, entries: Mapping[str, Any], begin: int) -> ChunkedArray | StoredArray:
+    def _chunked(self, entries: Mapping[str, Any], begin: int) -> Listing | BoxedListing:
         """Return the array of a map with the key `CHUNKED`."""
-        parts = [entries.get(key) for key in ("shape", "chunks")]
-        shape, chunks = (_in_order(part) for part in parts)
+        shape, chunks = (_in_order(entries.get(key)) for key in ("shape", "chunks"))
         if entries.keys() != {CHUNKED, "shape", "chunks"} or shape is None or chunks is None:
             raise self._reader.fault("a chunked array must have a shape and chunks, numbered from 0", begin)
-        if not chunks or not all(isinstance(chunk, StoredArray) and len(chunk.shape) == 1 for chunk in chunks):
+        if not chunks or not all(isinstance(chunk, Listing) and len(chunk.shape) == 1 for chunk in chunks):
             raise self._reader.fault("the chunks of an array must be arrays of one axis", begin)
-        row = chunks[0].row
-        if chunks[0].unknown is not None:
-            return _unreadable(chunks[0].unknown._replace(shape=tuple(shape)), begin, 0)
+        row, unknown = chunks[0].row, chunks[0].unknown
+        if unknown is not None:
+            return unreadable("", unknown.label, tuple(shape), unknown.reason, begin=begin, end=begin)
         if any(chunk.row is not row for chunk in chunks):
             raise self._reader.fault("the chunks of an array have several dtypes", begin)
         lengths = self._shape(shape, row, begin)
@@ -312,7 +269,8 @@ class MessagePackReader:
         if count != prod(lengths):
             text = f"an array of shape {list(lengths)} has {prod(lengths)} elements, but its chunks have {count}"
             raise self._reader.fault(text, begin)
-        return ChunkedArray(row, lengths, chunks)
+        store = self._file.store
+        return in_pieces(row, lengths, ((Region(store, chunk.begin), chunk.shape[0]) for chunk in chunks))
 
 
 def _in_order(numbered: Any) -> list[Any] | None:
@@ -327,17 +285,17 @@ def _in_order(numbered: Any) -> list[Any] | None:
 
 def _flatten(
     tree: Any, root: str | None, path: str
-) -> tuple[dict[str, StoredArray | ChunkedArray], Mapping[str, Any] | None]:
+) -> tuple[dict[str, Listing | BoxedListing], Mapping[str, Any] | None]:
     """Return the arrays by dotted name, and the rest of the tree, both below ``root``."""
     if root is not None:
         tree = _select(tree, root, path)
-    tensors: dict[str, StoredArray | ChunkedArray] = {}
+    tensors: dict[str, Listing | BoxedListing] = {}
     text = 0
 
     def visit(value: Any, name: str | None) -> Any:
         """Collect the arrays below a value and return the rest; `_nothing` if nothing else is there."""
         nonlocal text
-        if isinstance(value, (StoredArray, ChunkedArray)):
+        if isinstance(value, (Listing, BoxedListing)):
             assert name is not None
             text += len(name)
             if name in tensors:
@@ -359,7 +317,7 @@ def _flatten(
             return value
         return kept or _nothing
 
-    if isinstance(tree, (StoredArray, ChunkedArray)):
+    if isinstance(tree, (Listing, BoxedListing)):
         return {NAME: tree}, {}
     rest = visit(tree, None)
     metadata = {} if rest is _nothing else rest if isinstance(rest, dict) else {"value": rest}
@@ -367,7 +325,7 @@ def _flatten(
 
 
 _nothing = object()
-_NESTED = frozenset((dict, list, StoredArray, ChunkedArray))
+_NESTED = frozenset((dict, list, Listing, BoxedListing))
 
 
 def _select(tree: Any, root: str, path: str) -> Any:
@@ -378,7 +336,7 @@ def _select(tree: Any, root: str, path: str) -> Any:
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for key, item in items:
             step = str(key)
-            if step == rest and isinstance(item, (dict, list, StoredArray, ChunkedArray)):
+            if step == rest and isinstance(item, (dict, list, Listing, BoxedListing)):
                 return item
             if rest.startswith(f"{step}."):
                 waiting.append((item, rest[len(step) + 1 :]))

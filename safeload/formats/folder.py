@@ -5,33 +5,28 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..base.messages import error_about
 from ..base.missing_path import dangling
 from ..base.paths import is_bare, os_error
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile, places_in
-from ..errors import (
-    FormatError,
-    MissingShardError,
-    SafeloadError,
-    TensorNotFoundError,
-    UnsupportedError,
-    missing_file,
-)
+from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
 from ..models.module_names import adapter_note, refuse_adapters
-from ..stores.files import Files, Location
+from ..stores.files import LOCAL, Files, Location
 from ..stores.json_file import read_if_there, read_json
+from ..stores.local import identity_of
 from ..stores.store import read_at
 from .early import Listed, read_with_shards, together
 from .foreign import DCP_SUFFIX
 from .gguf import read as gguf
+from .metadata import names_below
 from .numbered import (
     DCP_METADATA,
     DCP_RANK,
@@ -71,7 +66,6 @@ from .registry import (
     plugin_rows,
     row_of,
 )
-from .replaced import check_same, retried, settled
 from .safetensors.header import window_for
 
 INDEX = "model.safetensors.index.json"
@@ -105,24 +99,75 @@ _RANK_FILE = re.compile(
 )
 
 
-@retried
+_Result = TypeVar("_Result")
+
+
+# ---- folders that are replaced while they are opened ----
+
+# A writer replaces the index, or renames an old ``model.safetensors`` aside, before it changes ``config.json``, and
+# puts an index into the folder if there is none (`operations.folders.replacement`). So the files of a folder belong
+# together if the index, or without one each weight file, is still the same once all of them and the config are open.
+
+
+# A file that was read: its path and identity; None if only its presence is known, () if it was not there.
+_Seen = Iterable[tuple[str, "tuple[Any, ...] | None"]]
+_MOST_TRIES = 20
+
+
+class _ReplacedError(FormatError):
+    """Another program replaced a folder while it was opened."""
+
+
+def _settled(function: Callable[[], _Result], seen: _Seen, files: Files) -> _Result:
+    """Return the result of a function, unless its error is due to a file that has been replaced."""
+    try:
+        return function()
+    except (FormatError, FileNotFoundError):
+        _check_same(seen, files)
+        raise
+
+
+def _check_same(seen: _Seen, files: Files, opened: Iterable[Any] = ()) -> None:
+    """Close open files, and refuse them, if a file that was read has been replaced since."""
+    for path, identity in seen if files is LOCAL else ():
+        try:
+            now: tuple[Any, ...] | None = identity_of(os.lstat(path) if identity is None else os.stat(path))
+        except OSError:
+            now = ()
+        if now != identity and (identity is not None or not now):
+            for file in opened:
+                file.close()
+            raise _ReplacedError("another program replaced it while it was opened", path)
+
+
+# ---- paths ----
+
+
 def open_path(path: str, request: OpenRequest) -> Opened:
-    """Open a folder, an ``index.json`` or a file."""
+    """Open a folder, an ``index.json`` or a file; again if it is replaced meanwhile."""
+    for _ in range(_MOST_TRIES):
+        with suppress(_ReplacedError):
+            return _open_path(path, request)
+    return _open_path(path, request)
+
+
+def _open_path(path: str, request: OpenRequest) -> Opened:
     files = request.files
     name = files.split(path)[1]
+    is_json = name.endswith(".json")
+
+    def open_one() -> Opened:
+        return open_index(path, request) if is_json else open_parts(open_file(path, request), request)
+
     if files.remote and name.endswith(_FILE_SUFFIXES) and not path.endswith("/"):
         # Usually a file; asking whether it is a folder would take a request.
         with suppress(FileNotFoundError):
-            if name.endswith(".json"):
-                return open_index(path, request)
-            return open_parts(open_file(path, request), request)
+            return open_one()
     if files.is_folder(path):
         return open_folder(path, request)
-    if name.endswith(".json"):
-        if not files.remote and not os.path.lexists(path):
-            raise os_error(errno.ENOENT, path)
-        return open_index(path, request)
-    return open_parts(open_file(path, request), request)
+    if is_json and not files.remote and not os.path.lexists(path):
+        raise os_error(errno.ENOENT, path)
+    return open_one()
 
 
 def open_list(paths: Sequence[str], request: OpenRequest) -> Opened:
@@ -191,28 +236,28 @@ def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> O
     listed = read_with_shards(path, beside, request, config)  # remote shards that `beside` implies open at once
     seen = [(path, listed.version)]
     with closing(listed):
-        shards = settled(partial(_open_listed, listed, path, request), seen, request.files)
-    check_same(seen, request.files, shards.files)
+        shards = _settled(partial(_open_listed, listed, path, request), seen, request.files)
+    _check_same(seen, request.files, shards.files)
     return shards
 
 
 def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
     files, shown = request.files, request.files.shown(path)
     folder, base = files.split(path)
-    index_file = files.absolute(path), listed.version
-    if base.endswith(KERAS_INDEX_SUFFIX):
-        return _open_keras_index(listed.content, index_file, path, request)
-    names, metadata = parse_index(listed.content, path, files)
+    keras = base.endswith(KERAS_INDEX_SUFFIX)
+    names, metadata = (_parse_keras_index if keras else parse_index)(listed.content, path, files)
 
     def open_shard(file_name: str) -> Opened:
         early = listed.shards.pop(file_name, None)
         try:
             if early is not None:
                 return early()
-            window = window_for(file_name, names[file_name])
-            return open_file(files.join(folder, file_name), request._replace(window=window))
+            window, root = window_for(file_name, names[file_name]), None if keras else request.root
+            return open_file(files.join(folder, file_name), request._replace(window=window, root=root))
         except FileNotFoundError as error:
-            raise _missing_shard(error, base) from None
+            subject = f"{error.filename}{dangling(error.filename)}"
+            text = f"No such file or directory: {subject}; {base} lists it: was the download finished?"
+            raise missing_file(error.filename, text) from None
 
     opened: dict[str, Opened] = {}
     config: list[dict[str, Any] | None] = []
@@ -223,18 +268,28 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
         else:
             opened[file_name] = open_shard(file_name)
 
-    files.each(read, [*sorted(names), None])
+    files.each(read, [*sorted(names), *(() if keras else (None,))])
     shards = [opened[file_name] for file_name in sorted(names)]
     where: dict[str, tuple[WeightFile, int]] = {}
-    for file_name in sorted(names):
-        missing = set(names[file_name])
-        for file in opened[file_name].files:
-            places = {tensor: place for tensor, place in places_in(file).items() if tensor in missing}
-            where.update(places)
-            missing.difference_update(places)
-        if missing:
-            text = f"should be in {show(file_name)[1:-1]}, but is not there"
-            raise error_about(FormatError, text, path=shown, tensor=min(missing))
+    for file_name, shard in zip(sorted(names), shards, strict=True):
+        places, holder = shard.places, show(file_name)[1:-1]
+        if keras:
+            groups = {tensor.rpartition(".")[0] for tensor in places}
+            missing = next((group for group in names[file_name] if group not in groups), None)
+            text = f"should have variables in {holder}, but has none there"
+        else:
+            missing = min((tensor for tensor in names[file_name] if tensor not in places), default=None)
+            text = f"should be in {holder}, but is not there"
+        if missing is not None:
+            raise error_about(FormatError, text, path=shown, tensor=missing)
+        if keras:
+            add(where, places)
+        else:
+            expected = set(names[file_name])
+            where.update((tensor, place) for tensor, place in places.items() if tensor in expected)
+    if keras:
+        below = names_below({name: name.split(".") for name in where}, request.root, shown)
+        where = {known: where[name] for name, known in below.items()}
     merged = _metadata(shards)
     return Opened(
         shown,
@@ -242,66 +297,25 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
         [file for shard in shards for file in shard.files],
         where,
         {**merged, **metadata} if metadata else merged,
-        config[0],
-        index_file,
+        config[0] if config else None,
+        (files.absolute(path), listed.version),
     )
 
 
-def _missing_shard(error: FileNotFoundError, base: str) -> FileNotFoundError:
-    """Return the error for a missing file that an index lists."""
-    subject = f"{error.filename}{dangling(error.filename)}"
-    message = f"No such file or directory: {subject}; {base} lists it: was the download finished?"
-    return missing_file(error.filename, message)
-
-
-def _open_keras_index(
-    index: Mapping[str, Any], index_file: tuple[str, tuple[Any, ...]], path: str, request: OpenRequest
-) -> Opened:
-    """Open the shards of Keras weights: ``weight_map`` maps groups of HDF5 to names of shards, or to lists of names."""
-    files, shown = request.files, request.files.shown(path)
-    groups = index.get("weight_map")
+def _parse_keras_index(
+    index: Mapping[str, Any], path: str, files: Files
+) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return the HDF5 groups of each shard of Keras weights; a group can have a list of shards."""
+    shown = files.shown(path)
+    groups, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(groups, dict) or not groups:
         raise FormatError(f"weight_map must be an object with shards, got {type(groups).__name__}", shown)
-    holders: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for group, value in groups.items():
         for name in value if isinstance(value, list) else [value]:
-            known = name if isinstance(name, str) and name in holders else _shard_name(name, group, shown)
-            holders.setdefault(known, []).append(".".join(step for step in group.split("/") if step))
-    folder, base = files.split(path)
-
-    def open_shard(name: str) -> Opened:
-        try:
-            return open_file(files.join(folder, name), request._replace(root=None))
-        except FileNotFoundError as error:
-            raise _missing_shard(error, base) from None
-
-    names = sorted(holders)
-    shards = files.each(open_shard, names)
-    where: dict[str, tuple[WeightFile, int]] = {}
-    for name, shard in zip(names, shards, strict=True):
-        places = shard.places
-        parents = {tensor.rpartition(".")[0] for tensor in places}
-        for group in holders[name]:
-            if group not in parents:
-                text = f"should have variables in {show(name)[1:-1]}, but has none there"
-                raise error_about(FormatError, text, path=shown, tensor=group)
-        add(where, places)
-    if request.root is not None:
-        where = _below(where, request.root, shown)
-    total = index.get("metadata")
-    metadata = {**_metadata(shards), **(total if isinstance(total, dict) else {})}
-    opened = [file for shard in shards for file in shard.files]
-    return Opened(shown, shards[0].format, opened, where, metadata, None, index_file)
-
-
-def _below(where: Mapping[str, Any], root: str, path: str) -> dict[str, Any]:
-    """Return the tensors below a container under their names there."""
-    below = {name.removeprefix(f"{root}."): place for name, place in where.items() if name.startswith(f"{root}.")}
-    if not below:
-        tops = sorted({name.partition(".")[0] for name in where if "." in name})
-        text = f"no container {show(root)}; containers: {_listed(tops) or 'none'}"
-        raise error_about(TensorNotFoundError, text, path=path)
-    return below
+            known = name if isinstance(name, str) and name in names else _shard_name(name, group, shown)
+            names.setdefault(known, []).append(".".join(step for step in group.split("/") if step))
+    return names, metadata if isinstance(metadata, dict) else {}
 
 
 def parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dict[str, list[str]], dict[str, Any]]:
@@ -375,6 +389,10 @@ class _Folder(NamedTuple):
         torch = TORCH_ZIP in self.formats or TORCH_LEGACY in self.formats
         return [".safetensors"] * (SAFETENSORS in self.formats) + [".bin"] * torch
 
+    def unsupported(self, text: str) -> UnsupportedError:
+        """Return the error for a folder whose files safeload does not choose among, or does not read."""
+        return error_about(UnsupportedError, text, path=self.shown)
+
     def ending(self, *suffixes: str) -> list[str]:
         """Return the names of files with these suffixes."""
         return [name for name in self.names if name.endswith(suffixes)]
@@ -382,8 +400,7 @@ class _Folder(NamedTuple):
     def only(self, names: Sequence[str], kind: str) -> list[str]:
         """Return at most one name; several files of a kind are refused."""
         if len(names) > 1:
-            text = f"{len(names)} {kind}: {_listed(names)}; open one of them"
-            raise error_about(UnsupportedError, text, path=self.shown)
+            raise self.unsupported(f"{len(names)} {kind}: {_listed(names)}; open one of them")
         return [*names]
 
 
@@ -410,7 +427,7 @@ def open_folder(path: str, request: OpenRequest) -> Opened:
                 return layout.open(folder, chosen)
             tried.append(layout.files)
     _refuse_waiting(folder)
-    raise error_about(UnsupportedError, _no_weights(folder, tried), path=folder.shown)
+    raise folder.unsupported(_no_weights(folder, tried))
 
 
 def _refuse_waiting(folder: _Folder) -> None:
@@ -443,14 +460,14 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
     else:
         accepted = request if format is None else request._replace(formats=(format,))
         opening = partial(together, files, partial(_open_chosen, chosen, path, accepted), config)
-        shards, config = settled(opening, [(files.join(path, name), None) for name in chosen if name in names], files)
+        shards, config = _settled(opening, [(files.join(path, name), None) for name in chosen if name in names], files)
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     if shards.format == DCP:  # one file stands for all
         used.update(folder.ending(DCP_SUFFIX))
     parsed = config() if shards.config is None else shards.config
     if parsed is not None and shards.index_file is None:
         index = [] if INDEX in names else [(files.join(path, INDEX), ())]
-        check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
+        _check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
     notes = _notes(folder, used, adapted=any(".lora_" in tensor for tensor in shards.places))
     return shards._replace(config=parsed, notes=[*shards.notes, *notes])
 
@@ -539,17 +556,16 @@ def _refuse_incomplete(
     sets: Sequence[NumberedFiles], path: str, folder: Location | None = None, waiting: bool = False
 ) -> None:
     for numbered in sets:
-        if waiting or not numbered.complete:
-            total = int(numbered.total)
-            present = sum(1 <= number <= total for number in numbered.files)
-            if folder is not None and folder.files.is_folder((folder / RESUME).path):
-                message = "shards are there; repeat the conversion with resume=True to continue it"
-                raise MissingShardError(f"an unfinished conversion: {present:,} of {total:,} {message}", path)
-            raise MissingShardError(
-                f"{present:,} of {total:,} shards are there, {total - present:,} missing: "
-                f"{_listed(numbered.missing(5), 5)}" + (", ..." if total - present > 5 else ""),
-                path,
-            )
+        if numbered.complete and not waiting:
+            continue
+        total = int(numbered.total)
+        present = sum(1 <= number <= total for number in numbered.files)
+        if folder is not None and folder.files.is_folder((folder / RESUME).path):
+            message = "shards are there; repeat the conversion with resume=True to continue it"
+            raise MissingShardError(f"an unfinished conversion: {present:,} of {total:,} {message}", path)
+        missing = _listed(numbered.missing(5), 5) + (", ..." if total - present > 5 else "")
+        text = f"{present:,} of {total:,} shards are there, {total - present:,} missing: {missing}"
+        raise MissingShardError(text, path)
 
 
 def _dcp_shards(folder: _Folder) -> list[str]:
@@ -567,11 +583,9 @@ def _consolidated(folder: _Folder) -> list[str]:
     """Choose Meta's single file of a folder."""
     parts = [name for name in folder.names if fnmatchcase(name, "consolidated.*.pth")]
     if len(parts) > 1:
-        raise error_about(
-            UnsupportedError,
+        raise folder.unsupported(
             f"{len(parts)} files {_listed(parts[:1])} to {_listed(parts[-1:])} are model-parallel: each holds a slice "
-            "of every tensor. Open them one by one, or convert them to a single file first",
-            path=folder.shown,
+            "of every tensor. Open them one by one, or convert them to a single file first"
         )
     return parts
 
@@ -635,36 +649,40 @@ def _archive(folder: _Folder) -> list[str]:
 def _orbax_step(folder: _Folder) -> list[str]:
     """Choose the only Orbax checkpoint in a folder of steps or items."""
     checkpoints: list[str] = []
-    for name, inner in _looked_into(folder.path, folder.folders, folder.files):
+    for name, inner in _listings(folder.path, _finished(folder.folders), folder.files):
         names = [text for text, _ in inner]
-        if ORBAX_METADATA in names:
+        found = ORBAX_METADATA in names
+        if not found and (_ORBAX_STEP in names or _STEP.fullmatch(name)):
+            items = _finished([text for text, is_folder in inner if is_folder])
+            inside = _listings(folder.files.join(folder.path, name), items, folder.files)
+            found = any(text == ORBAX_METADATA for _, listing in inside for text, _ in listing)
+        if found:
             checkpoints.append(name)
-        elif _ORBAX_STEP in names or _STEP.fullmatch(name):
-            folders = [text for text, is_folder in inner if is_folder]
-            inside = _looked_into(folder.files.join(folder.path, name), folders, folder.files)
-            if any(text == ORBAX_METADATA for _, listing in inside for text, _ in listing):
-                checkpoints.append(name)
     if len(checkpoints) > 1:
         ordered = sorted(checkpoints, key=_step_number)
         shown = ", ".join(printable(name) for name in ordered[-_MAX_LISTED:])
         what = "steps" if all(map(_STEP.fullmatch, ordered)) else "checkpoints"
         text = f"this folder has {len(ordered):,} Orbax {what}: {'... ' if len(ordered) > _MAX_LISTED else ''}{shown}; "
-        text += f"open one of them, such as {printable(ordered[-1])}"
-        raise error_about(UnsupportedError, text, path=folder.shown)
+        raise folder.unsupported(f"{text}open one of them, such as {printable(ordered[-1])}")
     return checkpoints
 
 
-def _looked_into(path: str, folders: Sequence[str], files: Files) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """List the finished folders in a folder."""
+def _finished(folders: Sequence[str]) -> list[str]:
+    return [name for name in folders if _UNFINISHED not in name]
 
-    def listing(name: str) -> list[tuple[str, bool]]:
-        try:
-            return files.listing(files.join(path, name))
-        except (OSError, SafeloadError):
-            return []
 
-    finished = [name for name in folders if _UNFINISHED not in name][: 64 if files.remote else 4_096]
-    return list(zip(finished, files.each(listing, finished), strict=True))
+def _listings(path: str, folders: Sequence[str], files: Files) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """List folders in a folder, as far as they can be listed; a remote folder takes a request."""
+    folders = folders[: 64 if files.remote else 4_096]
+    listings = files.each(lambda name: _listing(files.join(path, name), files), folders)
+    return list(zip(folders, listings, strict=True))
+
+
+def _listing(path: str, files: Files) -> list[tuple[str, bool]]:
+    try:
+        return files.listing(path)
+    except (OSError, SafeloadError):
+        return []
 
 
 def _step_number(name: str) -> tuple[int, str]:
@@ -768,16 +786,8 @@ def _shown(text: str) -> str:
 
 def _with_weights(path: str, folders: Sequence[str], files: Files) -> list[str]:
     """Return the subfolders with weights."""
-    folders = folders[: 32 if files.remote else 1000]
-    have_weights = files.each(lambda name: _has_weights(files.join(path, name), files), folders)
-    return [name for name, has_weights in zip(folders, have_weights, strict=True) if has_weights]
-
-
-def _has_weights(folder: str, files: Files) -> bool:
-    try:
-        return any(is_weight_file(name) for name, _ in files.listing(folder))
-    except (OSError, SafeloadError):
-        return False
+    listings = _listings(path, folders[: 32 if files.remote else 1000], files)
+    return [name for name, listing in listings if any(is_weight_file(text) for text, _ in listing)]
 
 
 def _no_weights(folder: _Folder, tried: Sequence[str]) -> str:
@@ -802,7 +812,8 @@ def _not_an_index(path: str, content: Mapping[str, Any], files: Files) -> str | 
     kind = next((kind for mark, keys, kind in _JSON if base == mark or keys & content.keys()), None)
     if kind is None:
         return None
-    advice = "open its folder" if _has_weights(folder, files) else "no weights beside it"
+    weights = any(is_weight_file(name) for name, _ in _listing(folder, files))
+    advice = "open its folder" if weights else "no weights beside it"
     return f"this is {kind}, not an index: {advice}"
 
 
@@ -815,12 +826,8 @@ def _adapter(config: str, files: Files) -> str:
     kind, rank, base = (settings.get(key) for key in ("peft_type", "r", "base_model_name_or_path"))
     writer, trained = "PEFT", settings.get("lora_parameters")
     if kind is None and isinstance(trained, Mapping):
-        kind, rank, base, writer = (
-            settings.get("fine_tune_type", "lora"),
-            trained.get("rank"),
-            settings.get("model"),
-            "MLX",
-        )
+        kind, rank = settings.get("fine_tune_type", "lora"), trained.get("rank")
+        base, writer = settings.get("model"), "MLX"
     kind = f"a {_shown(_SPELLING.get(kind, kind))}" if isinstance(kind, str) else "an"
     name = f"{kind} adapter ({writer}"
     name += f", r {rank})" if isinstance(rank, int) and 0 < rank < 1 << 20 else ")"

@@ -26,9 +26,9 @@ from typing import Any
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError, LimitError, MissingShardError, TensorNotFoundError, UnsupportedError
-from .boxed import MAX_RANK, Box, BoxedListing, assemble
+from .boxed import MAX_RANK, Box, BoxedListing
 from .numbered import FSDP_RANK, in_order
-from .rank_files import RankFile, open_rank
+from .rank_files import RankFile, RankFolder
 from .registry import Candidate, Content, OpenRequest
 from .torch.flatten import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, Tree
 from .torch.globals import PickledTensor
@@ -46,23 +46,10 @@ VALUES_FREE = 10_000
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Open the checkpoint that a rank file belongs to."""
-    file = candidate.file
-    files = file.files
-    folder, _ = files.split(file.place)
-    path = files.shown(folder)
-    names = in_order(FSDP_RANK, [name for name, is_folder in files.listing(folder) if not is_folder], 1, 2)
-    _check_complete(names, path)
-    ranks: list[RankFile] = []
-    try:
-        ranks.extend(open_rank(files, files.join(folder, name), _KNOWN, inert=request.inert) for name in names)
-        tensors, metadata = _join(ranks, request.root, path)
-        named = {name: harmless for rank in ranks for name, harmless in rank.named_globals.items()}
-        stores = [rank.file.store for rank in ranks]
-        return Content(assemble(file, folder, tensors, stores, metadata=metadata, named_globals=named))
-    except BaseException:
-        for rank in ranks:
-            rank.file.close()
-        raise
+    with RankFolder(candidate.file, _KNOWN, request) as folder:
+        names = in_order(FSDP_RANK, folder.names, 1, 2)
+        _check_complete(names, folder.path)
+        return folder.content(*_join([folder.open(name) for name in names], request.root, folder.path))
 
 
 def _check_complete(names: Sequence[str], path: str) -> None:
@@ -101,14 +88,10 @@ def _join(
                 if parts > limit:  # each takes a byte at least, unless tensors share a list
                     text = f"with {show(name)} its tensors have more than {limit:,} parts"
                     raise error_about(LimitError, text, path=rank.file.path)
-                record = tensors.get(name)
-                if record is None:
-                    boxes[name] = []
-                    tensors[name] = listing._replace(boxes=boxes[name])
-                elif (record.row, record.shape) != (listing.row, listing.shape):
+                record = tensors.setdefault(name, listing._replace(boxes=boxes.setdefault(name, [])))
+                if (record.row, record.shape) != (listing.row, listing.shape):
                     text = f"is {listing.row.code} {list(listing.shape)} here, but "
-                    text += f"{record.row.code} {list(record.shape)} in another file"
-                    raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+                    raise rank.fault(name, f"{text}{record.row.code} {list(record.shape)} in another file")
                 boxes[name] += listing.boxes
     if root is not None and not tensors:
         raise error_about(TensorNotFoundError, f"no container {show(root)} with tensors", path=path)
@@ -157,9 +140,7 @@ def _is_sharded(value: Any) -> bool:
 def _parts(name: str, value: Any, rank: RankFile) -> Iterator[BoxedListing]:
     """Yield the parts of a tensor in the file of a process; nothing for other values."""
     if type(value) is PickledTensor:
-        listing = rank.listing(name, value)
-        whole = Box((0,) * len(listing.shape), listing.shape, rank.stored(listing))
-        yield BoxedListing(listing.row, listing.shape, [whole])
+        yield rank.whole(rank.listing(name, value))
     elif type(value) is Inert and value.name == FROM_TYPE:
         kind = _kind(value.args[1])
         if kind == "DTensor":
@@ -168,7 +149,7 @@ def _parts(name: str, value: Any, rank: RankFile) -> Iterator[BoxedListing]:
             yield from _sharded_tensor(name, value, rank)
         else:
             text = f"is a {show(kind or describe(value))}, which safeload does not know"
-            raise error_about(UnsupportedError, text, path=rank.file.path, tensor=name)
+            raise rank.unsupported(name, text)
 
 
 def _kind(value: Any) -> str:
@@ -188,7 +169,7 @@ def _shape(value: Any, name: str, rank: RankFile) -> tuple[int, ...]:
     valid = isinstance(value, (tuple, list)) and len(value) <= MAX_RANK
     if not valid or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
         text = f": a shape or position must be up to {MAX_RANK} numbers, got {describe(value)}"
-        raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+        raise rank.fault(name, text)
     return tuple(value)
 
 
@@ -204,7 +185,7 @@ def _dtensor(name: str, value: Inert, rank: RankFile) -> BoxedListing:
     placements = spec.get("placements")
     if type(placements) is not tuple or not len(placements) == len(sizes) == len(position):
         text = f": {describe(placements)} placements on a mesh of {list(sizes)} at {list(position)}"
-        raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+        raise rank.fault(name, text)
     _check_order(spec.get("shard_order"), name, rank)
     offsets, lengths = [0] * len(shape), list(shape)
     for placement, parts, index in zip(placements, sizes, position, strict=True):
@@ -215,14 +196,14 @@ def _dtensor(name: str, value: Inert, rank: RankFile) -> BoxedListing:
         if kind != "Shard" or type(dim) is not int or not -len(shape) <= dim < len(shape):
             text = f"is placed as {show(kind or describe(placement))} of axis {describe(dim)}, "
             text += "which safeload does not join"
-            raise error_about(UnsupportedError, text, path=rank.file.path, tensor=name)
+            raise rank.unsupported(name, text)
         step = -(-lengths[dim] // parts) if parts else 0
         begin = min(index * step, lengths[dim])
         offsets[dim] += begin
         lengths[dim] = min(step, lengths[dim] - begin)
     if listing.shape != tuple(lengths):
         text = f": this process should have {lengths} of {list(shape)}, but has {list(listing.shape)}"
-        raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+        raise rank.fault(name, text)
     return BoxedListing(listing.row, shape, [Box(tuple(offsets), tuple(lengths), rank.stored(listing))])
 
 
@@ -236,7 +217,7 @@ def _mesh_sizes(mesh: Mapping[Any, Any], name: str, rank: RankFile) -> tuple[int
     elif type(mesh.get("mesh")) is PickledTensor:
         axes = list(_shape(mesh["mesh"].shape, name, rank))
     else:
-        raise error_about(UnsupportedError, "has a mesh of unknown size", path=rank.file.path, tensor=name)
+        raise rank.unsupported(name, "has a mesh of unknown size")
     return tuple(prod(_shape(axis if isinstance(axis, (tuple, list)) else (axis,), name, rank)) for axis in axes)
 
 
@@ -251,7 +232,7 @@ def _check_order(order: Any, name: str, rank: RankFile) -> None:
             or list(axes) != sorted(axes)
         ):
             text = "divides an axis in another order than its mesh, which safeload does not join"
-            raise error_about(UnsupportedError, text, path=rank.file.path, tensor=name)
+            raise rank.unsupported(name, text)
 
 
 def _sharded_tensor(name: str, value: Inert, rank: RankFile) -> Iterator[BoxedListing]:
@@ -259,7 +240,7 @@ def _sharded_tensor(name: str, value: Inert, rank: RankFile) -> Iterator[BoxedLi
     state = value.args[3]
     if type(state) is not tuple or len(state) < 2 or type(state[0]) is not list:
         text = f": the state of a ShardedTensor must begin with its shards, got {describe(state)}"
-        raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+        raise rank.fault(name, text)
     shape = _shape(_state(state[1]).get("size"), name, rank)
     for shard in state[0]:
         fields = _state(shard)
@@ -268,5 +249,5 @@ def _sharded_tensor(name: str, value: Inert, rank: RankFile) -> Iterator[BoxedLi
         offsets = _shape(about.get("shard_offsets"), name, rank)
         if listing.shape != _shape(about.get("shard_sizes"), name, rank):
             text = f": its shard should be {about.get('shard_sizes')}, but is {list(listing.shape)}"
-            raise error_about(FormatError, text, path=rank.file.path, tensor=name)
+            raise rank.fault(name, text)
         yield BoxedListing(listing.row, shape, [Box(offsets, listing.shape, rank.stored(listing))])

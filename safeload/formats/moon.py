@@ -26,7 +26,6 @@ from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from ..errors import LimitError, SafeloadError, UnsupportedError
 from .byte_reader import ByteReader
-from .metadata import without_metadata
 from .registry import Candidate, Content, OpenRequest, StoredTensor
 
 MAGIC = 0x4D4F4F4E
@@ -106,8 +105,15 @@ def _read_entry(reader: ByteReader, file_size: int) -> StoredTensor:
 # ---- write ----
 
 
-def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
-    """Write a MOON file in the order of ``tensors``; see `safeload.moon.save_file`."""
+def write(
+    tensors: Mapping[str, Any],
+    metadata: Mapping[Any, Any] | None,
+    path: PathLike,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+) -> None:
+    """Write a MOON file in the order of ``tensors``; see `safeload.moon.save_file`. MOON has no metadata."""
     check_mapping(tensors, "tensors")
     tensors = {name: np.asarray(v) if isinstance(v, np.generic) else v for name, v in tensors.items()}
     heads = [_entry(name, value) for name, value in tensors.items()]
@@ -124,9 +130,6 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
             del array  # frees it before the next is made
 
 
-write = without_metadata(save)
-
-
 def _write(file: AtomicFile, data: bytes) -> None:
     array = np.frombuffer(data, np.uint8)
     file.write([(address_of(array), array.nbytes)])
@@ -135,9 +138,9 @@ def _write(file: AtomicFile, data: bytes) -> None:
 def _entry(name: Any, value: Any) -> bytes:
     """Return the bytes before a tensor's elements."""
     check_name(name)
-    if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):
-        raise not_an_array(tensor_named(name), value)
     if not isinstance(value, (np.ndarray, Lazy)):
+        if not hasattr(value, "scheme"):
+            raise not_an_array(tensor_named(name), value)
         text = f'is {value.scheme}; MOON holds only float16 arrays: pass dtype="float16"'
         raise error_about(UnsupportedError, text, tensor=name)
     refuse_masked(value, tensor_named(name))
@@ -148,13 +151,11 @@ def _entry(name: Any, value: Any) -> bytes:
         raise error_about(UnsupportedError, text, tensor=name)
     raw = encode(name, "tensor name", tensor=name)
     count = math.prod(value.shape)
-    text = ""
-    if not 1 <= len(raw) <= MAX_NAME:
-        text = f"has a name of {len(raw)} bytes, but MOON allows 1 to {MAX_NAME}"
-    elif len(value.shape) > MAX_DIMS:
-        text = f"has {len(value.shape)} dims, but MOON allows at most {MAX_DIMS}"
-    elif count > MAX_ELEMENTS:
-        text = f"has {count} elements, but the 32-bit count of MOON allows at most {MAX_ELEMENTS}"
-    if text:
-        raise error_about(SafeloadError, text, tensor=name)
+    for fits, text in (
+        (1 <= len(raw) <= MAX_NAME, f"a name of {len(raw)} bytes, but MOON allows 1 to {MAX_NAME}"),
+        (len(value.shape) <= MAX_DIMS, f"{len(value.shape)} dims, but MOON allows at most {MAX_DIMS}"),
+        (count <= MAX_ELEMENTS, f"{count} elements, but the 32-bit count of MOON allows at most {MAX_ELEMENTS}"),
+    ):
+        if not fits:
+            raise error_about(SafeloadError, f"has {text}", tensor=name)
     return _ENTRY.pack(len(raw), len(value.shape), count) + raw + struct.pack(f"<{len(value.shape)}Q", *value.shape)

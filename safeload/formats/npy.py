@@ -34,7 +34,6 @@ from ..engine.run.atomic_file import AtomicFile, pieces_of
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from .metadata import without_metadata
 from .registry import Candidate, Content, OpenRequest
 from .zip import Readable
 
@@ -174,7 +173,14 @@ def parse_header(head: bytes) -> _Header:
 # ---- write ----
 
 
-def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
+def write(
+    tensors: Mapping[str, Any],
+    metadata: Mapping[Any, Any] | None,
+    path: PathLike,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+) -> None:
     """Write an array in C order and little-endian, atomically."""
     check_mapping(tensors, "tensors")
     if len(tensors) != 1:
@@ -193,17 +199,14 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
                 file.write([(address, nbytes)])
 
 
-write = without_metadata(save)
-
-
 def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
     """Return the array to write, checked."""
     check_name(name)
     if isinstance(value, np.generic):
         value = np.asarray(value)
-    if not isinstance(value, (np.ndarray, Lazy)) and not hasattr(value, "scheme"):
-        raise not_an_array(tensor_named(name), value)
     if not isinstance(value, (np.ndarray, Lazy)):
+        if not hasattr(value, "scheme"):
+            raise not_an_array(tensor_named(name), value)
         text = f'is {value.scheme}, which {format} does not support: pass dtype="float32"'
         raise error_about(UnsupportedError, text, tensor=name)
     refuse_masked(value, tensor_named(name))

@@ -20,7 +20,6 @@ from ..engine.read.lazy import materialize
 from ..engine.run.atomic_file import AtomicFile, reserve
 from ..engine.run.weight_file import WeightFile, open_temporary
 from ..errors import SafeloadError
-from .metadata import without_metadata
 from .npy import SUFFIX, ArraySource, check_writable, read_array
 from .registry import Candidate, Content, OpenRequest, check_whole
 from .zip import STORED, Archive
@@ -110,7 +109,14 @@ def _read_array(file: WeightFile, entry: str, begin: int, size: int) -> Listing:
 # ---- write ----
 
 
-def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
+def write(
+    tensors: Mapping[str, Any],
+    metadata: Mapping[Any, Any] | None,
+    path: PathLike,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+) -> None:
     """Write an uncompressed npz archive atomically."""
     import zipfile
 
@@ -127,9 +133,6 @@ def save(tensors: Mapping[str, Any], path: PathLike, *, overwrite: bool = True, 
                 array = materialize(value)
                 np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
                 del array  # frees it before the next is made
-
-
-write = without_metadata(save)
 
 
 def _entry(name: str) -> zipfile.ZipInfo:

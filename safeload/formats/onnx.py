@@ -40,6 +40,7 @@ https://protobuf.dev/programming-guides/encoding/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -52,8 +53,8 @@ from ..base.listed_table import ListedTable, Listing, unreadable
 from ..base.messages import error_about
 from ..base.text import plural, show
 from ..engine.run.weight_file import WeightFile, open_without_table
-from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
-from .boxed import Box, BoxedListing, BoxSource, InFile, Region, boxed_file
+from ..errors import FormatError, TensorNotFoundError, UnsupportedError
+from .boxed import BoxedListing, Region, Stored, boxed_file, in_one_box, in_pieces
 from .byte_reader import ByteReader
 from .registry import Candidate, Content, OpenRequest, place_beside
 
@@ -115,8 +116,7 @@ class WireReader(ByteReader):
     def _count(self, position: int) -> None:
         self._fields += 1
         if self._fields > MAX_FIELDS:
-            text = f"the file has more than {MAX_FIELDS:,} fields"
-            raise error_about(LimitError, text, path=self.file.path, offset=position)
+            raise self.limit(f"the file has more than {MAX_FIELDS:,} fields", position)
 
     def _end_of(self, tag: int, first: int, value: int, message: str, block: tuple[int, int]) -> int:
         """Return the end of a field in its block, after checking the field."""
@@ -141,8 +141,7 @@ class WireReader(ByteReader):
             raise self.fault(f"{what} must be text, got wire type {field.wire}", field.begin)
         self._text += field.end - field.begin
         if self._text > MAX_TEXT:
-            text = f"names and metadata have more than {MAX_TEXT:,} bytes"
-            raise error_about(LimitError, text, path=self.file.path, offset=field.begin)
+            raise self.limit(f"names and metadata have more than {MAX_TEXT:,} bytes", field.begin)
         self.position = field.begin
         data = self.take(field.end - field.begin, what)
         try:
@@ -251,43 +250,35 @@ class TensorProto:
         self.segment = self.strings = False
 
 
-class OnnxModel(NamedTuple):
+class OnnxModel:
     """The content of a file."""
 
-    initializers: dict[str, TensorProto]
-    constants: dict[str, TensorProto]  # tensors of Constant nodes, by the name of their output
-    metadata: dict[str, Any]
-
-
-class ModelReader:
-    """Walks a model."""
-
     def __init__(self, file: WeightFile) -> None:
+        self.initializers: dict[str, TensorProto] = {}
+        self.constants: dict[str, TensorProto] = {}  # tensors of Constant nodes, by the name of their output
+        self.metadata: dict[str, Any] = {}
         self._file = file
         self._reader = WireReader(file)
-        self._initializers: dict[str, TensorProto] = {}
-        self._constants: dict[str, TensorProto] = {}
         self._pieces = 0
-        self._metadata: dict[str, Any] = {}
+        self._read()
 
-    def read(self) -> OnnxModel:
-        """Return the tensors and the metadata of the model."""
+    def _read(self) -> None:
         reader, texts = self._reader, {2: "producer_name", 3: "producer_version", 4: "domain", 6: "doc_string"}
         graphs = trainings = 0
         for field in reader.fields(0, self._file.size, "an ONNX model"):
             if field.number in texts:
-                self._metadata[texts[field.number]] = reader.text(field, texts[field.number])
+                self.metadata[texts[field.number]] = reader.text(field, texts[field.number])
             elif field.number in (1, 5) and field.wire == VARINT:
-                self._metadata["ir_version" if field.number == 1 else "model_version"] = _signed(field.value)
+                self.metadata["ir_version" if field.number == 1 else "model_version"] = _signed(field.value)
             elif field.number == 7:
                 self._graph(field, "", 0)
                 graphs += 1
             elif field.number == 8:
                 domain, version = self._pair(field, "an opset_import")
-                self._metadata.setdefault("opset_import", {})[domain or ""] = version
+                self.metadata.setdefault("opset_import", {})[domain or ""] = version
             elif field.number == 14:
                 key, value = self._pair(field, "an entry of metadata_props")
-                self._metadata.setdefault("metadata_props", {})[str(key or "")] = str(value or "")
+                self.metadata.setdefault("metadata_props", {})[str(key or "")] = str(value or "")
             elif field.number == 20:
                 self._training(field, f"training_info.{trainings}.")
                 trainings += 1
@@ -295,7 +286,6 @@ class ModelReader:
                 self._function(field)
         if not graphs:
             raise reader.fault("the model has no graph; is this an ONNX model?", 0)
-        return OnnxModel(self._initializers, self._constants, self._metadata)
 
     def _pair(self, message: Field, what: str) -> tuple[Any, Any]:
         """Return fields 1 and 2 of a message: text, or numbers."""
@@ -334,29 +324,27 @@ class ModelReader:
     def _graph(self, message: Field, prefix: str, depth: int) -> None:
         """List the initializers of a graph; ``prefix`` begins their names, and is empty for the model's graph."""
         if depth > MAX_DEPTH:
-            text = f"graphs are nested more than {MAX_DEPTH} levels deep"
-            raise error_about(LimitError, text, path=self._file.path, offset=message.begin)
+            raise self._reader.limit(f"graphs are nested more than {MAX_DEPTH} levels deep", message.begin)
         nodes = 0
         for field in self._messages(message, "a graph"):
             if field.number == 5:
                 tensor = self._tensor(field, "an initializer")
                 if not tensor.name:
                     raise self._reader.fault("an initializer has no name", field.begin)
-                self._add(self._initializers, f"{prefix}{tensor.name}", tensor)
+                self._add(self.initializers, f"{prefix}{tensor.name}", tensor)
             elif field.number == 15:
                 self._refuse_sparse(field, prefix)
             elif field.number == 1:
                 self._node(field, nodes, prefix, depth)
                 nodes += 1
             elif field.number == 2 and not prefix:
-                self._metadata["graph_name"] = self._reader.text(field, "the name of a graph")
+                self.metadata["graph_name"] = self._reader.text(field, "the name of a graph")
 
     def _add(self, tensors: dict[str, TensorProto], name: str, tensor: TensorProto) -> None:
         if name in tensors:
             raise self._reader.fault(f"two tensors are named {show(name)}", tensor.at)
         if len(tensors) == MAX_TENSORS:
-            text = f"the model has more than {MAX_TENSORS:,} tensors"
-            raise error_about(LimitError, text, path=self._file.path, offset=tensor.at)
+            raise self._reader.limit(f"the model has more than {MAX_TENSORS:,} tensors", tensor.at)
         tensors[name] = tensor
 
     def _refuse_sparse(self, message: Field, prefix: str) -> None:
@@ -395,7 +383,7 @@ class ModelReader:
                 graphs.append(field)
                 self._check_count(len(graphs), MAX_ATTRIBUTES, "graphs in an attribute", field)
         if tensor is not None and texts[4] == "Constant" and name == "value" and texts[2]:
-            self._add(self._constants, f"{prefix}{texts[2]}", self._tensor(tensor, "the value of a Constant"))
+            self._add(self.constants, f"{prefix}{texts[2]}", self._tensor(tensor, "the value of a Constant"))
         for k, graph in enumerate(graphs):
             numbered = f"{k}." if len(graphs) > 1 else ""
             self._graph(graph, f"{inner()}{name}.{numbered}", depth + 1)
@@ -445,8 +433,7 @@ class ModelReader:
 
     def _check_count(self, count: int, limit: int, what: str, field: Field) -> None:
         if count > limit:
-            text = f"more than {limit:,} {what}"
-            raise error_about(LimitError, text, path=self._file.path, offset=field.begin)
+            raise self._reader.limit(f"more than {limit:,} {what}", field.begin)
 
 
 def _signed(value: int) -> int:
@@ -466,6 +453,11 @@ class ElementType(NamedTuple):
     name: str  # ONNX's name
     bits: int  # of an element
     field: str  # that holds it without raw_data
+
+    @property
+    def small(self) -> bool:
+        """True for integers of 4 or 2 bits, several in a byte, which are opened as int8 and uint8."""
+        return self.bits < 8 and self.code in ("I8", "U8")
 
     def numbers(self, count: int) -> int:
         """Return how many numbers hold elements in `field`: a byte of several elements of 4 or 2 bits is one."""
@@ -507,7 +499,7 @@ TYPES = {
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the table of a model, and open its files of external data."""
     file = candidate.file
-    model = ModelReader(file).read()
+    model = OnnxModel(file)
     if request.root not in (None, CONSTANTS):
         text = f"no container {show(request.root)}; an ONNX model has {show(CONSTANTS)}, the tensors of Constant nodes"
         raise error_about(TensorNotFoundError, text, path=file.path)
@@ -553,7 +545,7 @@ class TensorPlacer:
             file.stand_for(self._file, unpacked=False)
         if self._boxed:
             stores = [self._file.store, *(file.store for file in files)]
-            files.append(boxed_file(self._file, self._file.path, self._boxed, stores))
+            files.append(boxed_file(self._file, self._boxed, stores))
         return Content(self._file, files, names if files else (), notes)
 
     def add(self, name: str, tensor: TensorProto) -> None:
@@ -598,8 +590,8 @@ class TensorPlacer:
         if place.end - place.begin != nbytes:
             text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but raw_data has {place.end - place.begin}"
             raise self._fault(text, name, tensor)
-        if type_.bits < 8 and not row.packed and count:
-            self._box(name, row, shape, SmallIntegers(file, [place], type_, count))
+        if type_.small and count:
+            self._box(name, row, shape, partial(_unpacked, file, [place], type_, count, varints=False))
         else:
             self._listings.setdefault(file, []).append(Listing(name, row, shape, *place))
 
@@ -626,26 +618,22 @@ class TensorPlacer:
         if not numbers <= stored <= 10 * numbers:
             text = f": {type_.name} {list(shape)} needs {numbers} numbers, but {type_.field} has {stored} bytes"
             raise self._fault(text, name, tensor)
-        kind = Varints if type_.bits >= 8 or row.packed else SmallIntegers
-        self._box(name, row, shape, kind(self._file, pieces, type_, count, varints=True))
+        self._box(name, row, shape, partial(_unpacked, self._file, pieces, type_, count, varints=True))
 
-    def _box(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], stored: BoxSource) -> None:
+    def _box(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], stored: Stored) -> None:
         if row.packed:
             if not shape or shape[-1] % row.block:
                 raise UnsupportedError(f"{list(shape)} is stored as numbers, and its rows end inside a byte")
             shape = (*shape[:-1], row.nbytes(shape[-1]))
-        self._boxed[name] = BoxedListing(row, shape, [Box((0,) * len(shape), shape, stored)])
+        self._boxed[name] = in_one_box(row, shape, stored)
 
     def _box_pieces(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], pieces: Sequence[ByteSpan]) -> None:
         """List a tensor whose elements are in several places; a piece must hold whole elements."""
-        boxes, at, itemsize = [], 0, row.nbytes(1)
-        for begin, end in pieces:
-            if (end - begin) % itemsize:
-                raise UnsupportedError("is stored in pieces that end inside an element")
-            count = (end - begin) // itemsize
-            boxes.append(Box((at,), (count,), InFile(self._file.store, begin)))
-            at += count
-        self._boxed[name] = BoxedListing(row, shape, boxes, flat=True)
+        itemsize = row.nbytes(1)
+        if any((end - begin) % itemsize for begin, end in pieces):
+            raise UnsupportedError("is stored in pieces that end inside an element")
+        stored = ((Region(self._file.store, begin), (end - begin) // itemsize) for begin, end in pieces)
+        self._boxed[name] = in_pieces(row, shape, stored)
 
     # ---- external data ----
 
@@ -702,55 +690,29 @@ def _location(tensor: TensorProto) -> str:
 # ---- elements that are decoded when they are read ----
 
 
-class Varints:
-    """Elements as varints, or as bytes that are stored as varints."""
-
-    def __init__(
-        self, file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, count: int, *, varints: bool = False
-    ) -> None:
-        self._file = file
-        self._pieces = pieces
-        self._type = type_
-        self._count = count
-        self._varints = varints
-
-    def region(self) -> Region | None:
-        return None
-
-    def unpack(self) -> Array:
-        """Return the elements as bytes."""
-        if not self._varints:
-            return self._bytes()
-        type_ = self._type
+def _unpacked(file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, count: int, *, varints: bool) -> Array:
+    """Return elements as bytes: each small integer in a byte of its own."""
+    data: Array = np.empty(sum(end - begin for begin, end in pieces), np.uint8)
+    at = 0
+    for begin, end in pieces:
+        file.store.read_into(begin, data[at : at + end - begin])
+        at += end - begin
+    if varints:
         try:
-            values = decode_varints(self._bytes(), type_.field)
-            expected = type_.numbers(self._count)
+            values = decode_varints(data, type_.field)
+            expected = type_.numbers(count)
             if len(values) != expected:
                 raise FormatError(f"{type_.field} has {len(values)} numbers, expected {expected}")
         except FormatError as error:
-            raise FormatError(error.args[0], self._file.path, self._pieces[0].begin) from None
+            raise FormatError(error.args[0], file.path, pieces[0].begin) from None
         if type_.bits == 6:
             bits = np.unpackbits(values.astype(np.uint8)[:, None], axis=1, bitorder="little")[:, :6]
             return np.packbits(bits, bitorder="little")
-        return values.astype(f"<u{max(1, type_.bits // 8)}").view(np.uint8)
-
-    def _bytes(self) -> Array:
-        data = np.empty(sum(piece.end - piece.begin for piece in self._pieces), np.uint8)
-        at = 0
-        for begin, end in self._pieces:
-            self._file.store.read_into(begin, data[at : at + end - begin])
-            at += end - begin
+        data = values.astype(f"<u{max(1, type_.bits // 8)}").view(np.uint8)
+    if not type_.small:
         return data
-
-
-class SmallIntegers(Varints):
-    """Integers of 4 or 2 bits, several in a byte."""
-
-    def unpack(self) -> Array:
-        """Return each element in a byte of its own."""
-        data, bits = super().unpack(), self._type.bits
-        elements = np.stack([data >> shift for shift in range(0, 8, bits)], axis=1).reshape(-1)[: self._count]
-        elements &= (1 << bits) - 1
-        if self._type.code == "I8":
-            elements = (elements << (8 - bits)).view(np.int8) >> (8 - bits)
-        return elements.view(np.uint8)
+    elements = np.stack([data >> shift for shift in range(0, 8, type_.bits)], axis=1).reshape(-1)[:count]
+    elements &= (1 << type_.bits) - 1
+    if type_.code == "I8":
+        elements = (elements << (8 - type_.bits)).view(np.int8) >> (8 - type_.bits)
+    return elements.view(np.uint8)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
@@ -17,7 +17,7 @@ from ..base.text import clip, plural, printable, show
 from ..engine.read.load import LoadOptions
 from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
 from ..engine.run.weight_file import WeightFile
-from ..errors import FormatError, TensorNotFoundError, UnsupportedError
+from ..errors import FormatError, UnsupportedError
 from ..stores.files import LOCAL, Files, Location, rather_changed
 from ..stores.local import compare
 from ..stores.ollama import is_name
@@ -67,21 +67,23 @@ def open_paths(
         registry.formats_of(format)
     if unknown_globals != "refuse" and unknown_globals not in _UNKNOWN_GLOBALS:
         raise ValueError(f'unknown_globals must be "refuse" or "inert", got {show(unknown_globals)}')
-    if isinstance(path, (list, tuple)):
-        texts, files = places_of(path, storage_options)
-        if verify is not None and verify is not False:
-            files = _verified(texts, files, verify, storage_options)
-        _check_heads(files)
-        return _open_list(texts, Recipe((), True, format, root, unknown_globals, stored, files))
-    (text,), files = places_of((path,), storage_options)  # type: ignore[arg-type]
+    recipe = Recipe((), isinstance(path, (list, tuple)), format, root, unknown_globals, stored)
+    paths: Any = path if recipe.listed else (path,)
+    texts, files = places_of(paths, storage_options)
+    if not recipe.listed and files is not LOCAL and is_name(texts[0]):
+        return _open_ollama(texts[0], recipe, verify)
     if verify is not None and verify is not False:
-        if is_name(text):
-            return _open_ollama(text, Recipe((), False, format, root, unknown_globals, stored, files), verify)
-        files = _verified([text], files, verify, storage_options)
-    recipe = Recipe((files.absolute(text),), False, format, root, unknown_globals, stored, files)
+        from ..stores.verified import VerifiedFiles  # few programs verify
+        from .verifying import expected_of
+
+        files = VerifiedFiles(files, expected_of(texts, files, verify, storage_options))
+    recipe = recipe._replace(files=files)
+    if recipe.listed:
+        _check_heads(files)
+        return _open_list(texts, recipe)
+    (text,) = texts
+    recipe = recipe._replace(paths=(files.absolute(text),))
     if files is not LOCAL:
-        if is_name(text):
-            return _open_ollama(text, recipe)
         _check_heads(files)
         return _open_shards(text, recipe)
     if text.endswith(".json") and not foreign.is_safetensors(foreign.read_head(text)):
@@ -104,13 +106,7 @@ def open_paths(
     return opened._replace(title=text, recipe=recipe)
 
 
-def _verified(texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None) -> Files:
-    from .verifying import verified_files  # few programs verify
-
-    return verified_files(texts, files, verify, storage_options)
-
-
-def _open_ollama(url: str, recipe: Recipe, verify: Verify = None) -> Opened:
+def _open_ollama(url: str, recipe: Recipe, verify: Verify) -> Opened:
     """Open the layers of a model of ollama by their paths."""
     from ..stores import ollama
 
@@ -125,20 +121,19 @@ def _open_ollama(url: str, recipe: Recipe, verify: Verify = None) -> Opened:
                 text = 'the layers of this model name every tensor "data", as ollama did at first'
                 raise error_about(UnsupportedError, f"{text}; pull or create the model again", path=url)
         opened = open_paths(paths, *arguments, verify=verify)
-        if not recipe.stored:
-            _check_plain(opened, url)
+        schemes = ((file.table.metadata() or {}).get("quant_type") for file in opened.files)
+        scheme = None if recipe.stored else next((scheme for scheme in schemes if scheme is not None), None)
+        if scheme is not None:
+            _close(opened)
+            text = f"ollama has quantized this model for MLX ({show(scheme)}), which safeload does not decode"
+            raise error_about(UnsupportedError, f"{text}; stored=True opens the codes", path=url)
     return opened._replace(title=model.name.url, notes=[*opened.notes, *model.notes])
 
 
-def _check_plain(opened: Opened, url: str) -> None:
-    """Refuse layers with tensors that ollama has quantized for MLX."""
-    for file in opened.files:
-        scheme = (file.table.metadata() or {}).get("quant_type")
-        if scheme is not None:
-            for open_file in opened.files:
-                open_file.close()
-            text = f"ollama has quantized this model for MLX ({show(scheme)}), which safeload does not decode"
-            raise error_about(UnsupportedError, f"{text}; stored=True opens the codes", path=url)
+def _close(*opened: Opened) -> None:
+    for each in opened:
+        for file in each.files:
+            file.close()
 
 
 def _check_heads(files: Files) -> None:
@@ -198,8 +193,7 @@ def reopen(recipe: Recipe, seen: Seen) -> Opened:
         for (path, identity), (_, before) in zip(again, seen, strict=True):
             compare(identity, before, recipe.files.shown(path))
     except BaseException:
-        for file in opened.files:
-            file.close()
+        _close(opened)
         raise
     return opened
 
@@ -235,9 +229,7 @@ def reopen_subset(
             excluded = frozenset(unlisted.get(path, ()))
             folder.add(where, {name: place for name, place in shard.places.items() if name not in excluded})
     except BaseException:
-        for shard in shards:
-            for file in shard.files:
-                file.close()
+        _close(*shards)
         raise
     title = seen[0][0]
     if alone:  # the metadata describes quantized tensors
@@ -308,7 +300,7 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
     from .folder import is_weight_file
     from .numbered import is_set
 
-    inside = _files(files)
+    inside = [(folder, name) for folder in files.folders for name, is_folder in files.listing(folder) if not is_folder]
     root = None if request.root is None else request.root.removeprefix("./").rstrip("/")
     if root and root in {files.join(*place) for place in inside}:
         return root, request._replace(root=None)
@@ -322,8 +314,8 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
     if not weights:
         text = f"this is {kind} without weights: it holds {_listed([files.join(*place) for place in inside])}"
         raise error_about(UnsupportedError, text, path=container.path)
-    top = min(map(_depth, weights))
-    nearest = [folder for folder in weights if _depth(folder) == top]
+    depths = {folder: folder.count("/") + 1 if folder else 0 for folder in weights}
+    nearest = [folder for folder in weights if depths[folder] == min(depths.values())]
     if len(nearest) > 1:
         text = f"weights in {len(nearest):,} folders: {_listed(nearest)}; choose one with root="
         raise error_about(UnsupportedError, text, path=container.path)
@@ -336,15 +328,6 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
         text = f"it holds {len(names):,} GGUF files: {shown}; choose one with root="
         raise error_about(UnsupportedError, text, path=container.path)
     return folder, request
-
-
-def _files(files: MemberFiles) -> list[tuple[str, str]]:
-    """Return the folder and the name of each file."""
-    return [(folder, name) for folder in files.folders for name, is_folder in files.listing(folder) if not is_folder]
-
-
-def _depth(folder: str) -> int:
-    return folder.count("/") + 1 if folder else 0
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -362,10 +345,11 @@ def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
             file.close()
         text = f"{len(beside):,} of its files must be unpacked: extract {printable(path) or 'them'} first"
         raise error_about(UnsupportedError, text, path=container.path)
-    listings: list[Listing] = []
-    for name, (file, index) in opened.places.items():
-        if isinstance(file.store, MemberStore):
-            listings.append(_listing(name, file, index, file.store.begin))
+    listings = [
+        _listing(name, file, index, file.store.begin)
+        for name, (file, index) in opened.places.items()
+        if isinstance(file.store, MemberStore)
+    ]
     named: dict[str, bool] = {}
     unknown: dict[str, Any] = {}
     ternary: dict[str, tuple[int, ...]] = {}
@@ -395,69 +379,3 @@ def _listing(name: str, file: WeightFile, index: int, shift: int) -> Listing:
     strides, big_endian = table.strides(index), table.big_endian(index)
     row, shape = table.row(index), table.shape(index)
     return Listing(name, row, shape, begin + shift, end + shift, strides, big_endian=big_endian)
-
-
-# ---- nested containers of training checkpoints ----
-
-
-def names_below(paths: Mapping[str, Sequence[Any]], root: str | None, path: str) -> dict[str, str]:
-    """Return the names of the tensors and values below a container, each with its name there."""
-    if root is None:
-        return {name: name for name in paths}
-    names: dict[str, str] = {}
-    taken: set[str] = set()
-    for name, steps in paths.items():
-        depth = depth_of(steps, root)
-        if depth:
-            known = ".".join(map(str, steps[depth:]))
-            if known in taken:
-                raise FormatError(f"two values below {show(root)} are named {show(known)}", path)
-            taken.add(known)
-            names[name] = known
-    if names:
-        return names
-    containers = sorted({str(steps[0]) for steps in paths.values() if len(steps) > 1})
-    shown = ", ".join(show(text)[1:-1] for text in containers[:_SHOWN]) or "none"
-    raise error_about(TensorNotFoundError, f"no container {show(root)}; containers: {shown}", path=path)
-
-
-def depth_of(steps: Sequence[Any], root: str) -> int:
-    """Return how many steps of a path make up the name of a container; 0 if the path is not below it."""
-    text = ""
-    for k, step in enumerate(steps[:-1]):
-        text += f".{step}" if k else str(step)
-        if text == root:
-            return k + 1
-        if len(text) > len(root):
-            return 0
-    return 0
-
-
-class _Level(dict[Any, Any]):
-    """A level of the tree; dicts that are values themselves are not levels."""
-
-
-def nested(paths: Mapping[str, Sequence[Any]], read: Callable[[str], Any], path: str) -> dict[str, Any]:
-    """Return values as nested dicts and lists; the first key of each path is text."""
-    root = _Level()
-    for name, steps in paths.items():
-        level = root
-        for step in steps[:-1]:
-            below = level.setdefault(step, _Level())
-            if type(below) is not _Level:
-                raise FormatError(f"{show(name)} is below another value", path)
-            level = below
-        if steps[-1] in level:
-            raise FormatError(f"{show(name)} has the path of another value", path)
-        level[steps[-1]] = read(name)
-    return {key: _plain(value) for key, value in root.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Return a level as list if its keys are the indices of a whole list, else as dict with text as keys."""
-    if type(value) is not _Level:
-        return value
-    items = {key: _plain(item) for key, item in value.items()}
-    if items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items))):
-        return [items[k] for k in range(len(items))]
-    return {str(key): item for key, item in items.items()}

@@ -26,7 +26,7 @@ from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import ForbiddenError, FormatError, SafeloadError, UnsupportedError
 from ..stores.local import LocalStore
-from .boxed import Box, BoxedListing, InFile, boxed_file
+from .boxed import BoxedListing, Region, boxed_file, in_one_box, in_pieces
 from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
 from .torch.globals import ALLOWED, TENSOR, Storage
@@ -198,7 +198,7 @@ def _adapt(value: Mapping[Any, Any], tables: PickleTables, file: WeightFile, *, 
         places.update({name: _StoredArray(source, position) for position, name in enumerate(table.names)})
     file.table = tables.table
     listings = dict(_joined(value[PARTS], places, tables.names, file.path))
-    beside = boxed_file(file, file.path, listings, [source.store for source in sources])
+    beside = boxed_file(file, listings, [source.store for source in sources])
     named = tables.table.named_globals
     metadata = {key: value for key, value in (tables.table.metadata() or {}).items() if key != PARTS}
     table = ListedTable([], metadata, named_globals=named)
@@ -238,19 +238,18 @@ def _joined(
 def _join(name: str, parts: list[_StoredArray], shape: tuple[int, ...], path: str) -> BoxedListing:
     """Describe a tensor as consecutive parts of a vector."""
     row = parts[0].file.table.row(parts[0].position)
-    boxes, at = [], 0
+    pieces: list[tuple[Any, int]] = []
     for place in parts:
         part = _alone(name, place, path)
-        count = prod(part.shape)
         if part.row is not row or len(part.shape) != 1:
             text = f": a part is {part.row.code} of shape {list(part.shape)}, expected a vector of {row.code}"
             raise error_about(FormatError, text, path=path, tensor=name)
-        boxes.append(Box((at,), (count,), part.boxes[0].stored))
-        at += count
-    if at != prod(shape):
-        text = f": its parts have {at:,} elements, but shape {list(shape)} has {prod(shape):,}"
+        pieces.append((part.boxes[0].stored, part.shape[0]))
+    total = sum(count for _, count in pieces)
+    if total != prod(shape):
+        text = f": its parts have {total:,} elements, but shape {list(shape)} has {prod(shape):,}"
         raise error_about(FormatError, text, path=path, tensor=name)
-    return BoxedListing(row, shape, boxes, flat=True)
+    return in_pieces(row, shape, pieces)
 
 
 def _alone(name: str, place: _StoredArray, path: str) -> BoxedListing:
@@ -259,5 +258,5 @@ def _alone(name: str, place: _StoredArray, path: str) -> BoxedListing:
     if table.big_endian(index):
         raise error_about(UnsupportedError, "is big-endian, beside arrays in parts", path=path, tensor=name)
     shape = table.shape(index)
-    stored = InFile(place.file.store, table.byte_range(index)[0], table.strides(index))
-    return BoxedListing(table.row(index), shape, [Box((0,) * len(shape), shape, stored)])
+    stored = Region(place.file.store, table.byte_range(index)[0], table.strides(index))
+    return in_one_box(table.row(index), shape, stored)

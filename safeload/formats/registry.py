@@ -123,11 +123,10 @@ class Format(NamedTuple):
             The content: the file with its table.
         """
         with self.guarded(f"read {show(candidate.path)}"):
-            content = self.load().read(candidate, request)
+            content: Content = self.load().read(candidate, request)
             if self.source and not isinstance(content, Content):
                 raise TypeError(f"read() must return candidate.content(...), got {type(content).__name__}")
-        result: Content = content
-        return result
+        return content
 
     def write(self, tensors: Mapping[str, Any], metadata: Mapping[Any, Any], path: str, *, overwrite: bool) -> None:
         """Write a file of this format.
@@ -383,7 +382,7 @@ ROWS = (
            (".gguf",), writes=True, metadata=True, public=True),
     Format("npz", "npz", _ZIP, foreign.is_zip, ".npz", (".npz",), writes=True, ambiguous=True),
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), ".npy", (".npy",), writes=True),
-    Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, ".dcp.file",
+    Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, ".dcp",
             ambiguous=True, nested=True, parts=foreign.is_safetensors),
     Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, ".zero", nested=True, parts=foreign.is_zip),
     Format("fsdp", "FSDP rank files", _ZIP, foreign.never, ".fsdp", nested=True, parts=foreign.is_zip),
@@ -584,12 +583,10 @@ class Container(NamedTuple):
 
     def claims(self, candidate: Candidate) -> bool:
         """Return True if a file with these first bytes is a container of this kind."""
-        claimed: bool = (
-            module_of(self.module).claims(candidate)
-            if self.holds is None
-            else self.holds(candidate.archive.entries.keys())
+        holds = self.holds
+        return bool(
+            module_of(self.module).claims(candidate) if holds is None else holds(candidate.archive.entries.keys())
         )
-        return claimed
 
 
 def _holds_gguf(names: Collection[str]) -> bool:
@@ -701,17 +698,15 @@ def open_file(path: str, request: OpenRequest) -> Opened:
 
 def _open_candidate(candidate: Candidate, request: OpenRequest) -> Opened:
     """Open a file by the container or the row that it is."""
+    file = candidate.file
     own = request.formats is None or not FORMATS.keys().isdisjoint(request.formats)  # else a plug-in was asked for
     container = _container(candidate) if own else None
-    file = candidate.file
-    if container is not None:
-        if file.verified:
-            file.store.verify()  # type: ignore[attr-defined]  # before anything is unpacked
-        opened: Opened = module_of(container.module).enter(candidate, request)
+    row = find_row(candidate, request) if container is None else None
+    if file.verified and (row is None or row.name not in _TABLE_ONLY):
+        file.store.verify()  # type: ignore[attr-defined]  # before anything is unpacked
+    if row is None:
+        opened: Opened = module_of(container.module).enter(candidate, request)  # type: ignore[union-attr]
         return opened
-    row = find_row(candidate, request)
-    if file.verified and row.name not in _TABLE_ONLY:
-        file.store.verify()  # type: ignore[attr-defined]
     if not row.ranges:
         check_whole(file, f"{row.kind} must be read as a whole")
     return opened_file(row.name, row.read(candidate, request))
@@ -730,7 +725,7 @@ def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
                 if request.formats is not None:
                     raise
                 if not any(_matching(head)) and _claimed(Candidate(again)) is None:
-                    _refuse(again, head)
+                    _refuse(head, path, again, always=False)
                     raise
         return None
     if request.root is not None:
@@ -771,40 +766,39 @@ def _container(candidate: Candidate) -> Container | None:
     if foreign.is_safetensors(head) or file.path.endswith(foreign.DCP_SUFFIX):
         return None
     container = next((row for row in CONTAINERS if row.matches(head) and row.claims(candidate)), None)
-    if container is not None and _is_member(file):
-        text = f"this is {container.kind} in another archive: extract it first"
-        raise error_about(UnsupportedError, text, path=file.path)
+    if container is not None:
+        from ..stores.members import MemberFiles  # only here: few files are archives
+
+        if isinstance(file.files, MemberFiles):
+            text = f"this is {container.kind} in another archive: extract it first"
+            raise error_about(UnsupportedError, text, path=file.path)
     return container
-
-
-def _is_member(file: WeightFile) -> bool:
-    from ..stores.members import MemberFiles  # only here: few files are archives
-
-    return isinstance(file.files, MemberFiles)
 
 
 def find_row(candidate: Candidate, request: OpenRequest) -> Format:
     """Return the row of a file, which ``request`` must accept."""
     path, head = candidate.file.path, candidate.head
+    local, formats = candidate.file.files is LOCAL, request.formats
     if path.endswith(foreign.DCP_SUFFIX):
         raise error_about(UnsupportedError, foreign.DCP_PART.sentence(), path=path)
     row = next((row for row in _matching(head) if not row.ambiguous or row.load().claims(candidate)), None)
-    required = None if request.formats is None or len(request.formats) > 1 else row_of(request.formats[0])
+    safetensors = (row is None or not local) and foreign.is_safetensors(head)
+    required = row_of(formats[0]) if formats is not None and len(formats) == 1 else None
     if required is not None and (
         required.accepts(candidate) if required.source else required.parts is not None and required.parts(head)
     ):
         row = required
-    elif candidate.file.files is not LOCAL and foreign.is_safetensors(head):
+    elif safetensors and not local:
         row = BY_NAME[SAFETENSORS]  # its first bytes, the header's size, can equal the magic number of another format
-    if row is None and request.formats is None and not foreign.is_safetensors(head):
-        row = _claimed(candidate)
+    if row is None and not safetensors:
+        row = _claimed(candidate) if formats is None else None
+        if row is None:
+            _refuse(head, path, candidate.file, always=local)
     if row is None:
-        if not foreign.is_safetensors(head):
-            _refuse(candidate.file, head, always=candidate.file.files is LOCAL)
         row = BY_NAME[SAFETENSORS]
-    if request.formats is not None and row.name not in request.formats:
+    if formats is not None and row.name not in formats:
         kind = _describe(head, path) or foreign.Kind(row.kind)
-        raise FormatError(kind.sentence(request.formats[0]), path, 0)
+        raise FormatError(kind.sentence(formats[0]), path, 0)
     if request.root is not None and not row.nested:
         raise error_about(UnsupportedError, _no_containers(row.name), path=path)
     return row
@@ -831,41 +825,35 @@ def explain(path: str) -> FormatError | None:
     return FormatError(kind.sentence("a safetensors file"), path, 0)
 
 
-def _refuse(file: WeightFile, head: bytes, *, always: bool = False) -> None:
+# First bytes of a file while `safeload.edit` writes its header.
+_BROKEN = b"\xff" * 8
+
+
+def _refuse(head: bytes, path: str, file: WeightFile | None = None, *, always: bool = True) -> None:
     """Raise if the file is recognisably of another format; if ``always``, raise for any file."""
-    path = file.path
-    _refuse_kind(head, path)
-    error = foreign.unfinished(file)
+    error = _refusal(head, path, file, always=always)
     if error is not None:
         try:
             raise error from None
         finally:
             del error  # it refers to this frame
-    if always or (head.strip() and not path.endswith(".safetensors")):
-        raise _unknown(head, path) from None
 
 
-def _refuse_kind(head: bytes, path: str) -> None:
+def _refusal(head: bytes, path: str, file: WeightFile | None, *, always: bool) -> SafeloadError | None:
     kind = _describe(head, path)
     if kind is not None and kind.damaged:
-        raise FormatError(kind.sentence(), path, 0) from None
+        return FormatError(kind.sentence(), path, 0)
     if kind is not None:
         text = kind.sentence() if kind.advice else f"{kind.sentence()}; this version reads {titles()}"
-        raise error_about(UnsupportedError, text, path=path) from None
-
-
-# First bytes of a file while `safeload.edit` writes its header.
-_BROKEN = b"\xff" * 8
-
-
-def _unknown(head: bytes, path: str) -> FormatError:
+        return error_about(UnsupportedError, text, path=path)
+    error = None if file is None else foreign.unfinished(file)
+    if error is not None or not (always or (head.strip() and not path.endswith(".safetensors"))):
+        return error
     if head.startswith(_BROKEN):
         from ..stores.edit_journal import interrupted  # few files are broken
 
         error = interrupted(path)
-        if error is not None:
-            return error
-    return FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0)
+    return error or FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0)
 
 
 def check_head(head: bytes, path: str) -> None:
@@ -873,5 +861,4 @@ def check_head(head: bytes, path: str) -> None:
     containers = any(row.matches(head) for row in CONTAINERS)
     known = foreign.is_safetensors(head) or any(_matching(head)) or containers
     if not known and _claiming(lambda row: row.matches(head)) is None:
-        _refuse_kind(head, path)
-        raise _unknown(head, path)
+        _refuse(head, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from ..base.messages import error_about
@@ -30,7 +30,7 @@ from ..stores.places import places_of
 from ..stores.signature import SIGNATURE_KEY, Signature, signed_files
 from ..stores.store import read_at
 from ..stores.thread_group import each
-from ..stores.verified import VerifiedFiles, read_from
+from ..stores.verified import read_from
 
 # The argument ``verify=``: the path of a manifest or signature, or True for the one next to the files, or for the
 # digests of a cache.
@@ -48,19 +48,10 @@ _CHUNK, _LEVELS = 512 << 10, 32
 _FILE_SUFFIXES = (".safetensors", ".json", ".gguf", ".bin", ".pt", ".pth", ".npz", ".npy", ".ckpt")
 
 
-def verified_files(
-    texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None = None
-) -> Files:
-    """Return files that are verified when they are read."""
-    if verify is None or verify is False:
-        return files
-    return VerifiedFiles(files, expected_of(texts, files, verify, storage_options))
-
-
 def expected_of(
     texts: Sequence[str], files: Files, verify: Verify, storage_options: Mapping[str, Any] | None = None
 ) -> Expected:
-    """Return the expected digests of paths; see `verified_files`."""
+    """Return the expected digests of paths."""
     if getattr(files, "heads", None) is not None:
         raise VerificationError("a file object has no name that a manifest or signature could list: pass its path")
     if not texts:
@@ -68,14 +59,13 @@ def expected_of(
     path = texts[0]
     if verify is True:
         return _beside(path, files)
-    if isinstance(verify, Signature):
-        return _signed(_read(verify.path, storage_options), verify, path, files)
-    if not isinstance(verify, (str, os.PathLike)):
+    if not isinstance(verify, (str, os.PathLike, Signature)):
         raise TypeError(f"verify must be True, a path or a safeload.Signature, got {show(verify)}")
-    document = _read(verify, storage_options)
-    if _is_ours(document):
-        return _listed(document, path, files)
-    return _signed(document, Signature(verify), path, files)
+    signature = verify if isinstance(verify, Signature) else Signature(verify)
+    (text,), beside = places_of((signature.path,), storage_options)
+    document = _read(text, beside)
+    ours = verify is not signature and document.is_ours()
+    return _listed(document, path, files) if ours else _signed(document, signature, path, files)
 
 
 class _Document(NamedTuple):
@@ -85,46 +75,41 @@ class _Document(NamedTuple):
     content: bytes
     folder: str  # absolute path
 
+    def error(self, text: str) -> VerificationError:
+        """Return the error for a document that cannot be used."""
+        return error_about(VerificationError, text, path=self.source)
 
-def _read(path: PathLike, storage_options: Mapping[str, Any] | None) -> _Document:
-    (text,), files = places_of((path,), storage_options)
-    return _content(text, files)
+    def is_ours(self) -> bool:
+        """Return True for a manifest by safeload, whatever its first key, and False for a model signature."""
+        if is_manifest(self.content[:_START]):
+            return True
+        try:
+            fields = parse_json(self.content, "the file", self.source)
+            fault = ""
+        except FormatError as error:
+            fields, fault = {}, f": {error.args[0]}"
+        if MANIFEST_KEY in fields or SIGNATURE_KEY in fields:
+            return MANIFEST_KEY in fields
+        text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), nor "
+        raise self.error(f"{text}an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}")
 
 
-def _content(text: str, files: Files) -> _Document:
-    shown = files.shown(text)
-    with closing(files.open(text)) as store:
+def _read(path: str, files: Files) -> _Document:
+    shown = files.shown(path)
+    with closing(files.open(path)) as store:
         if store.size > MAX_JSON:
-            raise VerificationError(
-                f"{shown}: the manifest or signature has {store.size:,} bytes, but the limit is {MAX_JSON:,}",
-                path=shown,
-            )
-        return _Document(shown, read_at(store, 0, store.size), files.split(files.absolute(text))[0])
-
-
-def _is_ours(document: _Document) -> bool:
-    """Return True for a manifest by safeload, whatever its first key, and False for a model signature."""
-    if is_manifest(document.content[:_START]):
-        return True
-    try:
-        fields = parse_json(document.content, "the file", document.source)
-        fault = ""
-    except FormatError as error:
-        fields, fault = {}, f": {error.args[0]}"
-    if MANIFEST_KEY in fields or SIGNATURE_KEY in fields:
-        return MANIFEST_KEY in fields
-    text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), nor an "
-    text += f"OpenSSF model signature ({SIGNATURE_KEY!r}){fault}"
-    raise error_about(VerificationError, text, path=document.source)
+            text = f"the manifest or signature has {store.size:,} bytes, but the limit is {MAX_JSON:,}"
+            raise error_about(VerificationError, text, path=shown)
+        return _Document(shown, read_at(store, 0, store.size), files.split(files.absolute(path))[0])
 
 
 def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str:
     """Return the folder that names are relative to: the model's, or the signature's if it lists the model below it."""
-    own = _folder_of(path, files)
-    if own.startswith(folder.rstrip("/\\") + "/") or (os.sep != "/" and own.startswith(folder + os.sep)):
-        inner = own[len(folder.rstrip("/\\")) + 1 :].replace(os.sep, "/")
+    own, top = _folder_of(path, files), folder.rstrip("/\\")
+    if own.startswith(f"{top}/") or (os.sep != "/" and own.startswith(folder + os.sep)):
+        inner = own[len(top) + 1 :].replace(os.sep, "/")
         if any(name.startswith(f"{inner}/") for name in names):
-            return folder.rstrip("/\\")
+            return top
     return own
 
 
@@ -137,18 +122,18 @@ def _folder_of(path: str, files: Files) -> str:
 
 
 def _listed(document: _Document, path: str, files: Files) -> ListedFiles:
-    source, content, folder = document
     try:
-        manifest = parse_json(content, "the manifest", source)
+        manifest = parse_json(document.content, "the manifest", document.source)
     except FormatError as error:
-        raise error_about(VerificationError, f"not a manifest: {error}", path=source) from None
+        raise document.error(f"not a manifest: {error}") from None
     if manifest.get(MANIFEST_KEY) != MANIFEST_VERSION:
-        raise error_about(VerificationError, f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}", path=source)
-    listed = files_of_manifest(manifest, source)
+        raise document.error(f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}")
+    listed = files_of_manifest(manifest, document.source)
     if listed is None:
         text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
-        raise error_about(VerificationError, f"{text}, or compare tensors with safeload check --manifest", path=source)
-    return ListedFiles(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed, GIT_PATHS)
+        raise document.error(f"{text}, or compare tensors with safeload check --manifest")
+    root = _root(path, files, document.folder, listed)
+    return ListedFiles(document.source, _MANIFEST_PROOF, root, listed, GIT_PATHS)
 
 
 def _signed(document: _Document, signature: Signature, path: str, files: Files) -> ListedFiles:
@@ -163,29 +148,25 @@ def _beside(path: str, files: Files) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
     if path.startswith("hf://") or (not files.remote and _is_snapshot(path)):
         return CachedFiles(_HUB)
-    shown = files.shown(path)
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
-        raise error_about(VerificationError, text, path=shown)
+        raise error_about(VerificationError, text, path=files.shown(path))
     if digest_in_cache(path) is not None:
         return CachedFiles(_OLLAMA)
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
     signature = signature_beside(path)
     if os.path.lexists(signature):
-        return _signed(_content(signature, LOCAL), Signature(signature), path, files)
-    manifests = manifests_in(folder)
-    if len(manifests) > 1:
+        return _signed(_read(signature, LOCAL), Signature(signature), path, files)
+    manifests = manifests_in(path if os.path.isdir(path) else os.path.dirname(path))
+    if len(manifests) == 1:
+        return _listed(_read(manifests[0], LOCAL), path, files)
+    text = (
+        f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it. To write a manifest "
+        "of trusted files, run `safeload check PATH --write-manifest FILE`"
+    )
+    if manifests:
         names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
-        raise error_about(
-            VerificationError, f"{len(manifests)} manifests beside it: {names}; pass one of them", path=shown
-        )
-    if not manifests:
-        text = (
-            f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it. To write a manifest "
-            "of trusted files, run `safeload check PATH --write-manifest FILE`"
-        )
-        raise error_about(VerificationError, text, path=shown)
-    return _listed(_content(manifests[0], LOCAL), path, files)
+        text = f"{len(manifests)} manifests beside it: {names}; pass one of them"
+    raise error_about(VerificationError, text, path=files.shown(path))
 
 
 def signature_beside(path: str) -> str:
@@ -209,22 +190,18 @@ def manifests_in(folder: str) -> list[str]:
 
 def starts_as_manifest(path: str) -> bool:
     """Return True if a local file is a manifest by safeload, judging by its first bytes."""
-    if not os.path.isfile(path):  # a pipe could block
-        return False
-    try:
-        with open(path, "rb") as file:
-            return is_manifest(file.read(_START))
-    except OSError:
-        return False
+    with suppress(OSError):
+        if os.path.isfile(path):  # a pipe could block
+            with open(path, "rb") as file:
+                return is_manifest(file.read(_START))
+    return False
 
 
 def _is_snapshot(path: str) -> bool:
     """Return True if a local path leads into a snapshot of the Hub's cache, or to a file in it."""
     parts = os.path.abspath(path).split(os.sep)
-    for k in range(len(parts) - 1):
-        if parts[k] == "snapshots" and os.path.isdir(os.sep.join([*parts[:k], "blobs"])):
-            return True
-    return False
+    snapshots = [k for k, part in enumerate(parts[:-1]) if part == "snapshots"]
+    return any(os.path.isdir(os.sep.join([*parts[:k], "blobs"])) for k in snapshots)
 
 
 def walk(
@@ -242,7 +219,9 @@ def walk(
                 if status.st_ino and (status.st_dev, status.st_ino) in visited:  # a link to a folder above
                     continue
                 visited.add((status.st_dev, status.st_ino))
-            listing = _whole_listing(folder, files)
+                listing = [(name, os.path.isdir(os.path.join(folder, name))) for name in sorted(os.listdir(folder))]
+            else:
+                listing = files.listing(folder)
         except (OSError, SafeloadError) as error:
             if failed is None:
                 raise
@@ -257,13 +236,6 @@ def walk(
             folders = []
         waiting += [(f"{before}{name}/", files.join(folder, name), level + 1) for name in reversed(folders)]
         yield from ((f"{before}{name}", files.join(folder, name)) for name, is_folder in listing if not is_folder)
-
-
-def _whole_listing(folder: str, files: Files) -> list[tuple[str, bool]]:
-    """Return the names in a folder as `Files.listing`, hidden ones too if they are local."""
-    if files.remote:
-        return files.listing(folder)
-    return sorted((name, os.path.isdir(os.path.join(folder, name))) for name in os.listdir(folder))
 
 
 def digests_of(

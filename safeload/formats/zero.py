@@ -22,8 +22,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,49 +37,13 @@ from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
 from ..stores.store import ByteStore
-from .boxed import MAX_RANK, Box, BoxedListing, InFile, assemble
+from .boxed import MAX_RANK, Box, BoxedListing, Region, in_one_box, in_pieces
 from .numbered import ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
-from .rank_files import RankFile, open_rank
+from .rank_files import RankFile, RankFolder
 from .registry import Candidate, Content, OpenRequest
 from .torch.flatten import Tree
 from .torch.globals import PickledTensor
 from .unpickle.machine import Inert, describe
-
-
-class FlatPiece(NamedTuple):
-    """Consecutive elements of a vector."""
-
-    store: ByteStore
-    begin: int  # first byte in the store
-    length: int  # in elements
-
-
-class FlatVector:
-    """A vector of elements in pieces, one after another."""
-
-    def __init__(self, pieces: Sequence[FlatPiece], itemsize: int) -> None:
-        self._pieces = [piece for piece in pieces if piece.length]
-        self._itemsize = itemsize
-        self._starts: list[int] = []
-        self.count = 0
-        for piece in self._pieces:
-            self._starts.append(self.count)
-            self.count += piece.length
-
-    def boxes(self, first: int, count: int, at: int = 0) -> Iterator[Box]:
-        """Yield the boxes of elements [first, first + count) of the vector; elements beyond its end have none."""
-        end = first + count  # `at` is the position of `first` in the parameter
-        k = max(0, bisect_right(self._starts, first) - 1)
-        while first < end and k < len(self._pieces):
-            store, begin, size = self._pieces[k]
-            skipped = first - self._starts[k]
-            part = min(end - first, size - skipped)
-            if part > 0:
-                yield Box((at,), (part,), InFile(store, begin + skipped * self._itemsize))
-                first += part
-                at += part
-            k += 1
-
 
 # Files of model parallelism other than ZeRO: experts, pipeline stages.
 _OTHER = re.compile(r"(?:layer_.*|expp_rank_.*|.*expert.*)[-_](?:model|optim)_states\.pt", re.ASCII)
@@ -94,121 +60,114 @@ _WEIGHTS = frozenset(
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Open the checkpoint that a file of model states belongs to."""
-    checkpoint = _Zero(candidate.file, request)
-    try:
+    checkpoint = _Zero(candidate.file, _KNOWN, request)
+    with checkpoint:
         return checkpoint.read(request.root)
-    except BaseException:
-        checkpoint.close()
-        raise
 
 
-def _rank_of(name: str) -> int:
-    """Return the number of the process in the name of a file."""
-    match = ZERO_OPTIMIZER.fullmatch(name) or ZERO_MODEL.fullmatch(name)
-    return 0 if match is None else int(match[1] or 0)
+def _ranks_of(names: Sequence[str]) -> list[int]:
+    """Return the numbers of the processes in the names of files."""
+    matches = (ZERO_OPTIMIZER.fullmatch(name) or ZERO_MODEL.fullmatch(name) for name in names)
+    return [int(match[1] or 0) for match in matches if match is not None]
 
 
-def _parallel(names: Sequence[str]) -> list[str]:
-    """Return the files that only tensor, pipeline or expert parallelism writes."""
-    divided = [
-        name
-        for name in names
-        if (match := ZERO_MODEL.fullmatch(name) or ZERO_OPTIMIZER.fullmatch(name)) is not None and int(match[2]) > 0
-    ]
-    return divided + [name for name in names if _OTHER.fullmatch(name)]
+class _Vector:
+    """A vector of float32 in pieces, one after another."""
+
+    def __init__(self, pieces: Sequence[tuple[ByteStore, int, int]]) -> None:
+        self._pieces = pieces  # the store, the first byte in it, the number of elements
+        self._starts = [0, *accumulate(count for *_, count in pieces)]
+        self.count = self._starts.pop()
+
+    def boxes(self, first: int, count: int, at: int = 0) -> Iterator[Box]:
+        """Yield the boxes of elements [first, first + count) of the vector; elements beyond its end have none."""
+        end = first + count  # `at` is the position of `first` in the parameter
+        for k in range(max(0, bisect_right(self._starts, first) - 1), len(self._pieces)):
+            store, begin, size = self._pieces[k]
+            skipped = first - self._starts[k]
+            part = min(end - first, size - skipped)
+            if part > 0:
+                yield Box((at,), (part,), Region(store, begin + skipped * 4))
+                first, at = first + part, at + part
+            if first >= end:
+                break
 
 
-class _Zero:
-    """The open files of a checkpoint."""
-
-    def __init__(self, file: WeightFile, request: OpenRequest) -> None:
-        self._file = file
-        self._files = file.files
-        self._inert = request.inert
-        self._folder, _ = self._files.split(file.place)
-        self._path = self._files.shown(self._folder)
-        listing = [name for name, is_folder in self._files.listing(self._folder) if not is_folder]
-        parallel = _parallel(listing)
-        if parallel:
-            text = (
-                f"{show(parallel[0])} comes from tensor, pipeline or expert parallelism, which safeload does not join; "
-            )
-            text += "convert the checkpoint to a universal one with DeepSpeed's ds_to_universal"
-            raise error_about(UnsupportedError, text, path=self._path)
-        self._model_names = zero_models(listing)
-        self._optimizer_names = in_order(ZERO_OPTIMIZER, listing, 2, 1)
-        self._opened: list[RankFile] = []
-        self._model = self._open(self._model_names[0])
-
-    def close(self) -> None:
-        for rank in self._opened:
-            rank.file.close()
-
-    def _open(self, name: str) -> RankFile:
-        rank = open_rank(self._files, self._files.join(self._folder, name), _KNOWN, inert=self._inert)
-        self._opened.append(rank)
-        return rank
+class _Zero(RankFolder):
+    """A checkpoint."""
 
     def read(self, root: str | None) -> Content:
+        matches = [ZERO_MODEL.fullmatch(name) or ZERO_OPTIMIZER.fullmatch(name) for name in self.names]
+        parallel = [match[0] for match in matches if match is not None and int(match[2]) > 0]
+        parallel += filter(_OTHER.fullmatch, self.names)
+        if parallel:
+            raise self._unsupported(
+                f"{show(parallel[0])} comes from tensor, pipeline or expert parallelism, which safeload does not join; "
+                "convert the checkpoint to a universal one with DeepSpeed's ds_to_universal"
+            )
+        self._models = zero_models(self.names)
+        self._stage3 = self._models[0].startswith("zero_pp_rank_")
+        self._optimizers = in_order(ZERO_OPTIMIZER, self.names, 2, 1)
+        self._model = self.open(self._models[0])
         value = self._model.value
-        for key in _AUTO_EP:
-            if value.get(key):
-                text = "has experts that DeepSpeed's AutoEP divides among processes, which safeload does not join"
-                raise error_about(UnsupportedError, text, path=self._path)
+        if any(value.get(key) for key in _AUTO_EP):
+            raise self._unsupported(
+                "has experts that DeepSpeed's AutoEP divides among processes, which safeload does not join"
+            )
         fields = self._model.field("module", dict)
         module = {
             name: tensor for name, tensor in fields.items() if type(name) is str and type(tensor) is PickledTensor
         }
-        tensors = self._module(module) if root == "module" else self._masters(module, root)
+        if root is None:
+            tensors = self._masters(module)
+        elif root != "module":
+            raise error_about(TensorNotFoundError, f"no container {show(root)}; containers: module", path=self.path)
+        elif self._stage3:
+            raise self._unsupported(
+                'root="module": ZeRO 3 stores no 16-bit weights, only the partitions of the float32 weights'
+            )
+        else:
+            tensors = {name: self._whole(name, tensor) for name, tensor in module.items()}
         rest = {key: item for key, item in value.items() if key not in _WEIGHTS}
         if len(module) < len(fields):  # states of modules other than tensors
             rest["module"] = {name: item for name, item in fields.items() if name not in module}
-        metadata = Tree(rest, self._model.file.path, self._model.pickled.size).metadata()
-        named = {name: harmless for rank in self._opened for name, harmless in rank.named_globals.items()}
-        stores = [rank.file.store for rank in self._opened]
-        return Content(assemble(self._file, self._folder, tensors, stores, metadata=metadata, named_globals=named))
+        return self.content(tensors, Tree(rest, self._model.file.path, self._model.pickled.size).metadata())
 
-    def _module(self, module: Mapping[str, Any]) -> dict[str, BoxedListing]:
-        """Return the 16-bit weights as stored."""
-        if self._stage3:
-            text = 'root="module": ZeRO 3 stores no 16-bit weights, only the partitions of the float32 weights'
-            raise error_about(UnsupportedError, text, path=self._path)
-        return {name: _whole(self._model, self._model.listing(name, tensor)) for name, tensor in module.items()}
+    def _unsupported(self, text: str) -> UnsupportedError:
+        return error_about(UnsupportedError, text, path=self.path)
 
-    @property
-    def _stage3(self) -> bool:
-        return self._model_names[0].startswith("zero_pp_rank_")
+    def _whole(self, name: str, tensor: Any) -> BoxedListing:
+        return self._model.whole(self._model.listing(name, tensor))
 
-    def _masters(self, module: Mapping[str, Any], root: str | None) -> dict[str, BoxedListing]:
+    def _masters(self, module: Mapping[str, Any]) -> dict[str, BoxedListing]:
         """Return buffers, frozen and trained weights, and aliases."""
-        if root is not None:
-            text = f"no container {show(root)}; containers: module"
-            raise error_about(TensorNotFoundError, text, path=self._path)
+        model, path = self._model, self._model.file.path
         groups: list[dict[str, tuple[int, ...]]] = []
         trained: set[str] = set()
-        for fields in self._model.field("param_shapes", (list, tuple)):
+        for fields in model.field("param_shapes", (list, tuple)):
             shapes = self._shapes(fields)
             if not trained.isdisjoint(shapes):
-                raise FormatError("two groups of param_shapes have a parameter of the same name", self._model.file.path)
+                raise FormatError("two groups of param_shapes have a parameter of the same name", path)
             groups.append(shapes)
             trained.update(shapes)
-        shared = self._model.value.get("shared_params") or {}
+        shared = model.value.get("shared_params") or {}
         if type(shared) is not dict or any(type(name) is not str for pair in shared.items() for name in pair):
-            raise FormatError(f"shared_params must map names to names, got {describe(shared)}", self._model.file.path)
-        buffer_names = self._model.field("buffer_names", (list, tuple))
-        if any(type(name) is not str for name in buffer_names):
-            raise FormatError(f"buffer_names must be names, got {describe(buffer_names)}", self._model.file.path)
-        buffer_names = frozenset(buffer_names)
-        tensors = {name: self._buffer(name, module[name]) for name in module if name in buffer_names}
+            raise FormatError(f"shared_params must map names to names, got {describe(shared)}", path)
+        buffers = model.field("buffer_names", (list, tuple))
+        if any(type(name) is not str for name in buffers):
+            raise FormatError(f"buffer_names must be names, got {describe(buffers)}", path)
+        buffers = frozenset(buffers)
+        tensors = {name: self._buffer(name, module[name]) for name in module if name in buffers}
+        frozen = model.value.get("frozen_param_shapes") or {}
         if self._stage3:
-            tensors.update(self._frozen_parts())
+            tensors.update(self._frozen_parts(self._shapes(frozen)))
         else:
-            frozen = (name for name in module if name not in trained and name not in tensors and name not in shared)
-            tensors.update({name: _whole(self._model, self._model.listing(name, module[name])) for name in [*frozen]})
-            fragments = self._model.value.get("frozen_param_fragments") or {}
-            for name in self._shapes(self._model.value.get("frozen_param_shapes") or {}):
+            untrained = [n for n in module if n not in trained and n not in tensors and n not in shared]
+            tensors.update({name: self._whole(name, module[name]) for name in untrained})
+            fragments = model.value.get("frozen_param_fragments") or {}
+            for name in self._shapes(frozen):
                 if name not in tensors and type(fragments) is dict:
-                    tensors[name] = _whole(self._model, self._model.listing(name, fragments.get(name)))
+                    tensors[name] = self._whole(name, fragments.get(name))
         tensors.update(self._trained(groups))
         tensors.update({alias: tensors[name] for alias, name in shared.items() if name in tensors})
         return tensors
@@ -227,16 +186,15 @@ class _Zero:
     def _buffer(self, name: str, tensor: Any) -> BoxedListing:
         listing = self._model.listing(name, tensor)
         if not listing.row.floating or listing.row is _F32:
-            return _whole(self._model, listing)
-        box = Box((0,) * len(listing.shape), listing.shape, _AsFloat32(self._model.file, listing))
-        return BoxedListing(_F32, listing.shape, [box])
+            return self._model.whole(listing)
+        return in_one_box(_F32, listing.shape, partial(_as_float32, self._model.file, listing))
 
     # ---- trained parameters ----
 
     def _trained(self, groups: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, BoxedListing]:
-        ranks = [self._open(name) for name in self._optimizer_names]
+        ranks = [self.open(name) for name in self._optimizers]
         if not ranks:
-            raise MissingShardError("there are no files of optimizer states (*_optim_states.pt)", self._path)
+            raise MissingShardError("there are no files of optimizer states (*_optim_states.pt)", self.path)
         states = [rank.field(_OPTIMIZER, dict) for rank in ranks]
         stage = states[0].get("zero_stage")
         stage = stage.args[0] if type(stage) is Inert and len(stage.args) == 1 else stage
@@ -246,25 +204,22 @@ class _Zero:
         count = states[0].get("partition_count")
         if isinstance(count, (list, tuple)) and count and all(type(n) is int for n in count):
             count = max(count)
-        numbers = [_rank_of(name) for name in self._optimizer_names]
+        numbers = _ranks_of(self._optimizers)
         if count != len(ranks) or numbers != list(range(len(ranks))):
             text = f"partition_count is {describe(count)}, but there are files of {len(ranks)} processes: "
-            raise MissingShardError(text + ", ".join(map(str, numbers[:20])), self._path)
+            raise MissingShardError(text + ", ".join(map(str, numbers[:20])), self.path)
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        vectors = [
-            _pieces(rank, rank.field(key, (list, tuple), state), key) for rank, state in zip(ranks, states, strict=True)
-        ]
+        vectors = [_pieces(rank, key, state) for rank, state in zip(ranks, states, strict=True)]
         if stage == 3:
-            parts = [FlatVector(pieces, 4) for pieces in vectors]
-            return dict(self._divided({name: shape for shapes in groups for name, shape in shapes.items()}, parts))
+            joined = {name: shape for shapes in groups for name, shape in shapes.items()}
+            return dict(self._divided(joined, list(map(_Vector, vectors))))
         if any(len(pieces) != len(groups) for pieces in vectors):
             text = f"{key} has {[len(pieces) for pieces in vectors[:8]]} vectors for {len(groups)} groups of parameters"
-            raise FormatError(text, self._path)
-        paddings = states[0].get("param_alignment_paddings")
+            raise FormatError(text, self.path)
         tensors: dict[str, BoxedListing] = {}
         for k, shapes in enumerate(groups):
-            vector = FlatVector([pieces[k] for pieces in vectors], 4)
-            tensors.update(self._joined(shapes, vector, self._paddings(paddings, k, len(shapes)), len(ranks)))
+            paddings = self._paddings(states[0].get("param_alignment_paddings"), k, len(shapes))
+            tensors.update(self._joined(shapes, _Vector([pieces[k] for pieces in vectors]), paddings, len(ranks)))
         return tensors
 
     def _paddings(self, paddings: Any, group: int, count: int) -> Sequence[int]:
@@ -272,13 +227,13 @@ class _Zero:
             return (0,) * count
         values: Any = paddings[group] if isinstance(paddings, (list, tuple)) and group < len(paddings) else None
         valid = isinstance(values, (list, tuple)) and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
-        if not valid or values is None or len(values) != count:
+        if not valid or len(values) != count:
             text = f"param_alignment_paddings of group {group} must be {count} numbers, got {describe(values)}"
-            raise FormatError(text, self._path)
+            raise FormatError(text, self.path)
         return list(values)
 
     def _joined(
-        self, shapes: Mapping[str, tuple[int, ...]], vector: FlatVector, paddings: Sequence[int], processes: int
+        self, shapes: Mapping[str, tuple[int, ...]], vector: _Vector, paddings: Sequence[int], processes: int
     ) -> Iterator[tuple[str, BoxedListing]]:
         """Yield the parameters of a group (ZeRO 1 and 2)."""
         at = 0
@@ -290,101 +245,77 @@ class _Zero:
             at += count + padding
         multiple = 2 * processes
         if -(-at // multiple) != -(-vector.count // multiple):
-            raise FormatError(f"the parameters have {at:,} elements, their partitions {vector.count:,}", self._path)
+            raise FormatError(f"the parameters have {at:,} elements, their partitions {vector.count:,}", self.path)
 
     def _divided(
-        self, shapes: Mapping[str, tuple[int, ...]], parts: Sequence[FlatVector]
+        self, shapes: Mapping[str, tuple[int, ...]], parts: Sequence[_Vector]
     ) -> Iterator[tuple[str, BoxedListing]]:
         """Yield parameters divided among all processes (ZeRO 3)."""
-        at, processes = 0, len(parts)
-        shortest = min(part.count for part in parts)
+        at, shortest = 0, min(part.count for part in parts)
         for name, shape in shapes.items():
             count = prod(shape)
-            share = -(-count // processes)
+            share = -(-count // len(parts))
             if at + share > shortest:
                 raise self._too_short(name, share, at, shortest)
             boxes: list[Box] = []
-            for rank, part in enumerate(parts):
-                begin = rank * share
-                if begin < count:
-                    boxes += part.boxes(at, min(share, count - begin), begin)
+            for part, (begin, size) in zip(parts, _shares(count, len(parts)), strict=False):
+                boxes += part.boxes(at, size, begin)
             yield name, BoxedListing(_F32, shape, boxes, flat=True)
             at += share
         if any(part.count != at for part in parts):
-            counts = [part.count for part in parts[:8]]
-            raise FormatError(
-                f"a process holds {at:,} elements of all parameters, but its vectors have {counts}", self._path
-            )
+            text = f"a process holds {at:,} elements of all parameters, but its vectors have "
+            raise FormatError(f"{text}{[part.count for part in parts[:8]]}", self.path)
 
     def _too_short(self, name: str, count: int, at: int, total: int) -> FormatError:
         text = f": its {count:,} elements at {at:,} reach beyond the partitions, which have {total:,}"
-        return error_about(FormatError, text, path=self._path, tensor=name)
+        return error_about(FormatError, text, path=self.path, tensor=name)
 
     # ---- frozen parameters of ZeRO 3 ----
 
-    def _frozen_parts(self) -> Iterator[tuple[str, BoxedListing]]:
-        shapes = self._model.value.get("frozen_param_shapes") or {}
+    def _frozen_parts(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, BoxedListing]]:
         if not shapes:
             return
-        shapes = self._shapes(shapes)
-        processes = len(self._optimizer_names)
-        if [_rank_of(name) for name in self._model_names] != list(range(processes)):
-            text = f"frozen weights need the model states of {processes} processes, got {len(self._model_names)}"
-            raise MissingShardError(text, self._path)
-        ranks = [self._model, *map(self._open, self._model_names[1:])]
+        processes = len(self._optimizers)
+        if _ranks_of(self._models) != list(range(processes)):
+            text = f"frozen weights need the model states of {processes} processes, got {len(self._models)}"
+            raise MissingShardError(text, self.path)
+        ranks = [self._model, *map(self.open, self._models[1:])]
         fragments = [rank.field("frozen_param_fragments", dict) for rank in ranks]
         for name, shape in shapes.items():
             count = prod(shape)
             share = -(-count // processes)
-            boxes: list[Box] = []
-            row: dtypes.Dtype | None = None
-            for number, (rank, parts) in enumerate(zip(ranks, fragments, strict=True)):
-                listing = rank.listing(name, parts.get(name))
-                row = listing.row if row is None else row
+            listings = [rank.listing(name, parts.get(name)) for rank, parts in zip(ranks, fragments, strict=True)]
+            for rank, listing in zip(ranks, listings, strict=True):
+                row = listings[0].row
                 if listing.row is not row or listing.shape != (share,) or listing.strides is not None:
                     text = f": its fragment must be {share} elements of {row.code}, got {list(listing.shape)}"
-                    raise error_about(FormatError, text, path=rank.file.path, tensor=name)
-                begin = number * share
-                if begin < count:
-                    boxes.append(Box((begin,), (min(share, count - begin),), rank.stored(listing)))
-            if row is not None:
-                yield name, BoxedListing(row, shape, boxes, flat=True)
+                    raise rank.fault(name, text)
+            stored = (rank.stored(listing) for rank, listing in zip(ranks, listings, strict=True))
+            sizes = (size for _, size in _shares(count, processes))
+            yield name, in_pieces(listings[0].row, shape, zip(stored, sizes, strict=False))
 
 
-def _whole(rank: RankFile, listing: Listing) -> BoxedListing:
-    """Return a tensor in a single box."""
-    return BoxedListing(
-        listing.row, listing.shape, [Box((0,) * len(listing.shape), listing.shape, rank.stored(listing))]
-    )
+def _shares(count: int, processes: int) -> Iterator[tuple[int, int]]:
+    """Yield the first element and the number of elements of each process that has some."""
+    share = -(-count // processes)
+    return ((begin, min(share, count - begin)) for begin in range(0, count, share or 1))
 
 
-def _pieces(rank: RankFile, vectors: Sequence[Any], key: str) -> list[FlatPiece]:
+def _pieces(rank: RankFile, key: str, state: Any) -> list[tuple[ByteStore, int, int]]:
     """Return the flat vectors of a process."""
     pieces = []
-    for k, vector in enumerate(vectors):
+    for k, vector in enumerate(rank.field(key, (list, tuple), state)):
         name = f"{key}.{k}"
         listing = rank.listing(name, vector)
         if listing.row is not _F32 or len(listing.shape) != 1 or listing.strides is not None:
-            text = f"must be a vector of F32, got {listing.row.code} {list(listing.shape)}"
-            raise error_about(FormatError, text, path=rank.file.path, tensor=name)
-        pieces.append(FlatPiece(rank.file.store, listing.begin, listing.shape[0]))
+            raise rank.fault(name, f"must be a vector of F32, got {listing.row.code} {list(listing.shape)}")
+        pieces.append((rank.file.store, listing.begin, listing.shape[0]))
     return pieces
 
 
-class _AsFloat32:
-    """A small tensor that is converted as it is read; see `BoxSource`."""
-
-    def __init__(self, file: WeightFile, listing: Listing) -> None:
-        self._file = file
-        self._listing = listing
-
-    def region(self) -> None:
-        return None
-
-    def unpack(self) -> Array:
-        _, row, shape, begin, end, strides, *_ = self._listing
-        memory = bytearray(end - begin)
-        self._file.store.read_into(begin, memory)
-        values = array_over(memory, dtypes.array_dtype(row.number), shape, 0, strides)
-        converted: Array = np.ascontiguousarray(values.astype(np.float32))
-        return converted.reshape(-1).view(np.uint8)
+def _as_float32(file: WeightFile, listing: Listing) -> Array:
+    _, row, shape, begin, end, strides, *_ = listing
+    memory = bytearray(end - begin)
+    file.store.read_into(begin, memory)
+    values = array_over(memory, dtypes.array_dtype(row.number), shape, 0, strides)
+    return np.ascontiguousarray(values.astype(np.float32)).reshape(-1).view(np.uint8)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from ..base.absent import not_installed
 from ..base.arrays import Array
+from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError, LimitError
@@ -27,6 +29,8 @@ MAX_RATIO = 32_768
 _STEP, _REMOTE_STEP = 256 << 10, 8 << 20
 # Seconds to wait for the reader of earlier bytes, which usually comes at once.
 _PATIENCE = 0.01
+# Decompressors to keep, of any tensors.
+_KEPT = 8
 
 
 class _FrameBytes:
@@ -147,11 +151,14 @@ class FrameStore:
     Threads that read neighbouring parts take their turns in the order of the parts.
     """
 
-    def __init__(self, store: ByteStore, begin: int, stored: int, size: int, path: str) -> None:
+    def __init__(
+        self, store: ByteStore, begin: int, stored: int, size: int, path: str, *, kept: KeptFrames | None = None
+    ) -> None:
         self.size = size
         self.version = (size,)
         self._frame = store, begin, stored
         self._path = path
+        self._kept = kept
         self._readers: dict[int, _FrameReader] = {}  # by process, as `ProcessLock`
 
     @property
@@ -159,13 +166,12 @@ class FrameStore:
         return self._readers.setdefault(os.getpid(), _FrameReader())
 
     def close(self) -> None:
-        self.release()
-
-    def release(self) -> None:
         """Forget the decompressor unless a thread reads; the next read begins again."""
         self._own.release()
 
     def read_into(self, offset: int, memory: Memory) -> None:
+        if self._kept is not None:
+            self._kept.use(self)
         target = memoryview(memory).cast("B")  # type: ignore[arg-type]
         reader = self._own
         reader.enter(offset)
@@ -199,6 +205,23 @@ class FrameStore:
             text = f"its zstd frame ends after {reader.at:,} of {self.size:,} bytes"
             raise FormatError(text, self._path, self._frame[1])
         reader.at += count
+
+
+class KeptFrames:
+    """Drops the decompressor unused for longest if a checkpoint has more than `_KEPT`."""
+
+    def __init__(self) -> None:
+        self._frames: OrderedDict[FrameStore, None] = OrderedDict()
+        self._lock = ProcessLock()
+
+    def use(self, frame: FrameStore) -> None:
+        """Keep the state of a decompressor."""
+        with self._lock.own:
+            self._frames[frame] = None
+            self._frames.move_to_end(frame)
+            oldest = self._frames.popitem(last=False)[0] if len(self._frames) > _KEPT else None
+        if oldest is not None:
+            oldest.close()
 
 
 def content_of(store: ByteStore, begin: int, size: int, expected: int, path: str) -> Array:

@@ -220,8 +220,8 @@ def test_a_slice_reads_only_its_chunk(tmp_path, monkeypatch):
         tmp_path
     )
     located = []
-    locate = inside.dcp_chunks.StoredChunk._locate
-    monkeypatch.setattr(inside.dcp_chunks.StoredChunk, "_locate", lambda chunk: located.append(chunk) or locate(chunk))
+    locate = inside.dcp.locate
+    monkeypatch.setattr(inside.dcp, "locate", lambda data, chunk: located.append(chunk) or locate(data, chunk))
     with safeload.open(tmp_path) as opened:
         assert located == []
         assert equal(opened.get_slice("w")[16:24, 8:16], array[16:24, 8:16].copy())

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.inside import hdf5, open_without_table
-from builders.inside import keras_attributes as attributes
 from builders.inside import keras_chunks as chunk_module
 from builders.paths import ROOT
 from builders.random import rng
@@ -601,7 +600,7 @@ def test_texts_of_attributes_are_those_of_h5py(tmp_path):
 
             path = write(tmp_path / "m.h5", make, libver=libver)
             with h5py.File(path) as file, open_store(path) as opened:
-                texts = attributes.texts_of(opened, h5py.h5o.get_info(file.id).addr, hdf5._GROUP_TEXTS)
+                texts = hdf5.texts_of(opened, h5py.h5o.get_info(file.id).addr, hdf5._GROUP_TEXTS)
                 for key, value in values.items():
                     assert texts[key].decode() == (value if isinstance(value, str) else value.decode())
                 assert texts["layer_names"] == names[::-1]

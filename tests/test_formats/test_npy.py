@@ -161,7 +161,7 @@ def test_an_object_array_without_arrays_is_refused(path):
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_written_and_read_by_numpy(path, kind):
     want = ARRAYS[kind]
-    npy.save({"anything": want}, path)
+    npy.write({"anything": want}, None, path)
     got = np.load(path)
     assert got.dtype == want.dtype.newbyteorder("<")
     np.testing.assert_array_equal(got, want)
@@ -197,6 +197,6 @@ def test_into_a_pipe(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    npy.save({"w": np.arange(5.0)[::-1]}, pipe)
+    npy.write({"w": np.arange(5.0)[::-1]}, None, pipe)
     np.testing.assert_array_equal(np.load(io.BytesIO(os.read(descriptor, 10_000))), np.arange(5.0)[::-1])
     os.close(descriptor)

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import AssembledStore, Box, InFile, Region
+from builders.inside import AssembledStore, Box, Region
 from builders.inside import checked_boxes as checked
 from builders.random import rng
 from builders.thorough import part_of
@@ -36,10 +36,7 @@ class Unpacking:
     def __init__(self, part):
         self.part, self.count = part, 0
 
-    def region(self):
-        return None
-
-    def unpack(self):
+    def __call__(self):
         self.count += 1
         return np.ascontiguousarray(self.part).reshape(-1).view(np.uint8)
 
@@ -70,10 +67,10 @@ def stored(part, kind):
     if kind == "padded":  # rows further apart than their bytes, as in border chunks of array stores
         padded = np.zeros([n + 2 for n in part.shape], part.dtype)
         padded[tuple(map(slice, part.shape))] = part
-        return InFile(Bytes(b"xyz" + padded.tobytes()), 3, padded.strides)
+        return Region(Bytes(b"xyz" + padded.tobytes()), 3, padded.strides)
     if kind == "transposed":
-        return InFile(Bytes(part.tobytes("F")), 0, np.array(part, order="F").strides)
-    return InFile(Bytes(b"12345" + part.tobytes()), 5)
+        return Region(Bytes(part.tobytes("F")), 0, np.array(part, order="F").strides)
+    return Region(Bytes(b"12345" + part.tobytes()), 5)
 
 
 def assembled(tensors, kinds=("plain",)):
@@ -116,7 +113,7 @@ def test_a_slice_reads_only_the_boxes_and_rows_that_it_touches():
     stores, boxes = {}, []
     for row, column in itertools.product(range(0, 64, 16), repeat=2):
         stores[row, column] = Bytes(array[row : row + 16, column : column + 16].tobytes())
-        boxes.append(Box((row, column), (16, 16), InFile(stores[row, column], 0)))
+        boxes.append(Box((row, column), (16, 16), Region(stores[row, column], 0)))
     store = AssembledStore("folder", [checked("w", (64, 64), 4, boxes, "folder")], [], (1,))
     target = np.empty((16, 2, 4), np.uint8)
     store.read_box(0, (16, 40), target)
@@ -155,7 +152,7 @@ def test_thirty_thousand_unpacked_boxes_take_linear_time():
     assert time.process_time() - began < 10
 
 
-NOWHERE = InFile(Bytes(b""), 0)
+NOWHERE = Region(Bytes(b""), 0)
 BAD = {
     "a hole": ((4, 4), [((0, 0), (2, 4)), ((3, 0), (1, 4))], "4 of 16 elements are in none of its 2 chunks"),
     "an overlap": ((4, 4), [((0, 0), (3, 4)), ((2, 0), (2, 4))], r"chunks overlap: \[3, 4\] at \[0, 0\]"),
@@ -235,8 +232,3 @@ def test_a_hundred_thousand_boxes_take_linear_time(shape):
     tensor = checked("w", shape, 4, boxes, "folder")
     assert len(tensor.touched((0,) * len(shape), (1,) * len(shape))) == 1
     assert time.process_time() - began < 10
-
-
-def test_a_region_says_where_its_elements_are():
-    store = Bytes(b"abc")
-    assert InFile(store, 1).region() == Region(store, 1, None)

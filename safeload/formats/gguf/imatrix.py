@@ -19,7 +19,7 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/common/imatrix-loader.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,59 +110,40 @@ def _of_sums(name: str, sums: Array, counts: Array, path: str) -> Array:
 
 def of_dat(path: str, content: bytes) -> ImportanceMatrix:
     """Return the matrix in a file of the older format."""
-    reader = _DatReader(path, content)
-    count = reader.number("the number of entries")
-    if not 1 <= count <= reader.left // _SHORTEST_ENTRY:
+    at = 0
+
+    def take(size: int, what: str) -> bytes:
+        nonlocal at
+        left = len(content) - at
+        if not 0 <= size <= left:
+            raise FormatError(f"{what} at byte {at:,} needs {size:,} bytes, but {left:,} are left", path)
+        at += size
+        return content[at - size : at]
+
+    def number(what: str) -> int:
+        return int(_I32.unpack(take(_I32.size, what))[0])
+
+    count = number("the number of entries")
+    if not 1 <= count <= (len(content) - at) // _SHORTEST_ENTRY:
         raise FormatError(f"neither GGUF nor an importance matrix: {count:,} entries in {len(content):,} bytes", path)
     vectors: dict[str, Array] = {}
-    for name, vector in reader.entries(count):
+    for index in range(count):
+        what = f"entry {index}"
+        raw = take(number(what), what)
+        try:
+            name = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise FormatError(f"the name of {what} is not UTF-8", path) from None
+        calls, values = number(what), number(what)
+        if values < 1:
+            raise FormatError(f"{what} has {values} values", path)
+        vector = np.frombuffer(take(4 * values, what), "<f4").astype(np.float32)
         if name in vectors:
             raise FormatError(f"two entries for {show(name)}", path)
-        vectors[name] = vector
-    chunks, datasets = reader.end()
+        with np.errstate(over="ignore", invalid="ignore"):
+            vectors[name] = vector / np.float32(calls) if calls > 0 else vector
+    chunks = number("the number of chunks") if len(content) - at >= _I32.size else 0
+    size = number("the data set") if len(content) - at >= _I32.size else 0
+    known = 0 < size <= len(content) - at
+    datasets = (take(size, "the data set").decode("utf-8", "replace"),) if known else ()
     return checked(path, vectors, datasets, chunks)
-
-
-class _DatReader:
-    def __init__(self, path: str, content: bytes) -> None:
-        self._path, self._content, self._at = path, content, 0
-
-    @property
-    def left(self) -> int:
-        return len(self._content) - self._at
-
-    def _take(self, size: int, what: str) -> bytes:
-        if not 0 <= size <= self.left:
-            raise FormatError(
-                f"{what} at byte {self._at:,} needs {size:,} bytes, but {self.left:,} are left", self._path
-            )
-        self._at += size
-        return self._content[self._at - size : self._at]
-
-    def number(self, what: str) -> int:
-        return int(_I32.unpack(self._take(_I32.size, what))[0])
-
-    def entries(self, count: int) -> Iterator[tuple[str, Array]]:
-        for index in range(count):
-            what = f"entry {index}"
-            raw = self._take(self.number(what), what)
-            try:
-                name = raw.decode("utf-8")
-            except UnicodeDecodeError:
-                raise FormatError(f"the name of {what} is not UTF-8", self._path) from None
-            calls, values = self.number(what), self.number(what)
-            if values < 1:
-                raise FormatError(f"{what} has {values} values", self._path)
-            vector = np.frombuffer(self._take(4 * values, what), "<f4").astype(np.float32)
-            with np.errstate(over="ignore", invalid="ignore"):
-                yield name, vector / np.float32(calls) if calls > 0 else vector
-
-    def end(self) -> tuple[int, tuple[str, ...]]:
-        """Return the optional number of chunks and name of the data set."""
-        if self.left < _I32.size:
-            return 0, ()
-        chunks = self.number("the number of chunks")
-        size = self.number("the data set") if self.left >= _I32.size else 0
-        if not 0 < size <= self.left:
-            return chunks, ()
-        return chunks, (self._take(size, "the data set").decode("utf-8", "replace"),)

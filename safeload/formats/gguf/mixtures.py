@@ -182,11 +182,7 @@ def is_known(name: str) -> bool:
 
 
 def parse(name: object) -> str:
-    """Return the name of a file type in lower case, without aliases.
-
-    Raises:
-        ValueError: unknown.
-    """
+    """Return the name of a file type in lower case, without aliases."""
     lower = name.lower() if isinstance(name, str) else ""
     if is_known(lower):
         return _by_name()[lower]
@@ -233,56 +229,30 @@ def choose(
 ) -> dict[str, TensorType]:
     """Return the type of each tensor in a file of a file type, in llama-quantize's order.
 
-    Args:
-        file_type: its name, see `parse`.
-        shapes: the shapes of all tensors by GGUF name, outermost axis first; tensors of the rest of a model count,
-            because types depend on a tensor's place among its kind.
-        sizes: sizes of the model.
-        imatrix: True if there is an importance matrix.
-
-    Raises:
-        UnsupportedError: a model with experts has a feed-forward tensor outside its layers.
+    Shapes are needed of all tensors of the model, because types depend on a tensor's place among its kind.
     """
-    return _Chooser(parse(file_type), shapes, sizes, imatrix).run()
+    row, architecture = file_types()[parse(file_type)], _architecture(sizes.architecture)
+    names = sorted(shapes, key=sort_key)
+    kinds = {name: _kind_of(name, tied=_OUTPUT_NAME not in shapes) for name in names}
+    values = sum(kind == _VALUE for kind in kinds.values())
+    counters: Counter[str] = Counter()
 
+    def place(name: str, kind: str) -> tuple[int, int]:
+        """Return the index of a tensor among its kind, and their number."""
+        index = counters[kind]
+        counters[kind] += 1
+        if kind == _VALUE:
+            return index, values
+        if kind in _FEED_FORWARD and sizes.experts > 1:
+            index = _layer_of(name, -1)
+            if not 0 <= index < sizes.layers:
+                text = f"is in none of the {sizes.layers} layers, but llama.cpp's file types depend on the layer of an "
+                raise error_about(UnsupportedError, f"{text}expert's tensor", tensor=name)
+        return index, sizes.layers
 
-def _kind_of(name: str, tied: bool) -> str:
-    if name == _OUTPUT_NAME:
-        return _OUTPUT
-    if name in EMBEDDINGS:
-        return _OUTPUT if tied else _EMBEDDING
-    kinds: Mapping[str, str] = _data()["kinds"]
-    return next((kind for part, kind in kinds.items() if part in name), _REST)
-
-
-class _Chooser:
-    def __init__(self, file_type: str, shapes: Mapping[str, tuple[int, ...]], sizes: ModelSizes, imatrix: bool) -> None:
-        self._row = file_types()[file_type]
-        self._shapes = {name: shapes[name] for name in sorted(shapes, key=sort_key)}
-        self._sizes = sizes
-        self._architecture = _architecture(sizes.architecture)
-        self._imatrix = imatrix
-        tied = _OUTPUT_NAME not in shapes
-        self._kinds = {name: _kind_of(name, tied) for name in self._shapes}
-        self._values = sum(kind == _VALUE for kind in self._kinds.values())
-        self._counters: Counter[str] = Counter()
-
-    def run(self) -> dict[str, TensorType]:
-        return {name: self._type(name, shape) for name, shape in self._shapes.items()}
-
-    def _type(self, name: str, shape: tuple[int, ...]) -> TensorType:
-        if not is_quantized(name, shape, self._sizes.architecture):
-            return TensorType(None)
-        chosen = self._chosen(name, shape)
-        fallback = SCHEMES[chosen].of_rows(shape[-1]) or FLOAT16
-        ends = name == _OUTPUT_NAME or name in EMBEDDINGS
-        requires = self._row.requires_imatrix and fallback == self._row.base and not ends
-        return TensorType(fallback, None if fallback == chosen else chosen, requires)
-
-    def _chosen(self, name: str, shape: tuple[int, ...]) -> str:
+    def type_of(name: str, kind: str, shape: tuple[int, ...]) -> str:
         """Return the type without regard to the length of rows."""
-        kind, row, sizes = self._kinds[name], self._row, self._sizes
-        if any(part in name for part in self._architecture.eight_bit_parts):
+        if any(part in name for part in architecture.eight_bit_parts):
             return "q8_0"
         if kind == _OUTPUT:
             whole = shape[-1] % SCHEMES[row.base].block == 0
@@ -290,32 +260,38 @@ class _Chooser:
             return "q8_0" if eight else "q6_k"
         if row.experts_only:
             experts = len(shape) > 2 and shape[-3] > 1
-            if self._architecture.stacks_attention:
-                experts = experts and kind in _FEED_FORWARD
-            return row.base if experts else "q8_0"
+            return row.base if experts and (kind in _FEED_FORWARD or not architecture.stacks_attention) else "q8_0"
         if kind == _EMBEDDING:
             return row.embedding or row.base
-        number, total = self._index(name, kind)
+        number, total = place(name, kind)
         cells = row.falcon if sizes.architecture == _FALCON and kind in row.falcon else row.cells
-        held = (cell.type for cell in cells.get(kind, ()) if cell.holds(number, total, sizes, self._imatrix))
+        held = (cell.type for cell in cells.get(kind, ()) if cell.holds(number, total, sizes, imatrix))
         chosen = next(held, row.base)
         if kind == _VALUE and sizes.is_70b and chosen in ("q3_k", "q4_k"):
             chosen = "q5_k"
         return "q8_0" if kind in (_VALUE, _KEY) and sizes.experts == 8 else chosen
 
-    def _index(self, name: str, kind: str) -> tuple[int, int]:
-        """Return the index of a tensor among its kind, and their number."""
-        index = self._counters[kind]
-        self._counters[kind] += 1
-        if kind == _VALUE:
-            return index, self._values
-        layers = self._sizes.layers
-        if kind in _FEED_FORWARD and self._sizes.experts > 1:
-            index = _layer_of(name, -1)
-            if not 0 <= index < layers:
-                text = f"is in none of the {layers} layers, but llama.cpp's file types depend on the layer of an "
-                raise error_about(UnsupportedError, f"{text}expert's tensor", tensor=name)
-        return index, layers
+    types: dict[str, TensorType] = {}
+    for name in names:
+        shape = shapes[name]
+        if not is_quantized(name, shape, sizes.architecture):
+            types[name] = TensorType(None)
+            continue
+        chosen = type_of(name, kinds[name], shape)
+        fallback = SCHEMES[chosen].of_rows(shape[-1]) or FLOAT16
+        ends = name == _OUTPUT_NAME or name in EMBEDDINGS
+        requires = row.requires_imatrix and fallback == row.base and not ends
+        types[name] = TensorType(fallback, None if fallback == chosen else chosen, requires)
+    return types
+
+
+def _kind_of(name: str, *, tied: bool) -> str:
+    if name == _OUTPUT_NAME:
+        return _OUTPUT
+    if name in EMBEDDINGS:
+        return _OUTPUT if tied else _EMBEDDING
+    kinds: Mapping[str, str] = _data()["kinds"]
+    return next((kind for part, kind in kinds.items() if part in name), _REST)
 
 
 def with_file_type(metadata: Mapping[Any, Any], file_type: str, more: Iterable[tuple[str, Any]] = ()) -> dict[Any, Any]:

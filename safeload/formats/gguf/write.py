@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,15 +82,15 @@ def save(
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(plans), len(entries)))
     head += b"".join(entries)
     offset = 0
-    for plan in plans:
-        head += plan.description + _U64.pack(offset)
-        offset += plan.nbytes + -plan.nbytes % alignment
+    for description, data in plans:
+        head += description + _U64.pack(offset)
+        offset += data.nbytes + -data.nbytes % alignment
     if plans:
         head += bytes(-len(head) % alignment)
     if len(head) + offset >= 1 << 63:
         raise SafeloadError(f"a file cannot have {len(head) + offset} bytes")
     with AtomicFile(path, len(head) + offset, overwrite=overwrite, durable=durable) as file:
-        _write(file, np.frombuffer(head, np.uint8), [plan.data for plan in plans], alignment)
+        _write(file, np.frombuffer(head, np.uint8), [data for _, data in plans], alignment)
 
 
 def _write(file: AtomicFile, head: Array, tensors: Sequence[Array | Lazy], alignment: int) -> None:
@@ -110,37 +110,35 @@ def _write(file: AtomicFile, head: Array, tensors: Sequence[Array | Lazy], align
 # ---- tensors ----
 
 
-class _Plan(NamedTuple):
-    """A tensor to write."""
-
-    description: bytes  # the entry in the header, up to the offset
-    data: Array | Lazy
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
-
-
-def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> _Plan:
-    """Return the header entry and the data of a tensor."""
+def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> tuple[bytes, Array | Lazy]:
+    """Return the header entry of a tensor, up to its offset, and the data."""
     check_name(name)
     if isinstance(value, np.generic):
         value = np.asarray(value)
     data: Array | Lazy
+
+    def unsupported(text: str) -> UnsupportedError:
+        return error_about(UnsupportedError, f"is {text}", tensor=name)
+
     if isinstance(value, LazyPacked) or (isinstance(value, QuantizedTensor) and value.packing is not None):
         advice = 'dequantize it, or convert with quantize="q8_0" or dtype="float32"'
-        text = f"is {value.scheme}, which GGUF does not support: {advice}"
-        raise error_about(UnsupportedError, text, tensor=name)
+        raise unsupported(f"{value.scheme}, which GGUF does not support: {advice}")
     if isinstance(value, (QuantizedTensor, LazyQuantized)):
         if value.scheme == INT8:
-            text = 'is int8 with scales, which GGUF does not support: pass quantize="q8_0" or dtype="float32"'
-            raise error_about(UnsupportedError, text, tensor=name)
+            text = 'int8 with scales, which GGUF does not support: pass quantize="q8_0" or dtype="float32"'
+            raise unsupported(text)
         number, data = dtypes.BLOCK_TYPES[value.scheme].ggml, value.data
     elif isinstance(value, _Ternary):
         number, data = _I2_S, value.data
     elif isinstance(value, (np.ndarray, Lazy)):
         refuse_masked(value, tensor_named(name))
-        number, data = _element_type(name, value.dtype), value
+        row, data = dtypes.row_of(value.dtype), value
+        number = -1 if row is None else row.ggml
+        if number < 0 and row is not None and row.floating and not row.packed:
+            raise unsupported(f'{value.dtype.name}, which GGUF does not support: pass dtype="float16"')
+        if number < 0:
+            text = "its integers are int8 to int64. Convert the tensor with safeload.astype, or leave it out"
+            raise unsupported(f"{value.dtype.name}, which GGUF does not support: {text}")
     else:
         raise not_an_array(tensor_named(name), value, "a NumPy array or a QuantizedTensor")
     raw, shape = encode(name, "tensor name", tensor=name), value.shape
@@ -153,7 +151,7 @@ def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> _Plan:
         text = f"has {len(shape)} dims, but ggml reads at most {MAX_DIMS}, except in image and video models for ComfyUI"
         raise error_about(SafeloadError, text, tensor=name)
     dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-    return _Plan(_U64.pack(len(raw)) + raw + dims + _U32.pack(number), data)
+    return _U64.pack(len(raw)) + raw + dims + _U32.pack(number), data
 
 
 def _is_image_model(metadata: Mapping[str, Any]) -> bool:
@@ -162,21 +160,6 @@ def _is_image_model(metadata: Mapping[str, Any]) -> bool:
 
     architecture = metadata.get(ARCHITECTURE)
     return isinstance(architecture, str) and architecture not in gguf_architectures()
-
-
-def _element_type(name: str, dtype: np.dtype[Any]) -> int:
-    row = dtypes.row_of(dtype)
-    if row is not None and row.ggml >= 0:
-        return row.ggml
-    if row is not None and row.floating and not row.packed:
-        text = f'is {dtype.name}, which GGUF does not support: pass dtype="float16"'
-        raise error_about(UnsupportedError, text, tensor=name)
-    raise error_about(
-        UnsupportedError,
-        f"is {dtype.name}, which GGUF does not support: its integers are int8 to int64. Convert the tensor with "
-        "safeload.astype, or leave it out",
-        tensor=name,
-    )
 
 
 class _Ternary(NamedTuple):
@@ -270,7 +253,7 @@ def _stored(metadata: Mapping[str, Any], key: str, alignment: int) -> bytes:
     if isinstance(metadata, Metadata):  # copied from its file without unpacking
         return metadata.stored(key)
     try:
-        return b"".join(_pack(metadata[key]))
+        return _pack(metadata[key])
     except (TypeError, SafeloadError) as error:
         raise type(error)(f"metadata {show(key)}: {error}") from None
 
@@ -292,11 +275,7 @@ def head_with(metadata: Metadata, changes: Mapping[str, Any]) -> bytes:
         elif changes[key] is not None:
             value = changes[key]  # a number keeps the stored type of the old value
             kind = NUMBERS.get(metadata.type_of(key)) if key in metadata else None
-            if (
-                kind is not None
-                and type(value) in (int, float)
-                and not (type(value) is float and issubclass(kind, int))
-            ):
+            if kind is not None and (type(value) is int or (type(value) is float and issubclass(kind, float))):
                 value = kind(value)
             entries.append(_key(key) + _stored({key: value}, key, alignment))
     head = MAGIC + struct.pack("<IQQ", metadata.version, metadata.tensor_count, len(entries))
@@ -307,61 +286,43 @@ def head_with(metadata: Metadata, changes: Mapping[str, Any]) -> bytes:
 def can_hold(value: Any) -> bool:
     """Return True if GGUF has a type for a metadata value."""
     try:
-        for _ in _pack(value):
-            pass
+        _pack(value)
     except (TypeError, SafeloadError):
         return False
     return True
 
 
-def _pack(value: Any) -> Iterator[bytes]:
+def _pack(value: Any) -> bytes:
     """Encode the type of a value, then its bytes."""
     if isinstance(value, str):
-        yield _U32.pack(lib.SL_GGUF_STRING)
-        yield _text(value)
-    elif _is_array(value):
-        yield _U32.pack(lib.SL_GGUF_ARRAY)
-        yield from _pack_array(value, _pack_inner)
-    else:
-        number = _number_type([value])
-        yield _U32.pack(number)
-        yield _numbers(number, [value])
+        return _U32.pack(lib.SL_GGUF_STRING) + _text(value)
+    if _is_array(value):
+        return _U32.pack(lib.SL_GGUF_ARRAY) + _pack_array(value, 1)
+    number = _number_type([value])
+    return _U32.pack(number) + _numbers(number, [value])
 
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
-def _pack_array(value: Any, nested: Callable[[Any], Iterator[bytes]]) -> Iterator[bytes]:
-    """Encode type and number of elements, then the elements; ``nested`` encodes inner arrays."""
+def _pack_array(value: Any, depth: int) -> bytes:
+    """Encode type and number of elements, then the elements."""
+    if depth > 2:
+        raise TypeError("arrays of arrays of arrays are not supported")
     refuse_masked(value, "the value")
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind not in "OUST":
         number = _array_type(value.dtype)
-        yield _ARRAY_HEAD.pack(number, value.size)
-        yield value.astype(DTYPES[number]).tobytes()
-        return
+        return _ARRAY_HEAD.pack(number, value.size) + value.astype(DTYPES[number]).tobytes()
     items = list(value)
     if all(isinstance(item, str) for item in items):
-        yield _ARRAY_HEAD.pack(lib.SL_GGUF_STRING, len(items))
-        for item in items:
-            yield _text(item)
+        number, data = lib.SL_GGUF_STRING, b"".join(map(_text, items))
     elif all(map(_is_array, items)):
-        yield _ARRAY_HEAD.pack(lib.SL_GGUF_ARRAY, len(items))
-        for item in items:
-            yield from nested(item)
+        number, data = lib.SL_GGUF_ARRAY, b"".join(_pack_array(item, depth + 1) for item in items)
     else:
         number = _number_type(items)
-        yield _ARRAY_HEAD.pack(number, len(items))
-        yield _numbers(number, items)
-
-
-def _pack_inner(value: Any) -> Iterator[bytes]:
-    """Encode an inner array."""
-
-    def refuse(value: Any) -> Iterator[bytes]:
-        raise TypeError("arrays of arrays of arrays are not supported")
-
-    return _pack_array(value, refuse)
+        data = _numbers(number, items)
+    return _ARRAY_HEAD.pack(number, len(items)) + data
 
 
 def _array_type(dtype: np.dtype[Any]) -> int:

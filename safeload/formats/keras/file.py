@@ -12,6 +12,14 @@
 5. Booleans are an enumeration of FALSE = 0 and TRUE = 1; complex numbers a compound of ``r`` and ``i``.
 6. Contiguous datasets lie at a place in the file. Chunks are boxes, unpacked one at a time.
 
+Chunks are unpacked without libhdf5:
+
+1. A chunk holds a whole box of the dataset's chunk shape, also at the edges, where the rest is filling.
+2. Filters were applied in order, so they are undone from the last to the first. A bit of the chunk's mask skips one.
+3. shuffle (2): byte k of all elements, for each k. The value of the filter is the bytes of an element; the rest, less
+   than an element, follows unchanged.
+4. deflate (1): a stream of zlib. fletcher32 (3): a checksum of 4 bytes, little-endian, follows the data.
+
 Keras' quantized layers open as stored: integers and their scales, under the paths that they have.
 
 A ``.keras`` archive is a zip archive of ``config.json``, ``metadata.json`` and ``model.weights.h5``:
@@ -26,23 +34,33 @@ A ``.keras`` archive is a zip archive of ``config.json``, ``metadata.json`` and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, BinaryIO
 
+import numpy as np
+
+from ...base.arrays import Array, c_strides
 from ...base.listed_table import ListedTable, Listing, unreadable
 from ...base.messages import error_about
 from ...base.text import show
 from ...engine.run.atomic_file import reserve
 from ...engine.run.weight_file import WeightFile, open_temporary
-from ...errors import FormatError, UnsupportedError
+from ...errors import FormatError, LimitError, UnsupportedError
 from ...stores.json_file import parse_json
 from ...stores.members import Member, MemberFiles
-from ..boxed import Box, BoxedListing, InFile, boxed_file
-from ..opening import names_below, open_members
+from ..boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
+from ..metadata import names_below
+from ..opening import open_members
 from ..registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
 from ..zip import STORED, Archive
-from .chunks import InMemory, StoredBlock, check_filters
-from .hdf5 import Dataset, Structure, read_structure
+from .hdf5 import DEFLATE, FLETCHER32, SHUFFLE, Dataset, FileChunk, Structure, read_structure
+
+# Largest chunk in memory, and largest ratio of deflate.
+MAX_CHUNK = 1 << 30
+MAX_RATIO = 1032
 
 # Attributes of the root that become metadata.
 _METADATA = ("keras_version", "backend", "model_config", "training_config")
@@ -65,13 +83,13 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
             direct.append(Listing(name, dataset.row, dataset.shape, dataset.begin, end, big_endian=dataset.swap > 1))
         else:
             try:
-                boxed[name] = BoxedListing(dataset.row, dataset.shape, list(_boxes(name, dataset, file)))
+                boxed[name] = _boxed(name, dataset, file)
             except UnsupportedError as error:
                 direct.append(unreadable(name, dataset.row.name, dataset.shape, str(error)))
     file.table = ListedTable(direct, _metadata(structure))
     if not boxed:
         return Content(file, notes=structure.notes)
-    beside = boxed_file(file, file.path, boxed, [file.store])
+    beside = boxed_file(file, boxed, [file.store])
     return Content(file, (beside,), list(datasets), structure.notes)
 
 
@@ -79,51 +97,112 @@ def _named(structure: Structure, root: str | None, path: str) -> dict[str, Datas
     """Return the datasets below a container by their names there."""
     paths: dict[str, tuple[str, ...]] = {}
     for steps in structure.datasets:
-        name = ".".join(steps)
-        if name in paths:
-            raise FormatError(f"two datasets are named {show(name)}", path)
-        paths[name] = steps
+        if paths.setdefault(".".join(steps), steps) is not steps:
+            raise FormatError(f"two datasets are named {show('.'.join(steps))}", path)
     return {known: structure.datasets[paths[name]] for name, known in names_below(paths, root, path).items()}
 
 
-def _boxes(name: str, dataset: Dataset, file: WeightFile) -> Iterator[Box]:
-    """Yield the chunks of a dataset."""
-    if dataset.value is not None:
-        yield Box((0,) * len(dataset.shape), dataset.shape, InMemory(dataset.value))
-        return
-    itemsize = dataset.itemsize
-    check_filters(dataset, file.path, name)
-    strides = [itemsize]
-    for count in reversed(dataset.chunk_shape[1:]):
-        strides.insert(0, strides[0] * count)
-    plain = dataset.swap == 1
+def _boxed(name: str, dataset: Dataset, file: WeightFile) -> BoxedListing:
+    """Return a dataset with its chunks."""
+    value = dataset.value
+    if value is not None:
+        return in_one_box(dataset.row, dataset.shape, lambda: value)
+    _check_filters(dataset, file.path, name)
+    strides = c_strides(dataset.chunk_shape, dataset.itemsize)
+    boxes: list[Box] = []
     for chunk in dataset.chunks:
         sizes = tuple(min(c, n - o) for c, n, o in zip(dataset.chunk_shape, dataset.shape, chunk.offsets, strict=True))
-        if plain and not chunk.filters:
-            yield Box(chunk.offsets, sizes, InFile(file.store, chunk.begin, tuple(strides)))
+        stored: Stored = partial(_unpacked_chunk, file, name, dataset, chunk, sizes)
+        if dataset.swap == 1 and not chunk.filters:
+            stored = Region(file.store, chunk.begin, strides)
+        boxes.append(Box(chunk.offsets, sizes, stored))
+    return BoxedListing(dataset.row, dataset.shape, boxes)
+
+
+def _check_filters(dataset: Dataset, path: str, name: str) -> None:
+    """Refuse a dataset whose chunks could not be unpacked, or only into more memory than they justify."""
+    nbytes = dataset.chunk_nbytes
+    if nbytes > MAX_CHUNK:
+        text = f": its chunks have {nbytes:,} bytes, the limit is {MAX_CHUNK:,}"
+        raise error_about(LimitError, text, path=path, tensor=name)
+    cut = any(n % count for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
+    for chunk in dataset.chunks:
+        text, stored = "", nbytes + 4 * chunk.filters.count(FLETCHER32)
+        if DEFLATE in chunk.filters:
+            if nbytes > chunk.size * MAX_RATIO:
+                text = f": {chunk.size:,} bytes cannot inflate to a chunk of {nbytes:,}"
+        elif chunk.size != stored:
+            text = f": the chunk at {list(chunk.offsets)} has {chunk.size:,} bytes, expected {stored:,}"
+        elif cut and chunk.filters == (SHUFFLE,):
+            raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")
+        if text:
+            raise error_about(FormatError, text, path=path, offset=chunk.begin, tensor=name)
+
+
+def _unpacked_chunk(file: WeightFile, name: str, dataset: Dataset, chunk: FileChunk, sizes: tuple[int, ...]) -> Array:
+    """Return the elements of a chunk, of which ``sizes`` are inside the dataset, in C order."""
+
+    def damaged(text: str) -> FormatError:
+        where, at = f": the chunk at {list(chunk.offsets)} {text}", min(chunk.begin, file.size)
+        return error_about(FormatError, where, path=file.path, offset=at, tensor=name)
+
+    content: Array = np.empty(chunk.size, np.uint8)
+    file.store.read_into(chunk.begin, content)
+    expected = dataset.chunk_nbytes
+    for kind in reversed(chunk.filters):
+        if kind == FLETCHER32:
+            if len(content) < 4:
+                raise damaged("has no checksum")
+            content, stored = content[:-4], int.from_bytes(content[-4:].tobytes(), "little")
+            checksum = fletcher32(content)
+            if checksum != stored:
+                raise damaged(f"has the checksum {checksum:08x}, expected {stored:08x}")
+        elif kind == DEFLATE:
+            machine = zlib.decompressobj()
+            room = expected + 4  # a checksum may be inside
+            try:
+                inflated = machine.decompress(content.data, room + 1)
+            except zlib.error as error:
+                raise damaged(f"cannot be inflated: {error}") from None
+            if len(inflated) > room or not machine.eof:
+                raise damaged(f"inflates to more than {expected:,} bytes, or is cut off")
+            content = np.frombuffer(inflated, np.uint8)
         else:
-            yield Box(chunk.offsets, sizes, StoredBlock(file, name, dataset, chunk, sizes))
+            whole = len(content) // dataset.shuffled * dataset.shuffled
+            elements = content[:whole].reshape(dataset.shuffled, -1).T
+            content = np.concatenate([elements.reshape(-1), content[whole:]])
+    if len(content) != expected:
+        raise damaged(f"has {len(content):,} bytes, expected {expected:,}")
+    elements = content.reshape(*dataset.chunk_shape, dataset.itemsize)[tuple(map(slice, sizes))]
+    if dataset.swap > 1:
+        elements = np.ascontiguousarray(elements).reshape(-1, dataset.swap)[:, ::-1]
+    return np.ascontiguousarray(elements)
+
+
+def fletcher32(content: Array) -> int:
+    """Return HDF5's checksum: two sums of big-endian 16-bit words modulo 65535; 0 only if all bits are 0."""
+    words = np.zeros(-(-len(content) // 2), np.uint64)
+    even = content[: len(content) // 2 * 2].reshape(-1, 2)
+    words[: len(even)] = (even[:, 0].astype(np.uint64) << np.uint64(8)) | even[:, 1]
+    if len(content) % 2:
+        words[-1] = np.uint64(int(content[-1]) << 8)
+    if not words.any():
+        return 0
+    places = np.arange(len(words), 0, -1, dtype=np.uint64) % np.uint64(65535)
+    first = (int(words.sum()) - 1) % 65535 + 1
+    second = (int((places * words).sum()) - 1) % 65535 + 1
+    return second << 16 | first
 
 
 def _metadata(structure: Structure) -> Mapping[str, Any]:
-    """Return the attributes of the root, or of ``model_weights``; JSON is parsed."""
-    metadata: dict[str, Any] = {}
-    for key in _METADATA:
-        for steps in ((), (_MODEL_WEIGHTS,)):
-            value = structure.attributes.get(steps, {}).get(key)
-            if value is not None and key not in metadata:
-                metadata[key] = _parsed(value)
+    """Return the attributes of the root, or of ``model_weights``; objects in JSON are parsed."""
+    texts = {**structure.attributes.get((_MODEL_WEIGHTS,), {}), **structure.attributes.get((), {})}
+    metadata: dict[str, Any] = {key: texts[key] for key in _METADATA if key in texts}
+    for key, text in metadata.items():
+        if text.lstrip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                metadata[key] = json.loads(text)
     return metadata
-
-
-def _parsed(text: str) -> Any:
-    """Return the object in a text of JSON, or the text."""
-    if not text.lstrip().startswith("{"):
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 WEIGHTS = "model.weights.h5"

@@ -1,18 +1,36 @@
 """The structure of an HDF5 file: its groups, datasets and their places, found by h5py; no dataset is read here.
 
 1. h5py (libhdf5) parses the file through a stream of ours, so it opens no other file. It is closed before a tensor is
-   read: values are read by ranges and unpacked in chunks.py. Attributes are read in attributes.py.
+   read: values are read by ranges and unpacked in chunks.py.
 2. Only hard links are followed. Soft links, external links and links of other kinds are listed as unreadable, as are
    datasets with external or virtual storage or filters other than deflate, shuffle and fletcher32. Groups that are
    linked twice are refused.
 3. Storage must exist: datasets with unwritten parts, which would read as a fill value, are unreadable.
 4. Bounds: `MAX_OBJECTS`, `MAX_DEPTH`, `MAX_PATH`, `MAX_CHUNKS`. All datasets together have at most the
    bytes of the file.
+
+Attributes that hold text are read without libhdf5, which trusts lengths and loops over malformed heaps:
+
+1. The header of an object, version 1: 1, 0, number of messages (2 bytes), references (4), size (4), 4 bytes; then
+   messages of type (2), size (2), flags (1), 3 bytes and data. Version 2: "OHDR", 2, flags (1), times (16 if flags &
+   32), limits (4 if flags & 16), size (1 << (flags & 3) bytes); then messages of type (1), size (2), flags (1), order
+   (2 if flags & 4) and data, and a checksum (4).
+2. Message 16 continues a header elsewhere: offset (8), size (8). In version 2 "OCHK" begins such a block.
+3. Message 12 is an attribute: version (1 to 3), flags (1), sizes of name, type and space (2 each), an encoding (1;
+   version 3 only), then these three, filled up to multiples of 8 in version 1, then the value.
+4. A type: class in the low 4 bits, 3 bytes of properties, size (4). Class 3 is a text of this size, class 9 a text in a
+   heap: length (4), offset of the heap (8), index (4).
+5. A space: version (1), axes (1), ...; its dims follow at byte 8 in version 1, at byte 4 in version 2.
+6. A heap: "GCOL", 1, 3 bytes, size (8), then objects of index (2), references (2), 4 bytes, size (8) and data, filled
+   up to a multiple of 8. Index 0 is free space, whose size includes its header.
+
+Attributes outside of the header (more than 8, or of more than 64 KiB) are not found, as if there were none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -28,7 +46,6 @@ from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..zip import FileStream
-from .attributes import texts_of
 
 # Groups and datasets of a file, groups in a path, characters of a path, chunks of a file.
 MAX_OBJECTS = 200_000
@@ -45,6 +62,20 @@ _FLOATS = {
     (2, (15, 7, 8, 0, 7), 127): "BF16",
     (4, (31, 23, 8, 0, 23), 127): "F32",
     (8, (63, 52, 11, 0, 52), 1023): "F64",
+}
+# Classes of types, for messages.
+_TITLES = {
+    "STRING": "text",
+    "COMPOUND": "a compound",
+    "REFERENCE": "a reference",
+    "ENUM": "an enumeration",
+    "VLEN": "a sequence of variable length",
+    "ARRAY": "an array type",
+    "INTEGER": "an unusual integer",
+    "FLOAT": "an unusual float",
+    "TIME": "a time",
+    "BITFIELD": "a bit field",
+    "OPAQUE": "opaque data",
 }
 _LISTS = ("layer_names", "weight_names")
 _GROUP_TEXTS = frozenset((*_LISTS, "keras_version", "backend", "model_config", "training_config"))
@@ -95,18 +126,13 @@ class Structure(NamedTuple):
     notes: list[str]  # what was left out
 
 
-def _h5py() -> Any:
+def read_structure(file: WeightFile) -> Structure:
+    """Return the groups and datasets of a file."""
     try:
         import h5py
     except ImportError as error:
         text = "Keras files (HDF5) need h5py, which is not installed: pip install h5py"
         raise not_installed(error, text, "h5py") from None
-    return h5py
-
-
-def read_structure(file: WeightFile) -> Structure:
-    """Return the groups and datasets of a file."""
-    h5py = _h5py()
     stream = FileStream(file)
     try:
         with h5py.File(stream, "r") as opened:
@@ -150,7 +176,7 @@ class _Walk:
                     raise self._unsupported(path, "is a group that is linked twice")
                 self._groups.add(address)
                 if len(path) > MAX_DEPTH:
-                    raise error_about(LimitError, f"groups are nested more than {MAX_DEPTH} deep", path=self._path)
+                    raise self._limit(f"groups are nested more than {MAX_DEPTH} deep")
                 levels.append(iter(self._children(path, item)))
             elif item is None or isinstance(item, self._h5py.h5d.DatasetID):
                 self._structure.datasets[path] = self._dataset(path, item)
@@ -163,6 +189,9 @@ class _Walk:
 
     def _unsupported(self, path: tuple[str, ...], text: str) -> UnsupportedError:
         return error_about(UnsupportedError, f"{show('/'.join(path))} {text}", path=self._path)
+
+    def _limit(self, text: str) -> LimitError:
+        return error_about(LimitError, text, path=self._path)
 
     # ---- groups ----
 
@@ -177,7 +206,7 @@ class _Walk:
 
         group.links.iterate(add)
         if self._objects > MAX_OBJECTS:
-            raise error_about(LimitError, f"the file has more than {MAX_OBJECTS:,} objects", path=self._path)
+            raise self._limit(f"the file has more than {MAX_OBJECTS:,} objects")
         for name in self._in_order(path, group, names):
             try:
                 text = name.decode()
@@ -185,17 +214,14 @@ class _Walk:
                 raise FormatError(f"the name of a link is not UTF-8: {show(name)}", self._path) from None
             inner = (*path, text)
             if sum(map(len, inner)) + len(inner) > MAX_PATH:
-                raise error_about(LimitError, f"a path is longer than {MAX_PATH:,} characters", path=self._path)
-            kind = group.links.get_info(name).type
-            if kind != self._h5py.h5l.TYPE_HARD:
-                kinds = {
-                    self._h5py.h5l.TYPE_SOFT: "a soft link",
-                    self._h5py.h5l.TYPE_EXTERNAL: "a link to another file",
-                }
+                raise self._limit(f"a path is longer than {MAX_PATH:,} characters")
+            kind, h5l = group.links.get_info(name).type, self._h5py.h5l
+            if kind == h5l.TYPE_HARD:
+                yield inner, self._h5py.h5o.open(group, name)
+            else:
+                kinds = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
                 self._links[inner] = kinds.get(kind, "a link of an unknown kind")
                 yield inner, None
-                continue
-            yield inner, self._h5py.h5o.open(group, name)
 
     def _in_order(self, path: tuple[str, ...], group: Any, names: list[bytes]) -> list[bytes]:
         """Read the attributes of a group, and return its names in the order of its list."""
@@ -219,7 +245,7 @@ class _Walk:
         """Refuse a list that names an object below the group which does not exist."""
         steps = listed.split(b"/")
         if len(steps) > MAX_DEPTH:
-            raise error_about(LimitError, f"groups are nested more than {MAX_DEPTH} deep", path=self._path)
+            raise self._limit(f"groups are nested more than {MAX_DEPTH} deep")
         for k in range(1, len(steps)):
             parent, name = b"/".join(steps[:k]), steps[k]
             if group.links.get_info(parent).type != self._h5py.h5l.TYPE_HARD:
@@ -267,9 +293,7 @@ class _Walk:
             raise UnsupportedError("cannot be represented by an array of weights")
         if mark == b"bfloat16" and code != "BF16":
             raise UnsupportedError(f"is {code}, but its attribute says bfloat16")
-        number = kind
-        if isinstance(kind, h5t.TypeCompoundID):
-            number = kind.get_member_type(0)
+        number = kind.get_member_type(0) if isinstance(kind, h5t.TypeCompoundID) else kind
         big = number.get_size() > 1 and number.get_order() == h5t.ORDER_BE
         return dtypes.BY_CODE[code], number.get_size() if big else 1
 
@@ -311,7 +335,10 @@ class _Walk:
         if dataset.nbytes == 0:
             dataset.begin = 0
         elif layout == h5d.CONTIGUOUS:
-            self._contiguous(path, item, dataset)
+            dataset.begin = item.get_offset()
+            if dataset.begin is None:
+                raise UnsupportedError("was never written, so it has no values of its own")
+            self._take(path, dataset.begin, dataset.nbytes)
         elif layout == h5d.COMPACT:
             self._compact(item, dataset)
         else:
@@ -320,13 +347,6 @@ class _Walk:
                 if number == SHUFFLE:
                     dataset.shuffled = values[0] if values and 0 < values[0] <= 1 << 16 else dataset.itemsize
             self._read_chunks(path, item, dataset, [number for number, *_ in filters])
-
-    def _contiguous(self, path: tuple[str, ...], item: Any, dataset: Dataset) -> None:
-        begin = item.get_offset()
-        if begin is None:
-            raise UnsupportedError("was never written, so it has no values of its own")
-        self._take(path, begin, dataset.nbytes)
-        dataset.begin = begin
 
     def _compact(self, item: Any, dataset: Dataset) -> None:
         value = np.empty(dataset.shape, np.dtype((np.void, dataset.itemsize)))
@@ -341,7 +361,7 @@ class _Walk:
         expected = prod(counts)
         self._chunks += expected
         if self._chunks > MAX_CHUNKS:
-            raise error_about(LimitError, f"the file has more than {MAX_CHUNKS:,} chunks", path=self._path)
+            raise self._limit(f"the file has more than {MAX_CHUNKS:,} chunks")
         chunks: list[FileChunk] = []
 
         def add(info: Any) -> bool | None:
@@ -353,8 +373,7 @@ class _Walk:
         # Chunks beyond the shape remain after a dataset has shrunk.
         inside = [chunk for chunk in chunks if all(o < n for o, n in zip(chunk.offsets, dataset.shape, strict=True))]
         if len(inside) != expected or len(chunks) > expected:
-            text = f"has {len(inside):,} of {expected:,} chunks: the others were never written"
-            raise UnsupportedError(text)
+            raise UnsupportedError(f"has {len(inside):,} of {expected:,} chunks: the others were never written")
         for chunk in inside:
             if any(o % count for o, count in zip(chunk.offsets, dataset.chunk_shape, strict=True)):
                 text = f"{show('/'.join(path))} has a chunk at {list(chunk.offsets)}, not at a multiple of its shape"
@@ -390,13 +409,147 @@ def _usual(h5t: Any, kind: Any) -> bool:
 
 def _described(h5py: Any, kind: Any) -> str:
     """Describe a type for a message."""
-    h5t = h5py.h5t
-    titles = {h5t.STRING: "text", h5t.COMPOUND: "a compound", h5t.REFERENCE: "a reference", h5t.ENUM: "an enumeration"}
-    titles |= {h5t.VLEN: "a sequence of variable length", h5t.ARRAY: "an array type", h5t.INTEGER: "an unusual integer"}
-    titles |= {
-        h5t.FLOAT: "an unusual float",
-        h5t.TIME: "a time",
-        h5t.BITFIELD: "a bit field",
-        h5t.OPAQUE: "opaque data",
-    }
+    titles = {getattr(h5py.h5t, name): title for name, title in _TITLES.items()}
     return titles.get(kind.get_class(), "an unknown type")
+
+
+# ---- attributes ----
+
+
+# Bytes of all texts of an attribute, blocks and bytes of a header, and bytes of a heap.
+MAX_ATTRIBUTE = 64 << 20
+MAX_BLOCKS = 1024
+MAX_HEADER = 16 << 20
+MAX_HEAP = 256 << 20
+
+_ATTRIBUTE, _CONTINUATION = 12, 16
+_TEXT, _VARIABLE = 3, 9
+_SHARED = 2  # flag of a message whose data is elsewhere
+_REFERENCE, _OBJECT = struct.Struct("<IQI"), struct.Struct("<HH4xQ")
+
+
+def texts_of(file: WeightFile, address: int, names: frozenset[str]) -> dict[str, bytes | list[bytes]]:
+    """Return the attributes that hold a text or a list of texts; a number can follow a name, as in ``layer_names0``."""
+    attributes: dict[str, bytes | list[bytes]] = {}
+    for kind, flags, data in _messages(file, address):
+        parts = _parts_of(data) if kind == _ATTRIBUTE and not flags & _SHARED else None
+        if parts is not None:
+            name = parts[0].partition(b"\0")[0].decode("utf-8", "replace")
+            value = _value_of(file, parts, name) if name.rstrip("0123456789") in names else None
+            if value is not None:
+                attributes[name] = value
+    return attributes
+
+
+def _messages(file: WeightFile, address: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the kind, the flags and the data of the messages of a header."""
+    head = file.read_at(address, 64)
+    if head[:4] == b"OHDR":
+        flags = head[5] if len(head) > 5 else 0
+        at = 6 + 16 * bool(flags & 32) + 4 * bool(flags & 16)
+        width = 1 << (flags & 3)
+        begin, size = address + at + width, int.from_bytes(head[at : at + width], "little")
+        version, layout, length = 2, "<BHB", 6 if flags & 4 else 4
+    elif head[:1] == b"\1" and len(head) >= 16:
+        begin, size = address + 16, int.from_bytes(head[8:12], "little")
+        version, layout, length = 1, "<HHB", 8
+    else:
+        raise FormatError("the header of an HDF5 object is malformed", file.path, min(address, file.size))
+    blocks = [(begin, size)]
+    total = 0
+    for count, (begin, size) in enumerate(blocks):  # grows
+        total += size
+        if count >= MAX_BLOCKS or total > MAX_HEADER:
+            raise error_about(LimitError, "the header of an HDF5 object is too large", path=file.path)
+        data = file.read_at(begin, size)
+        if len(data) < size:
+            raise FormatError("the header of an HDF5 object is cut off", file.path, min(begin, file.size))
+        if version == 2 and count:
+            data = data[4:-4]  # "OCHK" and the checksum
+        at = 0
+        while at + length <= len(data):  # less than a message is filling
+            kind, size, flags = struct.unpack_from(layout, data, at)
+            content = data[at + length : at + length + size]
+            if kind == _CONTINUATION and len(content) >= 16:
+                blocks.append(struct.unpack_from("<QQ", content))
+            yield kind, flags, content
+            at += length + size
+
+
+def _parts_of(data: bytes) -> tuple[bytes, bytes, bytes, bytes] | None:
+    """Return name, type, space and value of an attribute; None for an unknown version."""
+    if len(data) < 8 or data[0] not in (1, 2, 3) or (data[0] > 1 and data[1]):
+        return None  # flags say that type or space are elsewhere
+    sizes = struct.unpack_from("<HHH", data, 2)
+    at = 9 if data[0] == 3 else 8
+    parts = []
+    for size in sizes:
+        parts.append(data[at : at + size])
+        at += size + (-size % 8 if data[0] == 1 else 0)
+    name, kind, space = parts
+    return name, kind, space, data[at:]
+
+
+def _value_of(file: WeightFile, parts: Sequence[bytes], name: str) -> bytes | list[bytes] | None:
+    """Return the text or texts of an attribute; None if it holds something else."""
+    if len(parts[1]) < 8 or len(parts[2]) < 4:
+        return None
+    _, kind, space, value = parts
+    rank = space[1]
+    at = 8 if space[0] == 1 else 4
+    if rank > 1 or len(space) < at + 8 * rank or (space[0] == 2 and space[3] == 2):
+        return None
+    count = prod(struct.unpack_from(f"<{rank}Q", space, at))
+    variable = kind[0] & 15 == _VARIABLE and kind[1] & 15 == 1
+    if kind[0] & 15 != _TEXT and not variable:
+        return None
+    width = _REFERENCE.size if variable else int.from_bytes(kind[4:8], "little")
+    if not width or count * width > len(value):
+        text = f"the attribute {show(name)} has {count:,} texts of {width:,} bytes, but {len(value):,} bytes"
+        raise FormatError(text, file.path, 0)
+    pieces = [value[k * width : (k + 1) * width] for k in range(count)]
+    if variable:
+        pieces = _from_heaps(file, pieces, name)
+    texts = [piece.rstrip(b"\0") for piece in pieces]
+    return texts if rank else texts[0]
+
+
+def _from_heaps(file: WeightFile, references: list[bytes], name: str) -> list[bytes]:
+    """Return the texts that references lead to."""
+    heaps: dict[int, dict[int, bytes]] = {}
+    texts, total = [], 0
+    for reference in references:
+        length, begin, index = _REFERENCE.unpack(reference)
+        total += length
+        if total > MAX_ATTRIBUTE:
+            text = f"the attribute {show(name)} has more than {MAX_ATTRIBUTE:,} bytes"
+            raise error_about(LimitError, text, path=file.path)
+        if length and begin not in heaps:
+            heaps[begin] = dict(_objects(file, begin))
+        text_bytes = heaps[begin].get(index) if length else b""
+        if text_bytes is None or len(text_bytes) < length:
+            text = f"the attribute {show(name)} has a text that is not in its heap"
+            raise FormatError(text, file.path, min(begin, file.size))
+        texts.append(text_bytes[:length])
+    return texts
+
+
+def _objects(file: WeightFile, begin: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the objects of a heap by index."""
+    head = file.read_at(begin, 16)
+    size = int.from_bytes(head[8:16], "little")
+    if head[:5] != b"GCOL\1" or begin + size > file.size:
+        raise FormatError("a global heap of HDF5 is malformed", file.path, min(begin, file.size))
+    if size > MAX_HEAP:
+        raise error_about(LimitError, f"a global heap of {size:,} bytes", path=file.path)
+    data = file.read_at(begin, size)
+    at = 16
+    while at + _OBJECT.size <= size:
+        index, _, length = _OBJECT.unpack_from(data, at)
+        if index == 0:  # free space ends the heap
+            return
+        end = at + _OBJECT.size + length
+        if end > size:
+            raise FormatError("a text reaches beyond its global heap", file.path, begin + at)
+        yield index, data[at + _OBJECT.size : end]
+        at = end + -length % 8

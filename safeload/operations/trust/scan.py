@@ -14,7 +14,7 @@ from ...base.text import plural, printable, show
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import SafeloadError, exported, one_line, public
 from ...formats.contents import PickleFinder, PickleSite
-from ...formats.dcp.records import RECORDS
+from ...formats.dcp import RECORDS
 from ...formats.opening import Paths
 from ...formats.torch.globals import ALLOWED
 from ...formats.unpickle.verdicts import DANGEROUS, HARMLESS, UNKNOWN, VERDICTS, Verdict, judge, worst

@@ -1,0 +1,651 @@
+"""Open a checkpoint of torch.distributed.checkpoint by one of its files.
+
+1. A folder has ``.metadata``, or ``__<rank>.metadata`` for each process if it was written without collectives, and data
+   files ``__<rank>_<number>.distcp``.
+2. HuggingFaceStorageWriter writes no ``.metadata`` but files ``shard-<process>-model-<number>-of-<count>.safetensors``.
+   The header of each has the metadata ``DCP_SHARDING_INFO``: JSON of {name: {"saved_offsets": [...]}}. The shape of a
+   whole tensor is written nowhere: it is the largest offset + size along each axis.
+3. Megatron and NeMo add ``metadata.json`` and ``common.pt`` (iteration, arguments), which safeload does not read.
+
+The first metadata file, or the first shard, stands for the whole checkpoint: opening it opens all other files.
+
+The pickle of ``.metadata`` says which tensors exist, their chunks, and where each chunk is stored:
+
+1. One object ``Metadata`` with the fields ``state_dict_metadata`` {name: TensorStorageMetadata or
+   BytesStorageMetadata}, ``planner_data`` {name: path in the nested state dict} or None, ``storage_data``
+   {MetadataIndex: _StorageInfo}, and in newer files ``storage_meta`` and ``version``.
+2. TensorStorageMetadata: ``properties``, ``size``, ``chunks``, each with ``offsets`` and ``sizes``. The state of the
+   properties is a tuple that begins with the dtype.
+3. MetadataIndex: ``fqn`` (the name), ``offset`` (of the chunk; None for other values), ``index``.
+4. _StorageInfo: ``relative_path``, ``offset``, ``length``, and in newer files ``transform_descriptors``.
+5. Without collectives each process writes its own ``__<rank>.metadata`` with its own chunks of all tensors.
+6. Megatron adds ``mcore_data``: {name: {"nd_reformulated_orig_global_shape": shape}} for tensors in other shapes, and
+   ``all_local_plans``, the ``SavePlan`` of each process, which is not needed to read.
+
+Chunks in data files, each found on first use:
+
+1. Bytes [offset, offset + length) of a file are a whole zip archive of `torch.save`, of a single tensor in any strides.
+   Offsets inside the archive count from its own begin.
+2. Other values are archives too, without a storage, unless they hold tensors.
+3. With the transform ``stream.zstd/1`` the bytes are a zstd frame around the archive. The name may carry "@domain"
+   before the slash; the version is read up to the first dot and must be 1.
+4. With the serialization format SAFETENSORS a file is the archives of other values, followed by a whole safetensors
+   file. The offset of each chunk is the beginning of that file, and its length the bytes of the chunk. The place of the
+   chunk is in the header, under the name of its tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..base import dtypes
+from ..base.arrays import Array, c_strides
+from ..base.cached import cached_property
+from ..base.listed_table import ListedTable
+from ..base.messages import error_about
+from ..base.paths import is_bare
+from ..base.table import Table, Unknown
+from ..base.text import show
+from ..engine.run.weight_file import WeightFile, open_without_table
+from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, missing_file, public
+from ..stores.files import Files
+from ..stores.store import ByteStore, read_at
+from ..stores.windows import StoreWindow, Unpacked
+from . import foreign, zstd
+from .boxed import MAX_RANK, Box, BoxedListing, Region, Stored, boxed_file, itemsize_of, logical_shape
+from .metadata import depth_of, names_below, nested
+from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
+from .registry import Candidate, Content, OpenRequest
+from .safetensors import file as safetensors
+from .torch import zip_file
+from .torch.flatten import Tree
+from .torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
+from .torch.legacy_file import pickle_at
+from .torch.tensors import STAND_INS
+from .unpickle.machine import Built, Fault, Global, describe
+from .zip import Archive
+
+
+def claims(candidate: Candidate) -> bool:
+    """Return True if a pickle is the metadata of a checkpoint."""
+    return MARK in candidate.head
+
+
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Open the checkpoint that a metadata file or a shard belongs to."""
+    file = candidate.file
+    folder, name = file.files.split(file.place)
+    data = DataFiles(file.files, folder)
+    try:
+        if foreign.is_safetensors(candidate.head):
+            tensors = _read_sharded(data, file, folder)
+            return Content(boxed_file(file, tensors, list(data.stores.values()), folder=folder))
+        return _read_metadata(file, folder, name, data, request)
+    except BaseException:
+        data.close()
+        raise
+
+
+def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, request: OpenRequest) -> Content:
+    files = file.files
+    listing = [] if name == DCP_METADATA else files.listing(folder)
+    ranks = in_order(DCP_RANK, [name for name, is_folder in listing if not is_folder], 1)
+
+    description = Description()
+    if not ranks:
+        description.add(file, request.inert)
+    for rank in ranks:
+        with closing(open_without_table(files.join(folder, rank), files=files)) as opened:
+            description.add(opened, request.inert)
+    names = names_below(description.paths, request.root, file.path)
+    left_out = set(description.reformulated)
+    tensors = {
+        full: description.tensors[full] for full in names if full in description.tensors and full not in left_out
+    }
+    data.open_all(sorted({place.file for tensor in tensors.values() for *_, place in tensor.chunks}))
+    needed: dict[str, tuple[int, int]] = {}
+    listings = {names[full]: _boxed(full, tensor, data, needed) for full, tensor in tensors.items()}
+    for holder, (nbytes, ratio) in needed.items():
+        size = data.stores[holder].size
+        if nbytes > size * ratio:
+            text = f"its chunks need {nbytes:,} bytes, but it has {size:,}: chunks overlap in the file"
+            raise FormatError(text, data.path(holder))
+    paths = {full: description.paths[full] for full in names if full in description.values}
+    metadata = _Values(paths, lambda name: read_value(data, name, description.values[name]), request.root, file.path)
+    named, stores = description.named_globals, list(data.stores.values())
+    whole = boxed_file(file, listings, stores, folder=folder, metadata=metadata, named_globals=named)
+    return Content(whole, notes=list(_notes(description, [name for name, _ in files.listing(folder)])))
+
+
+def _boxed(name: str, tensor: TensorRecord, data: DataFiles, needed: dict[str, tuple[int, int]]) -> BoxedListing:
+    """Return a tensor with its boxes; ``needed`` gets the bytes of chunks in each file, and their largest ratio."""
+    row, unknown = tensor.row, tensor.unknown
+    if row.packed and not tensor.shape:
+        unknown = Unknown(row.code, (), "without an axis cannot be read")
+    if unknown is not None:
+        return BoxedListing(row, (0,), [], unknown=unknown)
+    boxes = []
+    for offsets, sizes, place in tensor.chunks:
+        chunk = DcpChunk(name, row, sizes, place)
+        if 0 not in sizes:
+            path = data.path(place.file)
+            check_inside(data.stores[place.file], name, place, path)
+            if place.transforms:
+                check_transforms(place.transforms, path, name)
+            ratio = zstd.MAX_RATIO if place.transforms else 1
+            if chunk.nbytes > place.length * ratio:
+                text = f": a chunk of {list(sizes)} has {chunk.nbytes:,} bytes, but {place.length:,} bytes store it"
+                raise chunk.fault(text, path, place.offset)
+            nbytes, largest = needed.get(place.file, (0, 1))
+            needed[place.file] = nbytes + chunk.nbytes, max(largest, ratio)
+        boxes.append(Box(offsets, sizes, locate=partial(locate, data, chunk)))
+    return BoxedListing(row, tensor.shape, boxes)
+
+
+def _notes(description: Description, names: Sequence[str]) -> Iterator[str]:
+    if description.reformulated:
+        first, *rest = description.reformulated
+        more = f" and {len(rest):,} more" if rest else ""
+        yield f"left out: {show(first)}{more}, which Megatron stores flattened, not in the model's shape"
+    if "common.pt" in names:
+        yield "Megatron's common.pt (iteration, arguments) is not read: open it by path"
+
+
+class _Values(Mapping[str, Any]):
+    """All values but tensors, nested as in the state dict. They are read with the first access to any of them."""
+
+    def __init__(
+        self, paths: Mapping[str, tuple[Any, ...]], read: Callable[[str], Any], root: str | None, path: str
+    ) -> None:
+        self._paths: dict[str, tuple[Any, ...]] = {}
+        for name, steps in paths.items():
+            steps = steps if root is None else steps[depth_of(steps, root) :]
+            self._paths[name] = (str(steps[0]), *steps[1:])
+        self._keys = list(dict.fromkeys(steps[0] for steps in self._paths.values()))
+        self._read = read
+        self._path = path
+
+    @cached_property
+    def _tree(self) -> dict[str, Any]:
+        return nested(self._paths, self._read, self._path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @public
+    def __getitem__(self, key: str) -> Any:
+        return self._tree[key]
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+SHARDING = "DCP_SHARDING_INFO"
+
+
+def _read_sharded(data: DataFiles, file: WeightFile, folder: str) -> dict[str, BoxedListing]:
+    """Return the tensors of all shards in the folder of ``file``, and their boxes."""
+    names = in_order(DCP_SHARD, [name for name, is_folder in file.files.listing(folder) if not is_folder], 1, 2)
+    matches = [match for name in names if (match := DCP_SHARD.fullmatch(name)) is not None]
+    written = {int(match[2]) for match in matches}
+    count = max((int(match[3]) for match in matches), default=0)
+    if len(written) < count:
+        number = next(number for number in range(1, count + 1) if number not in written)
+        raise MissingShardError(f"no process has a file of number {number:05} of {count:05}", file.files.shown(folder))
+    data.open_all(names)
+    tensors: dict[str, BoxedListing] = {}
+    all_boxes: dict[str, list[Box]] = {}
+    for name in names:
+        path = data.path(name)
+        table = data.table_at(name, 0)
+        info = _sharding(table, path)
+        for index, tensor in enumerate(table.names):
+            row, sizes = table.row(index), table.shape(index)
+            if row.packed:
+                sizes = (*sizes[:-1], sizes[-1] * row.bits // 8)
+            entry = info.get(tensor) if type(info) is dict else None
+            offsets: Any = entry.get("saved_offsets") if type(entry) is dict else None
+            valid = type(offsets) is list and all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets)
+            if not valid or len(offsets) != len(sizes):
+                text = f": {SHARDING} must give {len(sizes)} offsets, got {show(json.dumps(entry)[:100])}"
+                raise error_about(FormatError, text, path=path, tensor=tensor)
+            record = tensors.get(tensor)
+            if record is not None and (record.row is not row or len(record.shape) != len(sizes)):
+                text = f"is {row.code} with {len(sizes)} axes here, but "
+                text += f"{record.row.code} with {len(record.shape)} elsewhere"
+                raise error_about(FormatError, text, path=path, tensor=tensor)
+            shape = tuple(map(int.__add__, offsets, sizes))
+            boxes = all_boxes.setdefault(tensor, [])
+            boxes.append(Box(tuple(offsets), sizes, Region(data.stores[name], table.byte_range(index)[0])))
+            if record is not None:
+                shape = tuple(map(max, shape, record.shape))
+            tensors[tensor] = BoxedListing(row, shape, boxes)
+    return tensors
+
+
+def _sharding(table: Table, path: str) -> Any:
+    """Return the places of the chunks in a file."""
+    text = (table.metadata() or {}).get(SHARDING)
+    if text is None:
+        raise FormatError(f"the header has no {SHARDING}, so the place of its chunks is unknown", path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{SHARDING} is not JSON: {show(str(error))}", path) from None
+
+
+# ---- the pickle of .metadata ----
+
+
+_MODULE = "torch.distributed.checkpoint.metadata."
+_OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata."
+_PLANNER = "torch.distributed.checkpoint.planner."
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
+METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX = (
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+    "MetadataIndex",
+)
+STORAGE_INFO = "_StorageInfo"
+# Begins every ``.metadata``, in protocols 2 and 4.
+MARK = b"torch.distributed.checkpoint.metadata"
+
+
+class Record(Built):
+    """An object of a dataclass: the name of its class and the state that the pickle sets."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.state: Any = {}
+
+    def build(self, state: Any) -> None:
+        if type(state) not in (dict, tuple):
+            raise Fault(f"the state of a {self.kind} must be a dict or a tuple, got {describe(state)}")
+        self.state = state
+
+
+def _record(kind: str, name: str) -> Global:
+    def build(args: tuple[Any, ...]) -> Record:
+        if args:
+            raise Fault(f"{kind} takes no arguments, got {len(args)}")
+        return Record(kind)
+
+    return Global(name, CONTAINER, build)
+
+
+def _text(args: tuple[Any, ...]) -> Any:
+    """Make the text of a layout, or of a path from its parts."""
+    if any(type(part) is not str for part in args):
+        raise Fault("expected texts as arguments")
+    return "/".join(args)
+
+
+def _number(args: tuple[Any, ...]) -> Any:
+    if len(args) != 1 or type(args[0]) is not int:
+        raise Fault("a member of an enumeration takes its number")
+    return args[0]
+
+
+RECORDS: dict[str, Global] = {
+    row.name: row
+    for row in (
+        *(_record(kind, _MODULE + kind) for kind in (METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX, "StorageMeta")),
+        _record(PROPERTIES, _OLD_MODULE + PROPERTIES),
+        _record(STORAGE_INFO, "torch.distributed.checkpoint.filesystem._StorageInfo"),
+        _record(METADATA, _MCORE),
+        *(_record(kind, _PLANNER + kind) for kind in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
+        _record("_StoragePrefix", "torch.distributed.checkpoint.filesystem._StoragePrefix"),
+        Global(_PLANNER + "WriteItemType", VALUE, _number),
+        *(Global(module + "_MEM_FORMAT_ENCODING", VALUE, _number) for module in (_MODULE, _OLD_MODULE)),
+        Global(_OLD_MODULE + "MEM_FORMAT_ENCODING", VALUE, _number),
+        *(
+            Global(f"{module}.{kind}", VALUE, _text, copies=True)
+            for module in ("pathlib", "pathlib._local")
+            for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        ),
+    )
+}
+_TABLE = {**ALLOWED, **RECORDS}
+
+
+class ChunkPlace(NamedTuple):
+    """The place of a chunk or of another value."""
+
+    file: str  # bare name
+    offset: int  # first byte in the file
+    length: int  # bytes, compressed if there are transforms
+    transforms: tuple[str, ...] = ()  # in the order of reading
+
+
+class TensorRecord(NamedTuple):
+    """A tensor and its chunks."""
+
+    row: dtypes.Dtype
+    shape: tuple[int, ...]  # as torch counts: bytes on the last axis if elements share them
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...], ChunkPlace]]  # offsets, sizes and place
+    unknown: Unknown | None = None  # its dtype, if arrays lack it
+
+
+class Description:
+    """The content of one or several metadata files."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorRecord] = {}
+        self.values: dict[str, ChunkPlace] = {}  # other values by name
+        self.paths: dict[str, tuple[Any, ...]] = {}  # path of each name in the nested state dict
+        self.reformulated: list[str] = []  # names of tensors that Megatron stores in another shape
+        self.named_globals: dict[str, bool] = {}
+        self._path, self._free = "", 0  # of the file that is read, and the chunks that its pickle can still hold
+
+    def add(self, file: WeightFile, inert: bool) -> None:
+        """Run the pickle of a metadata file, and add its records."""
+        pickled = pickle_at(file, 0, None, inert, _TABLE)
+        record, self._path, self._free = pickled.value, file.path, pickled.size
+        if type(record) is not Record or record.kind != METADATA:
+            raise FormatError(f"expected the Metadata of a checkpoint, got {describe(record)}", file.path, 0)
+        self.named_globals |= dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
+        fields = self._fields(record, METADATA, "the checkpoint")
+        names = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
+        places = self._places(self._dict(fields.get("storage_data"), "storage_data"))
+        planned = fields.get("planner_data")
+        paths = planned if type(planned) is dict else {}
+        for name, about in names.items():
+            if type(name) is not str:
+                raise FormatError(f"a name must be text, got {describe(name)}", self._path)
+            path = paths.get(name)
+            if not isinstance(path, (tuple, list)) or any(type(step) not in (str, int) for step in path) or not path:
+                path = (name,)
+            self.paths[name] = tuple(path)
+            if type(about) is Record and about.kind == BYTES:
+                place = places.get((name, None))
+                if place is None:
+                    raise FormatError(f"value {show(name)} has no place in storage_data", self._path)
+                self.values.setdefault(name, place)
+            elif type(about) is Record and about.kind == TENSOR:
+                self._add_tensor(name, self._fields(about, TENSOR, name), places, pickled.size)
+            else:
+                text = f"{show(name)} must be described as tensor or bytes, got {describe(about)}"
+                raise FormatError(text, self._path)
+        mcore = fields.get("mcore_data")
+        for name, data in mcore.items() if type(mcore) is dict else ():
+            if type(data) is dict and data.get("nd_reformulated_orig_global_shape") is not None and name in names:
+                self.reformulated.append(name)
+
+    def _places(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], ChunkPlace]:
+        places: dict[tuple[str, tuple[int, ...] | None], ChunkPlace] = {}
+        for index, info in storage.items():
+            key = self._fields(index, INDEX, "a key of storage_data")
+            name, at = key.get("fqn"), key.get("offset")
+            if type(name) is not str:
+                raise FormatError(f"a key of storage_data must have a name, got {describe(name)}", self._path)
+            if at is not None:
+                at = self._integers(at, "the offset in storage_data", name)
+            fields = self._fields(info, STORAGE_INFO, name)
+            file, transforms = fields.get("relative_path"), fields.get("transform_descriptors")
+            offset, length = self._integers((fields.get("offset"), fields.get("length")), "offset and length", name)
+            if type(file) is not str or not is_bare(file):
+                text = f"relative_path must be the bare name of a file in the folder, got {describe(file)}"
+                raise self._fault(name, text)
+            if transforms is None:
+                transforms = ()
+            if type(transforms) not in (list, tuple) or any(type(text) is not str for text in transforms):
+                text = f"transform_descriptors must be a list of texts, got {describe(transforms)}"
+                raise self._fault(name, text)
+            places[name, at] = ChunkPlace(file, offset, length, tuple(transforms))
+        return places
+
+    def _add_tensor(
+        self,
+        name: str,
+        fields: dict[Any, Any],
+        places: dict[tuple[str, tuple[int, ...] | None], ChunkPlace],
+        size: int,
+    ) -> None:
+        dtype = self._dtype(fields.get("properties"), name)
+        row = dtypes.BY_CODE[dtype.code or STAND_INS[dtype.itemsize].code]  # type: ignore[index]
+        shape = self._integers(fields.get("size"), "the size", name)
+        unknown = None
+        if dtype.code is None:
+            unknown = Unknown(dtype.name.removeprefix("torch."), shape, "cannot be represented by an array")
+        chunks = fields.get("chunks")
+        if not isinstance(chunks, (list, tuple)):
+            raise self._fault(name, f"chunks must be a list, got {describe(chunks)}")
+        self._free -= len(chunks)
+        if self._free < 0:  # each takes a byte of the pickle at least, unless tensors share a list
+            text = f"with {show(name)} its tensors have more than {size:,} chunks"
+            raise error_about(LimitError, text, path=self._path)
+        record = self.tensors.setdefault(name, TensorRecord(row, shape, [], unknown))
+        if (record.row, record.shape) != (row, shape):
+            text = f"is {row.code} {list(shape)} here, but {record.row.code} {list(record.shape)} in another file"
+            raise error_about(FormatError, text, path=self._path, tensor=name)
+        for chunk in chunks:
+            about = self._fields(chunk, CHUNK, name)
+            offsets = self._integers(about.get("offsets"), "the offsets of a chunk", name)
+            sizes = self._integers(about.get("sizes"), "the sizes of a chunk", name)
+            place = places.get((name, offsets))
+            if place is not None:
+                record.chunks.append((offsets, sizes, place))
+            elif 0 not in sizes:
+                raise self._fault(name, f"the chunk at {list(offsets)} has no place in storage_data")
+
+    def _dtype(self, properties: Any, name: str) -> Global:
+        state = properties.state if type(properties) is Record and properties.kind == PROPERTIES else None
+        dtype = state[0] if type(state) is tuple and state else None
+        if type(state) is dict:
+            dtype = state.get("dtype")
+        if type(dtype) is not Global or dtype.kind != DTYPE:
+            raise self._fault(name, f"its properties have no dtype of torch, got {describe(dtype)}")
+        return dtype
+
+    def _fields(self, record: Any, kind: str, subject: str) -> dict[Any, Any]:
+        if type(record) is not Record or record.kind != kind or type(record.state) is not dict:
+            what = record.kind if type(record) is Record else describe(record)
+            raise FormatError(f"{show(subject)}: expected a {kind} with fields, got {what}", self._path)
+        return record.state
+
+    def _dict(self, value: Any, label: str) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise FormatError(f"{label} must be a dict, got {describe(value)}", self._path)
+        return value
+
+    def _integers(self, values: Any, label: str, name: str) -> tuple[int, ...]:
+        if isinstance(values, (tuple, list)) and len(values) > MAX_RANK:
+            text = f": {label} has {len(values):,} axes, more than {MAX_RANK}"
+            raise error_about(LimitError, text, path=self._path, tensor=name)
+        if not isinstance(values, (tuple, list)) or any(type(value) is not int for value in values):
+            raise self._fault(name, f"{label} must be integers, got {describe(values)}")
+        if any(not 0 <= value < 1 << 62 for value in values):
+            raise self._fault(name, f"{label} must be from 0 to 2**62, got {[describe(value) for value in values[:8]]}")
+        return tuple(values)
+
+    def _fault(self, name: str, text: str) -> FormatError:
+        return error_about(FormatError, f": {text}", path=self._path, tensor=name)
+
+
+# ---- chunks ----
+
+
+# Bytes of an archive beside its storage: about 1,500. Strided storages may hold a few more elements.
+MAX_OVERHEAD = 1 << 20
+# Bytes of a compressed value other than a tensor, unpacked.
+MAX_VALUE = 1 << 30
+_ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
+
+
+class DataFiles:
+    """The files of a folder, opened on first use."""
+
+    def __init__(self, files: Files, folder: str) -> None:
+        self._files = files
+        self._folder = folder
+        self._parts: dict[tuple[str, int], Table] = {}
+        self.stores: dict[str, ByteStore] = {}  # the open files by name
+
+    def path(self, name: str) -> str:
+        """Return the path of a file for messages."""
+        return self._files.shown(self._files.join(self._folder, name))
+
+    def open_all(self, names: Sequence[str]) -> None:
+        """Open files, and keep them open."""
+        self.stores.update(zip(names, self._files.each(self.open, names), strict=True))
+
+    def open(self, name: str) -> ByteStore:
+        """Open a file."""
+        try:
+            return self._files.open(self._files.join(self._folder, name))
+        except FileNotFoundError as error:
+            message = f"No such file or directory: {error.filename}; the checkpoint's metadata lists it: was it copied?"
+            raise missing_file(error.filename, message) from None
+
+    def close(self) -> None:
+        """Close the files."""
+        for store in self.stores.values():
+            store.close()
+
+    def table_at(self, name: str, offset: int) -> Table:
+        """Return the table of the safetensors file that begins at an offset and reaches to the end of a file."""
+        table = self._parts.get((name, offset))
+        if table is None:
+            store = self.stores[name]
+            path = self.path(name)
+            window = WeightFile(path, StoreWindow(store, offset, store.size - offset, path), ListedTable([]))
+            try:
+                table = safetensors.read(Candidate(window), OpenRequest()).file.table
+            except FormatError as error:
+                raise _moved(error, offset) from None
+            self._parts[name, offset] = table
+        return table
+
+
+class DcpChunk(NamedTuple):
+    """A chunk of a tensor, and where it is stored."""
+
+    name: str
+    row: dtypes.Dtype
+    shape: tuple[int, ...]  # as torch counts
+    place: ChunkPlace
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self.shape) * itemsize_of(self.row)
+
+    def fault(self, text: str, path: str, offset: int | None = None) -> FormatError:
+        """Return the error for a chunk that is stored in another way than the metadata says."""
+        return error_about(FormatError, text, path=path, offset=offset, tensor=self.name)
+
+    def check(self, table: Table, index: int, path: str, offset: int | None) -> None:
+        """Check that a stored tensor is the chunk that the metadata describes."""
+        unknown = table.unknown.get(table.names[index])
+        if unknown is not None:
+            raise error_about(UnsupportedError, f": {unknown.label} {unknown.reason}", path=path, tensor=self.name)
+        row, shape, expected = table.row(index), table.shape(index), logical_shape(self.row, self.shape)
+        if (row, shape) != (self.row, expected):
+            text = f": the metadata says its chunk is {self.row.code} {list(expected)}, but it is "
+            raise self.fault(f"{text}{row.code} {list(shape)}", path, offset)
+
+
+def locate(data: DataFiles, chunk: DcpChunk) -> Stored:
+    """Return the elements of a chunk."""
+    file, offset, length, transforms = chunk.place
+    store, path = data.stores[file], data.path(file)
+    if transforms:
+        return partial(_unpacked, chunk, StoreWindow(store, offset, length, path), path)
+    head = read_at(store, offset, foreign.HEAD_SIZE)
+    if foreign.is_safetensors(head) and not foreign.is_zip(head):
+        table = data.table_at(file, offset)
+        index = table.find(chunk.name)
+        if index < 0:
+            raise chunk.fault("should be in the safetensors part, but is not there", path, offset)
+        chunk.check(table, index, path, offset)
+        return Region(store, offset + table.byte_range(index)[0])
+    region = _in_archive(chunk, StoreWindow(store, offset, length, path), path, offset)
+    return Region(store, offset + region.begin, region.strides)
+
+
+def _unpacked(chunk: DcpChunk, store: ByteStore, path: str) -> Array:
+    """Return the elements of a compressed chunk."""
+    check_transforms(chunk.place.transforms, path, chunk.name)
+    limit = chunk.nbytes + MAX_OVERHEAD
+    content = zstd.decompressed(store, 0, chunk.place.length, limit, path, name=chunk.name)
+    region = _in_archive(chunk, Unpacked(content), path, None)
+    shape = (*chunk.shape, itemsize_of(chunk.row))
+    strides = c_strides(shape, 1) if region.strides is None else (*region.strides, 1)
+    return np.ascontiguousarray(np.ndarray(shape, np.uint8, content, region.begin, strides))
+
+
+def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None) -> Region:
+    """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
+    window = WeightFile(path, store, ListedTable([]))
+    try:
+        tables = zip_file.read_tables(Archive(window), window, OpenRequest())
+    except FormatError as error:
+        raise _moved(error, offset) from None
+    if len(tables.names) != 1 or tables.beside is not None:
+        raise chunk.fault(f": its chunk must hold a single tensor, got {len(tables.names)}", path, offset)
+    table = tables.table
+    chunk.check(table, 0, path, offset)
+    if table.big_endian(0):
+        raise error_about(UnsupportedError, "has big-endian chunks", path=path, tensor=chunk.name)
+    begin, end = table.byte_range(0)
+    if end - begin > 4 * chunk.nbytes + MAX_OVERHEAD:
+        text = f": strides spread a chunk of {chunk.nbytes:,} bytes over {end - begin:,}"
+        raise error_about(LimitError, text, path=path, tensor=chunk.name)
+    return Region(store, begin, table.strides(0))
+
+
+def _moved(error: FormatError, by: int | None) -> FormatError:
+    """Return an error with its position in the file instead of a window."""
+    if by is None:
+        error.offset = None
+    elif error.offset is not None:
+        error.offset += by
+    return error
+
+
+def read_value(data: DataFiles, name: str, place: ChunkPlace) -> Any:
+    """Return a value other than a tensor, without running code; unknown objects become placeholders."""
+    path = data.path(place.file)
+    with closing(data.open(place.file)) as store:
+        check_inside(store, name, place, path)
+        source: ByteStore = StoreWindow(store, place.offset, place.length, path)
+        if place.transforms:
+            check_transforms(place.transforms, path, name)
+            limit = min(place.length * zstd.MAX_RATIO, MAX_VALUE)
+            source = Unpacked(zstd.decompressed(source, 0, place.length, limit, path, name=name))
+        window = WeightFile(path, source, ListedTable([]))
+        try:
+            pickled = zip_file.read_pickle(Archive(window), window, inert=True)
+        except FormatError as error:
+            raise _moved(error, None if place.transforms else place.offset) from None
+    return Tree(pickled.value, path, pickled.size).plain()
+
+
+def check_inside(store: ByteStore, name: str, place: ChunkPlace, path: str) -> None:
+    """Check that the bytes of a chunk or value lie inside their file."""
+    end = place.offset + place.length
+    if end > store.size:
+        text = f": bytes [{place.offset:,}, {end:,}) lie outside the file, which has {store.size:,}; is it cut off?"
+        raise error_about(FormatError, text, path=path, offset=min(place.offset, store.size), tensor=name)
+
+
+def check_transforms(transforms: Sequence[str], path: str, name: str) -> None:
+    """Refuse transforms other than zstd, and zstd without its package."""
+    for text in transforms:
+        kind, _, version = text.partition("/")
+        if len(transforms) > 1 or kind.partition("@")[0] != _ZSTD or version.partition(".")[0] != _ZSTD_VERSION:
+            shown = ", ".join(map(show, transforms[:5]))
+            text = f"is stored with {shown}; of transforms safeload reads a single {_ZSTD}/{_ZSTD_VERSION}"
+            raise error_about(UnsupportedError, text, path=path, tensor=name)
+        zstd.check_available()

@@ -1,1 +1,0 @@
-"""Checkpoints of torch.distributed.checkpoint: folders of files, each with chunks of tensors."""
