@@ -448,6 +448,11 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def with_quantization(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` with another quantization."""
+    return {**without_quantization(config), QUANTIZATION: settings}
+
+
 def _flattened(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Merge the settings of an hf_quant_config.json, nested under "quantization", into their parent."""
     inner = settings.get(MLX_KEY)

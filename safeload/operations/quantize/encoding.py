@@ -12,13 +12,12 @@ import numpy as np
 from ...base import dtypes, packing
 from ...base.arrays import Array, index_of
 from ...base.native import TIER, ffi, lib
-from ...base.preset import Preset, StoredPart
 from ...base.text import subject
 from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
 from ...engine.run.threads import thread_count
 from ...errors import RangeError, UnsupportedError
-from ...packed.bitsandbytes import state_of
+from ...packed.families import Preset
 from ...stores.thread_group import in_order
 from .weights import Weights
 
@@ -39,11 +38,34 @@ class Encoding(NamedTuple):
     shape: tuple[int, ...]
     row: dtypes.Dtype  # dtype of the weight before it is quantized
 
+    @property
+    def columns(self) -> int:
+        """The columns of a block."""
+        return self.preset.group or max(1, self.shape[-1])
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The shape of the scales."""
+        if self.preset.flat:
+            return (-(-math.prod(self.shape) // self.columns),)
+        *stack, rows, columns = self.shape
+        return *stack, -(-rows // self.preset.row_block), -(-columns // self.columns)
+
     def stored(self, role: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return dtype and shape of a part."""
-        part: StoredPart = self.preset.parts[role]
-        row = self.row if part.dtype is None else dtypes.BY_CODE[part.dtype]
-        shape = (len(self._state()),) if role == packing.STATE else self.preset.shape_of(role, self.shape)
+        code = self.preset.parts[role].dtype
+        row = self.row if code is None else dtypes.BY_CODE[code]
+        shape, constant = self.grid, self.constants().get(role)
+        if constant is not None:
+            shape = constant.shape
+        elif role == packing.CODES and self.preset.flat:
+            shape = -(-math.prod(self.shape) // 2), 1
+        elif role == packing.CODES:
+            shape = *self.shape[:-1], -(-self.shape[-1] * self.preset.bits // row.bits)
+        elif role == packing.ZERO:
+            shape = -(-shape[0] * self.preset.bits // 32), shape[1]
+        elif role == packing.GLOBAL:
+            shape = (1,)
         return dtypes.array_dtype(row.number), shape
 
     @property
@@ -54,17 +76,7 @@ class Encoding(NamedTuple):
 
     def constants(self) -> dict[str, Array]:
         """Return the parts that do not depend on the values."""
-        parts: dict[str, Array] = {}
-        if packing.SHAPE in self.preset.parts:
-            parts[packing.SHAPE] = np.array(self.shape, np.int64)
-        if packing.TABLE in self.preset.parts:
-            parts[packing.TABLE] = np.array(self.preset.table, np.float32)
-        if packing.STATE in self.preset.parts:
-            parts[packing.STATE] = np.frombuffer(self._state(), np.uint8).copy()
-        return parts
-
-    def _state(self) -> bytes:
-        return state_of(self.preset, self.row.name, self.shape)
+        return self.preset.constants(self.preset, self.shape, self.row.name)
 
 
 def check_columns(name: str, preset: Preset, shape: tuple[int, ...]) -> None:
@@ -94,7 +106,7 @@ def encode(
     elif codes is None:
         dtype, shape = encoding.stored(packing.CODES)
         codes = private_array(shape, dtype)
-    blocks = math.prod(preset.grid(encoding.shape))
+    blocks = math.prod(encoding.grid)
     scales = np.zeros(blocks, np.float32)
     biases = np.zeros(blocks if packing.BIAS in preset.parts else 0, np.float32)
     zeros = np.zeros(blocks if packing.ZERO in preset.parts else 0, np.int8)
@@ -199,7 +211,7 @@ class _Tasks:
         job = ffi.new("sl_encoding *")
         # The first row of the strip; blocks that cross rows are never fewer than a row of `_FLAT`.
         columns = _FLAT if preset.flat else strip.columns
-        group, top = preset.columns(self._encoding.shape), strip.first // columns
+        group, top = self._encoding.columns, strip.first // columns
         row_bytes = columns * preset.bits // 8
         if not preset.flat:
             row_bytes = self._arrays[0].nbytes // max(1, math.prod(self._encoding.shape[:-1]))
