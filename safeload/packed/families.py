@@ -106,6 +106,13 @@ def families() -> tuple[Family, ...]:
     return (*rows, *map(_refused, read_data(__name__, "refused.json")["refused"]))
 
 
+@cache
+def settings_of_modules() -> dict[str, Callable[[Any, str], Mapping[str, Any] | None]]:
+    """Return functions of a `Quantization` and a module that return its own settings, by ``quant_method``."""
+    modules = [import_module(f".{name}", __package__) for name in MODULES]
+    return {method: read for module in modules for method, read in getattr(module, "SETTINGS_OF_MODULES", {}).items()}
+
+
 def _refused(row: Mapping[str, Any]) -> Family:
     """Return the row of a quantization that is only recognized."""
     codes = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES if row.get("fp8") else _NOT_FP8

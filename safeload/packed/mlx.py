@@ -16,7 +16,7 @@ from ..models.family import mlx_experts_of
 from .families import Engine, Family, Preset, StoredPart, parts_of
 from .grid import Misfit, Refused, whole_grid
 from .packed_group import PackedGroup, check_global
-from .quantization import MLX_KEY, QUANTIZATION, brief, is_length, without_quantization
+from .quantization import MLX_KEY, QUANTIZATION, brief, is_length, mapping, without_quantization
 
 _MLX_MODES = {
     "mxfp4": (4, 32, "e2m1", "F8_E8M0"),
@@ -32,7 +32,10 @@ def mlx(group: PackedGroup) -> Packing:
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
-    settings = {} if group.config is None else group.config.mlx_settings(group.module)
+    settings: Mapping[str, Any] = {}
+    if group.config is not None:  # a module's own settings inherit nothing
+        own = group.config.get(group.module)
+        settings = own if isinstance(own, Mapping) else group.config.values
     mode = settings.get("mode")
     if not group.has(packing.BIAS):
         if mode == "affine" or group.dtype(packing.SCALE) != "U8":
@@ -148,6 +151,7 @@ PRESETS = [
     Preset("mlx-nvfp4", _ENGINE, lib.SL_ENCODE_MLX_NVFP4, 4, 16, _MODE, lay_out),
     Preset("mlx-mxfp8", _ENGINE, lib.SL_ENCODE_MLX_MXFP8, 8, 32, _MODE, lay_out),
 ]
+SETTINGS_OF_MODULES = {"mlx": lambda quantization, module: mapping(quantization.get(module))}
 FAMILIES = [
     Family(
         "MLX",

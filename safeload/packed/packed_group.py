@@ -19,7 +19,7 @@ from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from .families import Family, Stored, families
 from .grid import Misfit, described_grid, matrices_of
-from .quantization import Quantization, brief
+from .quantization import Quantization, brief, overrides_key
 
 # Methods with descriptions of weights in ``config_groups``.
 _IN_GROUPS = frozenset(("compressed-tensors", "modelopt"))
@@ -133,7 +133,7 @@ class PackedGroup:
         self.parts = {role: context.tensors[name] for role, name in names.items()}  # by role
         self._context = context
         self._weights: list[Mapping[str, Any]] | None = None
-        self._overrides: list[Mapping[str, Any] | None] = []  # `layer_overrides` of the module once known
+        self._own: list[Mapping[str, Any] | None] = []  # the module's own settings once known
 
     # ---- configuration ----
 
@@ -144,19 +144,20 @@ class PackedGroup:
         return self._weights
 
     def _own_settings(self) -> Mapping[str, Any] | None:
-        if not self._overrides:
-            self._overrides.append({} if self.config is None else self.config.layer_overrides(self.module))
-        return self._overrides[0]
+        if not self._own:
+            self._own.append({} if self.config is None else self.config.own(self.module))
+        return self._own[0]
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the configuration of the module: the shared settings and its own overrides (GPTQModel, auto-round)."""
+        """Return the configuration of the module: the shared settings and its own."""
         if self.config is None:
             return {}
         if self.config.is_uniform:
             return self.config.values
         own = self._own_settings()
         if own is None:
-            raise Misfit(f"its module has codes, but {self.config.overrides_key} excludes the module from quantization")
+            key = overrides_key(self.config)
+            raise Misfit(f"its module has codes, but {key} excludes the module from quantization")
         return {**self.config.values, **own}
 
     def unknown(self) -> str | None:
@@ -168,7 +169,7 @@ class PackedGroup:
             why = config.unknown
         else:
             described = self.weights() if config.method in _IN_GROUPS else []
-            why = config.unknown_of(self.module, self._own_settings(), described)
+            why = config.unknown_of(self._own_settings(), described)
         if why is None and config.method == "compressed-tensors":
             kind = "int" if self.dtype() in ("I8", "I32") else "float"
             kinds = {str(weights["type"]) for weights in self.weights() if weights.get("type") is not None}
@@ -303,10 +304,15 @@ def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
     described, scale = group.weights(), group.shape(packing.SCALE)
     if len(described) != 1:
         return described_grid(described, shape, scale)
-    key, grids = (id(described[0]), shape, scale), group.config.grids
+    key, grids = (id(described[0]), shape, scale), group.config.once(_no_grids)
     if key not in grids:  # thousands of experts have the shapes of the first
         grids[key] = described_grid(described, shape, scale)
     return grids[key]
+
+
+def _no_grids(quantization: Quantization) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None]:
+    """Return the cache of `configured_grid`."""
+    return {}
 
 
 # ---- checks ----
