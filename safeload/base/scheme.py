@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from typing import NamedTuple
 
 from .dtypes import BLOCK_TYPES, BY_CODE, Dtype, is_name
 from .native import lib
-from .preset import PRESET_NAMES, PRESETS
 from .text import nearest_five, show
 
 
@@ -87,6 +87,18 @@ _LONGEST = 40  # characters of a scheme name
 ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for rounding in row.roundings))
 
 
+def _presets() -> Mapping[str, object]:
+    """Return the formats that families write for engines. Asked for by name, because this package imports no family."""
+    families = import_module("safeload.packed.families")
+    presets: Mapping[str, object] = families.presets()
+    return presets
+
+
+def engine_formats() -> list[str]:
+    """Return the formats of engines for help and messages; MLX's groups of other sizes are variants."""
+    return [name for name in _presets() if "-g" not in name]
+
+
 def row_of(scheme: str) -> Dtype:
     """Return the dtype of a scheme's stored data; the scheme may be read-only."""
     row = _ROWS.get(scheme)
@@ -112,9 +124,9 @@ def parse(scheme: object) -> str:
     row = _ROWS.get(name) or _ROWS.get(of_mixture)
     if row is not None:
         read_only = f"scheme {show(scheme)}: {row.code} can only be read; writable schemes are {writable}"
-        engines = [near for near in PRESET_NAMES if name in near]
+        engines = [near for near in engine_formats() if name in near]
         raise ValueError(f"{read_only}; for a whole model {' and '.join(engines)}" if engines else read_only)
-    if name in PRESETS:
+    if name in _presets():
         raise ValueError(f"scheme {show(scheme)} is for whole models: use convert or load_quantized")
     dtype = f"dtype={scheme!r}".replace("'", '"')
     if is_name(name) and not _FP8.fullmatch(name):
@@ -148,15 +160,15 @@ _FP8 = re.compile(r"(?:torch\.)?(?:float|fp|f)8.*|e4m3.*|e5m2.*", re.ASCII)
 def near_schemes(text: str) -> list[str]:
     """Return the five scheme and engine format names nearest to a text in lower case."""
     meant = _MEANT.get("fp8" if _FP8.fullmatch(text) else text)
-    return nearest_five(text, (*SCHEMES, *PRESET_NAMES)) if meant is None else [*meant]
+    return nearest_five(text, (*SCHEMES, *engine_formats())) if meant is None else [*meant]
 
 
 def advice_for(dtype: object) -> str | None:
     """Return the advice for a dtype named like a quantization, or None."""
     text = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
     name = text.lower()[:_LONGEST].removeprefix("torch.")
-    if name in _ROWS or name in PRESETS or name in _MEANT or _LIKE_SCHEMES.fullmatch(name):
-        written = name in SCHEMES or name in PRESETS or name.rpartition("_")[0] in SCHEMES
+    if name in _ROWS or name in _MEANT or _LIKE_SCHEMES.fullmatch(name) or name in _presets():
+        written = name in SCHEMES or name in _presets() or name.rpartition("_")[0] in SCHEMES
         scheme = name if written else near_schemes(name)[0]
         return f'see safeload.load_quantized, or pass quantize="{scheme}" to safeload.convert'
     return None

@@ -9,8 +9,7 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from ..base.preset import PRESET_NAMES, PRESETS
-from ..base.scheme import SCHEMES
+from ..base.scheme import SCHEMES, engine_formats
 from ..base.text import show
 from ..base.url import is_url
 from ..engine.read.load import targets
@@ -21,6 +20,7 @@ from ..operations.convert.convert import convert
 from ..operations.convert.write import ConvertReport
 from ..operations.folders.destinations import is_folder, where
 from ..operations.folders.folder import refuse_inputs
+from ..packed.families import presets
 from .cluster import add_dask, cluster
 from .common import (
     add_opening,
@@ -127,9 +127,9 @@ def _add_quantizing(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="quantize matrices, or only matrices with matching names; may be repeated, the first match wins: "
         f"{', '.join(SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(mixtures())}. For "
-        f"a folder also the formats of engines: {', '.join(PRESET_NAMES)}",
+        f"a folder also the formats of engines: {', '.join(engine_formats())}",
     )
-    suggest(scheme, lambda: (*SCHEMES, *mixtures(), *PRESETS))
+    suggest(scheme, lambda: (*SCHEMES, *mixtures(), *presets()))
     parser.add_argument(
         "--imatrix",
         metavar="FILE",

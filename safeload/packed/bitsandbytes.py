@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ..base import packing
+from ..base.arrays import Array
+from ..base.native import lib
 from ..base.packing import Grid, Packing
-from ..base.preset import BITSANDBYTES, Preset
 from ..base.text import show
 from ..errors import FormatError
 from ..stores.json_file import parse_json
-from .families import Family, Strays, filled
+from .families import IS_EXPERT, IS_HEAD, Engine, Family, Preset, StoredPart, Strays, filled, parts_of
 from .grid import Misfit, Refused, matrices_of
 from .packed_group import MOST, NUMBERS, PackedGroup
-from .quantization import is_length
+from .quantization import is_length, with_quantization
 
 # The JSON beside 4-bit codes, by kind, and the other parts, by role.
 _STATES = {kind: f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
@@ -183,17 +186,51 @@ def eight_bits(group: PackedGroup) -> Packing:
 # ---- writing ----
 
 
-def settings(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization for ``config.json``."""
+# Values of the codes; source: ``get_4bit_type`` in bitsandbytes' functional.py. Those of fp4 are twelfths.
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+_FP4 = tuple(sign * value / 12 + 0.0 for sign in (1.0, -1.0) for value in _TWELFTHS)
+
+
+def lay_out(
+    preset: Preset, config: Mapping[str, Any], left: Mapping[str, str], exceptions: Mapping[str, Preset]
+) -> dict[str, Any]:
+    """Name the unquantized modules, but not experts, which are parameters for transformers.
+
+    Its default leaves out the head, even if it is tied.
+    """
     kind = preset.name.removeprefix("bnb_")
-    return filled(BITSANDBYTES, bnb_4bit_quant_type=kind, llm_int8_skip_modules=list(left) or None)
+    modules = {module: reason for module, reason in left.items() if reason != IS_EXPERT}
+    skipped = None if all(reason == IS_HEAD for reason in modules.values()) else sorted(modules)
+    settings = filled("bitsandbytes", bnb_4bit_quant_type=kind, llm_int8_skip_modules=skipped)
+    return with_quantization(config, settings)
 
 
-def state_of(preset: Preset, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the JSON beside 4-bit codes."""
+def _constants(preset: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, Array]:
+    """Return the values of codes, and the JSON beside 4-bit codes."""
     kind = preset.name.removeprefix("bnb_")
     state = {"quant_type": kind, "blocksize": preset.group, "dtype": dtype, "shape": list(shape)}
-    return json.dumps(state).encode()
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+    return {packing.TABLE: np.array(preset.table, np.float32), packing.STATE: text}
+
+
+def _preset(kind: str, table: tuple[float, ...]) -> Preset:
+    parts = {
+        **parts_of(".weight", "U8", ".weight.absmax", "F32"),
+        packing.TABLE: StoredPart(".weight.quant_map", "F32"),
+        packing.STATE: StoredPart(f".weight{_STATES[kind]}", "U8"),
+    }
+    return Preset(
+        f"bnb_{kind}", _ENGINE, lib.SL_ENCODE_TABLE, 4, 64, parts, lay_out, _constants, flat=True, table=table
+    )
+
+
+_ENGINE = Engine("transformers and vLLM", quantizes_experts=False)
+PRESETS = [_preset("nf4", _NF4), _preset("fp4", _FP4)]
 
 
 # ---- rows ----
@@ -215,8 +252,6 @@ FAMILIES = [
             (*_STATES.values(), *_STATE_PARTS.values(), _GPTQMODEL_STATE, *reversed(_GPTQMODEL_PARTS.values())),
             "but not the quant_state or the codes",
         ),
-        engine=BITSANDBYTES,
-        settings=settings,
     ),
     Family(
         "bitsandbytes, 8 bits",

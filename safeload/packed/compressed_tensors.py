@@ -8,20 +8,24 @@ the codes of a quantization.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..base import dtypes, packing
+from ..base.arrays import Array
+from ..base.native import lib
 from ..base.packing import Grid, Packing, Zeros
-from ..base.preset import COMPRESSED, Preset
 from ..base.text import show
 from ..engine.codes.grids import words_for
-from .families import FP8, SPARSE, Family, Strays, filled
-from .floats import fp4, plain
+from .families import FP8, SPARSE, Family, Preset, StoredPart, Strays, filled, parts_of
+from .floats import SERVERS, fp4, plain
 from .grid import Misfit, Refused, label_of, whole_grid
 from .methods import AUTO_ROUND
 from .packed_group import NUMBERS, PackedGroup, check_global, configured_grid, configured_group_size
-from .quantization import is_length
+from .quantization import is_length, with_quantization
 
 # ---- integers ----
 
@@ -241,8 +245,14 @@ def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
 # ---- writing ----
 
 
-def settings(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization for ``config.json``."""
+# Modules of the language model. Those of vision models have names in files that lack a prefix of the engine's.
+_MODEL = "model."
+
+
+def lay_out(
+    preset: Preset, config: Mapping[str, Any], left: Mapping[str, str], exceptions: Mapping[str, Preset]
+) -> dict[str, Any]:
+    """Describe the codes as llm-compressor does. Source: compressed-tensors ``quantization/quant_scheme.py``."""
     parts, blocks = preset.parts, preset.row_block > 1
     kind = "float" if parts[packing.CODES].dtype in ("F8_E4M3", "U8") else "int"
     scale_dtype, grouped = parts[packing.SCALE].dtype, preset.group is not None and not blocks
@@ -270,11 +280,51 @@ def settings(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
         "targets": ["Linear"],
         "weights": weights,
     }
-    return filled(COMPRESSED, config_groups={"group_0": group}, format=layout, ignore=list(left))
+    anywhere = [f"re:.*{re.escape(name)}$" for name in left if "." in name and not name.startswith(_MODEL)]
+    ignored = sorted({*left, *anywhere})
+    settings = filled("compressed-tensors", config_groups={"group_0": group}, format=layout, ignore=ignored)
+    return with_quantization(config, settings)
 
 
 def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, Any]:
     return filled("arguments of compressed-tensors", **fields, num_bits=bits, strategy=strategy, type=kind)
+
+
+def _constants(preset: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, Array]:
+    return {packing.SHAPE: np.array(shape, np.int64)} if packing.SHAPE in preset.parts else {}
+
+
+def _preset(name: str, method: int, bits: int, group: int | None, parts: Mapping[str, StoredPart]) -> Preset:
+    return Preset(name, SERVERS, method, bits, group, parts, lay_out, _constants)
+
+
+_WORDS = {
+    **parts_of(".weight_packed", "I32", ".weight_scale", None),
+    packing.SHAPE: StoredPart(".weight_shape", "I64"),
+}
+_ASYMMETRIC = {
+    **parts_of(".weight_packed", "I32", ".weight_scale", None),
+    packing.ZERO: StoredPart(".weight_zero_point", "I32"),
+    packing.SHAPE: StoredPart(".weight_shape", "I64"),
+}
+_INT8 = parts_of(".weight", "I8", ".weight_scale", None)
+_FLOAT8 = parts_of(".weight", "F8_E4M3", ".weight_scale", None)
+_NVFP4 = {
+    **parts_of(".weight_packed", "U8", ".weight_scale", "F8_E4M3"),
+    packing.GLOBAL: StoredPart(".weight_global_scale", "F32"),
+}
+_MXFP4 = parts_of(".weight_packed", "U8", ".weight_scale", "U8")
+
+PRESETS = [
+    _preset("w4a16", lib.SL_ENCODE_INT, 4, 128, _WORDS),
+    _preset("w4a16_asym", lib.SL_ENCODE_INT_ZERO, 4, 128, _ASYMMETRIC),
+    _preset("w8a16", lib.SL_ENCODE_INT, 8, 128, _WORDS),
+    _preset("w8a8", lib.SL_ENCODE_INT, 8, None, _INT8)._replace(signed=True),
+    _preset("fp8_dynamic", lib.SL_ENCODE_FP8, 8, None, _FLOAT8),
+    _preset("fp8_block", lib.SL_ENCODE_FP8, 8, 128, _FLOAT8)._replace(row_block=128),
+    _preset("nvfp4a16", lib.SL_ENCODE_NVFP4, 4, 16, _NVFP4),
+    _preset("mxfp4a16", lib.SL_ENCODE_MXFP4, 4, 32, _MXFP4),
+]
 
 
 # ---- rows ----
@@ -306,8 +356,6 @@ FAMILIES = [
         ct_packed,
         {packing.ZERO: ("_zero_point",), packing.GROUPS: ("_g_idx",), packing.SHAPE: ("_shape",)},
         logical="",
-        engine=COMPRESSED,
-        settings=settings,
     ),
     Family(
         "compressed-tensors fp4",

@@ -157,7 +157,6 @@ class _Finder:
     ) -> None:
         import json  # only here: it takes a millisecond, and most checkpoints need no table
 
-        from .contents import PackedContents
         from .gguf import IN_GGUF
         from .packed_group import GroupContext
 
@@ -173,9 +172,8 @@ class _Finder:
         described_in = tuple([suffix for family in self._rows for suffix in family.described_in])
         text = "" if model_type is None else json.dumps({"model_type": model_type})
         text = text if quantization is None else quantization.text(model_type)
-        contents = PackedContents(places, described_in)
-        self.part, self._tensors = contents.part, contents.tensors
-        self._context = GroupContext(self._tensors, quantization, text, contents)
+        self._context = GroupContext(places, quantization, text, described_in)
+        self.part, self._tensors = self._context.part, self._context.tensors
 
     def run(self) -> None:
         """Find all packed tensors and faults."""

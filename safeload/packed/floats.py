@@ -6,19 +6,18 @@ Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrain
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..base import packing
+from ..base.native import lib
 from ..base.packing import Grid, Packing
-from ..base.preset import FP8 as ENGINE
-from ..base.preset import Preset
 from ..base.text import show
-from .families import FP8, Family
+from .families import FP8, Engine, Family, Preset, parts_of
 from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
 from .methods import AUTO_ROUND
 from .packed_group import PackedGroup, configured_bits, configured_grid, configured_group_size
-from .quantization import brief, is_length
+from .quantization import brief, is_length, with_quantization
 
 # ---- fp8 and int8 ----
 
@@ -155,14 +154,29 @@ def gpt_oss(group: PackedGroup) -> Packing:
     )
 
 
-def settings(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization for ``config.json`` of fp8 in blocks, as DeepSeek writes it."""
-    return {
+# ---- writing ----
+
+#: Of formats that several engines read.
+SERVERS = Engine("vLLM, SGLang and transformers")
+
+
+def lay_out(
+    preset: Preset, config: Mapping[str, Any], left: Mapping[str, str], exceptions: Mapping[str, Preset]
+) -> dict[str, Any]:
+    """Describe fp8 in blocks as DeepSeek does."""
+    settings = {
         "activation_scheme": "dynamic",
-        "modules_to_not_convert": list(left),
+        "modules_to_not_convert": sorted(left),
         "quant_method": "fp8",
         "weight_block_size": [preset.row_block, preset.group],
     }
+    return with_quantization(config, settings)
+
+
+_INVERSE = parts_of(".weight", "F8_E4M3", ".weight_scale_inv", "F32")
+PRESETS = [
+    Preset("deepseek_fp8", SERVERS, lib.SL_ENCODE_FP8_INVERSE, 8, 128, _INVERSE, lay_out, row_block=128, sides=128)
+]
 
 
 # ---- rows ----
@@ -180,8 +194,6 @@ FAMILIES = [
         {packing.SCALE: ("_scale_inv", "_scale", "_weight_scale")},
         plain,
         {packing.ZERO: ("_zero_point",)},
-        engine=ENGINE,
-        settings=settings,
     ),
     Family(
         "int8",

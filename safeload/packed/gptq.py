@@ -22,6 +22,8 @@ from .families import Family
 from .grid import Misfit, Refused
 from .methods import AUTO_ROUND, QUARK_ORDERS
 from .packed_group import PackedGroup
+from .patterns import Pattern, compiled
+from .quantization import Quantization, mapping, overrides_key
 
 _CODES_IN_WORD = 8  # of AWQ, which has 4-bit codes
 # AutoAWQ's gemv pads scales and zero points to multiples of this many words, by group size.
@@ -275,7 +277,60 @@ def _gemv(group: PackedGroup, settings: Mapping[str, Any]) -> Packing:
     )
 
 
+# ---- settings of modules ----
+
+# Characters of patterns among the keys of ``extra_config``.
+_PATTERN_CHARACTERS = "*^$|()[]?+\\"
+# Names in the name of a module whose parts are looked up; known models have at most 10.
+_MOST_NAMES = 32
+# auto-round lists modules with more bits as not quantized.
+_MOST_BITS = 8
+
+
+def _overrides(quantization: Quantization, module: str) -> Mapping[str, Any] | None:
+    """Return the overrides of GPTQModel or auto-round for a layer; None if the layer is not quantized."""
+    key = overrides_key(quantization)
+    overrides = mapping(quantization.get(key))
+    if key == "extra_config":
+        own = overrides.get(module)
+        own = mapping(_in_name(quantization, overrides, module) if own is None else own)
+        bits = own.get("bits")
+        return None if type(bits) is int and bits > _MOST_BITS else own
+    for pattern, own in overrides.items():
+        if compiled(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, key).matches(module):
+            return None if pattern.startswith("-:") else mapping(own)
+    return {}
+
+
+def _in_name(quantization: Quantization, overrides: Mapping[str, Any], module: str) -> Any:
+    """Return the entry of the first key found in the name of a module: a part such as "mlp.down_proj", or a pattern."""
+    order, patterns, lengths = quantization.once(_keys)
+    names = module.split(".")
+    starts = ((k, n) for n in lengths for k in range(len(names) - n + 1) if len(names) <= _MOST_NAMES)
+    keys = [part for k, n in starts if overrides.get(part := ".".join(names[k : k + n]))]
+    matching = (key for key in patterns if overrides[key] and _anywhere(key).matches(module))
+    keys += [key for key in (next(matching, None),) if key is not None]
+    return overrides.get(min(keys, key=order.__getitem__)) if keys else None
+
+
+def _keys(quantization: Quantization) -> tuple[dict[str, int], list[str], frozenset[int]]:
+    """Return the order of the keys of ``extra_config``, the patterns, and the numbers of names separated by dots.
+
+    A checkpoint can name 100,000 experts separately.
+    """
+    order = {key: number for number, key in enumerate(mapping(quantization.get("extra_config")))}
+    patterns = [key for key in order if any(char in key for char in _PATTERN_CHARACTERS)]
+    return order, patterns, frozenset(key.count(".") + 1 for key in order)
+
+
+def _anywhere(pattern: str) -> Pattern:
+    """Return a pattern that matches anywhere in a name, unless it is anchored."""
+    return compiled(pattern if pattern.startswith("^") else f".*(?:{pattern})", "extra_config")
+
+
 # ---- rows ----
+
+SETTINGS_OF_MODULES = dict.fromkeys(("fp8", "gptq", "awq", *AUTO_ROUND), _overrides)
 
 FAMILIES = [
     Family(

@@ -70,12 +70,7 @@ def _by_name() -> dict[str, Method]:
 
 @cache
 def part_of(key: str) -> Method:
-    """Return the settings of a part of configurations.
-
-    Args:
-        key: "sparsity" for a "sparsity_config" of compressed-tensors; "weights" for the weights of a config group of
-            compressed-tensors or modelopt; "spec" for Quark's settings of a tensor.
-    """
+    """Return the settings of a part: "sparsity", the "weights" of a config group, or Quark's "spec" of a tensor."""
     return _method(**_data()["parts"][key])
 
 

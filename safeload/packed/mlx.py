@@ -1,18 +1,22 @@
-"""MLX: words of unsigned codes, or the mx modes. Source: mlx ``ops.cpp``."""
+"""MLX: words of unsigned codes, or the mx modes.
+
+Sources: mlx ``ops.cpp``; mlx-lm 0.32 ``utils.py`` and ``models``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..base import packing
+from ..base.native import lib
 from ..base.packing import Packing
-from ..base.preset import MLX, Preset
 from ..base.text import show
-from .families import Family
+from ..models.family import mlx_experts_of
+from .families import Engine, Family, Preset, StoredPart, parts_of
 from .grid import Misfit, Refused, whole_grid
 from .packed_group import PackedGroup, check_global
-from .quantization import brief, is_length
+from .quantization import MLX_KEY, QUANTIZATION, brief, is_length, mapping, without_quantization
 
 _MLX_MODES = {
     "mxfp4": (4, 32, "e2m1", "F8_E8M0"),
@@ -28,7 +32,10 @@ def mlx(group: PackedGroup) -> Packing:
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
-    settings = {} if group.config is None else group.config.mlx_settings(group.module)
+    settings: Mapping[str, Any] = {}
+    if group.config is not None:  # a module's own settings inherit nothing
+        own = group.config.get(group.module)
+        settings = own if isinstance(own, Mapping) else group.config.values
     mode = settings.get("mode")
     if not group.has(packing.BIAS):
         if mode == "affine" or group.dtype(packing.SCALE) != "U8":
@@ -81,12 +88,70 @@ def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
     return (check_global(group, packed) if group.has(packing.GLOBAL) else packed)._replace(scale_rule=rule)
 
 
-def settings(preset: Preset, left: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization for ``config.json``, which does not name unquantized modules."""
+# ---- writing ----
+
+
+def lay_out(
+    preset: Preset, config: Mapping[str, Any], left: Mapping[str, str], exceptions: Mapping[str, Preset]
+) -> dict[str, Any]:
+    """Describe the codes twice, as mlx-lm does; unquantized modules are not named."""
     mode = preset.name.removeprefix("mlx-") if preset.name.startswith("mlx-") else "affine"
-    return {"group_size": preset.group, "bits": preset.bits, "mode": mode}
+    own = {module: {"group_size": other.group, "bits": other.bits} for module, other in exceptions.items()}
+    settings = {"group_size": preset.group, "bits": preset.bits, "mode": mode, **own}
+    kept = {k: v for k, v in without_quantization(config).items() if k not in ("_name_or_path", "vision_config")}
+    return dict(sorted({**_with_older_keys(kept), MLX_KEY: settings, QUANTIZATION: settings}.items()))
 
 
+def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the keys of transformers 4, which mlx-lm reads, to those that transformers 5 renamed.
+
+    Without ``rope_theta`` mlx-lm would compute with its default, or refuse the model.
+    """
+    older: dict[str, Any] = {}
+    parameters = config.get("rope_parameters")
+    rope = parameters if isinstance(parameters, Mapping) else {}
+    sliding = rope.get("sliding_attention")
+    if isinstance(sliding, Mapping):  # Gemma 3: by the kind of layer
+        older["rope_local_base_freq"] = sliding.get("rope_theta")
+    full = rope.get("full_attention")
+    rope = full if isinstance(full, Mapping) else rope
+    older.update((key, rope.get(key)) for key in ("rope_theta", "partial_rotary_factor"))
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        older["rope_scaling"] = {**rope, "type": kind}  # some models read the one name, some the other
+    experts = mlx_experts_of(config.get("model_type"))
+    if experts is not None and experts.renamed is not None and config.get(experts.renamed) is not None:
+        older[experts.experts] = config[experts.renamed]
+    return {**config, **{k: value for k, value in older.items() if value is not None and config.get(k) is None}}
+
+
+_ENGINE = Engine(
+    "mlx-lm",
+    stacks_experts=True,
+    quantizes_ends=True,
+    casts=True,
+    always_indexed=True,
+    metadata="mlx",
+    shard_size=5 << 30,
+    dropped=(".rotary_emb.inv_freq",),
+)
+_BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+_AFFINE = {**parts_of(".weight", "U32", ".scales", None), packing.BIAS: StoredPart(".biases", None)}
+_MODE = parts_of(".weight", "U32", ".scales", "U8")
+
+
+def _affine(bits: int, group: int, suffix: str = "") -> Preset:
+    return Preset(f"mlx{bits}{suffix}", _ENGINE, lib.SL_ENCODE_MLX, bits, group, _AFFINE, lay_out)
+
+
+PRESETS = [
+    *(_affine(bits, _MLX_GROUP) for bits in _BITS),
+    *(_affine(bits, group, f"-g{group}") for bits in _BITS for group in _GROUPS),
+    Preset("mlx-mxfp4", _ENGINE, lib.SL_ENCODE_MLX_MXFP4, 4, 32, _MODE, lay_out),
+    Preset("mlx-nvfp4", _ENGINE, lib.SL_ENCODE_MLX_NVFP4, 4, 16, _MODE, lay_out),
+    Preset("mlx-mxfp8", _ENGINE, lib.SL_ENCODE_MLX_MXFP8, 8, 32, _MODE, lay_out),
+]
+SETTINGS_OF_MODULES = {"mlx": lambda quantization, module: mapping(quantization.get(module))}
 FAMILIES = [
     Family(
         "MLX",
@@ -95,7 +160,5 @@ FAMILIES = [
         {packing.SCALE: (".scales",)},
         mlx,
         {packing.BIAS: (".biases", ".qbiases"), packing.GLOBAL: (".global_scale",)},
-        engine=MLX,
-        settings=settings,
     )
 ]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..base import packing
 from ..base.packing import Packing
 from .families import Family
 from .floats import fp4
 from .grid import Misfit, Refused, whole_grid
 from .packed_group import PackedGroup, check_global
+from .quantization import Quantization, mapping
 
 
 def modelopt_nvfp4(group: PackedGroup) -> Packing:
     """NVFP4 with a multiplying global scale and the factors of AWQ."""
-    algorithm = None if group.config is None else group.config.algorithm(group.module)
-    if algorithm is not None and algorithm.upper().startswith("W4A") and algorithm.upper() != "W4A16_NVFP4":
+    algorithm = None
+    if group.config is not None:
+        algorithm = _layer(group.config, group.module).get("quant_algo") or group.config.get("quant_algo")
+    if isinstance(algorithm, str) and algorithm.upper().startswith("W4A") and algorithm.upper() != "W4A16_NVFP4":
         raise Refused(f"its quant_algo {algorithm} stores unsupported codes or scales")
     if group.has_beside(".svdquant_lora_a") or group.has_beside(".svdquant_lora_b"):
         raise Refused("NVFP4_SVD adds a product of two matrices, which safeload does not compute")
@@ -37,6 +43,17 @@ def modelopt_experts(group: PackedGroup) -> Packing:
     return check_global(group, packed)._replace(scale_rule=packing.MULTIPLIED)
 
 
+def _layer(quantization: Quantization, module: str) -> Mapping[str, Any]:
+    """Return the settings of a layer under ``quantized_layers``, which can also name an enclosing module."""
+    layers = mapping(quantization.get("quantized_layers"))
+    while layers and module:
+        if module in layers:
+            return mapping(layers[module])
+        module = module.rpartition(".")[0]
+    return {}
+
+
+SETTINGS_OF_MODULES = {"modelopt": _layer}
 FAMILIES = [
     Family(
         "modelopt NVFP4",

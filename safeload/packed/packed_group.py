@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Any
 
-from ..base import packing
-from ..base.packing import Grid, Packing
+import numpy as np
+
+from ..base import dtypes, packing
+from ..base.arrays import Array, empty_array
+from ..base.packing import Grid, Packing, Part
 from ..base.text import show
-from .contents import PackedContents
-from .families import Family, Stored
+from ..engine.run import jobs
+from ..engine.run.job import Job, Origin
+from ..engine.run.memory import address_of
+from ..engine.run.weight_file import WeightFile
+from .families import Family, Stored, families
 from .grid import Misfit, described_grid, matrices_of
-from .quantization import Quantization, brief
+from .quantization import Quantization, brief, overrides_key
 
 # Methods with descriptions of weights in ``config_groups``.
 _IN_GROUPS = frozenset(("compressed-tensors", "modelopt"))
@@ -32,17 +39,87 @@ _DTYPES = {
 _INTEGERS = frozenset(("I8", "U8", "offset", "signed", "unsigned"))
 # Settings of codes with zero points.
 _ASYMMETRIC = (("symmetric", False), ("sym", False), ("zero_point", True))
+# Bytes of a description; bitsandbytes' longest has about 250.
+_LONGEST = 1024
+# Values of a shape.
+_MOST_AXES = 8
+_MOST_BYTES = {"U8": _LONGEST, "I32": 4 * _MOST_AXES, "I64": 8 * _MOST_AXES}
+# Bytes of a batch of descriptions.
+_BATCH = 64 << 20
 # Maximum number of elements, counting empty axes as 1: numpy and the C core count bytes of float64 in 63 bits.
 MOST = 1 << 59
 
 
-class GroupContext(NamedTuple):
-    """The data shared by all groups of a checkpoint."""
+class GroupContext:
+    """The stored tensors of a checkpoint and its quantization; small tensors are read in a batch on first use."""
 
-    tensors: Mapping[str, Stored]  # all tensors by name
-    quantization: Quantization | None
-    text: str  # the quantization as JSON, for `Packing.config`
-    contents: PackedContents
+    def __init__(
+        self,
+        places: Mapping[str, tuple[WeightFile, int]],
+        quantization: Quantization | None,
+        text: str,  # the quantization as JSON, for `Packing.config`
+        suffixes: tuple[str, ...],  # of small tensors with descriptions: a remote model can have hundreds
+    ) -> None:
+        self.quantization, self.text = quantization, text
+        self._places, self._suffixes = places, suffixes
+        columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
+        self._ranges: dict[WeightFile, list[tuple[int, int]]] = {}
+        self.tensors = {
+            name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
+        }
+        self._read: dict[str, Array] | None = None
+        self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
+
+    def part(self, name: str) -> Part | None:
+        """Return a tensor as a part; None if its bytes are not in C order and little-endian."""
+        file, index = self._places[name]
+        if file.table.strides(index) is not None or file.table.big_endian(index):
+            return None
+        if file not in self._ranges:
+            self._ranges[file] = file.table.byte_ranges()
+        return Part(name, file, *self.tensors[name], *self._ranges[file][index])
+
+    def content(self, name: str) -> Array | None:
+        """Return a small tensor; None if it is too large or of a dtype that describes nothing."""
+        if self._read is None:
+            described = (name for name in self._places if name.endswith(self._suffixes))
+            small = [part for part in map(self._small, described) if part is not None]
+            sizes = accumulate((part.end - part.begin for part in small), initial=0)
+            self._read = _contents([part for part, before in zip(small, sizes, strict=False) if before < _BATCH])
+        if name not in self._read and (part := self._small(name)) is not None:
+            self._read.update(_contents([part]))
+        return self._read.get(name)
+
+    def add(self, arrays: Mapping[str, Array]) -> None:
+        """Add tensors in memory."""
+        self._read = dict(arrays)
+        for name, array in arrays.items():
+            row = dtypes.row_of(array.dtype)
+            assert row is not None
+            self.tensors[name] = Stored(row, array.shape)
+
+    def _small(self, name: str) -> Part | None:
+        part = self.part(name)
+        return part if part is not None and part.end - part.begin <= _MOST_BYTES.get(part.row.code, -1) else None
+
+    def note(self, name: str, key: str) -> str | None:
+        """Return the text under a key in the metadata of a tensor's file, or None."""
+        file = self._places[name][0]
+        if file not in self._metadata:
+            self._metadata[file] = file.table.metadata() or {}
+        text = self._metadata[file].get(key)
+        return text if isinstance(text, str) else None
+
+
+def _contents(parts: Iterable[Part]) -> dict[str, Array]:
+    arrays = {part.name: (part, empty_array((part.end - part.begin,), np.dtype(np.uint8))) for part in parts}
+    batch = jobs.Batch(
+        Job(part.file, part.begin, address_of(array), array.size, origin=Origin(part.name, part.shape))
+        for part, array in arrays.values()
+        if array.size
+    )
+    batch.run()
+    return {name: jobs.native_order(array.view(part.row.name)) for name, (part, array) in arrays.items()}
 
 
 class PackedGroup:
@@ -56,7 +133,7 @@ class PackedGroup:
         self.parts = {role: context.tensors[name] for role, name in names.items()}  # by role
         self._context = context
         self._weights: list[Mapping[str, Any]] | None = None
-        self._overrides: list[Mapping[str, Any] | None] = []  # `layer_overrides` of the module once known
+        self._own: list[Mapping[str, Any] | None] = []  # the module's own settings once known
 
     # ---- configuration ----
 
@@ -67,19 +144,20 @@ class PackedGroup:
         return self._weights
 
     def _own_settings(self) -> Mapping[str, Any] | None:
-        if not self._overrides:
-            self._overrides.append({} if self.config is None else self.config.layer_overrides(self.module))
-        return self._overrides[0]
+        if not self._own:
+            self._own.append({} if self.config is None else self.config.own(self.module))
+        return self._own[0]
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the configuration of the module: the shared settings and its own overrides (GPTQModel, auto-round)."""
+        """Return the configuration of the module: the shared settings and its own."""
         if self.config is None:
             return {}
         if self.config.is_uniform:
             return self.config.values
         own = self._own_settings()
         if own is None:
-            raise Misfit(f"its module has codes, but {self.config.overrides_key} excludes the module from quantization")
+            key = overrides_key(self.config)
+            raise Misfit(f"its module has codes, but {key} excludes the module from quantization")
         return {**self.config.values, **own}
 
     def unknown(self) -> str | None:
@@ -91,7 +169,7 @@ class PackedGroup:
             why = config.unknown
         else:
             described = self.weights() if config.method in _IN_GROUPS else []
-            why = config.unknown_of(self.module, self._own_settings(), described)
+            why = config.unknown_of(self._own_settings(), described)
         if why is None and config.method == "compressed-tensors":
             kind = "int" if self.dtype() in ("I8", "I32") else "float"
             kinds = {str(weights["type"]) for weights in self.weights() if weights.get("type") is not None}
@@ -134,15 +212,21 @@ class PackedGroup:
 
     def content(self, role: str) -> bytes:
         """Return the bytes of a small part."""
-        return self._context.contents(self.names[role])
-
-    def note(self) -> str | None:
-        """Return the text under the tensor's name in the metadata of its file, or None."""
-        return self._context.contents.note(self.codes, self.logical)
+        array = self._context.content(self.names[role])
+        if array is None or self.dtype(role) != "U8":
+            raise Misfit(f"{show(self.names[role])} must be U8 and have at most {_LONGEST:,} bytes")
+        return array.tobytes()
 
     def integers(self, role: str) -> tuple[int, ...]:
         """Return the values of a small part."""
-        return self._context.contents.integers(self.names[role])
+        array = self._context.content(self.names[role])
+        if array is None or self.dtype(role) == "U8" or len(self.shape(role)) != 1:
+            raise Misfit(f"{show(self.names[role])} must be a list of at most {_MOST_AXES} integers")
+        return tuple(array.tolist())
+
+    def note(self) -> str | None:
+        """Return the text under the tensor's name in the metadata of its file, or None."""
+        return self._context.note(self.codes, self.logical)
 
     # ---- packing ----
 
@@ -167,6 +251,24 @@ class PackedGroup:
     def scale_dtype(self, dtype: str) -> str | None:
         """Return ``dtype``, a float8, if the scales store its bits as U8."""
         return dtype if self.dtype(packing.SCALE) == "U8" else None
+
+
+def packing_of(name: str, names: Mapping[str, str], parts: Mapping[str, Array], quantization: Quantization) -> Packing:
+    """Return the packing of a weight that we have written, as a reader would find it; both mappings are by role."""
+    context = GroupContext({}, quantization, quantization.text(), ())
+    context.add({names[role]: array for role, array in parts.items()})
+    codes, dtype = names[packing.CODES], dtypes.row_of(parts[packing.CODES].dtype)
+    for family in families():
+        fits = family.describe is not None and dtype is not None and dtype.code in family.dtypes
+        if not fits or not codes.endswith(family.main) or family.method not in (None, quantization.method):
+            continue
+        if family.parts_beside(codes, context.tensors) is None:
+            continue
+        try:
+            return PackedGroup(codes, name, names, context).described(family)
+        except Misfit:
+            continue
+    raise AssertionError(f"no family reads {quantization}")
 
 
 # ---- settings of config_groups ----
@@ -202,10 +304,15 @@ def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
     described, scale = group.weights(), group.shape(packing.SCALE)
     if len(described) != 1:
         return described_grid(described, shape, scale)
-    key, grids = (id(described[0]), shape, scale), group.config.grids
+    key, grids = (id(described[0]), shape, scale), group.config.once(_no_grids)
     if key not in grids:  # thousands of experts have the shapes of the first
         grids[key] = described_grid(described, shape, scale)
     return grids[key]
+
+
+def _no_grids(quantization: Quantization) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None]:
+    """Return the cache of `configured_grid`."""
+    return {}
 
 
 # ---- checks ----

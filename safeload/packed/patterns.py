@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
 
 from ..base.text import show
 from ..errors import UnsupportedError
@@ -35,15 +34,6 @@ _WILDCARDS = "*?["
 # ---- regular expressions ----
 
 
-class _State(NamedTuple):
-    """A state of the automaton."""
-
-    chars: frozenset[str]  # characters of the transition to ``after``
-    negated: bool  # if set, the transition takes all characters except ``chars``
-    after: list[int]  # next states after a character
-    free: list[int]  # next states without a character
-
-
 class Pattern:
     """A regular expression of the supported subset."""
 
@@ -51,13 +41,14 @@ class Pattern:
         self._text, self._key, self._at = text, key, 0
         if len(text) > LONGEST:
             raise UnsupportedError(f"{key}: a pattern of {len(text):,} characters exceeds the limit of {LONGEST:,}")
-        self._states: list[_State] = []
-        self._anchored_end: list[int] = []
-        self._begins = self._new()
-        end = self._alternatives(self._begins, 0)
+        # By state: the next states without a character; and characters, if set all but these, with the state after one.
+        self._free: list[list[int]] = []
+        self._steps: list[tuple[frozenset[str], bool, int] | None] = []
+        self._at_end: set[int] = set()  # states that only the end of a name has
+        self._begins = self._state()
+        self._end = self._alternatives(self._begins, 0)
         if self._at < len(text):
             raise self._unsupported()
-        self._end = end
 
     def matches(self, name: str) -> bool:
         """Return True if the pattern matches at the beginning of a name, as in ``re.match``."""
@@ -65,13 +56,8 @@ class Pattern:
         for k, char in enumerate(name):
             if self._end in current:
                 return True
-            states = self._states
-            following = {
-                following_state
-                for number in current
-                if (state := states[number]).after and (char in state.chars) != state.negated
-                for following_state in state.after
-            }
+            steps = [step for step in map(self._steps.__getitem__, current) if step is not None]
+            following = {after for chars, negated, after in steps if (char in chars) != negated}
             current = self._closure(following, at_end=k == len(name) - 1)
             if not current:
                 return False
@@ -81,14 +67,16 @@ class Pattern:
         closure, todo = set(states), list(states)
         while todo:
             number = todo.pop()
-            if number in self._anchored_end and not at_end:
+            if number in self._at_end and not at_end:
                 closure.discard(number)
                 continue
-            for state in self._states[number].free:
+            for state in self._free[number]:
                 if state not in closure:
                     closure.add(state)
                     todo.append(state)
         return closure
+
+    # ---- parser ----
 
     def _unsupported(self) -> UnsupportedError:
         return UnsupportedError(
@@ -96,125 +84,111 @@ class Pattern:
             "literals, classes, groups, alternatives and repetitions"
         )
 
-    def _new(self) -> int:
-        self._states.append(_State(frozenset(), False, [], []))
-        return len(self._states) - 1
+    def _state(self, *before: int) -> int:
+        """Return a new state, which follows others without a character."""
+        number = len(self._free)
+        for state in before:
+            self._free[state].append(number)
+        self._free.append([])
+        self._steps.append(None)
+        return number
+
+    def _next(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _takes(self, text: str) -> bool:
+        """Skip a text if it is next."""
+        is_next = self._text.startswith(text, self._at)
+        self._at += len(text) * is_next
+        return is_next
 
     def _alternatives(self, begin: int, depth: int) -> int:
         if depth > _DEEPEST:
             raise self._unsupported()
-        end = self._new()
+        end = self._state()
         while True:
-            first = self._new()
-            self._states[begin].free.append(first)
-            self._states[self._sequence(first, depth)].free.append(end)
-            if not self._text.startswith("|", self._at):
+            last = self._state(begin)
+            while self._next() not in ("", "|", ")"):
+                last = self._repeated(last, depth)
+            self._free[last].append(end)
+            if not self._takes("|"):
                 return end
-            self._at += 1
-
-    def _sequence(self, begin: int, depth: int) -> int:
-        while self._at < len(self._text) and self._text[self._at] not in "|)":
-            begin = self._repeated(begin, depth)
-        return begin
 
     def _repeated(self, begin: int, depth: int) -> int:
-        start = self._new()
-        self._states[begin].free.append(start)
+        start = self._state(begin)
         end = self._atom(start, depth)
-        kind = self._text[self._at : self._at + 1]
+        kind = self._next()
+        if kind == "{":
+            raise self._unsupported()
         if kind and kind in "*+?":
             self._at += 1
-            if self._text[self._at : self._at + 1] == "?":  # lazy quantifiers match the same names
-                self._at += 1
+            self._takes("?")  # lazy quantifiers match the same names
             if kind != "+":
-                self._states[start].free.append(end)
+                self._free[start].append(end)
             if kind != "?":
-                again = self._new()
-                self._states[end].free.append(again)
-                self._states[again].free.append(start)
-        elif kind == "{":
-            raise self._unsupported()
+                self._free[self._state(end)].append(start)
         return end
 
     def _atom(self, begin: int, depth: int) -> int:
-        char = self._text[self._at]
-        if char == "(":
-            self._at += 1
-            if self._text.startswith("?:", self._at):
-                self._at += 2
-            elif self._text.startswith("?", self._at):
+        char = self._next()
+        if self._takes("("):
+            if not self._takes("?:") and self._next() == "?":
                 raise self._unsupported()
             end = self._alternatives(begin, depth + 1)
-            if not self._text.startswith(")", self._at):
+            if not self._takes(")"):
                 raise self._unsupported()
-            self._at += 1
             return end
-        if char == "^":
-            if self._at > 0:
-                raise self._unsupported()
-            self._at += 1
-            return self._anchored(begin)
-        if char == "$":
-            self._at += 1
-            end = self._new()
-            self._states[begin].free.append(end)
-            self._anchored_end.append(end)
-            return self._anchored(end)
-        if char in "*+?{":
+        if char in "*+?{" or (char == "^" and self._at > 0):
             raise self._unsupported()
-        chars, negated = self._characters()
-        end = self._new()
-        after = self._new()
-        self._states[begin].free.append(after)
-        self._states[after] = _State(chars, negated, [end], [])
-        return end
-
-    def _anchored(self, end: int) -> int:
-        if self._text[self._at : self._at + 1] in ("*", "+", "?"):
-            raise self._unsupported()
-        return end
-
-    def _characters(self) -> tuple[frozenset[str], bool]:
-        char = self._text[self._at]
         self._at += 1
+        if char in "^$":
+            if self._next() in ("*", "+", "?"):
+                raise self._unsupported()
+            if char == "$":
+                begin = self._state(begin)
+                self._at_end.add(begin)
+            return begin
+        chars, negated = frozenset(char), False
         if char == ".":
-            return frozenset("\n"), True
-        if char == "\\":
-            return self._escaped(), False
-        return self._class() if char == "[" else (frozenset(char), False)
+            chars, negated = frozenset("\n"), True
+        elif char == "\\":
+            chars = self._escaped()
+        elif char == "[":
+            negated = self._takes("^")
+            chars = self._class()
+        end, after = self._state(), self._state(begin)
+        self._steps[after] = chars, negated, end
+        return end
 
     def _escaped(self) -> frozenset[str]:
-        char = self._text[self._at : self._at + 1]
+        char = self._next()
         if not char or (char.isalnum() and char not in _CLASSES):
             raise self._unsupported()
         self._at += 1
         return frozenset(_CLASSES.get(char, char))
 
-    def _class(self) -> tuple[frozenset[str], bool]:
-        negated = self._text.startswith("^", self._at)
-        self._at += negated
-        if self._text.startswith("]", self._at):
+    def _class(self) -> frozenset[str]:
+        if self._next() == "]":
             raise self._unsupported()
         chars: set[str] = set()
-        while not self._text.startswith("]", self._at):
-            char = self._text[self._at : self._at + 1]
+        while not self._takes("]"):
+            char = self._next()
             if not char:
                 raise self._unsupported()
             self._at += 1
+            last = self._text[self._at + 1 : self._at + 2] if self._next() == "-" else ""
             if char == "\\":
                 chars |= self._escaped()
-                if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
+                if self._next() == "-" and not self._text.startswith("-]", self._at):
                     raise self._unsupported()
-            elif self._text.startswith("-", self._at) and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
-                last = self._text[self._at + 1]
+            elif last not in ("]", ""):
                 if last < char or last in "\\[":
                     raise self._unsupported()
                 self._at += 2
                 chars.update(map(chr, range(ord(char), min(ord(last), ord(char) + 255) + 1)))
             else:
                 chars.add(char)
-        self._at += 1
-        return frozenset(chars), negated
+        return frozenset(chars)
 
 
 @lru_cache(256)

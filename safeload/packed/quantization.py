@@ -6,19 +6,19 @@ the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from ..base import dtypes, packing
 from ..base.cached import cached_property
-from ..base.packing import Grid
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError, VerificationError
 from ..stores.files import Files
 from ..stores.json_file import parse_json, read_if_there
+from .families import settings_of_modules
 from .methods import (
     AUTO_ROUND,
     QUARK,
@@ -28,7 +28,7 @@ from .methods import (
     part_of,
     unknown_setting,
 )
-from .patterns import Globs, compiled
+from .patterns import compiled
 
 # Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
 _CONFIG_DEPTH = 4
@@ -43,8 +43,8 @@ _OTHER_MODULES = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude
 MLX_KEY = "quantization"
 _MLX_SETTINGS = frozenset(("bits", "group_size"))
 _MLX_MODULE = _MLX_SETTINGS | {"mode"}
-# Methods with settings of single modules under `Quantization.overrides_key`.
-_WITH_OVERRIDES = frozenset(("fp8", "gptq", "awq", *AUTO_ROUND))
+# Keys with settings of single modules.
+_OF_MODULES = ("dynamic", "extra_config", "quantized_layers")
 # Words in auto-round's ``packing_format``, formerly ``backend``, if its layout is GPTQ's or AWQ's: layouts and kernels,
 # as in "auto_round:gptq:exllamav2".
 _LAYOUT_WORDS = frozenset(
@@ -53,12 +53,6 @@ _LAYOUT_WORDS = frozenset(
         "torch",
     )
 )  # fmt: skip
-# Characters of patterns among the keys of ``extra_config``.
-_PATTERN_CHARACTERS = "*^$|()[]?+\\"
-# Names in the name of a module whose parts are looked up; known models have at most 10.
-_MOST_NAMES = 32
-# auto-round lists modules with more bits as not quantized.
-_MOST_BITS = 8
 # Locations of compressed-tensors' transforms: in weights alone, which the model runs with as stored, or in both factors
 # of attention scores, which stay the same.
 _MERGED = frozenset(("weight_input", "weight_output"))
@@ -74,6 +68,8 @@ BESIDE = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_
 _BESIDE_WEIGHTS = frozenset(("weights", "targets", "input_activations", "output_activations"))
 # Methods of files without a ``quant_method``: they hold nothing but the quantization.
 _METHODS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+_Computed = TypeVar("_Computed")
 
 
 @dataclass(frozen=True)
@@ -122,9 +118,11 @@ class Quantization:
         row = method_of(self.method) if self.method else None
         if row is None or self.method not in row.names or self.unknown is not None:
             return False
-        algorithm = self.algorithm(name.removesuffix(".weight")) if self.method == "modelopt" else None
-        if isinstance(algorithm, str) and algorithm.upper() in row.without_family:
-            return False
+        if self.method == "modelopt":
+            own = self.own(name.removesuffix(".weight")) or {}
+            algorithm = own.get("quant_algo") or self.get("quant_algo")
+            if isinstance(algorithm, str) and algorithm.upper() in row.without_family:
+                return False
         layout = self.get("format")
         return not (isinstance(layout, str) and layout in row.without_family)
 
@@ -148,31 +146,25 @@ class Quantization:
     @property
     def _unknown_sparsity(self) -> str | None:
         """The format of sparse tensors, as text, if it is unknown; its other settings describe the model."""
-        layout = {"format": _mapping(self.get("sparsity_config")).get("format")}
+        layout = {"format": mapping(self.get("sparsity_config")).get("format")}
         text = _setting_text(unknown_setting(layout, part_of("sparsity")))
         return None if text is None else f"sparsity_config {text}"
 
     @cached_property
     def is_uniform(self) -> bool:
         """True if `unknown` holds for every module: no module has its own settings or weights of an unknown kind."""
-        own = self.get(self.overrides_key) if self.method in _WITH_OVERRIDES else self.get("quantized_layers")
-        if self.method == "mlx":
-            own = any(isinstance(value, Mapping) for value in self.values.values())
-        return not own and not any(self._unknown_weights.values())
+        own = any(map(self.get, _OF_MODULES)) or (
+            self.method == "mlx" and any(isinstance(value, Mapping) for value in self.values.values())
+        )
+        return not own and not any(unknown_setting(weights, part_of("weights")) for weights, _ in self._weights)
 
-    def unknown_of(self, module: str, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
-        """Like `unknown`, for a single module."""
+    def unknown_of(self, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
+        """Like `unknown`, for a single module: of its own settings, and of its `weights`."""
         row = method_of(self.method) if self.method else None
         if self.unknown is not None or row is None:
             return self.unknown
-        if self.method == "mlx":
-            own = self.get(module)
-        elif self.method == "modelopt":
-            own = self.modelopt_settings(module)
-        setting = unknown_setting(own, row) if isinstance(own, Mapping) else None
-        if setting is None and described:
-            setting = next(filter(None, (self._unknown_weights[id(weights)] for weights in described)), None)
-        return _setting_text(setting)
+        settings = [(own or {}, row), *((weights, part_of("weights")) for weights in described)]
+        return _setting_text(next(filter(None, (unknown_setting(*each) for each in settings)), None))
 
     @property
     def is_rotated(self) -> bool:
@@ -185,92 +177,21 @@ class Quantization:
 
     # ---- settings of a module ----
 
-    @property
-    def overrides_key(self) -> str:
-        """The key of the settings of single layers."""
-        return "extra_config" if self.method in AUTO_ROUND or "extra_config" in self.values else "dynamic"
+    def own(self, module: str) -> Mapping[str, Any] | None:
+        """Return a module's own settings, which replace the shared ones; None if the module is not quantized."""
+        read = settings_of_modules().get(self.method or "")
+        return {} if read is None else read(self, module)
 
-    def layer_overrides(self, module: str) -> Mapping[str, Any] | None:
-        """Return the overrides of GPTQModel or auto-round for a layer; None if the layer is not quantized."""
-        key = self.overrides_key
-        overrides = self.get(key) if self.method in _WITH_OVERRIDES else None
-        if not isinstance(overrides, Mapping):
-            return {}
-        if key == "extra_config":
-            return self._named_overrides(overrides, module)
-        for pattern, own in overrides.items():
-            if compiled(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, key).matches(module):
-                return None if pattern.startswith("-:") else _mapping(own)
+    def once(self, compute: Callable[[Quantization], _Computed]) -> _Computed:
+        """Return the result of a function of the configuration, which all modules share."""
+        if compute not in self._computed:
+            self._computed[compute] = compute(self)
+        computed: _Computed = self._computed[compute]
+        return computed
+
+    @cached_property
+    def _computed(self) -> dict[Callable[[Quantization], Any], Any]:
         return {}
-
-    def _named_overrides(self, overrides: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
-        """Return a layer's entry of ``extra_config``: by exact name, else by the first key found in the name."""
-        own = overrides.get(module)
-        if own is None:
-            matching = (
-                key
-                for key in self._layer_patterns
-                if overrides[key] and compiled(_anywhere(key), "extra_config").matches(module)
-            )
-            keys = [key for key in self._parts_in_keys(module) if overrides.get(key)]
-            keys += [key for key in (next(matching, None),) if key is not None]
-            own = overrides.get(min(keys, key=self._order_of_keys.__getitem__)) if keys else None
-        own = _mapping(own)
-        bits = own.get("bits")
-        return None if type(bits) is int and bits > _MOST_BITS else own
-
-    def _parts_in_keys(self, module: str) -> Iterator[str]:
-        """Yield the parts of a name that can be keys of ``extra_config``, such as "mlp.down_proj"."""
-        names = module.split(".")
-        if len(names) <= _MOST_NAMES:
-            for length in self._lengths_of_keys:
-                for begin in range(len(names) - length + 1):
-                    yield ".".join(names[begin : begin + length])
-
-    @cached_property
-    def _lengths_of_keys(self) -> frozenset[int]:
-        """Numbers of names, separated by dots, in the keys of ``extra_config``."""
-        return frozenset(key.count(".") + 1 for key in _mapping(self.get("extra_config")))
-
-    @cached_property
-    def _order_of_keys(self) -> Mapping[str, int]:
-        """The number of each key of ``extra_config``."""
-        return {key: number for number, key in enumerate(_mapping(self.get("extra_config")))}
-
-    @cached_property
-    def _layer_patterns(self) -> list[str]:
-        """The patterns among the keys of ``extra_config``; a checkpoint can name 100,000 experts separately."""
-        return [key for key in _mapping(self.get("extra_config")) if any(char in key for char in _PATTERN_CHARACTERS)]
-
-    def mlx_settings(self, module: str) -> Mapping[str, Any]:
-        """Return mlx-lm's settings of a module: its own, which inherit nothing, else the shared settings."""
-        own = self.get(module)
-        return own if isinstance(own, Mapping) else self.values
-
-    def quark_settings(self, module: str) -> Mapping[str, Any]:
-        """Return Quark's settings of a layer: by the first matching name or glob, else by type, else the global."""
-        match = self._quark_globs.first(module)
-        if match is not None:
-            return _mapping(_mapping(self.get("layer_quant_config")).get(match))
-        return _mapping(_mapping(self.get("layer_type_quant_config")).get("Linear", self.get("global_quant_config")))
-
-    @cached_property
-    def _quark_globs(self) -> Globs:
-        return Globs(_mapping(self.get("layer_quant_config")), "layer_quant_config")
-
-    def modelopt_settings(self, module: str) -> Mapping[str, Any]:
-        """Return the settings of a layer under ``quantized_layers``, which can also name an enclosing module."""
-        layers = _mapping(self.get("quantized_layers"))
-        while layers and module:
-            if module in layers:
-                return _mapping(layers[module])
-            module = module.rpartition(".")[0]
-        return {}
-
-    def algorithm(self, module: str) -> str | None:
-        """Return modelopt's ``quant_algo`` for a layer: its own, else the shared value."""
-        value = self.modelopt_settings(module).get("quant_algo") or self.get("quant_algo")
-        return value if isinstance(value, str) else None
 
     # ---- blocks and groups of scales ----
 
@@ -281,26 +202,16 @@ class Quantization:
         valid = isinstance(size, (list, tuple)) and len(size) == 2 and all(map(is_length, size))
         return (size[0], size[1]) if valid else None
 
-    @cached_property
-    def grids(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None]:
-        """Cache of `packed_group.configured_grid`: the grid by description id, shape of codes and shape of scales."""
-        return {}
-
     def weights(self, module: str) -> list[Mapping[str, Any]]:
         """Return the weight descriptions in compressed-tensors' ``config_groups`` for a module.
 
         All descriptions are returned if no target names the module, or if a target is a pattern with unsupported
         syntax: shapes and dtypes then decide.
         """
-        described = self._described
+        described = [weights for weights, _ in self._weights]
         if len(described) < 2 or not self._can_match_targets:
             return described
-        targeted = [
-            weights
-            for weights, targets in self._weights
-            if isinstance(targets, list) and any(_is_target(target, module) for target in targets)
-        ]
-        return targeted or described
+        return [weights for weights, targets in self._weights if _is_targeted(targets, module)] or described
 
     @cached_property
     def _can_match_targets(self) -> bool:
@@ -308,19 +219,10 @@ class Quantization:
         try:
             for _, targets in self._weights:
                 for target in targets if isinstance(targets, list) else ():
-                    _is_target(target, "")
+                    _is_targeted([target], "")
         except UnsupportedError:
             return False
         return True
-
-    @cached_property
-    def _described(self) -> list[Mapping[str, Any]]:
-        return [weights for weights, _ in self._weights]
-
-    @cached_property
-    def _unknown_weights(self) -> dict[int, tuple[str, Any] | None]:
-        """The unknown setting of each weight description, by the description's id."""
-        return {id(weights): unknown_setting(weights, part_of("weights")) for weights, _ in self._weights}
 
     @cached_property
     def _weights(self) -> list[tuple[Mapping[str, Any], Any]]:
@@ -350,30 +252,32 @@ def brief(text: str) -> str:
     return clip(printable(text), _QUOTED)
 
 
-def _anywhere(pattern: str) -> str:
-    """Extend a pattern to match anywhere in a name, unless it is anchored."""
-    return pattern if pattern.startswith("^") else f".*(?:{pattern})"
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return a value of a configuration if it has keys, else an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _keeps_basis(scheme: Any) -> bool:
     """Return True if the transforms of a scheme are merged into weights, or rotate queries and keys alike."""
-    steps = _mapping(scheme).get("apply")
-    if not isinstance(steps, list) or _mapping(scheme).get("requires_grad"):
+    steps = mapping(scheme).get("apply")
+    if not isinstance(steps, list) or mapping(scheme).get("requires_grad"):
         return False
-    locations = {str(_mapping(step).get("location")) for step in steps}
+    locations = {str(mapping(step).get("location")) for step in steps}
     return locations <= _MERGED or locations == _SCORES
 
 
-def _is_target(target: Any, module: str) -> bool:
-    if not isinstance(target, str):
-        return False
-    if target.startswith("re:"):
-        return compiled(target[3:], "config_groups").matches(module)
-    return target == module
+def _is_targeted(targets: Any, module: str) -> bool:
+    """Return True if a name or a pattern among the targets of a config group stands for a module."""
+    for target in filter(lambda target: isinstance(target, str), targets if isinstance(targets, list) else ()):
+        if target == module or (target.startswith("re:") and compiled(target[3:], "config_groups").matches(module)):
+            return True
+    return False
+
+
+def overrides_key(quantization: Quantization) -> str:
+    """Return GPTQModel's or auto-round's key of the settings of single layers."""
+    in_extra = quantization.method in AUTO_ROUND or "extra_config" in quantization.values
+    return "extra_config" if in_extra else "dynamic"
 
 
 def is_length(value: Any) -> TypeGuard[int]:
@@ -395,15 +299,8 @@ def is_kept_by(text: str | None, module: str, new: str) -> bool:
         return True
     if quantization.get("module_quant_configs") and module != new:
         return False  # `gemma` matches its patterns when it needs the bits
-    return all(
-        settings(module) == settings(new)
-        for settings in (
-            quantization.mlx_settings,
-            quantization.layer_overrides,
-            quantization.quark_settings,
-            quantization.weights,
-        )
-    )
+    own = quantization.method == "modelopt" or quantization.own(module) == quantization.own(new)
+    return own and quantization.weights(module) == quantization.weights(new)
 
 
 # ---- parsing ----
@@ -446,6 +343,11 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in (*_CONFIG_KEYS, MLX_KEY) or not isinstance(value, Mapping)
     }
+
+
+def with_quantization(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` with another quantization."""
+    return {**without_quantization(config), QUANTIZATION: settings}
 
 
 def _flattened(settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,7 +20,8 @@ from .families import FP8, Family
 from .grid import Misfit, Refused, label_of, matrices_of, whole_grid
 from .methods import QUARK, QUARK_ORDERS, part_of, quark_dtypes, unknown_setting
 from .packed_group import NUMBERS, PackedGroup
-from .quantization import Quantization, brief, is_length
+from .patterns import Globs
+from .quantization import Quantization, brief, is_length, mapping
 
 _CODES_IN_WORD = 8
 # Values of `ch_axis` for the rows and for the columns of a weight.
@@ -339,10 +340,26 @@ def unread_specs(quantization: Quantization, name: str, specs: Sequence[Mapping[
 
 def quark_specs(quantization: Quantization, name: str) -> list[Mapping[str, Any]]:
     """Return Quark's settings of a tensor, an item per stage of quantization."""
-    layer = quantization.quark_settings(_module_of(name))
-    value = layer.get("bias" if name.endswith(".bias") else "weight")
+    value = _layer(quantization, _module_of(name))["global_quant_config"].get(
+        "bias" if name.endswith(".bias") else "weight"
+    )
     specs = value if isinstance(value, list) else [value]
     return [spec for spec in specs if isinstance(spec, Mapping)]
+
+
+def _layer(quantization: Quantization, module: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the settings of a layer: by the first matching name or glob, else by type, else the global ones."""
+    match = quantization.once(_globs).first(module)
+    if match is not None:
+        layer = mapping(quantization.get("layer_quant_config")).get(match)
+    else:
+        types = mapping(quantization.get("layer_type_quant_config"))
+        layer = types.get("Linear", quantization.get("global_quant_config"))
+    return {"global_quant_config": mapping(layer)}
+
+
+def _globs(quantization: Quantization) -> Globs:
+    return Globs(mapping(quantization.get("layer_quant_config")), "layer_quant_config")
 
 
 def _module_of(name: str) -> str:
@@ -362,6 +379,8 @@ def _is_rotated(quantization: Quantization, module: str) -> bool:
 
 
 # ---- rows ----
+
+SETTINGS_OF_MODULES = {QUARK: _layer}
 
 # Suffixes of scales and zero points in checkpoints for transformers, then for diffusers.
 _SCALE = ("_scale", "_quantizer.scale", "_quantizer.0.scale")

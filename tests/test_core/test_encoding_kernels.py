@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.engine_models import DTYPES, matrix
-from builders.inside import PRESET_NAMES, PRESETS, Encoding, dtypes, encoding, in_memory, native, packing
+from builders.inside import Encoding, dtypes, encoding, engine_formats, in_memory, native, packing, presets
 from builders.random import rng
 from builders.thorough import part_of
 
 from safeload.errors import RangeError
 
+PRESETS = presets()
 TIERS = [tier for tier in range(1, native.lib.SL_TIER_COUNT) if native.lib.sl_tier_available(tier)]
 
 
@@ -27,7 +28,7 @@ def encode(name, dtype, weights, tier, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_tier_gives_the_codes_of_scalar(name, dtype, tier, monkeypatch):
-    flat = PRESETS[name].group in (None, 64) and PRESETS[name].engine != "mlx"
+    flat = PRESETS[name].group in (None, 64) and not PRESETS[name].engine.stacks_experts
     shapes = [(24, 128), (16, 5120 if PRESETS[name].group is None else 384), *([(20, 77)] if flat else [])]
     for seed, shape in enumerate(shapes):
         weights = matrix(*shape, seed).astype(DTYPES[dtype])
@@ -67,7 +68,7 @@ def encode_or_error(*arguments):
 @pytest.mark.parametrize(
     ("dtype", "kind"), part_of([*product(DTYPES, ["any bits", "subnormal", "ties", "blocks"])], 0, 3)
 )
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", engine_formats())
 def test_a_tier_gives_the_codes_of_scalar_for_hostile_weights(name, dtype, kind, monkeypatch):
     preset = PRESETS[name]
     ragged = preset.flat or preset.row_block > 1 or preset.group is None

@@ -11,7 +11,7 @@ import pytest
 from builders import dcp_build, llama_models
 from builders.engine_models import config, expert_model, fused_experts, write_experts, write_model
 from builders.http_server import Server
-from builders.inside import PRESETS, config_for
+from builders.inside import presets
 from builders.models import small, write_folder
 from builders.paths import DATA
 
@@ -207,11 +207,12 @@ def test_mlx_gets_the_keys_of_transformers_4(tmp_path, model_type):
 def test_mlx_gets_the_rotations_of_each_kind_of_layer():
     full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}
     rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
-    written = config_for(PRESETS["mlx4"], {"model_type": "gemma3_text", "rope_parameters": rope}, ())
+    mlx4 = presets()["mlx4"]
+    written = mlx4.lay_out(mlx4, {"model_type": "gemma3_text", "rope_parameters": rope}, {}, {})
     assert (written["rope_theta"], written["rope_local_base_freq"]) == (2e6, 3e4)
     assert written["rope_scaling"] == {**full, "type": "linear"}
     for damaged in (None, 3, [], {}, {"full_attention": 3, "sliding_attention": []}):
-        written = config_for(PRESETS["mlx4"], {"model_type": "gemma3_text", "rope_parameters": damaged}, ())
+        written = mlx4.lay_out(mlx4, {"model_type": "gemma3_text", "rope_parameters": damaged}, {}, {})
         assert not written.keys() & {"rope_theta", "rope_local_base_freq", "rope_scaling"}
 
 

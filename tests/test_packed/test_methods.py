@@ -437,7 +437,7 @@ def test_settings_of_many_layers_take_linear_time(tmp_path):
     said["extra_config"] = {f"model.layers.{i}.a": {"bits": 16, "data_type": "float"} for i in range(20_000)}
     quantization = quantization_of({"quantization_config": said})
     begin = time.process_time()
-    assert all(quantization.layer_overrides(f"model.layers.{i}.b") == {} for i in range(20_000))
+    assert all(quantization.own(f"model.layers.{i}.b") == {} for i in range(20_000))
     assert time.process_time() - begin < 1
 
 
@@ -457,7 +457,7 @@ def test_keys_of_layers_can_be_parts_of_names():
         "model.layers.0.v_proj": 2, "k_proj": 8, "model.layers.11.q_proj": None, "model.mlp.xk_proj": None,
         f"{'a.' * 100_000}k_proj": None,
     }  # fmt: skip
-    assert {name: quantization.layer_overrides(name).get("bits") for name in expected} == expected
+    assert {name: quantization.own(name).get("bits") for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", IN_GGUF)

@@ -1,4 +1,7 @@
-"""A new family of quantized tensors is one module and its name in one list: it is read, shown, sliced and converted."""
+"""A new family of quantized tensors is one module and its name in one list: it is read, shown, sliced and converted.
+
+So is a format that we write for an engine.
+"""
 
 import subprocess
 import sys
@@ -7,22 +10,31 @@ from builders.paths import ROOT
 
 FAMILY = """
 from ..base import packing
-from .families import Family
+from ..base.native import lib
+from .families import Engine, Family, Preset, parts_of
 from .grid import Misfit, whole_grid
+from .quantization import with_quantization
 
 
 def nibbles(group):
     rows, stored = group.shape()
-    if group.shape(packing.SCALE) != (rows,):
+    if group.shape(packing.SCALE) not in ((rows,), (rows, 1)):
         raise Misfit(f"steps {list(group.shape(packing.SCALE))} do not fit {rows} rows")
     shape = (rows, 2 * stored)
     return group.packing("toy", "toy4 row", shape, 4, "offset", grid=whole_grid(shape, 1, shape[1]))
 
 
+def lay_out(preset, config, left, exceptions):
+    return with_quantization(config, {"toy_bits": preset.bits, "plain": sorted(left)})
+
+
+PARTS = parts_of(".nibbles", "U8", ".step", "F32")
+PRESETS = [Preset("toy4", Engine("toys"), lib.SL_ENCODE_INT, 4, None, PARTS, lay_out)]
 FAMILIES = [Family("toy", ".nibbles", frozenset(("U8",)), {packing.SCALE: (".step",)}, nibbles, logical=".weight")]
 """
 
 USE = """
+import json
 import sys
 
 import numpy as np
@@ -53,6 +65,20 @@ except safeload.UnsupportedError as error:
     assert "'a.nibbles' holds U8 codes, whose scale is 'a.step'" in str(error), error
 else:
     raise AssertionError
+
+weights = {"a.weight": values, "b.weight": values}
+loaded = safeload.load_quantized(weights, "toy4", keep="b")
+assert loaded.summary.quantized == {"a.weight": "toy4"}, loaded.summary
+assert loaded["a.weight"].scheme == "toy4 row"
+assert np.abs(loaded["a.weight"].dequantize() - values).max() <= steps.max() / 2
+save_file(weights, f"{folder}/weights.safetensors")
+safeload.convert(f"{folder}/weights.safetensors", f"{folder}/out", quantize="toy4", ignore="b", only="*")
+with open(f"{folder}/out/config.json") as file:
+    assert json.load(file) == {"quantization_config": {"toy_bits": 4, "plain": ["b"]}}
+with safeload.open(f"{folder}/out") as checkpoint:
+    assert checkpoint.tensors["a.weight"].dtype == "toy4 row"
+    opened = checkpoint.load(dtype="float32")
+assert (opened["a.weight"] == loaded["a.weight"].dequantize()).all() and (opened["b.weight"] == values).all()
 """
 
 

@@ -78,42 +78,39 @@ def packed_in(tensors: Mapping[str, Any], *, in_folder: bool = False) -> PackedT
     packed: dict[str, Any] = {}
     described: dict[str, Any] = {}
     configs = set()
+
+    def add(name: str, stored: str, part: Any, owner: str) -> None:
+        if stored in packed or (stored != name and stored in tensors):
+            raise error_about(SafetensorError, f"has the name of {owner} tensor {show(name)}", tensor=stored)
+        packed[stored] = part
+
     for name, value in tensors.items():
-        if isinstance(value, LazyEncoded):
-            _add_encoded(packed, tensors, name, value)
-            continue
         if not isinstance(value, QUANTIZED):
             packed[name] = value
-            continue
-        assert isinstance(value, (QuantizedTensor, LazyQuantized, LazyPacked))
-        packing = None if isinstance(value, LazyQuantized) else value.packing
-        if packing is not None:
-            assert not isinstance(value, LazyQuantized)
-            if packing.flat and packing.family == GGUF:
+        elif isinstance(value, LazyEncoded):  # in an engine's format, which its ``config.json`` describes
+            module = name.removesuffix(".weight")
+            if module == name:
+                raise error_about(SafetensorError, f"is {value.scheme}: its name must end in .weight", tensor=name)
+            for suffix, part in value.parts.items():
+                add(name, module + suffix, part, f"a part of {value.scheme}")
+        elif not isinstance(value, LazyQuantized) and value.packing is not None:
+            if value.packing.flat and value.packing.family == GGUF:
                 text = f"is {value.scheme} of a GGUF file, and blocks cross its rows: dequantize it, or pass dtype="
                 raise SafetensorError(f"{tensor_named(name)} {text}", tensor=name)
-            _add_parts(packed, tensors, name, value)
-            described[name] = {
-                "scheme": value.scheme,
-                "shape": list(value.shape),
-                "parts": {role: _name_of(name, value.names, role) for role in value.roles},
-            }
-            configs.add(packing.config)
-            continue
-        assert isinstance(value, (QuantizedTensor, LazyQuantized))
-        described[name] = {"scheme": value.scheme, "shape": list(value.shape), "axis": value.axis}
-        stored = name
-        if in_folder and value.scale is not None:
-            stored = described[name]["codes"] = name + CODES_SUFFIX
-            if stored in tensors:
-                text = f"has the name of the codes of int8 tensor {show(name)}"
-                raise error_about(SafetensorError, text, tensor=stored)
-        packed[stored] = value.data
-        if value.scale is not None:
-            if name + SCALE_SUFFIX in tensors:
-                text = f"has the name of the scale of int8 tensor {show(name)}"
-                raise error_about(SafetensorError, text, tensor=name + SCALE_SUFFIX)
-            packed[name + SCALE_SUFFIX] = value.scale
+            parts = {role: _name_of(name, value.names, role) for role in value.roles}
+            for role, array in value.roles.items():
+                add(name, parts[role], array, "a part of packed")
+            described[name] = {"scheme": value.scheme, "shape": list(value.shape), "parts": parts}
+            configs.add(value.packing.config)
+        else:
+            assert isinstance(value, (QuantizedTensor, LazyQuantized))
+            described[name] = {"scheme": value.scheme, "shape": list(value.shape), "axis": value.axis}
+            stored = name
+            if in_folder and value.scale is not None:
+                stored = described[name]["codes"] = name + CODES_SUFFIX
+            add(name, stored, value.data, "the codes of int8")
+            if value.scale is not None:
+                add(name, name + SCALE_SUFFIX, value.scale, "the scale of int8")
     if len(configs) > 1:
         raise SafetensorError("the packed tensors come from checkpoints with different quantization configurations")
     return PackedTensors(packed, described, configs.pop() if configs else None)
@@ -130,30 +127,6 @@ def _name_of(name: str, names: Mapping[str, str], role: str) -> str:
         text = f"is packed and was stored as {show(own)}: readers find its parts only if the name {ending} in .weight"
         raise error_about(SafetensorError, text, tensor=name)
     return new + stored[len(stem) :]
-
-
-def _add_parts(
-    packed: dict[str, Any], tensors: Mapping[str, Any], name: str, value: QuantizedTensor | LazyPacked
-) -> None:
-    """Add the parts of a packed tensor under their stored names."""
-    for role, part in value.roles.items():
-        stored = _name_of(name, value.names, role)
-        if stored in packed or (stored != name and stored in tensors):
-            raise error_about(SafetensorError, f"has the name of a part of packed tensor {show(name)}", tensor=stored)
-        packed[stored] = part
-
-
-def _add_encoded(packed: dict[str, Any], tensors: Mapping[str, Any], name: str, value: LazyEncoded) -> None:
-    """Add the parts of a weight in an engine's format, which its ``config.json`` describes."""
-    module = name.removesuffix(".weight")
-    if module == name:
-        raise error_about(SafetensorError, f"is {value.scheme}: its name must end in .weight", tensor=name)
-    for suffix, part in value.parts.items():
-        stored = module + suffix
-        if stored in packed or (stored != name and stored in tensors):
-            text = f"has the name of a part of {value.scheme} tensor {show(name)}"
-            raise error_about(SafetensorError, text, tensor=stored)
-        packed[stored] = part
 
 
 def unpack(file: WeightFile) -> dict[str, str]:

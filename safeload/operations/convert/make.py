@@ -17,7 +17,6 @@ from ...base.arrays import Array, foreign_order
 from ...base.gc_pause import paused
 from ...base.messages import error_about
 from ...base.packing import MLX, Part
-from ...base.preset import PRESETS
 from ...base.scheme import SCHEMES, usual_axis
 from ...base.selecting import check_matches, renamed
 from ...base.text import plural, show
@@ -36,14 +35,14 @@ from ...formats.registry import SAFETENSORS, row_of
 from ...models.diffusion import model_of, with_renamed_shapes
 from ...models.family import changed_by_mlx
 from ...models.layout import Layout
-from ...packed.engines import not_as_in_mlx
+from ...packed.families import presets
 from ...packed.quantization import is_kept_by, quantization_of
 from ...stores.files import Location
 from ..folders.shards import Output, ShardWriter, shard_bounds, weight_map, writer_of
 from ..quantize.checkpoint import Rules, Summary
 from ..quantize.encoding import Encoding, encode, global_scale, largest_in
 from ..quantize.engine_layout import EngineCatalog, arranged
-from ..quantize.engine_rules import EngineRules
+from ..quantize.engine_rules import EngineRules, not_as_in_mlx
 from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
 from ..quantize.importance import read_importance, vectors_for
 from ..quantize.quantize import Rounding, quantize_source
@@ -276,7 +275,7 @@ def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) ->
     names = {name: name for name in decisions} if rename is None else renamed(decisions, rename)
     for name, output in outputs.items() if rename is not None else ():
         _check_rename(name, names[name], output)
-    if not (isinstance(rules, EngineRules) and rules.stacks_experts):
+    if not (isinstance(rules, EngineRules) and rules.engine.stacks_experts):
         _check_mlx(catalog, request, restored=decider.restored or isinstance(rules, EngineRules))
         if decider.restored:
             _warn_of_stacks(catalog, names, request.path)
@@ -411,7 +410,7 @@ class Maker:
         if source not in self._catalog:
             return _stored(self._catalog.ignored[source], self._threads)
         tensor = self._about(source)
-        if decision.scheme in PRESETS:
+        if decision.scheme in presets():
             return self._encoded(source, decision, tensor)
         if decision.scheme is not None and self._is_small(source, tensor) and name not in self._importance:
             return self._quantized_in_group(decision.scheme, source, name, tensor)
@@ -521,7 +520,7 @@ class Maker:
         assert decision.scheme is not None
         assert decision.dtype is not None
         row = dtypes.BY_CODE[decision.dtype]
-        encoding = Encoding(source, PRESETS[decision.scheme], tensor.shape, row)
+        encoding = Encoding(source, presets()[decision.scheme], tensor.shape, row)
         constants = encoding.constants()
         parts = {}
         for role, part in encoding.preset.parts.items():

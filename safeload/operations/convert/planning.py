@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ..._version import __version__
 from ...base import url as urls
 from ...base.gc_pause import paused
-from ...base.preset import PRESETS, preset_of
 from ...base.scheme import parse
 from ...base.selecting import pairs_of
 from ...base.text import show
@@ -24,6 +23,7 @@ from ...engine.run.atomic_file import hidden_name
 from ...errors import UnsupportedError, public
 from ...formats.folder import INDEX, RESUME, SINGLE
 from ...formats.numbered import PART
+from ...packed.families import preset_of, presets
 from ...stores.files import Location
 from ..folders import journal
 from ..folders.destinations import Destination, replacement_of
@@ -210,7 +210,7 @@ def _pieces(prepared: PlannedConversion, request: ConvertRequest, options: Mappi
             "rename": _texts_of(request.options.get("rename")) or [],
             "adapters": adapters,
             "recipes": json.loads(json.dumps(shard.recipes)),
-            "editable": not isinstance(preset, str) or preset not in PRESETS,
+            "editable": not isinstance(preset, str) or preset not in presets(),
         }
         # A shard depends on the sources of its own piece, not on those of other pieces.
         pieces.append({**piece, "id": digest_of(piece), "file": file, "storage_options": None})

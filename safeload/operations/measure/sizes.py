@@ -9,11 +9,11 @@ from typing import NamedTuple, cast
 
 from ...base import dtypes
 from ...base.names import NUMBER
-from ...base.preset import PRESET_NAMES, PRESETS
-from ...base.scheme import SCHEMES, usual_axis
+from ...base.scheme import SCHEMES, engine_formats, usual_axis
 from ...engine.codes.quantized_tensor import storage_of
 from ...errors import FormatError, UnsupportedError
 from ...models.schema import Schema
+from ...packed.families import presets
 from ..quantize.checkpoint import ModelRules, Rules, check_restorable, heads_to_quantize
 from ..quantize.encoding import Encoding
 from ..quantize.engine_layout import EngineCatalog, arranged
@@ -77,11 +77,11 @@ def sizes(source: Given) -> Sizes:
             return sum(kind.number * _quantized(kind, rules) for kind in (*kinds, *untied))
 
         def encoded(preset: str) -> int:
-            layout = arranged(catalog, PRESETS[preset])
+            layout = arranged(catalog, presets()[preset])
             own = kinds if layout is catalog else [_Kind(name, layout.about(name), 1) for name in layout]
-            return _encoded(own, EngineRules(PRESETS[preset], None), model, layout)
+            return _encoded(own, EngineRules(presets()[preset], None), model, layout)
 
-        schemes = {**_totals(SCHEMES, quantized), **_totals(PRESET_NAMES, encoded)}
+        schemes = {**_totals(SCHEMES, quantized), **_totals(engine_formats(), encoded)}
         return Sizes(stored, _totals(DTYPES, converted), schemes)
 
 
@@ -136,7 +136,7 @@ def _encoded(kinds: Iterable[_Kind], rules: EngineRules, model: ModelRules, cata
         scheme = rules.plan(name, about).scheme
         if scheme is not None:
             quantized = True
-            total += number * Encoding(name, PRESETS[scheme], about.shape, rules.weight_dtype(about, None)).nbytes
+            total += number * Encoding(name, presets()[scheme], about.shape, rules.weight_dtype(about, None)).nbytes
             continue
         row = rules.kept_dtype(about, None)
         total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))

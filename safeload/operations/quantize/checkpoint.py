@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...base import dtypes
+from ...base import dtypes, packing
 from ...base.arrays import Array
 from ...base.listing import dict_repr
 from ...base.messages import error_about
@@ -21,20 +21,24 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_reals
 from ...engine.run import jobs
 from ...engine.run.memory import private_array
-from ...engine.run.progress import Progress
+from ...engine.run.progress import Progress, reporter
 from ...engine.run.threads import check_threads
 from ...errors import UnsupportedError, exported, public
 from ...models.choosing import choose
 from ...models.diffusion import ARCHITECTURE
 from ...models.schema import Schema
 from ...models.tied import absent_heads
+from ...packed.families import presets
+from ...packed.packed_group import packing_of
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
-from .engine_loading import EncodedTensors, load_encoded
-from .engine_rules import EngineFormat, EngineRules, preset_named
+from .encoding import Encoding, encode, largest_in
+from .engine_layout import arranged
+from .engine_rules import EngineFormat, EngineRules, nothing_left, preset_named
 from .importance import importance_by_name
 from .keeping import Keep, Kept, Planned
 from .quantize import Request, Rounding, SchemeName, new_tensor, run_requests, weighted_rounding
+from .weights import ScratchBuffers, Weights, weights_in
 
 #: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
 #: Used for models without a schema; a schema gives the role of each tensor.
@@ -294,124 +298,123 @@ def load_quantized(
         raise ValueError(f"{preset.name} does not accept rounding=, axis= or imatrix=")
     if imatrix is not None:
         rounding = weighted_rounding(scheme, rounding, "imatrix=")
-    if preset is not None:
-        engine_rules = EngineRules(preset, keep)
-        with Catalog.of(source, storage_options) as catalog:
-            catalog.refuse_codes(catalog, "load_quantized")
-            return _encoded(load_encoded(catalog, engine_rules, threads, progress))
-    rules = Rules(scheme, keep)
+    rules = Rules(scheme, keep) if preset is None else EngineRules(preset, keep)
     with Catalog.of(source, storage_options) as catalog:
         catalog.refuse_codes(catalog, "load_quantized")
-        loader = _Quantizing(catalog, rules, tie_lm_head=tie_lm_head, rounding=rounding, axis=axis, threads=threads)
-        return loader.run(imatrix, progress)
+        if isinstance(rules, EngineRules):
+            return _load_for_engine(arranged(catalog, rules.preset), rules, threads, progress)
+        model = ModelRules.of(catalog)
+        rules.schema = model.schema
+        abouts = {name: catalog.about(name) for name in catalog}
+        before = sum(about.nbytes for about in abouts.values())
+        heads = heads_to_quantize(model, rules, abouts.__getitem__) if tie_lm_head else {}
+        abouts.update((head, abouts[embedding]) for head, embedding in heads.items())
+        quantized, kept = _planned(rules, abouts)
+        importance: Mapping[str, Array] = {}
+        if imatrix is not None:
+            shapes = {name: abouts[name].shape for name, to in quantized.items() if to != INT8}
+            importance = importance_by_name(imatrix, shapes)
+
+        def request(name: str, values: Source, to: str) -> Request:
+            own_axis = _axis_of(name, abouts[name].shape, axis) if to == INT8 else None
+            target = SCHEMES[to].target(rounding if to == "q4_0" else None)
+            return Request(values, new_tensor(values, to, own_axis), target, importance.get(name))
+
+        def converted(name: str, value: QuantizedTensor | Array) -> QuantizedTensor | Array:
+            """Convert a quantized tensor at once, so that only one is in memory as float32."""
+            if name not in quantized:
+                packed = abouts[name].packed and isinstance(value, QuantizedTensor)
+                return value.dequantize(threads=threads) if packed else value  # type: ignore[union-attr]
+            assert isinstance(value, QuantizedTensor)
+            only = request(name, of_reals(name, value.dequantize(threads=threads), threads), quantized[name])
+            run_requests([only], threads=threads, progress=None)
+            return only.result
+
+        requests: list[Request] = []
+        result = QuantizedDict()
+        for name, about in abouts.items():
+            origin = heads.get(name, name)
+            values = catalog.restoring(origin, name) if about.packed else None
+            if not about.quantized:
+                values = catalog.source(origin, name)  # type: ignore[assignment]
+            if values is None:
+                result[name] = converted(name, catalog.value(origin))
+                continue
+            if name in quantized:
+                requests.append(request(name, values, quantized[name]))
+            else:
+                row = _F32 if values.row.floating else values.row
+                array = private_array(values.shape, dtypes.array_dtype(row.number))
+                requests.append(Request(values, array, row.number))
+            result[name] = requests[-1].result
+        run_requests(requests, threads=threads, progress=progress)
+        return _summarized(result, before, (quantized, kept), abouts)
 
 
-def _encoded(loaded: EncodedTensors) -> QuantizedDict:
-    """Return tensors in the format of an engine with their summary."""
-    result = QuantizedDict(loaded.tensors)
-    before = sum(about.nbytes for about in loaded.abouts.values())
+def _planned(
+    rules: Rules | EngineRules, abouts: Mapping[str, TensorDescription]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the scheme of each tensor to quantize, and why each other tensor is kept."""
+    plans = {name: rules.plan(name, about) for name, about in abouts.items()}
+    quantized = {name: plan.scheme for name, plan in plans.items() if plan.scheme is not None}
+    return quantized, {name: plan.reason for name, plan in plans.items() if plan.scheme is None}
+
+
+def _summarized(
+    result: QuantizedDict,
+    before: int,
+    planned: tuple[dict[str, str], dict[str, str]],
+    abouts: Mapping[str, TensorDescription],
+) -> QuantizedDict:
+    for name, value in result.items():
+        if isinstance(value, np.ndarray):
+            result[name] = jobs.native_order(value)
     after = sum(value.nbytes for value in result.values())
-    result.summary = Summary(before, after, loaded.quantized, loaded.kept, described(loaded.abouts))
+    result.summary = Summary(before, after, *planned, described(abouts))
     return result
 
 
-class _Tensor(NamedTuple):
-    """A tensor of the result."""
+def _load_for_engine(catalog: Catalog, rules: EngineRules, threads: int | None, progress: Progress) -> QuantizedDict:
+    """Load tensors as a folder for an engine would hold them, one after another."""
+    rules.set_model(ModelRules.of(catalog).schema, catalog, chosen=catalog.config is None)
+    abouts = {name: catalog.about(name) for name in catalog if not rules.drops(name)}
+    rules.kept.check(abouts)
+    quantized, kept = _planned(rules, abouts)
+    if not quantized:
+        raise nothing_left(rules.preset, kept)
+    before, done = sum(about.nbytes for about in abouts.values()), 0
+    quantization, buffers = rules.quantization(quantized), ScratchBuffers()
+    maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes of weights that share a scale
+    result = QuantizedDict()
 
-    origin: str  # name of the stored tensor: the embedding of a tied head
-    about: TensorDescription  # of the origin
-    source: Source | None  # values of the origin; None if it is quantized, because it is read later
+    def weights(encoding: Encoding) -> Weights:
+        return weights_in(catalog, encoding.name, encoding.row, buffers, private_array, threads=threads)
 
-
-class _Quantizing:
-    """The state of a call to `load_quantized`."""
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        rules: Rules,
-        *,
-        tie_lm_head: bool,
-        rounding: Rounding | None,
-        axis: int | None,
-        threads: int | None,
-    ) -> None:
-        self._catalog = catalog
-        self._rules = rules
-        self._rounding = rounding
-        self._axis = axis
-        self._threads = threads
-        self._requests: list[Request] = []
-        self._importance: Mapping[str, Array] = {}
-        self._result = QuantizedDict()
-        self._tensors = {name: self._find(name) for name in catalog}
-        self._before = sum(tensor.about.nbytes for tensor in self._tensors.values())
-        model = ModelRules.of(catalog)
-        rules.schema = model.schema
-        if tie_lm_head:
-            heads = heads_to_quantize(model, rules, lambda name: self._tensors[name].about)
-            self._tensors.update({head: self._find(embedding, head) for head, embedding in heads.items()})
-
-    def _find(self, name: str, called: str | None = None) -> _Tensor:
-        about = self._catalog.about(name)
-        source = self._catalog.restoring(name, called) if about.packed else None
-        if not about.quantized:
-            source = self._catalog.source(name, called)  # type: ignore[assignment]
-        assert not isinstance(source, QuantizedTensor)
-        return _Tensor(name, about, source)
-
-    def run(self, imatrix: PathLike | Mapping[str, Any] | None, progress: Progress) -> QuantizedDict:
-        """Return the result; tensors in files are read in one run."""
-        quantized, kept = {}, {}
-        plans = {name: self._rules.plan(name, tensor.about) for name, tensor in self._tensors.items()}
-        if imatrix is not None:
-            chosen = [name for name, plan in plans.items() if plan.scheme not in (None, INT8)]
-            self._importance = importance_by_name(imatrix, {name: self._tensors[name].about.shape for name in chosen})
-        for name, tensor in self._tensors.items():
-            plan = plans[name]
-            if plan.scheme is None:
-                kept[name] = plan.reason
-                self._result[name] = self._keep(tensor)
+    with reporter(progress, before) as report:
+        for name, about in abouts.items():
+            if name in quantized:
+                preset = presets()[quantized[name]]
+                encoding = Encoding(name, preset, about.shape, rules.weight_dtype(about, None))
+                partners = rules.partners(name, quantized)
+                if partners and partners not in maxima:
+                    each = (encoding._replace(name=other, shape=abouts[other].shape) for other in partners)
+                    maxima[partners] = max(largest_in(other, weights(other), threads) for other in each)
+                parts = encode(encoding, weights(encoding), largest=maxima.get(partners), threads=threads)
+                parts = {role: jobs.native_order(part) for role, part in {**parts, **encoding.constants()}.items()}
+                module = name.removesuffix(".weight")
+                names = {role: module + part.suffix for role, part in preset.parts.items()}
+                kind = packing_of(name, names, parts, quantization)
+                result[name] = QuantizedTensor.of_parts(kind, {packing.NAME: name, **names}, parts)
             else:
-                quantized[name] = plan.scheme
-                self._result[name] = self._quantize(name, tensor, plan.scheme)
-        run_requests(self._requests, threads=self._threads, progress=progress)
-        for name, value in self._result.items():
-            if isinstance(value, np.ndarray):
-                self._result[name] = jobs.native_order(value)
-        after = sum(value.nbytes for value in self._result.values())
-        tensors = described({name: tensor.about for name, tensor in self._tensors.items()})
-        self._result.summary = Summary(self._before, after, quantized, kept, tensors)
-        return self._result
-
-    def _keep(self, tensor: _Tensor) -> QuantizedTensor | Array:
-        """Return a tensor to keep: unchanged if it is quantized already, else an array to fill."""
-        source = tensor.source
-        if source is None:
-            value = self._catalog.value(tensor.origin)
-            if tensor.about.packed and isinstance(value, QuantizedTensor):
-                return value.dequantize(threads=self._threads)
-            return value
-        row = _F32 if source.row.floating else source.row
-        array = private_array(source.shape, dtypes.array_dtype(row.number))
-        self._requests.append(Request(source, array, row.number))
-        return array
-
-    def _quantize(self, name: str, tensor: _Tensor, scheme: str) -> QuantizedTensor:
-        """Return a quantized tensor, filled by `run`, or immediately if the source has another scheme."""
-        axis = _axis_of(name, tensor.about.shape, self._axis) if scheme == INT8 else None
-        target = SCHEMES[scheme].target(self._rounding if scheme == "q4_0" else None)
-        importance = self._importance.get(name)
-        if tensor.source is not None:
-            new = new_tensor(tensor.source, scheme, axis)
-            self._requests.append(Request(tensor.source, new, target, importance))
-            return new
-        value = self._catalog.value(tensor.origin)  # immediately: only one is held in memory as float32
-        assert isinstance(value, QuantizedTensor)
-        source = of_reals(name, value.dequantize(threads=self._threads), self._threads)
-        new = new_tensor(source, scheme, axis)
-        run_requests([Request(source, new, target, importance)], threads=self._threads, progress=None)
-        return new
+                row = rules.kept_dtype(about, None)
+                if row is None or not (about.floating or about.scheme is not None):
+                    result[name] = catalog.value(name, threads)
+                else:
+                    result[name] = array = private_array(about.shape, dtypes.array_dtype(row.number))
+                    catalog.read_into(name, row, array, threads)
+            done += about.nbytes
+            report(done)
+    return _summarized(result, before, (quantized, kept), abouts)
 
 
 def _axis_of(name: str, shape: tuple[int, ...], axis: int | None) -> int | None:

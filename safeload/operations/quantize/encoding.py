@@ -12,13 +12,12 @@ import numpy as np
 from ...base import dtypes, packing
 from ...base.arrays import Array, index_of
 from ...base.native import TIER, ffi, lib
-from ...base.preset import Preset, StoredPart
 from ...base.text import subject
 from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
 from ...engine.run.threads import thread_count
 from ...errors import RangeError, UnsupportedError
-from ...packed.bitsandbytes import state_of
+from ...packed.families import Preset
 from ...stores.thread_group import in_order
 from .weights import Weights
 
@@ -28,7 +27,6 @@ WEIGHTS = ("BF16", "F16", "F32")
 _FLAT = 4096
 # The largest E2M1 times the largest E4M3.
 _NVFP4_MOST = np.float32(2688)
-_NONE = ffi.NULL
 
 
 class Encoding(NamedTuple):
@@ -39,11 +37,34 @@ class Encoding(NamedTuple):
     shape: tuple[int, ...]
     row: dtypes.Dtype  # dtype of the weight before it is quantized
 
+    @property
+    def columns(self) -> int:
+        """The columns of a block."""
+        return self.preset.group or max(1, self.shape[-1])
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The shape of the scales."""
+        if self.preset.flat:
+            return (-(-math.prod(self.shape) // self.columns),)
+        *stack, rows, columns = self.shape
+        return *stack, -(-rows // self.preset.row_block), -(-columns // self.columns)
+
     def stored(self, role: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return dtype and shape of a part."""
-        part: StoredPart = self.preset.parts[role]
-        row = self.row if part.dtype is None else dtypes.BY_CODE[part.dtype]
-        shape = (len(self._state()),) if role == packing.STATE else self.preset.shape_of(role, self.shape)
+        code = self.preset.parts[role].dtype
+        row = self.row if code is None else dtypes.BY_CODE[code]
+        shape, constant = self.grid, self.constants().get(role)
+        if constant is not None:
+            shape = constant.shape
+        elif role == packing.CODES and self.preset.flat:
+            shape = -(-math.prod(self.shape) // 2), 1
+        elif role == packing.CODES:
+            shape = *self.shape[:-1], -(-self.shape[-1] * self.preset.bits // row.bits)
+        elif role == packing.ZERO:
+            shape = -(-shape[0] * self.preset.bits // 32), shape[1]
+        elif role == packing.GLOBAL:
+            shape = (1,)
         return dtypes.array_dtype(row.number), shape
 
     @property
@@ -54,17 +75,7 @@ class Encoding(NamedTuple):
 
     def constants(self) -> dict[str, Array]:
         """Return the parts that do not depend on the values."""
-        parts: dict[str, Array] = {}
-        if packing.SHAPE in self.preset.parts:
-            parts[packing.SHAPE] = np.array(self.shape, np.int64)
-        if packing.TABLE in self.preset.parts:
-            parts[packing.TABLE] = np.array(self.preset.table, np.float32)
-        if packing.STATE in self.preset.parts:
-            parts[packing.STATE] = np.frombuffer(self._state(), np.uint8).copy()
-        return parts
-
-    def _state(self) -> bytes:
-        return state_of(self.preset, self.row.name, self.shape)
+        return self.preset.constants(self.preset, self.shape, self.row.name)
 
 
 def check_columns(name: str, preset: Preset, shape: tuple[int, ...]) -> None:
@@ -88,20 +99,56 @@ def encode(
     threads: int | None = None,
 ) -> dict[str, Array]:
     """Return the parts of a matrix by role, except those of `Encoding.constants`."""
-    preset = encoding.preset
+    preset, shape, row = encoding.preset, encoding.shape, encoding.row
     if only_scales:
         codes = np.empty(0, np.uint8)
     elif codes is None:
-        dtype, shape = encoding.stored(packing.CODES)
-        codes = private_array(shape, dtype)
-    blocks = math.prod(preset.grid(encoding.shape))
+        dtype, codes_shape = encoding.stored(packing.CODES)
+        codes = private_array(codes_shape, dtype)
+    blocks = math.prod(encoding.grid)
     scales = np.zeros(blocks, np.float32)
     biases = np.zeros(blocks if packing.BIAS in preset.parts else 0, np.float32)
     zeros = np.zeros(blocks if packing.ZERO in preset.parts else 0, np.int8)
     scale_codes = np.zeros(blocks, np.uint8)
-    tensor_scale = np.float32(0) if largest is None else global_scale(largest, encoding.row)
-    tasks = _Tasks(encoding, weights, float(tensor_scale), (codes, scales, biases, zeros, scale_codes))
-    for _ in in_order(tasks.run, _strips(encoding, weights), _threads(encoding, weights, threads)):
+    table = np.array(preset.table, np.float32)
+    tensor_scale = np.float32(0) if largest is None else global_scale(largest, row)
+    # Blocks that cross rows are never fewer than a row of `_FLAT`.
+    columns = _FLAT if preset.flat else max(1, shape[-1])
+    row_bytes = columns * preset.bits // 8 if preset.flat else codes.nbytes // max(1, math.prod(shape[:-1]))
+
+    def run(strip: _Strip) -> None:
+        top = strip.first // columns  # the first row of the strip
+        block = top // preset.row_block * -(-columns // encoding.columns)
+        fields = {
+            "method": preset.method,
+            "bits": preset.bits,
+            "is_signed": preset.signed,
+            "high_first": preset.flat,
+            "filler": strip.filler,
+            "from": row.number,
+            "global": float(tensor_scale),
+            "rows": strip.rows,
+            "columns": strip.columns,
+            "row_block": preset.row_block,
+            "group": encoding.columns,
+            "row_bytes": row_bytes,
+            "table": _pointer(table, "float *"),
+            "codes": _pointer(codes, "uint8_t *", top * row_bytes),
+            "scales": _pointer(scales, "float *", block),
+            "biases": _pointer(biases, "float *", block),
+            "zeros": _pointer(zeros, "int8_t *", block),
+            "scale_codes": _pointer(scale_codes, "uint8_t *", block),
+        }
+        position = ffi.new("uint64_t *")
+        with weights.read(strip.first, strip.end) as values:
+            job = ffi.new("sl_encoding *", {**fields, "weights": _pointer(values, "void *")})
+            status = lib.sl_encode(TIER, job, position)
+            assert status in (lib.SL_OK, lib.SL_E_RANGE)
+            if status == lib.SL_E_RANGE:
+                value = float(jobs.native_order(values[position[0] : position[0] + 1])[0])
+                raise _out_of_range(encoding, strip.first + position[0], value)
+
+    for _ in in_order(run, _strips(encoding, weights), _threads(encoding, weights, threads)):
         pass
     scale_dtype, scale_shape = encoding.stored(packing.SCALE)
     by_code = scale_dtype.itemsize == 1
@@ -180,60 +227,16 @@ def _threads(encoding: Encoding, weights: Weights, threads: int | None) -> int:
     return weights.threads(encoding.row.nbytes(longest), thread_count(nbytes, threads))
 
 
-class _Tasks:
-    """The fields of ``sl_encoding`` that all tasks share."""
-
-    def __init__(self, encoding: Encoding, weights: Weights, tensor_scale: float, arrays: tuple[Array, ...]) -> None:
-        self._encoding = encoding
-        self._weights = weights
-        self._scale = tensor_scale
-        self._arrays = arrays  # codes (empty to leave out), scales, biases, zeros, scale codes
-        self._table = np.array(encoding.preset.table, np.float32)
-        types = ("uint8_t *", "float *", "float *", "int8_t *", "uint8_t *")
-        self._parts = [_pointer(array, kind) for array, kind in zip(arrays, types, strict=True)]
-
-    def run(self, strip: _Strip) -> None:
-        """Encode a strip; any thread may call this."""
-        preset, row = self._encoding.preset, self._encoding.row
-        codes, scales, biases, zeros, scale_codes = self._parts
-        job = ffi.new("sl_encoding *")
-        # The first row of the strip; blocks that cross rows are never fewer than a row of `_FLAT`.
-        columns = _FLAT if preset.flat else strip.columns
-        group, top = preset.columns(self._encoding.shape), strip.first // columns
-        row_bytes = columns * preset.bits // 8
-        if not preset.flat:
-            row_bytes = self._arrays[0].nbytes // max(1, math.prod(self._encoding.shape[:-1]))
-        block = top // preset.row_block * -(-columns // group)
-        job.method, job.bits, job.is_signed, job.filler = preset.method, preset.bits, preset.signed, strip.filler
-        setattr(job, "from", row.number)
-        setattr(job, "global", self._scale)
-        job.high_first = preset.flat
-        job.rows, job.columns, job.row_block, job.group = strip.rows, strip.columns, preset.row_block, group
-        job.row_bytes = row_bytes
-        job.table = _pointer(self._table, "float *")
-        job.scales, job.scale_codes = scales + block, scale_codes + block
-        job.codes = codes + top * row_bytes if codes else _NONE
-        job.biases = biases + block if biases else _NONE
-        job.zeros = zeros + block if zeros else _NONE
-        position = ffi.new("uint64_t *")
-        with self._weights.read(strip.first, strip.end) as weights:
-            job.weights = _pointer(weights, "void *")
-            status = lib.sl_encode(TIER, job, position)
-            assert status in (lib.SL_OK, lib.SL_E_RANGE)
-            if status == lib.SL_E_RANGE:
-                value = float(jobs.native_order(weights[position[0] : position[0] + 1])[0])
-                self._raise(strip.first + position[0], value)
-
-    def _raise(self, position: int, value: float) -> None:
-        index = list(index_of(position, self._encoding.shape))
-        text = f"element {index} is {value}: only finite numbers can be quantized"
-        if math.isfinite(value):
-            text = f"the scale of the block at {index} does not fit {self._encoding.row.name}: pass dtype="
-        raise RangeError(subject(self._encoding.name) + text, tensor=self._encoding.name)
+def _out_of_range(encoding: Encoding, position: int, value: float) -> RangeError:
+    index = list(index_of(position, encoding.shape))
+    text = f"element {index} is {value}: only finite numbers can be quantized"
+    if math.isfinite(value):
+        text = f"the scale of the block at {index} does not fit {encoding.row.name}: pass dtype="
+    return RangeError(subject(encoding.name) + text, tensor=encoding.name)
 
 
-def _pointer(array: Array, kind: str) -> Any:
-    return ffi.cast(kind, address_of(array)) if array.size else _NONE
+def _pointer(array: Array, kind: str, element: int = 0) -> Any:
+    return ffi.cast(kind, address_of(array)) + element if array.size else ffi.NULL
 
 
 def _little(values: Array, dtype: np.dtype[Any]) -> Array:

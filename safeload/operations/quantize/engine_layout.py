@@ -7,21 +7,19 @@ llm-compressor divides fused experts; mlx-lm stacks separate experts. Source: ml
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ...base.messages import error_about
-from ...base.preset import BITSANDBYTES, MLX, PRESETS, Preset
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
 from ...models.expert_forms import MAX_EXPERTS, STACK
 from ...models.family import MlxExperts, mlx_experts_of
+from ...packed.families import Preset, presets
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
 from ..sources.restructured import RestructuredCatalog
-from .keeping import EXPRESSION, Keep, compiled
 
 _WEIGHT = ".weight"
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)
@@ -58,50 +56,14 @@ class EngineCatalog(RestructuredCatalog):
         """Return True if a tensor of the source has these values."""
         return self._renamed(name) is not None
 
-    def kept(self, keep: Keep) -> Keep:
-        """Return ``keep`` in names of this catalog."""
-        if keep is None:
-            return None
-        if callable(keep):
-            function = keep
-            return [name for name in self if self._selects(name, lambda text: bool(function(text)))]
-        patterns = [keep] if isinstance(keep, str) else list(keep)
-        return [name for pattern in patterns for name in (self._matching(pattern) or [pattern])]
-
-    def _matching(self, pattern: Any) -> list[str]:
-        if not isinstance(pattern, str):
-            return []
-        if pattern.startswith(EXPRESSION):
-            expression = compiled(pattern)
-            return [name for name in self if self._selects(name, lambda text: expression.match(text) is not None)]
-        return [name for name in self if self._selects(name, lambda text: fnmatchcase(text, pattern))]
-
-    def _selects(self, name: str, matches: Callable[[str], bool]) -> bool:
-        """Return True if a name, its module, or all of its sources match."""
-
-        def either(text: str) -> bool:
-            return matches(text) or matches(text.removesuffix(_WEIGHT))
-
-        if either(name):
-            return True
-        sources = self.sources_of(name)
-        selected = [source for source in sources if either(source)]
-        if selected and len(selected) < len(sources):
-            raise UnsupportedError(
-                f"keep= selects {show(selected[0])} and not {show(next(s for s in sources if s not in selected))}, but "
-                f"the engine stores both in {show(name)}: select all or none",
-                tensor=name,
-            )
-        return bool(selected)
-
 
 def arranged(catalog: Catalog, preset: Preset) -> Catalog:
     """Return the tensors as an engine loads them; the catalog itself if names and shapes stay."""
     model_type = None if catalog.config is None else catalog.config.get("model_type")
     if not isinstance(model_type, str):
         return catalog
-    experts = mlx_experts_of(model_type) if preset.engine == MLX else None
-    divides = preset.engine != BITSANDBYTES and model_type in _FUSED_TYPES  # bitsandbytes leaves experts
+    experts = mlx_experts_of(model_type) if preset.engine.stacks_experts else None
+    divides = preset.engine.quantizes_experts and model_type in _FUSED_TYPES
     if experts is None and not (divides and any(map(_FUSED.fullmatch, catalog))):
         return catalog
     catalog.refuse_codes(catalog, f"convert to {preset.name}")
@@ -115,9 +77,9 @@ def like(catalog: Catalog, other: Catalog) -> Catalog:
     """Return the tensors with experts as the other catalog stores them: stacked or separate."""
     names, theirs = ([name for name in each if isinstance(name, str)] for each in (catalog, other))
     if any(STACK in name for name in theirs) and not any(STACK in name for name in names):
-        return arranged(catalog, PRESETS["mlx4"])
+        return arranged(catalog, presets()["mlx4"])
     if any(map(_FUSED.fullmatch, names)) and not any(map(_FUSED.fullmatch, theirs)):
-        return arranged(catalog, PRESETS["w4a16"])
+        return arranged(catalog, presets()["w4a16"])
     return catalog
 
 

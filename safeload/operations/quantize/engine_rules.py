@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias
 
 from ...base import dtypes, packing
 from ...base.messages import error_about
-from ...base.preset import BITSANDBYTES, COMPRESSED, MLX, PRESETS, Preset, preset_of
 from ...base.text import show
 from ...errors import UnsupportedError
 from ...models.config_dtype import dtype_in
@@ -17,18 +16,8 @@ from ...models.schema import Schema
 from ...models.tied import KEY as TIE
 from ...models.tied import tied_heads
 from ...packed.conv1d import conv1d_model, is_named_conv1d
-from ...packed.engines import (
-    config_for,
-    engine_of,
-    is_expert,
-    is_fused,
-    is_router,
-    is_stack,
-    not_as_in_mlx,
-    partners_of,
-    quantization_for,
-)
-from ...packed.quantization import Quantization
+from ...packed.families import IS_EXPERT, IS_HEAD, Preset, preset_of, presets
+from ...packed.quantization import Quantization, quantization_of
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .encoding import WEIGHTS, check_columns
@@ -38,14 +27,27 @@ from .keeping import Keep, Kept, Planned
 _F32 = dtypes.BY_CODE["F32"]
 _WEIGHT = ".weight"
 # Why a linear module stays unquantized, so that the config must name it.
-_IS_HEAD, _IS_EXPERT = "is the head", "is an expert"
 _IS_CONV1D = "is a Conv1D, stored as [in, out]"
-_LINEAR = (_IS_HEAD, "is a router", _IS_EXPERT, _IS_CONV1D, "keep=", "excluded by keep=", "has a side")
-# Modules of the language model. Those of vision models have names in files that lack a prefix of the engine's.
-_MODEL = "model."
+_LINEAR = (IS_HEAD, "is a router", IS_EXPERT, _IS_CONV1D, "keep=", "excluded by keep=", "has a side")
+# Modules that choose experts. Engines compute these in full precision, although they are linear.
+_ROUTER = re.compile(r"\.(?:gate|router|shared_expert_gate)\.weight\Z")
+# Experts, which transformers holds as 3-D parameters; bitsandbytes quantizes only linear modules.
+_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+_FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)\Z")
+# Weights of several matrices, as mlx-lm names them.
+_STACKED = re.compile(r"\.(?:switch_mlp\.[a-z_]+|self_attn\.embed_q|self_attn\.unembed_out)\.weight\Z")
+# Modules that engines merge into a single matrix, so that they must share NVFP4's global scale. Source: llmcompressor
+# 0.14 ``entrypoints/model_free``.
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq_a", "wkv_a_with_mqa"),
+)
 
 
-# The names in `PRESETS`; MLX's formats have groups of 64 by default.
+# The names in `presets`; MLX's formats have groups of 64 by default.
 EngineFormat: TypeAlias = Literal[
     "w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8",
     "mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8", "mlx2-g32", "mlx2-g64", "mlx2-g128", "mlx3-g32", "mlx3-g64",
@@ -58,8 +60,7 @@ class EngineRules:
     """Select the weights that an engine's tool would quantize."""
 
     def __init__(self, preset: Preset, keep: Keep) -> None:
-        self.preset = preset
-        self.engine = engine_of(preset)
+        self.preset, self.engine = preset, preset.engine
         self._keep = keep
         self.kept = Kept(keep)
         self.schema: Schema | None = None  # None if the caller has chosen the tensors
@@ -71,21 +72,16 @@ class EngineRules:
         """Set the model, arranged for the engine; any model is supported if the caller has ``chosen`` the tensors."""
         self._config = config = catalog.config
         if isinstance(catalog, EngineCatalog):
-            self.kept = Kept(catalog.kept(self._keep))
+            self.kept = Kept(self._keep, catalog.sources_of)
         model_type = None if config is None else config.get("model_type")
         supported = schema is not None and model_type in engine_model_types()
         if not supported and not chosen:
             raise self._unsupported(model_type)
-        if self.preset.engine == MLX and changed_by_mlx(config):
+        if self.engine.stacks_experts and changed_by_mlx(config):
             raise UnsupportedError(f"{self.preset.name}: {not_as_in_mlx(model_type)}")
         self.schema = schema if supported else None
         self._tied = tied_heads(config, dict.fromkeys(catalog).keys())
-        self._experts = mlx_experts_of(model_type) if self.preset.engine == MLX and supported else None
-
-    @property
-    def stacks_experts(self) -> bool:
-        """True if the engine loads the experts of a layer as a stack."""
-        return self.preset.engine == MLX
+        self._experts = mlx_experts_of(model_type) if self.engine.stacks_experts and supported else None
 
     def _unsupported(self, model_type: object) -> UnsupportedError:
         advice = "choose the tensors to convert with only=, and pass ignore= for those to leave unquantized"
@@ -106,7 +102,7 @@ class EngineRules:
         if reason is not None:
             return Planned(None, reason)
         preset, shape = self.preset, about.shape
-        stacked = self._experts is not None and is_stack(name)
+        stacked = self._experts is not None and _STACKED.search(name) is not None
         if len(shape) != 2 + stacked or not name.endswith(_WEIGHT):
             what = f"is {len(shape)}-D" if len(shape) != 2 else f"has a name that does not end in {_WEIGHT}"
             text = (
@@ -116,10 +112,10 @@ class EngineRules:
             raise error_about(UnsupportedError, text, tensor=name)
         if any(side % preset.sides for side in shape):
             return Planned(None, f"has a side that is not a multiple of {preset.sides}")
-        if preset.engine == MLX and shape[-1] % preset.columns(shape):
+        if self.engine.stacks_experts and preset.group is not None and shape[-1] % preset.group:
             return Planned(None, f"has rows of {shape[-1]} elements, not whole groups of {preset.group}")
-        if self._experts is not None and self._experts.router is not None and is_router(name):
-            preset = PRESETS[self._experts.router]
+        if self._experts is not None and self._experts.router is not None and _ROUTER.search(name):
+            preset = presets()[self._experts.router]
         check_columns(name, preset, shape)
         return Planned(preset.name)
 
@@ -133,25 +129,24 @@ class EngineRules:
         if is_named_conv1d(name) and conv1d_model(self._config) is not None:
             return _IS_CONV1D  # engines quantize linear modules, or these as [out, in]
         role = "weight" if self.schema is None else self.schema.role(name)
-        ends = {"embedding": "is an embedding", "head": _IS_HEAD}
+        ends = {"embedding": "is an embedding", "head": IS_HEAD}
         if role in ends and not self.engine.quantizes_ends:
             return ends[role]
         if role in ("norm", "bias", "buffer"):
             return f"is a {role}"
-        if (is_expert(name) or is_fused(name)) and not self.engine.quantizes_experts:
-            return _IS_EXPERT
-        if role is None and is_fused(name):
-            return None  # `plan` refuses its axes
+        fused = _FUSED_EXPERTS.search(name) is not None
+        if not self.engine.quantizes_experts and (fused or _EXPERT.search(name)):
+            return IS_EXPERT
         if role is None:
-            return "is not in the schema of the model"
+            return None if fused else "is not in the schema of the model"  # `plan` refuses the axes of fused experts
         if self.schema is not None and len(shape) == 1:
             return "is 1-D, not 2-D"
         quantizes_routers = self._experts is not None and not self._experts.keeps_routers
-        return "is a router" if is_router(name) and not quantizes_routers else None
+        return "is a router" if _ROUTER.search(name) and not quantizes_routers else None
 
     def drops(self, name: str) -> bool:
         """Return True for a stored tensor that the engine's tool leaves out."""
-        tied = self.preset.engine == MLX and name in self._tied
+        tied = self.engine.stacks_experts and name in self._tied
         return tied or name.endswith(self.engine.dropped or "\0")
 
     def weight_dtype(self, about: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
@@ -176,7 +171,10 @@ class EngineRules:
         """Return the weights that share a global scale with a quantized weight, itself included; () for none."""
         if packing.GLOBAL not in self.preset.parts:
             return ()
-        return tuple(other for other in partners_of(name) if other in quantized)
+        parent, _, module = name.removesuffix(_WEIGHT).rpartition(".")
+        fused = next((modules for modules in _FUSED if module in modules), (module,))
+        partners = (f"{parent}.{other}{_WEIGHT}" for other in fused) if len(fused) > 1 else (name,)
+        return tuple(other for other in partners if other in quantized)
 
     def config(
         self,
@@ -186,32 +184,41 @@ class EngineRules:
         names: Mapping[str, str],  # in the result, by name before `rename`
     ) -> dict[str, Any]:
         """Return the ``config.json`` of the folder."""
-        linear = {name: reason for name, reason in kept.items() if reason.startswith(_LINEAR)}
-        if self.preset.engine == BITSANDBYTES:  # its reader holds experts as parameters, not as modules
-            linear = {name: reason for name, reason in linear.items() if reason != _IS_EXPERT}
-        left = [names.get(name, name).removesuffix(_WEIGHT) for name in linear if name.endswith(_WEIGHT)]
-        heads = [head.removesuffix(_WEIGHT) for head in self._tied if head not in kept]
-        left += [*heads, *(head.rpartition(".")[2] for head in heads)]  # transformers has the head beside the model
-        if self.preset.engine == BITSANDBYTES and all(reason == _IS_HEAD for reason in linear.values()):
-            left = []  # the default of transformers: the head, also if it is tied
-        if self.preset.engine == COMPRESSED:
-            left += [f"re:.*{re.escape(name)}$" for name in left if "." in name and not name.startswith(_MODEL)]
-        if self.preset.engine == MLX and self.schema is not None and TIE not in (config or {}):
+        left = {
+            names.get(name, name).removesuffix(_WEIGHT): reason
+            for name, reason in kept.items()
+            if reason.startswith(_LINEAR) and name.endswith(_WEIGHT)
+        }
+        for head in self._tied:
+            if head not in kept:
+                module = head.removesuffix(_WEIGHT)  # transformers has the head beside the model
+                left |= {module: IS_HEAD, module.rpartition(".")[2]: IS_HEAD}
+        if self.engine.stacks_experts and self.schema is not None and TIE not in (config or {}):
             has_head = any(self.schema.role(name) == "head" for name in (*quantized, *kept))
             config = {**(config or {}), TIE: not has_head}  # mlx-lm's default is not that of transformers
-        return config_for(self.preset, config, sorted(dict.fromkeys(left)), self._exceptions(quantized, names))
+        return self.preset.lay_out(self.preset, config or {}, left, self._exceptions(quantized, names))
 
     def quantization(self, quantized: Mapping[str, str]) -> Quantization:
-        """Return the quantization of a folder with these formats, by name."""
-        return quantization_for(self.preset, self._exceptions(quantized, {}))
+        """Return the quantization of a folder with these formats by name, as its reader would parse it."""
+        quantization = quantization_of(self.preset.lay_out(self.preset, {}, {}, self._exceptions(quantized, {})))
+        assert quantization is not None
+        return quantization
 
     def _exceptions(self, quantized: Mapping[str, str], names: Mapping[str, str]) -> dict[str, Preset]:
         """Return the modules with another format than the usual one."""
         return {
-            names.get(name, name).removesuffix(_WEIGHT): PRESETS[scheme]
+            names.get(name, name).removesuffix(_WEIGHT): presets()[scheme]
             for name, scheme in quantized.items()
             if scheme != self.preset.name
         }
+
+
+def not_as_in_mlx(model_type: object) -> str:
+    """Return why a model's tensors of MLX are not those of transformers."""
+    return (
+        f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names), and "
+        "safeload does not know the differences"
+    )
 
 
 def nothing_left(preset: Preset, kept: Mapping[str, str]) -> UnsupportedError:
@@ -224,7 +231,7 @@ def nothing_left(preset: Preset, kept: Mapping[str, str]) -> UnsupportedError:
 def preset_named(scheme: object) -> Preset | None:
     """Return the preset that a scheme names, or None for other schemes."""
     if isinstance(scheme, Mapping):
-        name = next((value for value in scheme.values() if isinstance(value, str) and value.lower() in PRESETS), None)
+        name = next((value for value in scheme.values() if isinstance(value, str) and value.lower() in presets()), None)
         if name is not None:
             raise ValueError(
                 f"{show(name)} is for whole models: pass quantize={show(name)}, and ignore= for exceptions"

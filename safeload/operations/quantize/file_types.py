@@ -29,14 +29,10 @@ _ALL = "*"  # the pattern for all other tensors
 
 
 def file_type_of(scheme: ConvertScheme, sizes: ModelSizes | None) -> str | None:
-    """Return the file type that ``quantize=`` asks for, or None if it asks for block types.
+    """Return the file type that ``quantize=`` asks for, or None if it asks for block types, or for no llama.cpp model.
 
     A bare name is a file type. In a dict the names of block types are block types; the pattern "*" can also have a
     mixture such as "q4_k_m".
-
-    Args:
-        sizes: of the model to write, or None if the result is not a model of llama.cpp's.
-
     """
     name = scheme.get(_ALL) if isinstance(scheme, Mapping) else scheme
     lower = name.lower() if isinstance(name, str) else ""
@@ -45,36 +41,22 @@ def file_type_of(scheme: ConvertScheme, sizes: ModelSizes | None) -> str | None:
 
 
 class FileTypeRules(Rules):
-    """The types that llama-quantize chooses for a file type, except for tensors whose names match a pattern.
-
-    Args:
-        scheme: the file type, or a dict of patterns with the file type for "*".
-        file_type: its name, see `file_type_of`.
-    """
+    """The types that llama-quantize chooses for a file type, except for tensors whose names match a pattern."""
 
     def __init__(
         self,
-        scheme: ConvertScheme,
+        patterns: Mapping[str, Any],
         keep: Keep,
         file_type: str,
-        *,
         sizes: ModelSizes,
         matrix: ImportanceMatrix | None,
     ) -> None:
-        patterns: dict[str, Any] = dict(scheme) if isinstance(scheme, Mapping) else {}
-        patterns.pop(_ALL, None)
         super().__init__(patterns, keep)
-        self.file_type = file_type
-        self._sizes = sizes
-        self._matrix = matrix
+        self.file_type, self._sizes, self._matrix = file_type, sizes, matrix
         self._types: Mapping[str, TensorType] = {}
 
     def prepare(self, tensors: Mapping[str, TensorDescription]) -> None:
-        """Choose the types of all tensors of the result.
-
-        Raises:
-            UnsupportedError: llama.cpp has no rule for a tensor, or requires importance that is missing.
-        """
+        """Choose the types of all tensors of the result."""
         shapes = {name: about.shape for name, about in tensors.items()}
         if self._sizes.architecture in diffusion_models():
             self._types = mixtures.choose_for_image(self.file_type, shapes, self._sizes.architecture)
@@ -119,15 +101,7 @@ class FileTypeRules(Rules):
 def rules_for(
     catalog: Catalog, scheme: ConvertScheme, keep: Keep, matrix: ImportanceMatrix | None, *, model: bool
 ) -> Rules:
-    """Return the rules for ``quantize=``.
-
-    Args:
-        model: True if the result is a file for llama.cpp, so that bare names are file types.
-
-    Raises:
-        ValueError: an unknown scheme.
-        UnsupportedError: the model is a diffusion model that ComfyUI-GGUF has no rules for.
-    """
+    """Return the rules for ``quantize=``; in a ``model``, a file for llama.cpp, bare names are file types."""
     sizes = ModelSizes.of(catalog.metadata) if model else None
     if sizes is not None and sizes.architecture in diffusion_models() and sizes.architecture not in quantized_models():
         raise UnsupportedError(
@@ -138,17 +112,14 @@ def rules_for(
     file_type = file_type_of(scheme, sizes)
     if file_type is None or sizes is None:
         return Rules(scheme, keep)  # type: ignore[arg-type]  # refuses file types
-    return FileTypeRules(scheme, keep, file_type, sizes=sizes, matrix=matrix)
+    patterns = {name: to for name, to in scheme.items() if name != _ALL} if isinstance(scheme, Mapping) else {}
+    return FileTypeRules(patterns, keep, file_type, sizes, matrix)
 
 
 def metadata_with(
     metadata: Mapping[Any, Any], rules: Rules | None, matrix: ImportanceMatrix | None, own: Mapping[str, Any]
 ) -> Mapping[Any, Any]:
-    """Return metadata with the keys that llama-quantize writes.
-
-    Args:
-        own: keys that the caller sets, which stay.
-    """
+    """Return metadata with the keys that llama-quantize writes; the caller's ``own`` keys stay."""
     keys = {} if matrix is None else matrix.metadata()
     if isinstance(rules, FileTypeRules):
         metadata = mixtures.with_file_type(metadata, rules.file_type, keys.items())

@@ -146,42 +146,30 @@ def quantization_error(
         names = {name: tied.get(name, name) for name in codes if codes.about(name).quantized}
         originals.check(names.values())
         originals.refuse_codes(names.values(), "quantization_error")
-        errors = {name: _of_tensor(name, originals.array(origin), codes.value(name)) for name, origin in names.items()}
+        errors = {name: _error_of(name, originals.array(origin), codes.value(name)) for name, origin in names.items()}
         return QuantizationTable(errors, map(codes.about, errors))
 
 
-def _of_tensor(name: str, original: Array, quantized: Array | QuantizedTensor) -> QuantizationStats:
+def _error_of(name: str, original: Any, quantized: Array | QuantizedTensor) -> QuantizationStats:
     assert isinstance(quantized, QuantizedTensor)
-    return _error_of(name, original, quantized)
-
-
-def _error_of(name: str, original: Any, quantized: QuantizedTensor) -> QuantizationStats:
-    original = as_array(original, name)
-    if original.shape != quantized.shape:
+    original, shape = as_array(original, name), quantized.shape
+    if original.shape != shape:
         raise ValueError(
             f"{subject(name)}the original has shape {list(original.shape)}, but the quantized tensor has shape "
-            f"{list(quantized.shape)}"
+            f"{list(shape)}"
         )
+    matrix = original if len(shape) > 1 else original.reshape(1, -1)
+    # Packed tensors are dequantized as a whole, others in blocks of rows.
+    whole = len(shape) < 2 or quantized.packing is not None
+    values = quantized.dequantize(np.float32).reshape(matrix.shape) if whole else None
     largest, squares, signal = 0.0, 0.0, 0.0
-    for exact, dequantized in _blocks(original, quantized):
-        difference = exact - dequantized
+    step = max(1, _BLOCK * len(matrix) // max(1, matrix.size))
+    for begin in range(0, len(matrix), step):
+        rows = slice(begin, begin + step)
+        exact = matrix[rows].astype(np.float64)
+        difference = exact - (quantized._rows(rows).dequantize(np.float32) if values is None else values[rows])
         largest = max(largest, float(np.abs(difference).max(initial=0)))
         squares += float(np.square(difference).sum())
         signal += float(np.square(exact).sum())
-    count = max(1, original.size)
     snr = math.inf if squares == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / squares)
-    return QuantizationStats(largest, math.sqrt(squares / count), snr)
-
-
-def _blocks(original: Array, quantized: QuantizedTensor) -> Iterable[tuple[Array, Array]]:
-    """Yield blocks of rows in float64: original and dequantized values."""
-    if len(original.shape) < 2:
-        yield np.float64(original), quantized.dequantize(np.float32).astype(np.float64)
-        return
-    values = None if quantized.packing is None else quantized.dequantize(np.float32)
-    step = max(1, _BLOCK * original.shape[0] // max(1, original.size))
-    for begin in range(0, original.shape[0], step):
-        rows = slice(begin, begin + step)
-        exact = original[rows].astype(np.float64)
-        dequantized = quantized._rows(rows).dequantize(np.float32) if values is None else values[rows]
-        yield exact, dequantized.astype(np.float64)
+    return QuantizationStats(largest, math.sqrt(squares / max(1, original.size)), snr)

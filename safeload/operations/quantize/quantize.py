@@ -9,10 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...base import packing
 from ...base.arrays import Array
 from ...base.native import lib
-from ...base.packing import Grid, Packing
+from ...base.packing import Packing
 from ...base.scheme import INT8, SCHEMES, parse
 from ...base.text import show
 from ...engine.codes.code_ranges import Range, small_ranges, values_before
@@ -25,7 +24,8 @@ from ...engine.run.job import Channels, Job, Origin
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
-from ...errors import RangeError, public
+from ...errors import public
+from ...packed import bitnet
 from .importance import check_importance, weighted_jobs
 
 SchemeName: TypeAlias = Literal[
@@ -304,99 +304,54 @@ def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None)
     packed = source.packed.packing
     ranges = list(small_ranges(packed, _AT_A_TIME))
     values = private_array((_count(ranges[0], packed),), np.dtype(np.float32))
-    maxima = np.zeros(result.scale.size, np.uint32)
-    for part in ranges:
-        _restore(source, part, values, threads)
-        job, own, inner = _job(source, part, values, result.axis)
-        channels = Channels(own.stop - own.start, inner)
-        memory = address(maxima[own])
-        jobs.Batch([job._replace(op=lib.SL_OP_ABSMAX, memory=memory, channels=channels)]).run(threads=threads)
-        if _not_finite(maxima[own]):
-            jobs.Batch([job._replace(op=lib.SL_OP_FINITE)]).run(threads=threads)  # raises, with the index
-    factors = _set_scale(result, maxima)
-    for part in ranges:
-        if len(ranges) > 1:
-            _restore(source, part, values, threads)
-        job, own, inner = _job(source, part, values, result.axis)
-        channels = Channels(own.stop - own.start, inner, factors[own])
-        memory = address(result.data) + values_before(packed, part)
-        jobs.Batch([job._replace(op=lib.SL_OP_INT8, memory=memory, channels=channels)]).run(threads=threads)
+    maxima, factors = np.zeros(result.scale.size, np.uint32), None
+    for op in (lib.SL_OP_ABSMAX, lib.SL_OP_INT8):
+        for part in ranges:
+            begin, count = values_before(packed, part), _count(part, packed)
+            if factors is None or len(ranges) > 1:
+                memory = address(values) - 4 * begin
+                restoring = restore_jobs(
+                    source.packed, memory, lib.SL_F32, source.name, owner=source.owner, ranges=(part,)
+                )
+                jobs.Batch(restoring).run(threads=threads)
+            own, inner = _channels(source.shape, result.axis, begin, count)
+            origin = Origin(source.name, source.shape, values, begin)
+            job = Job(None, address(values), 0, 4 * count, lib.SL_F32, lib.SL_F32, op, origin=origin)
+            memory = address(maxima[own]) if factors is None else address(result.data) + begin
+            channels = Channels(own.stop - own.start, inner, None if factors is None else factors[own])
+            jobs.Batch([job._replace(memory=memory, channels=channels)]).run(threads=threads)
+            if factors is None and _not_finite(maxima[own]):
+                jobs.Batch([job._replace(op=lib.SL_OP_FINITE)]).run(threads=threads)  # raises, with the index
+        if factors is None:
+            factors = _set_scale(result, maxima)
 
 
 def _count(part: Range, packed: Packing) -> int:
     return part.matrices * part.rows * part.columns_of(packed)
 
 
-def _restore(source: Source, part: Range, values: Array, threads: int | None) -> None:
-    """Restore the values of a range of codes."""
-    assert source.packed is not None
-    memory = address(values) - 4 * values_before(source.packed.packing, part)
-    restoring = restore_jobs(source.packed, memory, lib.SL_F32, source.name, owner=source.owner, ranges=(part,))
-    jobs.Batch(restoring).run(threads=threads)
-
-
-def _job(source: Source, part: Range, values: Array, axis: int | None) -> tuple[Job, slice, int]:
-    """Return a job on the values of a range, its channels, and the number of consecutive values per channel."""
-    assert source.packed is not None
-    count, begin = _count(part, source.packed.packing), values_before(source.packed.packing, part)
-    origin = Origin(source.name, source.shape, values, begin)
-    job = Job(None, address(values), 0, 4 * count, lib.SL_F32, lib.SL_F32, origin=origin)
+def _channels(shape: tuple[int, ...], axis: int | None, begin: int, count: int) -> tuple[slice, int]:
+    """Return the channels of a range of values, and the number of consecutive values per channel."""
     if axis is None:
-        return job, slice(0, 1), 1
-    length, inner = source.shape[axis], math.prod(source.shape[axis + 1 :])
+        return slice(0, 1), 1
+    length, inner = shape[axis], math.prod(shape[axis + 1 :])
     if count % (length * inner) == 0:
-        return job, slice(0, length), inner
+        return slice(0, length), inner
     first = begin // inner % length
     if count < inner:  # part of a single channel
-        return job, slice(first, first + 1), count
-    return job, slice(first, first + count // inner), inner
+        return slice(first, first + 1), count
+    return slice(first, first + count // inner), inner
 
 
 # ---- BitNet b1.58 ----
 
 _BITNET = "bitnet"
-_SMALLEST_MEAN = 1e-5  # the smallest mean magnitude, as in ``WeightQuant``
-_BLOCK = 1 << 20  # elements of the rows processed together
-# A file of such tensors opens again with this config, in which the scale divides.
-_BITNET_CONFIG = '{"quantization_config": {"linear_class": "bitlinear", "quant_method": "bitnet"}}'
 
 
 def _quantize_bitnet(x: Any, threads: int | None) -> QuantizedTensor:
-    """Return ternary codes of a matrix: clip(round(x * s), -1, 1) with s = 1 / mean(abs(x)), value code / s."""
+    """Return ternary codes of a matrix, like `WeightQuant` of transformers' integrations/bitnet.py, in float32."""
     shape = of_reals("", x, threads).shape
     if len(shape) != 2 or shape[0] % 4:
         raise ValueError(f"bitnet packs four rows of a matrix into one, but the shape is {list(shape)}")
-    # Like `WeightQuant` of transformers' integrations/bitnet.py, in float32. The mean is summed in float64 and rounded
-    # once, because the order of PyTorch's float32 sum depends on the machine.
-    values: Array = np.asarray(astype(x, np.float32, threads=threads))
-    step = max(1, _BLOCK // max(1, shape[1]))
-    total = sum(float(np.abs(values[k : k + step], dtype=np.float64).sum()) for k in range(0, shape[0], step))
-    if not np.isfinite(total):
-        at = [int(k) for k in np.argwhere(~np.isfinite(values))[0]]
-        raise RangeError(f"element {at} is {values[tuple(at)]}: only finite numbers can be quantized")
-    mean = np.float32(max(total / max(1, values.size), _SMALLEST_MEAN))
-    scale = np.reciprocal(mean, dtype=np.float32)
-    rows = shape[0] // 4
-    data = np.zeros((rows, shape[1]), np.uint8)
-    for begin in range(0, rows, step):
-        part = slice(begin, min(begin + step, rows))
-        planes = [values[plane * rows + part.start : plane * rows + part.stop] for plane in range(4)]
-        for plane, numbers in enumerate(planes):
-            codes = np.clip(np.rint(numbers * scale), -1, 1).astype(np.int8) + 1
-            data[part] |= (codes << 2 * plane).astype(np.uint8)
-    grid = Grid(max(1, shape[0]), max(1, shape[1]), 1, 1)
-    packed = Packing(
-        _BITNET,
-        "ternary",
-        shape,
-        1,
-        *shape,
-        packing.PLANES,
-        2,
-        "ternary",
-        shape[1],
-        grid=grid,
-        scale_rule=packing.INVERSE,
-        config=_BITNET_CONFIG,
-    )
-    return QuantizedTensor.of_parts(packed, {}, {packing.CODES: data, packing.SCALE: np.array([scale])})
+    packed, parts = bitnet.lay_out(np.asarray(astype(x, np.float32, threads=threads)))
+    return QuantizedTensor.of_parts(packed, {}, parts)
