@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, TypeAlias
 
-from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError, LimitError, SafeloadError, VerificationError
@@ -17,12 +16,11 @@ from ..stores.digests import (
     MANIFEST_KEY,
     MANIFEST_VERSION,
     SIGNATURE_NAME,
-    CachedFiles,
     Expected,
-    ListedFiles,
     digest_in_cache,
     files_of_manifest,
     is_manifest,
+    refused,
 )
 from ..stores.files import LOCAL, Files
 from ..stores.json_file import MAX_JSON, parse_json
@@ -54,7 +52,7 @@ def verified_files(
     """Return files that are verified when they are read."""
     if verify is None or verify is False:
         return files
-    return VerifiedFiles(files, expected_of(texts, files, verify, storage_options))
+    return VerifiedFiles(files, expected_of(texts, files, verify, storage_options))  # type: ignore[return-value]
 
 
 def expected_of(
@@ -95,10 +93,7 @@ def _content(text: str, files: Files) -> _Document:
     shown = files.shown(text)
     with closing(files.open(text)) as store:
         if store.size > MAX_JSON:
-            raise VerificationError(
-                f"{shown}: the manifest or signature has {store.size:,} bytes, but the limit is {MAX_JSON:,}",
-                path=shown,
-            )
+            raise refused(f"the manifest or signature has {store.size:,} bytes, but the limit is {MAX_JSON:,}", shown)
         return _Document(shown, read_at(store, 0, store.size), files.split(files.absolute(text))[0])
 
 
@@ -115,7 +110,7 @@ def _is_ours(document: _Document) -> bool:
         return MANIFEST_KEY in fields
     text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), nor an "
     text += f"OpenSSF model signature ({SIGNATURE_KEY!r}){fault}"
-    raise error_about(VerificationError, text, path=document.source)
+    raise refused(text, document.source)
 
 
 def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str:
@@ -136,39 +131,39 @@ def _folder_of(path: str, files: Files) -> str:
     return folder.rstrip("/\\") or folder
 
 
-def _listed(document: _Document, path: str, files: Files) -> ListedFiles:
+def _listed(document: _Document, path: str, files: Files) -> Expected:
     source, content, folder = document
     try:
         manifest = parse_json(content, "the manifest", source)
     except FormatError as error:
-        raise error_about(VerificationError, f"not a manifest: {error}", path=source) from None
+        raise refused(f"not a manifest: {error}", source) from None
     if manifest.get(MANIFEST_KEY) != MANIFEST_VERSION:
-        raise error_about(VerificationError, f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}", path=source)
+        raise refused(f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}", source)
     listed = files_of_manifest(manifest, source)
     if listed is None:
         text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
-        raise error_about(VerificationError, f"{text}, or compare tensors with safeload check --manifest", path=source)
-    return ListedFiles(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed, GIT_PATHS)
+        raise refused(f"{text}, or compare tensors with safeload check --manifest", source)
+    return Expected(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed, GIT_PATHS)
 
 
-def _signed(document: _Document, signature: Signature, path: str, files: Files) -> ListedFiles:
+def _signed(document: _Document, signature: Signature, path: str, files: Files) -> Expected:
     source, content, folder = document
     signed = signed_files(content, signature, source)
     root = _root(path, files, folder, signed.files)
     alone = "" if files.is_folder(path) else files.absolute(path)
-    return ListedFiles(source, signature.proof, root, signed.files, signed.ignored, alone, signed.sharded)
+    return Expected(source, signature.proof, root, signed.files, signed.ignored, alone, signed.sharded)
 
 
 def _beside(path: str, files: Files) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
     if path.startswith("hf://") or (not files.remote and _is_snapshot(path)):
-        return CachedFiles(_HUB)
+        return Expected(_HUB)
     shown = files.shown(path)
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
-        raise error_about(VerificationError, text, path=shown)
+        raise refused(text, shown)
     if digest_in_cache(path) is not None:
-        return CachedFiles(_OLLAMA)
+        return Expected(_OLLAMA)
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     signature = signature_beside(path)
     if os.path.lexists(signature):
@@ -176,15 +171,13 @@ def _beside(path: str, files: Files) -> Expected:
     manifests = manifests_in(folder)
     if len(manifests) > 1:
         names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
-        raise error_about(
-            VerificationError, f"{len(manifests)} manifests beside it: {names}; pass one of them", path=shown
-        )
+        raise refused(f"{len(manifests)} manifests beside it: {names}; pass one of them", shown)
     if not manifests:
         text = (
             f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it. To write a manifest "
             "of trusted files, run `safeload check PATH --write-manifest FILE`"
         )
-        raise error_about(VerificationError, text, path=shown)
+        raise refused(text, shown)
     return _listed(_content(manifests[0], LOCAL), path, files)
 
 

@@ -12,9 +12,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import FormatError, SafeloadError
-from .copying import BLOCK
-from .file_lock import lock
-from .local import identity_of
+from .local import BLOCK, identity_of, lock
 
 # The journal of NAME is ".NAME.safeload-edit".
 _SUFFIX = ".safeload-edit"

@@ -12,10 +12,22 @@ from ..base.log import debug
 from ..base.text import show
 from ..base.url import WebUrl
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
-from .http_client import Client, Exchange, RequestTarget, redirected, target_of
+from .http_client import (
+    TRANSPORT_ERRORS,
+    Client,
+    Exchange,
+    Failure,
+    RequestTarget,
+    Tries,
+    broken_off,
+    of_error,
+    of_status,
+    redirected,
+    requested_wait,
+    target_of,
+)
 from .local import compare
 from .remote import Backend, RemoteStore, is_weak
-from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status, requested_wait
 from .store import WINDOW, Span
 from .thread_group import current
 

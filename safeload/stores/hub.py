@@ -32,15 +32,23 @@ from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
-from .foreign_errors import checked, cleaned, is_transient, retried, translated
+from .foreign_errors import checked, cleaned, is_transient, retried, secrets_of, translated
 from .http import HttpStore, refusal, request
-from .http_client import Client, Exchange, RequestTarget, checked_headers, target_of
+from .http_client import (
+    Client,
+    Exchange,
+    Failure,
+    RequestTarget,
+    broken_off,
+    checked_headers,
+    of_status,
+    requested_wait,
+    target_of,
+)
 from .hub_cache import COMMIT, CachedRepository
 from .json_file import MAX_JSON, parse_json
 from .local import LocalStore, open_local
-from .options import secrets_of
 from .remote import Backend
-from .retries import Failure, broken_off, of_status, requested_wait
 from .store import WINDOW, ByteStore
 
 _KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}

@@ -12,9 +12,8 @@ from ..base import url as urls
 from ..base.url import escaped
 from ..errors import UnsupportedError
 from .files import Location
-from .foreign_errors import changed, checked
+from .foreign_errors import changed, checked, secrets_of
 from .objects import ObjectStore, ObjectUrls
-from .options import secrets_of
 from .remote import Backend, ForeignStore, RemoteStore, checked_size, digest_of, marks_of, strong_etag
 from .remote_files import RemoteFiles, need_fsspec
 from .store import WINDOW, ByteStore

@@ -18,9 +18,7 @@ import numpy as np
 from ...base.arrays import Array, byteswapped
 from ...base.native import Error, check, lib
 from ...base.paths import PathLike, native_path, unwritable
-from ...stores.copying import copy_range
-from ...stores.file_lock import lock, unlock
-from ...stores.local import Identity, identity_of, replace
+from ...stores.local import Identity, copy_range, identity_of, lock, replace, unlock
 from . import jobs
 from .memory import address_of
 

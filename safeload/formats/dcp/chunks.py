@@ -28,8 +28,7 @@ from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError, missing_file
 from ...stores.files import Files
-from ...stores.store import ByteStore, read_at
-from ...stores.windows import StoreWindow, Unpacked
+from ...stores.store import ByteStore, StoreWindow, Unpacked, read_at
 from .. import foreign, zstd
 from ..boxed import Region, itemsize_of, logical_shape
 from ..registry import Candidate, OpenRequest

@@ -22,8 +22,7 @@ from ...base.arrays import Array, c_strides
 from ...base.forking import ProcessLock
 from ...base.messages import error_about
 from ...errors import FormatError, LimitError
-from ...stores.store import ByteStore, Memory
-from ...stores.windows import Unpacked
+from ...stores.store import ByteStore, Memory, Unpacked
 from ..boxed import Box, BoxedListing, Region
 from ..crc32c import crc32c
 from ..zstd import MAX_RATIO, FrameStore, check_available, content_of, decompressed

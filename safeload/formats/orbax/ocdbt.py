@@ -31,7 +31,7 @@ import numpy as np
 from ...base.paths import is_bare
 from ...base.text import show
 from ...errors import FormatError, LimitError, UnsupportedError
-from ...stores.windows import Unpacked
+from ...stores.store import Unpacked
 from ..crc32c import crc32c
 from ..zstd import decompressed
 
