@@ -55,42 +55,24 @@ def checked(
     begin: int | None = None,
     end: int | None = None,
     *,
-    translate: Callable[..., Exception] | None = None,
-) -> _Result:
-    """Call another library and translate its errors. They are not chained, because they may contain secrets."""
-    try:
-        return function()
-    except Exception as error:
-        translation = (translate or translated)(error, url, secrets, begin, end)
-    try:
-        raise translation
-    finally:
-        del translation  # it refers to this frame
-
-
-def retried(
-    function: Callable[[], _Result],
-    url: str,
-    secrets: list[str],
-    begin: int | None = None,
-    end: int | None = None,
-    *,
+    tries: int = 1,
     transient: Callable[[Exception], bool] | None = None,
     translate: Callable[..., Exception] | None = None,
 ) -> _Result:
-    """Like `checked`, but retry transient errors."""
-    for k in range(TRIES):
+    """Call another library and translate its errors, after up to ``tries`` attempts if they are transient.
+
+    The errors are not chained, because they may contain secrets.
+    """
+    for k in range(1, tries + 1):
         try:
             return function()
         except Exception as error:
             translation = (translate or translated)(error, url, secrets, begin, end)
-            final = not (transient or is_transient)(error)
-            pause = max(PAUSE * 2**k * random.uniform(0.5, 1), _requested_pause(error))
-        if final:
-            break
-        if k < TRIES - 1:
-            log.debug("%s: retry in %.1f s: %s", url, pause, translation.args[0] if translation.args else "")
-            current().sleep(pause)
+            if k == tries or not (transient or is_transient)(error):
+                break
+            pause = max(PAUSE * 2 ** (k - 1) * random.uniform(0.5, 1), _requested_pause(error))
+        log.debug("%s: retry in %.1f s: %s", url, pause, translation.args[0] if translation.args else "")
+        current().sleep(pause)
     try:
         raise translation
     finally:

@@ -75,7 +75,6 @@ class _Route(NamedTuple):
     """The URL to read from."""
 
     url: WebUrl  # after redirects
-    redirected: bool = False  # whether it differs from the target's URL
     proven: bool = False  # whether it has served bytes of the opened version
 
     def __repr__(self) -> str:
@@ -178,14 +177,13 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
     def note(exchange: Exchange, url: WebUrl) -> None:
         debug("%s: %s: %d", path, url.shown, exchange.status)
 
-    def take(exchange: Exchange, url: WebUrl) -> _Result | Failure:
-        return use(exchange)
-
     tries = Tries(client.retries)
-    client.join(tries)
-    try:
+    with client.kept():
         while True:
-            result = follow(client, target.url, target.headers_at, path, take, origin=target.url.origin, note=note)
+            result = follow(
+                client, target.url, target.headers_at, path, lambda exchange, url: use(exchange),
+                origin=target.url.origin, note=note,
+            )  # fmt: skip
             if not isinstance(result, Failure):
                 return result
             debug("%s: %s", path, result.error)
@@ -193,8 +191,6 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
                 tries.failed(result)
             finally:
                 del result  # its error refers to this frame
-    finally:
-        client.leave(tries)
 
 
 class HttpStore(RemoteStore):
@@ -326,7 +322,7 @@ class HttpStore(RemoteStore):
         self.size, window = content
         self._version = _Version.of(exchange)
         self.version = (self.size, self._version.mark)
-        self._route = _Route(url, url != self._target.url, True)
+        self._route = _Route(url, True)
         self.keep(0, window)
         return None
 
@@ -343,7 +339,7 @@ class HttpStore(RemoteStore):
         if failure is not None:
             return failure
         if not known:
-            self._route = _Route(url, url != self._target.url, True)
+            self._route = _Route(url, True)
         return None if transfer.receive(exchange) else broken_off(self.path)
 
 

@@ -28,11 +28,10 @@ from .._version import __version__
 from ..base import log
 from ..base import url as urls
 from ..base.absent import not_installed
-from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
-from .foreign_errors import checked, cleaned, is_transient, retried, secrets_of, translated
+from .foreign_errors import TRIES, checked, cleaned, is_transient, secrets_of, translated
 from .http import HttpStore, refusal, request
 from .http_client import (
     Client,
@@ -267,70 +266,48 @@ class Hub(Backend):
         """Upload a file in its own commit."""
         urls.check_online(url)
         place = self._place(url)
-        shown = urls.shown(url)
         if not place.path:
-            raise UnsupportedError(f"{shown}: expected the path of a file in the repository")
-
-        def commit() -> None:
-            self._writer.upload_file(
-                path_or_fileobj=source,
-                path_in_repo=place.path,
-                repo_id=place.repo,
-                repo_type=place.kind,
-                revision=place.revision,
-                commit_message=f"Upload {place.path.rpartition('/')[2]}",
-            )
-
-        retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
-        self._forget(place)
+            raise UnsupportedError(f"{urls.shown(url)}: expected the path of a file in the repository")
+        message = f"Upload {place.path.rpartition('/')[2]}"
+        self._commit(place, url, lambda hub: [hub.CommitOperationAdd(place.path, source)], message)
 
     def remove(self, targets: Sequence[str]) -> None:
         """Remove all files in a single commit."""
-        from huggingface_hub import CommitOperationDelete
-
-        urls.check_online(targets[0])
-        place, shown = place_of(targets[0]), urls.shown(targets[0])
-        self._forget(place)
+        place = place_of(targets[0])
+        self.check_writable(targets[0])
         files = self.snapshot(place, targets[0]).files
         existing = sorted({path for url in targets if (path := place_of(url).path) in files})
-        if not existing:
-            return
+        if existing:
+            message = f"Remove {existing[0].rpartition('/')[2]}" + (" and others" if existing[1:] else "")
+            self._commit(place, targets[0], lambda hub: [hub.CommitOperationDelete(path) for path in existing], message)
+
+    def _commit(self, place: HubPlace, url: str, operations: Callable[[Any], list[Any]], message: str) -> None:
+        """Change a branch, which is resolved again on its next use."""
+        library = _library()
 
         def commit() -> None:
-            self._writer.create_commit(
-                place.repo,
-                [CommitOperationDelete(path) for path in existing],
-                commit_message=f"Remove {existing[0].rpartition('/')[2]}" + (" and others" if existing[1:] else ""),
-                repo_type=place.kind,
-                revision=place.revision,
+            writer = library.HfApi(
+                endpoint=self._url, token=self._token, library_name="safeload", library_version=__version__,
+                headers=self._client.headers,
+            )  # fmt: skip
+            writer.create_commit(
+                place.repo, operations(library), commit_message=message, repo_type=place.kind, revision=place.revision
             )
 
-        retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
-        self._forget(place)
+        checked(
+            commit, urls.shown(url), self._secrets,
+            tries=TRIES, transient=_is_transient, translate=self._translated,
+        )  # fmt: skip
+        self._snapshots.pop(place.key, None)
 
     def check_writable(self, url: str) -> None:
         """Check that the repository exists."""
         urls.check_online(url)
         place = self._place(url)
-        self._forget(place)
+        self._snapshots.pop(place.key, None)  # resolve the revision again
         self.snapshot(place, url)
 
-    def _forget(self, place: HubPlace) -> None:
-        """Resolve the revision again on its next use."""
-        self._snapshots.pop(place.key, None)
-
     # ---- requests ----
-
-    @cached_property
-    def _writer(self) -> Any:
-        """huggingface_hub's own client, for uploads."""
-        return _library().HfApi(
-            endpoint=self._url,
-            token=self._token,
-            library_name="safeload",
-            library_version=__version__,
-            headers=self._client.headers,
-        )
 
     @property
     def _url(self) -> str:

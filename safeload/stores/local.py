@@ -411,6 +411,20 @@ def _in_use(path: str) -> str:
     )
 
 
+def sync_folder(folder: str) -> None:
+    """Make renames durable. Windows neither has descriptors of folders nor needs them."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some filesystems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
 # ---- copying inside the system, where some filesystems share the blocks ----
 
 # Blocks can be shared only if both positions are multiples of this size.

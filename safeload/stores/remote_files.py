@@ -153,14 +153,13 @@ def _backend(url: str, options: Mapping[str, Any]) -> Backend:
     scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
     if not chained and scheme in ("http", "https", "hf"):
         _check_urllib3()
-    if not chained and scheme in ("http", "https"):
+        if scheme == "hf":
+            from .hub import Hub
+
+            return Hub(options)
         from .http import Web
 
         return Web(options)
-    if not chained and scheme == "hf":
-        from .hub import Hub
-
-        return Hub(options)
     if "::" not in url and scheme == "file":
         from .objects import LocalUrls
 
