@@ -335,13 +335,15 @@ _QUOTA = re.compile(r"\br=0;\s*t=([0-9]+)\s*$")
 _TRANSIENT = frozenset((408, 429, 500, 502, 503, 504))
 
 
-class Failure(NamedTuple):
-    """The outcome of a failed request."""
+class Failure(Exception):  # noqa: N818  callers see its error
+    """A failed request. Its error is raised after the last try, unchained: the text of a cause may hold a secret."""
 
-    error: Exception  # to raise if there is no retry; never chained, because the text of a cause may hold a secret
-    transient: bool = False  # whether to retry
-    wait: float = 0.0  # seconds requested by the server
     refused: WebUrl | None = None  # the refused URL: another URL for the same file may be accepted
+
+    def __init__(self, error: Exception, transient: bool = False, wait: float = 0.0) -> None:
+        self.error = error
+        self.transient = transient  # whether to retry
+        self.wait = wait  # seconds requested by the server
 
 
 class Tries:
@@ -755,7 +757,7 @@ def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
     return RequestTarget(web, {**rest, "Authorization": f"Basic {secret}"})
 
 
-def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure:
+def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl:
     """Return the target of a redirect."""
     try:
         target = (location or "").encode("latin-1").decode()  # as http.client decodes headers, and as browsers do
@@ -763,12 +765,13 @@ def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure
         target = location or ""
     target = target.strip(" \t")
     if not target:
-        return Failure(RemoteError("the server redirects without a Location header", path))
+        raise Failure(RemoteError("the server redirects without a Location header", path))
     try:
         following = url.redirected(target)
     except UrlError as error:
-        return Failure(RemoteError(f"the server redirects to an invalid http or https URL: {error}", path))
+        text = f"the server redirects to an invalid http or https URL: {error}"
+        raise Failure(RemoteError(text, path)) from None
     if url.scheme == "https" and following.scheme != "https":
         text = f"the server redirects from https to http ({following.shown}), which is refused"
-        return Failure(RemoteError(text, path))
+        raise Failure(RemoteError(text, path))
     return following

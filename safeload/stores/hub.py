@@ -32,7 +32,7 @@ from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from .foreign_errors import TRIES, checked, cleaned, is_transient, secrets_of, translated
-from .http import HttpStore, refusal, request
+from .http import HttpStore, check_accepted, request
 from .http_client import (
     Client,
     Exchange,
@@ -318,8 +318,9 @@ class Hub(Backend):
     def _info(self, place: HubPlace, shown: str) -> dict[str, Any]:
         """Return the Hub's description of a revision."""
 
-        def content_of(exchange: Exchange) -> bytes | Failure:
-            return self._refusal(exchange, place, shown) or _content(exchange, shown)
+        def content_of(exchange: Exchange) -> bytes:
+            self._check_accepted(exchange, place, shown)
+            return _content(exchange, shown)
 
         what = "" if place.revision is None else f"/revision/{quote(place.revision, safe='')}"
         target = self._target(lambda: self._address(place, what), shown)
@@ -333,10 +334,9 @@ class Hub(Backend):
     def _reason(self, place: HubPlace, shown: str) -> Exception | None:
         """Return the Hub's own explanation for a refused file: a gated repository can be listed, but not read."""
 
-        def check(exchange: Exchange) -> Failure | None:
-            if exchange.status == 404 and "X-Error-Code" not in exchange.headers:
-                return None  # a mirror without this part of the API
-            return self._refusal(exchange, place, shown)
+        def check(exchange: Exchange) -> None:
+            if exchange.status != 404 or "X-Error-Code" in exchange.headers:  # a mirror may lack this part of the API
+                self._check_accepted(exchange, place, shown)
 
         try:
             target = self._target(lambda: self._address(place, "/auth-check"), shown)
@@ -377,11 +377,11 @@ class Hub(Backend):
 
     # ---- refusals ----
 
-    def _refusal(self, exchange: Exchange, place: HubPlace, shown: str) -> Failure | None:
-        """Return why a response of the API is not an answer, or None if it is one."""
+    def _check_accepted(self, exchange: Exchange, place: HubPlace, shown: str) -> None:
+        """Refuse a response of the API that is no answer."""
         status, code = exchange.status, exchange.headers.get("X-Error-Code")
         if status in (200, 407):
-            return refusal(exchange, shown, self._client.credentials)
+            return check_accepted(exchange, shown, self._client.credentials)
         exchange.drain()
         text = cleaned(RuntimeError(exchange.headers.get("X-Error-Message", "")), self._secrets)
         if code not in ("GatedRepo", "RevisionNotFound"):
@@ -393,11 +393,11 @@ class Hub(Backend):
                 code = "Disabled"
         error = self._error(code, status, text, place, shown)
         if error is not None:
-            return Failure(error)
+            raise Failure(error)
         failure = of_status(status, requested_wait(status, exchange.headers), shown)
         if text:
             failure.error.args = (f"{failure.error.args[0]}: {text}", *failure.error.args[1:])
-        return failure
+        raise failure
 
     def _translated(self, error: Exception, shown: str, *_: Any) -> Exception:
         """Return safeload's error for huggingface_hub's, with the Hub's own explanation."""
@@ -446,7 +446,7 @@ def _is_transient(error: Exception) -> bool:
     return type(error).__name__ not in ("LocalTokenNotFoundError", "OfflineModeIsEnabled") and is_transient(error)
 
 
-def _content(exchange: Exchange, shown: str) -> bytes | Failure:
+def _content(exchange: Exchange, shown: str) -> bytes:
     """Return the body of a response."""
     length = exchange.headers.get("Content-Length", "").strip()
     expected = int(length) if _LENGTH.fullmatch(length) else None
@@ -454,10 +454,12 @@ def _content(exchange: Exchange, shown: str) -> bytes | Failure:
     while (expected or 0) <= MAX_JSON and len(content) <= MAX_JSON:
         count = exchange.receive(memory)
         if not count:
-            return broken_off(shown) if expected is not None and len(content) < expected else bytes(content)
+            if expected is not None and len(content) < expected:
+                raise broken_off(shown)
+            return bytes(content)
         content += memory[:count]
     size = f"{expected:,}" if expected is not None else "more"
-    return Failure(RemoteError(f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}", shown))
+    raise Failure(RemoteError(f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}", shown))
 
 
 def _status(error: Exception) -> int | None:
