@@ -60,9 +60,6 @@ class Filesystem(ObjectUrls):
         self._own = None if fs is None else FsspecHandle(fs, self._secrets)
         self.escapes = fs is not None and is_escaped(fs)
 
-    def __repr__(self) -> str:
-        return "<Filesystem>"  # options are secret
-
     def open(self, url: str, window: int = WINDOW) -> ByteStore:
         """Open a file; if it is on this machine, open it directly."""
         handle, path = self.find(url)

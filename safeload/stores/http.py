@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..base import url as urls
 from ..base.forking import ProcessLock
@@ -53,6 +53,9 @@ _Result = TypeVar("_Result")
 class Web(Backend):
     """Files behind https and http URLs."""
 
+    no_folders = "https has no folders: open an index (model.safetensors.index.json), one file, or a list of URLs"
+    read_only = "https is read-only: write to a local folder, s3, gs or az"
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._client = Client(options)
         self.kept = self._client.kept
@@ -62,24 +65,12 @@ class Web(Backend):
         target = target_of(url, self._client.headers)
         return HttpStore(urls.shown(url), lambda: target, self._client, window)
 
-    def listing(self, url: str) -> NoReturn:
-        raise UnsupportedError(
-            f"{urls.shown(url)}: https has no folders: open an index (model.safetensors.index.json), "
-            "one file, or a list of URLs"
-        )
-
-    def check_writable(self, url: str) -> NoReturn:
-        raise UnsupportedError(f"{urls.shown(url)}: https is read-only: write to a local folder, s3, gs or az")
-
 
 class _Route(NamedTuple):
     """The URL to read from."""
 
     url: WebUrl  # after redirects
     proven: bool = False  # whether it has served bytes of the opened version
-
-    def __repr__(self) -> str:
-        return f"<_Route {self.url.shown}>"
 
 
 class _Version(NamedTuple):
@@ -219,9 +210,6 @@ class HttpStore(RemoteStore):
         except BaseException:
             client.leave(self)
             raise
-
-    def __repr__(self) -> str:
-        return f"<HttpStore {self.path}>"
 
     def close(self) -> None:
         super().close()

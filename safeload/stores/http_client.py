@@ -548,9 +548,6 @@ class Client:
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, _close, self._managers)
 
-    def __repr__(self) -> str:
-        return "<Client>"  # headers are secret
-
     @contextmanager
     def exchange(self, url: WebUrl, headers: Mapping[str, str]) -> Iterator[Exchange]:
         """Send a request and yield the response once its head has been read."""

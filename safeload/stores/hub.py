@@ -148,9 +148,6 @@ class Hub(Backend):
         self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
         self._asking = ProcessLock()
 
-    def __repr__(self) -> str:
-        return "<Hub>"  # the token is secret
-
     # ---- commits ----
 
     def snapshot(self, place: HubPlace, url: str) -> Snapshot:

@@ -81,6 +81,8 @@ def path_of(value: Any) -> Location:
 class Single(Backend):
     """A caller's store, which serves every URL."""
 
+    no_folders, read_only = "a single store has no folders", "a single store is read-only"
+
     def __init__(self, store: ByteStore) -> None:
         self._store = store
 
@@ -89,12 +91,6 @@ class Single(Backend):
 
     def open(self, url: str, window: int = WINDOW) -> RemoteStore:
         return self._store if isinstance(self._store, RemoteStore) else ForeignStore(self._store, urls.shown(url))
-
-    def listing(self, url: str) -> list[tuple[str, bool]]:
-        raise UnsupportedError(f"{urls.shown(url)}: a single store has no folders")
-
-    def check_writable(self, url: str) -> None:
-        raise UnsupportedError(f"{urls.shown(url)}: a single store is read-only")
 
 
 class Obstore(ObjectStore, ObjectUrls):

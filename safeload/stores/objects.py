@@ -154,9 +154,6 @@ class LocalUrls(Backend):
             with suppress(FileNotFoundError):
                 os.remove(urls.local_path(url))
 
-    def check_writable(self, url: str) -> None:
-        pass
-
 
 def copy_whole(source: str, path: str, shown: str) -> None:
     """Copy a local file to a local path, where it appears only when it is complete."""

@@ -41,9 +41,6 @@ class RemoteFiles(Files):
             raise TypeError(f"{self._backend!r} holds an open store and cannot be pickled")
         return RemoteFiles, (public_options(self._options),)
 
-    def __repr__(self) -> str:
-        return "<RemoteFiles>"  # options are secret
-
     def backend(self, url: str) -> Backend:
         """Return the store of a URL."""
         if self._backend is not None:

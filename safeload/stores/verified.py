@@ -236,9 +236,6 @@ class VerifiedFiles:
         self._limit = _KEPT
         self._lock = ProcessLock()
 
-    def __repr__(self) -> str:
-        return f"<VerifiedFiles by {self.expected.source}>"
-
     def __reduce__(self) -> tuple[Any, ...]:
         return VerifiedFiles, (self._files, self.expected)
 
