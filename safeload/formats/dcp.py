@@ -56,8 +56,7 @@ from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, missing_file, public
 from ..stores.files import Files
-from ..stores.store import ByteStore, read_at
-from ..stores.windows import StoreWindow, Unpacked
+from ..stores.store import ByteStore, StoreWindow, Unpacked, read_at
 from . import foreign, zstd
 from .boxed import MAX_RANK, Box, BoxedListing, Region, Stored, boxed_file, itemsize_of, logical_shape
 from .metadata import depth_of, names_below, nested

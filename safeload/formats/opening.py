@@ -76,7 +76,7 @@ def open_paths(
         from ..stores.verified import VerifiedFiles  # few programs verify
         from .verifying import expected_of
 
-        files = VerifiedFiles(files, expected_of(texts, files, verify, storage_options))
+        files = VerifiedFiles(files, expected_of(texts, files, verify, storage_options))  # type: ignore[assignment]
     recipe = recipe._replace(files=files)
     if recipe.listed:
         _check_heads(files)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, NamedTuple, TypeAlias
 
-from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError, LimitError, SafeloadError, VerificationError
@@ -17,12 +16,11 @@ from ..stores.digests import (
     MANIFEST_KEY,
     MANIFEST_VERSION,
     SIGNATURE_NAME,
-    CachedFiles,
     Expected,
-    ListedFiles,
     digest_in_cache,
     files_of_manifest,
     is_manifest,
+    refused,
 )
 from ..stores.files import LOCAL, Files
 from ..stores.json_file import MAX_JSON, parse_json
@@ -77,7 +75,7 @@ class _Document(NamedTuple):
 
     def error(self, text: str) -> VerificationError:
         """Return the error for a document that cannot be used."""
-        return error_about(VerificationError, text, path=self.source)
+        return refused(text, self.source)
 
     def is_ours(self) -> bool:
         """Return True for a manifest by safeload, whatever its first key, and False for a model signature."""
@@ -99,7 +97,7 @@ def _read(path: str, files: Files) -> _Document:
     with closing(files.open(path)) as store:
         if store.size > MAX_JSON:
             text = f"the manifest or signature has {store.size:,} bytes, but the limit is {MAX_JSON:,}"
-            raise error_about(VerificationError, text, path=shown)
+            raise refused(text, shown)
         return _Document(shown, read_at(store, 0, store.size), files.split(files.absolute(path))[0])
 
 
@@ -121,7 +119,7 @@ def _folder_of(path: str, files: Files) -> str:
     return folder.rstrip("/\\") or folder
 
 
-def _listed(document: _Document, path: str, files: Files) -> ListedFiles:
+def _listed(document: _Document, path: str, files: Files) -> Expected:
     try:
         manifest = parse_json(document.content, "the manifest", document.source)
     except FormatError as error:
@@ -133,26 +131,26 @@ def _listed(document: _Document, path: str, files: Files) -> ListedFiles:
         text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
         raise document.error(f"{text}, or compare tensors with safeload check --manifest")
     root = _root(path, files, document.folder, listed)
-    return ListedFiles(document.source, _MANIFEST_PROOF, root, listed, GIT_PATHS)
+    return Expected(document.source, _MANIFEST_PROOF, root, listed, GIT_PATHS)
 
 
-def _signed(document: _Document, signature: Signature, path: str, files: Files) -> ListedFiles:
+def _signed(document: _Document, signature: Signature, path: str, files: Files) -> Expected:
     source, content, folder = document
     signed = signed_files(content, signature, source)
     root = _root(path, files, folder, signed.files)
     alone = "" if files.is_folder(path) else files.absolute(path)
-    return ListedFiles(source, signature.proof, root, signed.files, signed.ignored, alone, signed.sharded)
+    return Expected(source, signature.proof, root, signed.files, signed.ignored, alone, signed.sharded)
 
 
 def _beside(path: str, files: Files) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
     if path.startswith("hf://") or (not files.remote and _is_snapshot(path)):
-        return CachedFiles(_HUB)
+        return Expected(_HUB)
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
-        raise error_about(VerificationError, text, path=files.shown(path))
+        raise refused(text, files.shown(path))
     if digest_in_cache(path) is not None:
-        return CachedFiles(_OLLAMA)
+        return Expected(_OLLAMA)
     signature = signature_beside(path)
     if os.path.lexists(signature):
         return _signed(_read(signature, LOCAL), Signature(signature), path, files)
@@ -166,7 +164,7 @@ def _beside(path: str, files: Files) -> Expected:
     if manifests:
         names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
         text = f"{len(manifests)} manifests beside it: {names}; pass one of them"
-    raise error_about(VerificationError, text, path=files.shown(path))
+    raise refused(text, files.shown(path))
 
 
 def signature_beside(path: str) -> str:

@@ -21,7 +21,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..base.absent import not_installed
 from ..base.messages import error_about
@@ -65,47 +65,21 @@ class ExpectedFile(NamedTuple):
     size: int | None = None  # in bytes, if known
 
 
-class Expected(Protocol):
-    """Where the expected digests come from; must pickle."""
+class Expected(NamedTuple):
+    """The expected files of a model: those of a manifest or signature, or of a cache that names files by digests."""
 
-    @property
-    def lists(self) -> bool:
-        """Whether there is a list of files."""
-
-    @property
-    def source(self) -> str:
-        """The manifest, signature or cache, for messages."""
-
-    @property
-    def proof(self) -> str:
-        """What a match proves."""
-
-    def of(self, path: str, files: Files, place: str | None) -> ExpectedFile:
-        """Return the expected content of a file."""
-
-    def covers(self, path: str, files: Files) -> bool:
-        """Return whether a file is expected, whether it exists or not."""
-
-
-class ListedFiles(NamedTuple):
-    """The files of a manifest or signature."""
-
-    source: str
-    proof: str
-    root: str  # absolute path of the model's folder
-    files: Mapping[str, ExpectedFile]  # by relative path, with slashes
+    source: str  # the manifest, signature or cache, for messages
+    proof: str = "integrity only: the cache says what was downloaded, not who made it"
+    root: str = ""  # absolute path of the model's folder
+    files: Mapping[str, ExpectedFile] | None = None  # by relative path, with slashes; None for a cache
     ignored: tuple[str, ...] = ()  # relative paths of files and folders that are left out
     alone: str = ""  # absolute path of a model that is a single file
     skips_empty: bool = False  # empty files have no digest
 
-    @property
-    def lists(self) -> bool:
-        return True
-
     def name_of(self, path: str, files: Files) -> str | None:
         """Return the path relative to the root; None if it leads elsewhere."""
         path = files.absolute(path)
-        if path == self.alone and _ALONE in self.files:
+        if path == self.alone and _ALONE in (self.files or ()):
             return _ALONE
         names: list[str] = []
         while path.rstrip("/\\") != self.root:
@@ -117,40 +91,23 @@ class ListedFiles(NamedTuple):
         return "/".join(reversed(names))
 
     def covers(self, path: str, files: Files) -> bool:
-        return self.name_of(path, files) in self.files
+        """Return whether a file is listed, whether it exists or not."""
+        return self.files is not None and self.name_of(path, files) in self.files
 
     def of(self, path: str, files: Files, place: str | None) -> ExpectedFile:
-        name = self.name_of(path, files)
-        expected = None if name is None else self.files.get(name)
+        """Return the expected content of a file; ``place`` is its path on this machine."""
+        if self.files is None:
+            blob = None if place is None else digest_in_cache(place)
+            expected, fault = None if blob is None else ExpectedFile((blob,)), "has no digest of this file"
+        else:
+            expected, fault = self.files.get(self.name_of(path, files) or ""), "does not cover this file"
         if expected is None:
-            shown = files.shown(path)
-            raise error_about(VerificationError, f"{self.source} does not cover this file", path=shown)
+            raise refused(f"{self.source} {fault}", files.shown(path))
         return expected
 
     def leaves_out(self, name: str) -> bool:
         """Return whether a relative path is ignored, itself or by its folder."""
         return any(name == path or name.startswith(f"{path}/") for path in self.ignored)
-
-
-class CachedFiles(NamedTuple):
-    """Files in a cache that names them by their digests."""
-
-    source: str
-    proof: str = "integrity only: the cache says what was downloaded, not who made it"
-
-    @property
-    def lists(self) -> bool:
-        return False
-
-    def covers(self, path: str, files: Files) -> bool:
-        return False
-
-    def of(self, path: str, files: Files, place: str | None) -> ExpectedFile:
-        blob = None if place is None else digest_in_cache(place)
-        if blob is None:
-            shown = files.shown(path)
-            raise error_about(VerificationError, f"{self.source} has no digest of this file", path=shown)
-        return ExpectedFile((blob,))
 
 
 def digest_in_cache(path: str) -> ExpectedRange | None:
@@ -167,16 +124,19 @@ def digest_in_cache(path: str) -> ExpectedRange | None:
     return None
 
 
+def refused(text: str, path: str) -> VerificationError:
+    """Return the error for a file that is not as expected, or for a malformed list of files."""
+    return error_about(VerificationError, text, path=path)
+
+
 class Hasher:
     """Hashes a range; `check` compares the digest."""
 
     def __init__(self, expected: ExpectedRange, size: int) -> None:
         self._expected = expected
         self._hash: Any
-        if expected.algorithm == "sha256":
-            self._hash = hashlib.sha256()
-        elif expected.algorithm == "blake2b":
-            self._hash = hashlib.blake2b()
+        if expected.algorithm in ("sha256", "blake2b"):
+            self._hash = hashlib.new(expected.algorithm)
         elif expected.algorithm == _GIT_BLOB:
             self._hash = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
         else:
@@ -189,7 +149,7 @@ class Hasher:
         if digest != expected.digest:
             where = "" if expected.end is None else f" in bytes [{expected.begin:,}, {expected.end:,})"
             digests = f"expected {expected.algorithm} {expected.digest[:16]}..., got {digest[:16]}..."
-            raise error_about(VerificationError, f"the file differs from {source}{where}: {digests}", path=path)
+            raise refused(f"the file differs from {source}{where}: {digests}", path)
 
 
 def _blake3() -> Any:
@@ -221,15 +181,13 @@ def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, Expec
     if listed is None:
         return None
     if not isinstance(listed, Mapping):
-        raise error_about(VerificationError, f"files must be an object, got {type(listed).__name__}", path=path)
+        raise refused(f"files must be an object, got {type(listed).__name__}", path)
     files: dict[str, ExpectedFile] = {}
     for name, entry in listed.items():
         check_name(name, path)
         size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, Mapping) else (None, None)
         if type(size) is not int or not 0 <= size < _LARGEST:
-            raise error_about(
-                VerificationError, f"{show(name)}: size must be a number of bytes, got {show(size)}", path=path
-            )
+            raise refused(f"{show(name)}: size must be a number of bytes, got {show(size)}", path)
         files[name] = ExpectedFile((ExpectedRange(0, None, "sha256", _digest(digest, "sha256", name, path)),), size)
     return files
 
@@ -238,9 +196,7 @@ def check_name(name: Any, path: str) -> str:
     """Check the relative path of a file."""
     good = isinstance(name, str) and name != "" and "\0" not in name and not re.match(r"[A-Za-z]:", name)
     if not good or any(part in ("", ".", "..") for part in name.split("/")):
-        raise error_about(
-            VerificationError, f"expected the path of a file inside the model, got {show(name)}", path=path
-        )
+        raise refused(f"expected the path of a file inside the model, got {show(name)}", path)
     return str(name)
 
 
@@ -248,10 +204,7 @@ def _digest(value: Any, algorithm: str, name: Any, path: str) -> str:
     digits = _ALGORITHMS[algorithm]
     text = value.lower() if isinstance(value, str) else ""
     if len(text) != digits or not _HEX.fullmatch(text):
-        raise VerificationError(
-            f"{path}: the {algorithm} of {show(name)} must have {digits} hexadecimal digits, got {show(value)}",
-            path=path,
-        )
+        raise refused(f"the {algorithm} of {show(name)} must have {digits} hexadecimal digits, got {show(value)}", path)
     return text
 
 
@@ -263,7 +216,6 @@ class SignedFiles(NamedTuple):
 
     files: dict[str, ExpectedFile]
     ignored: tuple[str, ...]
-    links: bool  # symbolic links are allowed
     sharded: bool
     entries: frozenset[tuple[str, str]]  # name and digest of each resource
 
@@ -271,32 +223,33 @@ class SignedFiles(NamedTuple):
 def files_of_statement(statement: Mapping[str, Any], path: str) -> SignedFiles:
     """Return the files of an in-toto statement."""
     if statement.get("_type") != _STATEMENT:
-        raise error_about(
-            VerificationError, f"expected an in-toto statement, got {show(statement.get('_type'))}", path=path
-        )
+        raise refused(f"expected an in-toto statement, got {show(statement.get('_type'))}", path)
     kind = statement.get("predicateType")
+    settings: Any = {"method": "files"}
+    resources: Any
     if kind == _V01:
-        return _v01(statement, path)
-    if kind != _V1:
-        raise error_about(VerificationError, f"the predicate {show(kind)} is not a known model signature", path=path)
-    predicate = statement.get("predicate")
-    settings = predicate.get("serialization") if isinstance(predicate, Mapping) else None
-    resources = predicate.get("resources") if isinstance(predicate, Mapping) else None
-    if not isinstance(settings, Mapping) or not isinstance(resources, list):
-        raise error_about(VerificationError, "the predicate must have serialization and resources", path=path)
+        resources = _subjects(statement, path)
+    elif kind == _V1:
+        predicate = statement.get("predicate")
+        fields = predicate if isinstance(predicate, Mapping) else {}
+        settings, resources = fields.get("serialization"), fields.get("resources")
+        if not isinstance(settings, Mapping) or not isinstance(resources, list):
+            raise refused("the predicate must have serialization and resources", path)
+    else:
+        raise refused(f"the predicate {show(kind)} is not a known model signature", path)
     method = settings.get("method")
     if method not in ("files", "shards"):
-        raise error_about(VerificationError, f"the serialization {show(method)} is not known", path=path)
+        raise refused(f"the serialization {show(method)} is not known", path)
     ranges = _ranges(resources, method == "shards", path)
-    _check_root(statement, resources, path)
+    if kind == _V1:
+        _check_root(statement, resources, path)
     ignored = settings.get("ignore_paths", [])
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
-        raise error_about(VerificationError, "ignore_paths must be a list of paths", path=path)
+        raise refused("ignore_paths must be a list of paths", path)
     entries = frozenset((str(resource["name"]), str(resource["digest"]).lower()) for resource in resources)
     names = tuple(name.rstrip("/") for name in ignored if name.rstrip("/") not in ("", "."))
-    links = settings.get("allow_symlinks") is True
     files = {name: ExpectedFile(_tiled(name, parts, path)) for name, parts in ranges.items()}
-    return SignedFiles(files, (*names, *GIT_PATHS), links, method == "shards", entries)
+    return SignedFiles(files, (*names, *GIT_PATHS), method == "shards", entries)
 
 
 def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, list[ExpectedRange]]:
@@ -310,12 +263,10 @@ def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, lis
             name, begin, end = _shard(name, path)
             algorithm = re.sub(r"-sharded-\d{1,18}\Z", "", algorithm) if isinstance(algorithm, str) else algorithm
         if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
-            raise error_about(
-                VerificationError, f"the digest {show(algorithm)} of {show(name)} is not known", path=path
-            )
+            raise refused(f"the digest {show(algorithm)} of {show(name)} is not known", path)
         name = _ALONE if name == _ALONE else check_name(name, path)
         if not sharded and name in ranges:
-            raise error_about(VerificationError, f"{show(name)} is listed twice", path=path)
+            raise refused(f"{show(name)} is listed twice", path)
         digest = _digest(fields.get("digest"), algorithm, name, path)
         ranges.setdefault(name, []).append(ExpectedRange(begin, end, algorithm, digest))
     return ranges
@@ -324,7 +275,7 @@ def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, lis
 def _shard(name: Any, path: str) -> tuple[str, int, int]:
     match = re.fullmatch(r"(.+):([0-9]{1,18}):([0-9]{1,18})", name, re.DOTALL) if isinstance(name, str) else None
     if match is None or int(match[2]) >= int(match[3]):
-        raise error_about(VerificationError, f"expected a path and a range of bytes, got {show(name)}", path=path)
+        raise refused(f"expected a path and a range of bytes, got {show(name)}", path)
     return match[1], int(match[2]), int(match[3])
 
 
@@ -334,9 +285,7 @@ def _tiled(name: str, ranges: list[ExpectedRange], path: str) -> tuple[ExpectedR
     at = 0
     for part in ranges:
         if part.begin != at:
-            raise error_about(
-                VerificationError, f"the ranges of {show(name)} overlap or leave a gap at byte {at:,}", path=path
-            )
+            raise refused(f"the ranges of {show(name)} overlap or leave a gap at byte {at:,}", path)
         at = part.end or 0
     return tuple(ranges)
 
@@ -347,20 +296,18 @@ def _check_root(statement: Mapping[str, Any], resources: Iterable[Mapping[str, A
     digests = subjects[0].get("digest") if isinstance(subjects, list) and len(subjects) == 1 else None
     root = hashlib.sha256(b"".join(bytes.fromhex(str(resource["digest"])) for resource in resources)).hexdigest()
     if not isinstance(digests, Mapping) or digests.get("sha256") != root:
-        raise error_about(VerificationError, "the subject does not match the digests of the files", path=path)
+        raise refused("the subject does not match the digests of the files", path)
 
 
-def _v01(statement: Mapping[str, Any], path: str) -> SignedFiles:
+def _subjects(statement: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    """Return the subjects of the first predicate as resources."""
     subjects = statement.get("subject")
     if not isinstance(subjects, list):
-        raise error_about(VerificationError, "subject must be a list of files", path=path)
+        raise refused("subject must be a list of files", path)
     resources = []
     for subject in subjects:
         fields = subject if isinstance(subject, Mapping) else {}
         digests = fields.get("digest")
         digest = digests.get("sha256") if isinstance(digests, Mapping) else None
         resources.append({"name": fields.get("name"), "algorithm": "sha256", "digest": digest})
-    ranges = _ranges(resources, False, path)
-    entries = frozenset((str(resource["name"]), str(resource["digest"]).lower()) for resource in resources)
-    files = {name: ExpectedFile(tuple(parts)) for name, parts in ranges.items()}
-    return SignedFiles(files, GIT_PATHS, False, False, entries)
+    return resources

@@ -12,9 +12,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import FormatError, SafeloadError
-from .copying import BLOCK
-from .file_lock import lock
-from .local import identity_of
+from .local import BLOCK, identity_of, lock, sync_folder
 
 # The journal of NAME is ".NAME.safeload-edit".
 _SUFFIX = ".safeload-edit"
@@ -72,23 +70,19 @@ def digest(data: bytes) -> str:
 def write(path: str, journal: Journal, *, durable: bool) -> None:
     """Write the journal of a file."""
     fields = {**journal._asdict(), "header": len(journal.header), "digest": digest(journal.header)}
-    data = _MAGIC + json.dumps(fields).encode() + b"\n" + journal.header
     place = journal_of(path)
-    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    file = open(place, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115  closed below
     try:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
-            owner = os.stat(path)
+        with file:
+            file.write(_MAGIC + json.dumps(fields).encode() + b"\n" + journal.header)
+            file.flush()
+            owner, descriptor = os.stat(path), file.fileno()
             if hasattr(os, "fchown") and owner.st_uid != os.fstat(descriptor).st_uid:
                 os.fchown(descriptor, owner.st_uid, owner.st_gid)
             if durable:
                 os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         if durable:
-            sync_folder(place)
+            sync_folder(os.path.dirname(place))
     except BaseException:
         with suppress(OSError):
             os.unlink(place)
@@ -128,20 +122,6 @@ def remove(path: str) -> None:
         os.unlink(journal_of(path))
 
 
-def sync_folder(path: str) -> None:
-    """Make the name of a file durable."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some filesystems cannot sync folders
-            raise
-    finally:
-        os.close(descriptor)
-
-
 # ---- the lock ----
 
 
@@ -155,7 +135,8 @@ class Locked:
             try:
                 if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
                     raise SafeloadError(f"{path}: only regular files can be edited")
-                _lock(self.descriptor, path)
+                if lock(self.descriptor) is False:
+                    raise BlockingIOError(errno.EWOULDBLOCK, "another edit of this file is in progress", path)
                 self.identity = identity_of(os.fstat(self.descriptor))
                 if identity_of(os.stat(path))[2:] == self.identity[2:]:
                     return
@@ -177,23 +158,21 @@ class Locked:
 
     def read(self, size: int) -> bytes:
         """Return the first bytes of the file."""
-        chunks, at = [], 0
-        while at < size:
-            os.lseek(self.descriptor, at, os.SEEK_SET)
-            chunk = os.read(self.descriptor, size - at)
+        content = b""
+        os.lseek(self.descriptor, 0, os.SEEK_SET)
+        while len(content) < size:
+            chunk = os.read(self.descriptor, size - len(content))
             if not chunk:
-                raise FormatError(f"the file ends at byte {at}", self.path, at)
-            chunks.append(chunk)
-            at += len(chunk)
-        return b"".join(chunks)
+                raise FormatError(f"the file ends at byte {len(content)}", self.path, len(content))
+            content += chunk
+        return content
 
     def write(self, begin: int, data: bytes) -> None:
         """Overwrite bytes of the file."""
         view = memoryview(data)
+        os.lseek(self.descriptor, begin, os.SEEK_SET)
         while view:
-            os.lseek(self.descriptor, begin, os.SEEK_SET)
-            count = os.write(self.descriptor, view)
-            view, begin = view[count:], begin + count
+            view = view[os.write(self.descriptor, view) :]
 
     def overwrite_header(self, old: bytes, new: bytes, *, durable: bool) -> None:
         """Overwrite the header so that it is invalid until it is complete."""
@@ -223,11 +202,6 @@ class Locked:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _lock(descriptor: int, path: str) -> None:
-    if lock(descriptor) is False:
-        raise BlockingIOError(errno.EWOULDBLOCK, "another edit of this file is in progress", path)
 
 
 # ---- editing and recovering ----

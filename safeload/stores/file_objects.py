@@ -17,19 +17,17 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, NoReturn
 
 from ..base import url as urls
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, UnsupportedError, missing_file
-from .files import LOCAL
-from .local import LocalStore, compare, identity_of, of_descriptor
+from .files import Files
+from .local import LocalStore, of_descriptor
+from .members import Member, MemberStore
 from .remote import RemoteStore, fill
 from .store import WINDOW, ByteStore, Span
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 # Modules of classes that seek by decompressing again from the beginning.
 _DECOMPRESSORS = frozenset(
@@ -48,22 +46,21 @@ class _Locked:
         self.file = file  # keeps its id
         self.lock = ProcessLock()
 
-    def position(self) -> int | None:
-        """Return the position of an object that can seek, None for any other object."""
-        methods = (getattr(self.file, name, None) for name in ("seek", "tell"))
-        if not all(map(callable, methods)) or not _answers(self.file, "seekable", True):
-            return None
-        with self.lock.own:
-            return int(self.file.tell())
+    @classmethod
+    def of(cls, file: Any) -> _Locked:
+        with _locks_lock.own:
+            locked = _locks.get(id(file))
+            if locked is None or locked.file is not file:
+                locked = _locks[id(file)] = cls(file)
+            return locked
 
     @contextmanager
-    def at(self, position: int | None, whence: int = os.SEEK_SET) -> Iterator[None]:
+    def at(self, position: int, whence: int = os.SEEK_SET) -> Iterator[None]:
         """Move to a position, and back at the end."""
         with self.lock.own:
             before = self.file.tell()
             try:
-                if position is not None:
-                    self.file.seek(position, whence)
+                self.file.seek(position, whence)
                 yield
             finally:
                 self.file.seek(before)
@@ -71,14 +68,6 @@ class _Locked:
 
 _locks: weakref.WeakValueDictionary[int, _Locked] = weakref.WeakValueDictionary()
 _locks_lock = ProcessLock()
-
-
-def _locked(file: Any) -> _Locked:
-    with _locks_lock.own:
-        locked = _locks.get(id(file))
-        if locked is None or locked.file is not file:
-            locked = _locks[id(file)] = _Locked(file)
-        return locked
 
 
 class FileObjectStore(RemoteStore):
@@ -89,11 +78,10 @@ class FileObjectStore(RemoteStore):
     def __init__(
         self,
         path: str,
-        content: Callable[[int, int], memoryview],
-        check: Callable[[], object],
-        *,
         size: int,
         mark: object,
+        content: Callable[[int, int], memoryview],
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__()
         self.path, self.size, self.version = path, size, (size, mark)
@@ -121,7 +109,7 @@ class FileObjectStore(RemoteStore):
 
 
 class _FileObject:
-    """A file object of the caller."""
+    """A file object of the caller, or the copy of one."""
 
     def __init__(self, file: Any) -> None:
         kind = type(file).__name__
@@ -135,88 +123,62 @@ class _FileObject:
             raise ValueError(f"{self.name}: the file object is closed")
         if not _answers(file, "readable", True):
             raise ValueError(f'{self.name}: the file object is open for writing only; open it with "rb"')
-        self.file = file
-        self._real = _descriptor(file)
-        self._locked = _locked(file)
-        self._start = self._locked.position()
-        self._seeks = self._real is not None or (self._start is not None and _seeks_cheaply(file))
+        can_seek = all(callable(getattr(file, name, None)) for name in ("seek", "tell"))
+        self._start: int | None = None  # of an object that can seek
         self._head = b""  # taken from an object that cannot seek
-        self._latest: Callable[[], LocalStore | None] = lambda: None  # a store to duplicate
-        self._copy: _FileObject | None = None  # on Windows
+        self._latest: LocalStore | None = None  # opened before, and perhaps after the file object was closed
+        self._take(file)
+        if can_seek and _answers(file, "seekable", True):
+            with self._locked.lock.own:
+                self._start = int(file.tell())
+        self._seeks = self._real is not None or (self._start is not None and _seeks_cheaply(file))
 
-    # ---- kinds ----
+    def _take(self, file: Any) -> None:
+        self.file, self._real, self._locked = file, _descriptor(file), _Locked.of(file)
 
     def open(self) -> ByteStore:
         """Open the bytes from the first position to the end."""
-        latest = self._latest()
-        if latest is not None and not latest.closed:
-            return latest.use(of_descriptor, self.name)
+        if self._latest is not None and not self._latest.closed:
+            return self._local(self._latest.use(of_descriptor, self.name))
         if getattr(self.file, "closed", False) is True:
             raise ValueError(f"{self.name}: the file object is closed")
-        if type(self.file) is io.BytesIO:
-            return self._memory(self.file)
+        if not self._seeks:
+            self._copy()
         if self._real is not None:
-            store = self._descriptor(self._real)
-        else:
-            store = self._on_demand() if self._seeks else self._copied()
-        if isinstance(store, LocalStore):
-            self._latest = weakref.ref(store)
-        return store
-
-    def _memory(self, file: io.BytesIO) -> ByteStore:
-        """Share the bytes, which do not change: if the owner writes, `io.BytesIO` writes to a copy."""
-        data = file.getvalue()
+            if _answers(self.file, "writable", False):
+                self.file.flush()
+            return self._local(of_descriptor(self._real, self.name))
+        if type(self.file) is not io.BytesIO:
+            return self._on_demand()
+        data = self.file.getvalue()  # shared: if the owner writes, `io.BytesIO` writes to a copy
         view = memoryview(data)[self._start :]
         self._refuse_end(len(data))
-        return FileObjectStore(
-            self.name, lambda begin, end: view[begin:end], lambda: None, size=len(view), mark=id(data)
-        )
+        return FileObjectStore(self.name, len(view), id(data), lambda begin, end: view[begin:end])
 
-    def _descriptor(self, number: int) -> ByteStore:
-        if _answers(self.file, "writable", False):
-            self.file.flush()
-        store = of_descriptor(number, self.name)
+    def _local(self, store: LocalStore) -> ByteStore:
+        self._latest, start = store, self._start or 0
         self._refuse_end(store.size)
-        if not self._start:
-            return store
-        start = self._start or 0
-        size, version = max(0, store.size - start), store.identity
-
-        def content(begin: int, end: int) -> memoryview:
-            memory = memoryview(bytearray(end - begin))
-            count = 0
-            while count < len(memory):
-                part = store.use(os.pread, min(len(memory) - count, _CHUNK), start + begin + count)
-                if not part:
-                    break
-                memory[count : count + len(part)] = part
-                count += len(part)
-            return memory[:count]
-
-        def check() -> None:
-            compare(identity_of(store.use(os.fstat)), version, self.name)
-
-        return FileObjectStore(self.name, content, check, size=size, mark=version.mtime_ns)
+        return MemberStore(store, Member(start, store.size - start), self.name) if start else store
 
     def _on_demand(self) -> ByteStore:
-        locked, start = self._locked, self._start or 0
+        file, locked, start = self.file, self._locked, self._start or 0
 
         def end_of() -> int:
             with locked.at(0, os.SEEK_END):
-                return int(self.file.tell())
+                return int(file.tell())
 
         end = end_of()
         self._refuse_end(end)
 
         def content(begin: int, end: int) -> memoryview:
             with locked.at(start + begin):
-                return _read(self.file, end - begin, self.name)
+                return _read(file, end - begin, self.name)
 
         def check() -> None:
             if end_of() != end:
                 raise FormatError("the file has changed since it was opened: its size differs", self.name)
 
-        return FileObjectStore(self.name, content, check, size=max(0, end - start), mark=start)
+        return FileObjectStore(self.name, max(0, end - start), start, content, check)
 
     def _refuse_end(self, end: int) -> None:
         if self._start and self._start >= end:
@@ -231,40 +193,31 @@ class _FileObject:
         """Return the first bytes of an object that must be copied, or None if it is short or need not be copied."""
         if self._seeks or self._head:
             return None
-        with self._locked.lock.own, self._restored():
+        with self._restored():
             head = bytes(_read(self.file, size, self.name))
             if self._start is None:
                 self._head = head
         return head if len(head) == size else None
 
-    def _copied(self) -> ByteStore:
-        """Copy the object to a temporary file without a name, whose space is free after its last array."""
-        if self._copy is not None:
-            return self._copy._on_demand()
-        with ExitStack() as stack:
-            head, self._head = self._head, b""
-            with self._locked.lock.own, self._restored():
-                out = stack.enter_context(temporary_copy(self.file, head, self.name))
-            if os.name != "nt":
-                return of_descriptor(out.fileno(), self.name)
-            out.seek(0)  # a copy cannot be opened again by its descriptor
-            copy = _FileObject(out)
-            copy.name = self.name
-            store = copy._on_demand()
-            self._copy = copy
-            weakref.finalize(copy, stack.pop_all().close)
-            return store
+    def _copy(self) -> None:
+        """Take the place of the object by a temporary file without a name."""
+        with self._restored():
+            out = temporary_copy(self.file, self._head, self.name)
+        weakref.finalize(self, out.close)
+        self._take(out)
+        self._start, self._head, self._seeks = 0, b"", True
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Begin at the first position, and return to it at the end, if the object can seek."""
-        if self._start is not None and self.file.tell() != self._start:
-            self.file.seek(self._start)
-        try:
-            yield
-        finally:
-            if self._start is not None:
+        with self._locked.lock.own:
+            if self._start is not None and self.file.tell() != self._start:
                 self.file.seek(self._start)
+            try:
+                yield
+            finally:
+                if self._start is not None:
+                    self.file.seek(self._start)
 
 
 def _name_of(file: Any) -> str:
@@ -351,8 +304,8 @@ def _read(file: Any, size: int, name: str) -> memoryview:
     return view[:count]
 
 
-class FileObjects:
-    """The file objects of a call, as `Files`. Paths are their names with a number."""
+class FileObjects(Files):
+    """The file objects of a call. Paths are their names with a number; others are those of this machine."""
 
     remote = True
 
@@ -385,43 +338,38 @@ class FileObjects:
             return source.open()
         if path.startswith(_SCHEME):
             raise missing_file(self.shown(path), f"No such file object: {show(self.shown(path))}")
-        return LOCAL.open(path)
+        return super().open(path)
 
     def is_folder(self, path: str) -> bool:
-        return not path.startswith(_SCHEME) and LOCAL.is_folder(path)
+        return not path.startswith(_SCHEME) and super().is_folder(path)
 
     def listing(self, folder: str) -> list[tuple[str, bool]]:
-        return [] if folder == _SCHEME else LOCAL.listing(folder)
+        return [] if folder == _SCHEME else super().listing(folder)
 
     def join(self, folder: str, name: str) -> str:
         """Return the path of a name beside a file object: another file object with this name, or a missing one."""
         if folder != _SCHEME:
-            return LOCAL.join(folder, name)
+            return super().join(folder, name)
         paths = (path for path, source in self._sources.items() if os.path.basename(source.name) == name)
         return next(paths, f"{_SCHEME}/{name}")
 
     def split(self, path: str) -> tuple[str, str]:
-        if not path.startswith(_SCHEME):
-            return LOCAL.split(path)
-        return _SCHEME, os.path.basename(self.shown(path))
+        return (_SCHEME, os.path.basename(self.shown(path))) if path.startswith(_SCHEME) else super().split(path)
 
     def absolute(self, path: str) -> str:
-        return path if path.startswith(_SCHEME) else LOCAL.absolute(path)
+        return path if path.startswith(_SCHEME) else super().absolute(path)
 
     def shown(self, path: str) -> str:
         return path.removeprefix(_SCHEME).partition("/")[2] if path.startswith(_SCHEME) else path
 
     def public(self, path: str) -> str:
-        if not path.startswith(_SCHEME):
-            return LOCAL.public(path)
-        raise UnsupportedError(f"{self.shown(path)}: a file object stays in this process; pass a path instead")
+        if path.startswith(_SCHEME):
+            raise UnsupportedError(f"{self.shown(path)}: a file object stays in this process; pass a path instead")
+        return super().public(path)
 
-    def public_options(self) -> dict[str, Any] | None:
+    def public_options(self) -> NoReturn:
         raise UnsupportedError(f"{self!r}: file objects stay in this process; pass paths to other processes")
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
         if not path.startswith(_SCHEME):
-            LOCAL.check_unchanged(path, seen)
-
-    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        return [function(item) for item in items]
+            super().check_unchanged(path, seen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..base.paths import absolute
 from ..errors import SafeloadError, exported, public
@@ -16,96 +16,61 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-class Files(Protocol):
-    """Finds and opens files. Paths are opaque text to everyone else; safe to use from any thread."""
+class Files:
+    """Finds and opens files: here those of this machine. Paths are opaque text to everyone else, from any thread."""
 
-    @property
-    def remote(self) -> bool:
-        """Whether every method call can be a network request."""
+    remote = False  # True if every method call can be a network request
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return "LOCAL"
 
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         """Open a file for reading."""
+        return open_local(path)
 
     def is_folder(self, path: str) -> bool:
         """Return whether a path leads to a folder."""
+        return os.path.isdir(path)
 
     def listing(self, folder: str) -> list[tuple[str, bool]]:
         """Return the sorted names in a folder, without hidden names, and whether each is a folder itself."""
-
-    def join(self, folder: str, name: str) -> str:
-        """Return the path of a bare name in a folder."""
-
-    def split(self, path: str) -> tuple[str, str]:
-        """Split a path into its folder and its name there."""
-
-    def absolute(self, path: str) -> str:
-        """Return a path that stays valid anywhere in this process."""
-
-    def shown(self, path: str) -> str:
-        """Return a path for messages, without secrets."""
-
-    def public(self, path: str) -> str:
-        """Return an absolute path for pickles and plans, without secrets."""
-
-    def public_options(self) -> dict[str, Any] | None:
-        """Return the ``storage_options`` for plans, without secrets, or None if there are none."""
-
-    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        """Refuse a file that has changed, before it is opened, if that takes no request."""
-
-    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        """Map a function over items, concurrently if the files are remote."""
-
-
-class LOCAL:
-    """The local file system, itself a `Files`: threads would contend for an instance without the GIL."""
-
-    remote = False
-
-    @staticmethod
-    def open(path: str, window: int = WINDOW) -> ByteStore:
-        return open_local(path)
-
-    @staticmethod
-    def is_folder(path: str) -> bool:
-        return os.path.isdir(path)
-
-    @staticmethod
-    def listing(folder: str) -> list[tuple[str, bool]]:
         with os.scandir(folder) as entries:
             return sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
 
-    @staticmethod
-    def join(folder: str, name: str) -> str:
+    def join(self, folder: str, name: str) -> str:
+        """Return the path of a bare name in a folder."""
         return os.path.join(folder, name)
 
-    @staticmethod
-    def split(path: str) -> tuple[str, str]:
+    def split(self, path: str) -> tuple[str, str]:
+        """Split a path into its folder and its name there."""
         return os.path.split(path)
 
-    @staticmethod
-    def absolute(path: str) -> str:
+    def absolute(self, path: str) -> str:
+        """Return a path that stays valid anywhere in this process."""
         return absolute(path)
 
-    @staticmethod
-    def shown(path: str) -> str:
+    def shown(self, path: str) -> str:
+        """Return a path for messages, without secrets."""
         return path
 
-    @staticmethod
-    def public(path: str) -> str:
+    def public(self, path: str) -> str:
+        """Return an absolute path for pickles and plans, without secrets."""
         return path
 
-    @staticmethod
-    def public_options() -> dict[str, Any] | None:
+    def public_options(self) -> dict[str, Any] | None:
+        """Return the ``storage_options`` for plans, without secrets, or None if there are none."""
         return None
 
-    @staticmethod
-    def check_unchanged(path: str, seen: tuple[Any, ...]) -> None:
+    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
+        """Refuse a file that has changed, before it is opened, if that takes no request."""
         check_unchanged(path, seen)
 
-    @staticmethod
-    def each(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        """Map a function over items, concurrently if the files are remote."""
         return [function(item) for item in items]
+
+
+LOCAL = Files()
 
 
 @exported("safeload.remote")

@@ -28,10 +28,9 @@ from ..base.forking import ProcessLock
 from ..base.text import show
 from ..base.url import CACHES, parsed, unescaped
 from ..errors import FormatError, RemoteError, UnsupportedError
-from .foreign_errors import checked
+from .foreign_errors import checked, secrets_of, secrets_of_urls
 from .local import open_local
 from .objects import ObjectStore, ObjectUrls, StoredObject, copy_whole
-from .options import secrets_of, secrets_of_urls
 from .remote import checked_size, digest_of, marks_of, strong_etag
 from .store import WINDOW, ByteStore
 from .thread_group import current, left_behind
@@ -60,9 +59,6 @@ class Filesystem(ObjectUrls):
         self._secrets = secrets_of(self._options if fs is None else getattr(fs, "storage_options", None))
         self._own = None if fs is None else FsspecHandle(fs, self._secrets)
         self.escapes = fs is not None and is_escaped(fs)
-
-    def __repr__(self) -> str:
-        return "<Filesystem>"  # options are secret
 
     def open(self, url: str, window: int = WINDOW) -> ByteStore:
         """Open a file; if it is on this machine, open it directly."""

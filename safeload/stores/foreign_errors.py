@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import random
 import re
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from ..base import log
 from ..base import url as urls
 from ..base.text import printable
+from ..base.url import Url
 from ..errors import (
     FormatError,
     RemoteError,
@@ -54,42 +55,24 @@ def checked(
     begin: int | None = None,
     end: int | None = None,
     *,
-    translate: Callable[..., Exception] | None = None,
-) -> _Result:
-    """Call another library and translate its errors. They are not chained, because they may contain secrets."""
-    try:
-        return function()
-    except Exception as error:
-        translation = (translate or translated)(error, url, secrets, begin, end)
-    try:
-        raise translation
-    finally:
-        del translation  # it refers to this frame
-
-
-def retried(
-    function: Callable[[], _Result],
-    url: str,
-    secrets: list[str],
-    begin: int | None = None,
-    end: int | None = None,
-    *,
+    tries: int = 1,
     transient: Callable[[Exception], bool] | None = None,
     translate: Callable[..., Exception] | None = None,
 ) -> _Result:
-    """Like `checked`, but retry transient errors."""
-    for k in range(TRIES):
+    """Call another library and translate its errors, after up to ``tries`` attempts if they are transient.
+
+    The errors are not chained, because they may contain secrets.
+    """
+    for k in range(1, tries + 1):
         try:
             return function()
         except Exception as error:
             translation = (translate or translated)(error, url, secrets, begin, end)
-            final = not (transient or is_transient)(error)
-            pause = max(PAUSE * 2**k * random.uniform(0.5, 1), _requested_pause(error))
-        if final:
-            break
-        if k < TRIES - 1:
-            log.debug("%s: retry in %.1f s: %s", url, pause, translation.args[0] if translation.args else "")
-            current().sleep(pause)
+            if k == tries or not (transient or is_transient)(error):
+                break
+            pause = max(PAUSE * 2 ** (k - 1) * random.uniform(0.5, 1), _requested_pause(error))
+        log.debug("%s: retry in %.1f s: %s", url, pause, translation.args[0] if translation.args else "")
+        current().sleep(pause)
     try:
         raise translation
     finally:
@@ -165,3 +148,48 @@ def cleaned(error: BaseException, secrets: list[str]) -> str:
     text = _KEYS.sub("***", _URL.sub(lambda match: urls.shown(match[0]), text))
     text = printable(" ".join(text.split()))
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
+
+
+# ---- storage_options: which are public, and which are secret ----
+
+# Options without any secret: they only locate files. All other options stay in this process.
+PUBLIC = frozenset(
+    (
+        "account_name", "anon", "cache_check", "cache_storage", "check_files", "client_kwargs", "config_kwargs",
+        "endpoint", "endpoint_url", "expiry_time", "project", "region", "region_name", "repo_type", "requester_pays",
+        "revision", "same_names", "target_options", "target_protocol", "use_ssl", "verify", "version_aware",
+    )
+)  # fmt: skip
+# Shorter values are words such as "us" or "true", which are too common to be masked.
+_LEAST = 5
+
+
+def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the options for pickles, plans and journals; workers take the rest from their environment."""
+    if options is None:
+        return None
+    public: dict[str, Any] = {}
+    for key, value in options.items():
+        if isinstance(value, Mapping):  # options of a client, or of a link of a chain
+            public[key] = public_options(value)
+        elif key in PUBLIC and isinstance(value, (str, int, float, bool, type(None))):
+            public[key] = urls.shown(value) if isinstance(value, str) and urls.is_url(value) else value
+    return public
+
+
+def secrets_of(options: Mapping[str, Any] | None) -> list[str]:
+    """Return the secrets in ``storage_options``, longest first, to keep them out of messages."""
+    return sorted(set(_texts(options or {})), key=len, reverse=True)
+
+
+def secrets_of_urls(chain: Iterable[Url]) -> Iterator[str]:
+    """Return the secrets in the links of a chain."""
+    return (text for link in chain for text in link.secrets if len(text) >= _LEAST)
+
+
+def _texts(options: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value)
+        elif isinstance(value, (str, bytes)) and key not in PUBLIC and len(value) >= _LEAST:
+            yield value if isinstance(value, str) else value.decode("latin-1")

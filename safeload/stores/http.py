@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 from ..base import url as urls
 from ..base.forking import ProcessLock
@@ -12,10 +13,22 @@ from ..base.log import debug
 from ..base.text import show
 from ..base.url import WebUrl
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
-from .http_client import Client, Exchange, RequestTarget, redirected, target_of
+from .http_client import (
+    TRANSPORT_ERRORS,
+    Client,
+    Exchange,
+    Failure,
+    RequestTarget,
+    Tries,
+    broken_off,
+    of_error,
+    of_status,
+    redirected,
+    requested_wait,
+    target_of,
+)
 from .local import compare
 from .remote import Backend, RemoteStore, is_weak
-from .retries import TRANSPORT_ERRORS, Failure, Tries, broken_off, of_error, of_status, requested_wait
 from .store import WINDOW, Span
 from .thread_group import current
 
@@ -40,6 +53,9 @@ _Result = TypeVar("_Result")
 class Web(Backend):
     """Files behind https and http URLs."""
 
+    no_folders = "https has no folders: open an index (model.safetensors.index.json), one file, or a list of URLs"
+    read_only = "https is read-only: write to a local folder, s3, gs or az"
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._client = Client(options)
         self.kept = self._client.kept
@@ -49,25 +65,12 @@ class Web(Backend):
         target = target_of(url, self._client.headers)
         return HttpStore(urls.shown(url), lambda: target, self._client, window)
 
-    def listing(self, url: str) -> NoReturn:
-        raise UnsupportedError(
-            f"{urls.shown(url)}: https has no folders: open an index (model.safetensors.index.json), "
-            "one file, or a list of URLs"
-        )
-
-    def check_writable(self, url: str) -> NoReturn:
-        raise UnsupportedError(f"{urls.shown(url)}: https is read-only: write to a local folder, s3, gs or az")
-
 
 class _Route(NamedTuple):
     """The URL to read from."""
 
     url: WebUrl  # after redirects
-    redirected: bool = False  # whether it differs from the target's URL
     proven: bool = False  # whether it has served bytes of the opened version
-
-    def __repr__(self) -> str:
-        return f"<_Route {self.url.shown}>"
 
 
 class _Version(NamedTuple):
@@ -122,67 +125,58 @@ class _Transfer:
         return True
 
 
-# Consumes a response: returns its result, or the failure.
-_Use = Callable[[Exchange, WebUrl], "_Result | Failure"]
-
-
-def follow(
+@contextmanager
+def answered(
     client: Client,
     url: WebUrl,
     headers: Callable[[WebUrl], Mapping[str, str]],
     path: str,
-    use: _Use[_Result],
     *,
     origin: object,
     note: Callable[[Exchange, WebUrl], object],
-) -> _Result | Failure:
-    """Send a request, follow redirects, and return the result of ``use`` for the last response."""
+) -> Iterator[tuple[Exchange, WebUrl]]:
+    """Send a request, follow redirects, and yield the last response and its URL; errors are a `Failure`."""
     seen = set[WebUrl]()
     while url not in seen:
         if len(seen) > MOST_REDIRECTS:
-            return Failure(RemoteError(f"the server redirects more than {MOST_REDIRECTS} times", path))
+            raise Failure(RemoteError(f"the server redirects more than {MOST_REDIRECTS} times", path))
         seen.add(url)
         try:
             with client.exchange(url, headers(url)) as exchange:
                 note(exchange, url)
                 if exchange.status not in _REDIRECTS:
-                    return use(exchange, url)
+                    yield exchange, url
+                    return
                 exchange.drain()
                 following = redirected(url, exchange.headers.get("Location"), path)
         except TRANSPORT_ERRORS as error:
             failure = of_error(error, path, client.timeout)
             if url.origin != origin:
                 failure.error.args = (f"{failure.error.args[0]}, after a redirect to {url.place}",)
-            return failure
-        if isinstance(following, Failure):
-            return following
+            raise failure from None
         url = following
-    return Failure(RemoteError("the server redirects in a loop", path))
+    raise Failure(RemoteError("the server redirects in a loop", path))
 
 
-def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exchange], _Result | Failure]) -> _Result:
+def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exchange], _Result]) -> _Result:
     """Request a whole response, and return the result of ``use``; transient failures are retried."""
 
     def note(exchange: Exchange, url: WebUrl) -> None:
         debug("%s: %s: %d", path, url.shown, exchange.status)
 
-    def take(exchange: Exchange, url: WebUrl) -> _Result | Failure:
-        return use(exchange)
-
-    tries = Tries(client.retries)
-    client.join(tries)
-    try:
+    tries, origin = Tries(client.retries), target.url.origin
+    with client.kept():
         while True:
-            result = follow(client, target.url, target.headers_at, path, take, origin=target.url.origin, note=note)
-            if not isinstance(result, Failure):
-                return result
-            debug("%s: %s", path, result.error)
             try:
-                tries.failed(result)
+                with answered(client, target.url, target.headers_at, path, origin=origin, note=note) as (exchange, _):
+                    return use(exchange)
+            except Failure as caught:
+                failure = caught
+            try:
+                debug("%s: %s", path, failure.error)
+                tries.failed(failure)
             finally:
-                del result  # its error refers to this frame
-    finally:
-        client.leave(tries)
+                del failure  # its error refers to this frame
 
 
 class HttpStore(RemoteStore):
@@ -217,9 +211,6 @@ class HttpStore(RemoteStore):
             client.leave(self)
             raise
 
-    def __repr__(self) -> str:
-        return f"<HttpStore {self.path}>"
-
     def close(self) -> None:
         super().close()
         self._client.leave(self)
@@ -233,27 +224,28 @@ class HttpStore(RemoteStore):
 
     # ---- requests ----
 
-    def _persist(self, transfer: _Transfer, use: _Use[_Result]) -> _Result:
+    def _persist(self, transfer: _Transfer, use: Callable[[Exchange, WebUrl], object]) -> None:
         """Request the missing bytes until all have arrived; errors are never chained to urllib3's."""
         tries, renewed = Tries(self._client.retries, transfer.at), False  # a URL is resolved again once
         while True:
             route = self._route
-            result = self._request(route, transfer, use)
-            if not isinstance(result, Failure):
-                return result
-            if isinstance(result.error, RemoteError):
-                result.error.begin, result.error.end = transfer.at, transfer.end
-            debug("%s: bytes [%d, %d): %s", self.path, transfer.at, transfer.end, result.error.args[0])
-            if result.refused is not None and not renewed and self._renew(route, result.refused):
-                renewed = True
-                current().sleep(result.wait)
-            else:
-                try:
-                    tries.failed(result, transfer.at)
-                finally:
-                    del result  # its error refers to this frame
+            try:
+                return self._request(route, transfer, use)
+            except Failure as caught:
+                failure = caught
+            try:
+                if isinstance(failure.error, RemoteError):
+                    failure.error.begin, failure.error.end = transfer.at, transfer.end
+                debug("%s: bytes [%d, %d): %s", self.path, transfer.at, transfer.end, failure.error.args[0])
+                if failure.refused is not None and not renewed and self._renew(route, failure.refused):
+                    renewed = True
+                    current().sleep(failure.wait)
+                else:
+                    tries.failed(failure, transfer.at)
+            finally:
+                del failure  # its error refers to this frame
 
-    def _request(self, route: _Route, transfer: _Transfer, use: _Use[_Result]) -> _Result | Failure:
+    def _request(self, route: _Route, transfer: _Transfer, use: Callable[[Exchange, WebUrl], object]) -> None:
         """Request the missing bytes once."""
 
         def note(exchange: Exchange, url: WebUrl) -> None:
@@ -262,17 +254,17 @@ class HttpStore(RemoteStore):
             if commit is not None and url.origin == self._target.url.origin:
                 self.commits.add(commit)
 
-        def take(exchange: Exchange, url: WebUrl) -> _Result | Failure:
-            result = refusal(exchange, self.path, self._client.credentials) or use(exchange, url)
-            if isinstance(result, Failure) and exchange.status in _REFUSED:
-                return result._replace(refused=url)
-            return result
-
         def headers(url: WebUrl) -> dict[str, str]:
             return self._headers(route, url, transfer)
 
         origin = self._target.url.origin
-        return follow(self._client, route.url, headers, self.path, take, origin=origin, note=note)
+        with answered(self._client, route.url, headers, self.path, origin=origin, note=note) as (exchange, url):
+            try:
+                check_accepted(exchange, self.path, self._client.credentials)
+                use(exchange, url)
+            except Failure as failure:
+                failure.refused = url if exchange.status in _REFUSED else None
+                raise
 
     def _headers(self, route: _Route, url: WebUrl, transfer: _Transfer) -> dict[str, str]:
         headers = self._target.headers_at(url)
@@ -304,21 +296,16 @@ class HttpStore(RemoteStore):
 
     # ---- responses ----
 
-    def _opened(self, exchange: Exchange, url: WebUrl) -> Failure | None:
+    def _opened(self, exchange: Exchange, url: WebUrl) -> None:
         """Take the size, the version and the first window from the response to the first request."""
-        content = (
-            _whole(exchange, self.path) if exchange.status == 200 else _first_window(exchange, self.path, self.window)
-        )
-        if isinstance(content, Failure):
-            return content
-        self.size, window = content
+        whole = exchange.status == 200
+        self.size, window = _whole(exchange, self.path) if whole else _first_window(exchange, self.path, self.window)
         self._version = _Version.of(exchange)
         self.version = (self.size, self._version.mark)
-        self._route = _Route(url, url != self._target.url, True)
+        self._route = _Route(url, True)
         self.keep(0, window)
-        return None
 
-    def _read(self, exchange: Exchange, url: WebUrl, transfer: _Transfer) -> Failure | None:
+    def _read(self, exchange: Exchange, url: WebUrl, transfer: _Transfer) -> None:
         """Take the missing bytes from a response."""
         known = self._route.proven and url == self._route.url
         total = _total(exchange)
@@ -327,79 +314,72 @@ class HttpStore(RemoteStore):
         other_version = exchange.status == 206 and _Version.of(exchange) != self._version
         if exchange.status == 412 or other_version or len(self.commits) > 1:
             compare((self.size, ""), (self.size, "another"), self.path)
-        failure = _misplaced(exchange, transfer.at, transfer.end, self.path)
-        if failure is not None:
-            return failure
+        _check_range(exchange, transfer.at, transfer.end, self.path)
         if not known:
-            self._route = _Route(url, url != self._target.url, True)
-        return None if transfer.receive(exchange) else broken_off(self.path)
+            self._route = _Route(url, True)
+        if not transfer.receive(exchange):
+            raise broken_off(self.path)
 
 
-def refusal(exchange: Exchange, path: str, credentials: str) -> Failure | None:
-    """Return why a response holds no bytes of the file, or None if it may hold some."""
+def check_accepted(exchange: Exchange, path: str, credentials: str) -> None:
+    """Refuse a response that holds no bytes of the file."""
     status = exchange.status
     if status in (200, 206, 412, 416):
         encoding = exchange.headers.get("Content-Encoding", "").strip().lower()
         if encoding in ("", "identity"):
-            return None
+            return
         text = f"the server sent the file compressed ({show(encoding)}), although the request refused compression"
-        return Failure(RemoteError(text, path))
+        raise Failure(RemoteError(text, path))
     exchange.drain()
     if status in (404, 410):
-        return Failure(missing_file(path, f"No such file: {path} (the server returned {status})"))
+        raise Failure(missing_file(path, f"No such file: {path} (the server returned {status})"))
     if status in (401, 403):
-        text = f"the server refuses access ({status}): {credentials}"
-        return Failure(RemotePermissionError(text, path))
+        raise Failure(RemotePermissionError(f"the server refuses access ({status}): {credentials}", path))
     if status == 407:
-        return Failure(RemotePermissionError("the proxy requires a user and a password", path))
-    return of_status(status, requested_wait(status, exchange.headers), path)
+        raise Failure(RemotePermissionError("the proxy requires a user and a password", path))
+    raise of_status(status, requested_wait(status, exchange.headers), path)
 
 
-def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes] | Failure:
+def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]:
     """Return the size of a file and its beginning."""
     total = _total(exchange)
     if exchange.status == 416 and total == 0:
         return 0, b""
     if exchange.status != 206:
-        return of_status(exchange.status, None, path)
+        raise of_status(exchange.status, None, path)
     if total is None:
         place = show(exchange.headers.get("Content-Range"))
-        return Failure(RemoteError(f"the server does not report the file size (Content-Range: {place})", path))
+        raise Failure(RemoteError(f"the server does not report the file size (Content-Range: {place})", path))
     window = bytearray(min(size, total))
-    failure = _misplaced(exchange, 0, len(window), path)
-    if failure is not None:
-        return failure
-    complete = _Transfer([Span(0, memoryview(window))]).receive(exchange)
-    return (total, bytes(window)) if complete else broken_off(path)
+    _check_range(exchange, 0, len(window), path)
+    if not _Transfer([Span(0, memoryview(window))]).receive(exchange):
+        raise broken_off(path)
+    return total, bytes(window)
 
 
-def _whole(exchange: Exchange, path: str) -> tuple[int, bytes] | Failure:
+def _whole(exchange: Exchange, path: str) -> tuple[int, bytes]:
     """Return the size and the content of a small file, from a server without range support."""
     length = exchange.headers.get("Content-Length", "")
     size = int(length) if _LENGTH.fullmatch(length) else None
     content = bytearray(min(WHOLE + 1, size if size is not None else WHOLE + 1))
     transfer = _Transfer([Span(0, memoryview(content))])
     if (size or 0) <= WHOLE and not transfer.receive(exchange) and size is not None:
-        return broken_off(path)
+        raise broken_off(path)
     if (size or 0) > WHOLE or transfer.at > WHOLE:
-        return Failure(
-            UnsupportedError(
-                f"{path}: this server does not support ranges: download the file, or open filecache::URL "
-                "with storage_options={}, which lets fsspec download it"
-            )
-        )
+        text = "this server does not support ranges: download the file, or open filecache::URL with storage_options={}"
+        raise Failure(UnsupportedError(f"{path}: {text}, which lets fsspec download it"))
     return transfer.at, bytes(content[: transfer.at])
 
 
-def _misplaced(exchange: Exchange, begin: int, end: int, path: str) -> Failure | None:
-    """Return why a response does not hold exactly the bytes [begin, end), or None if it does."""
+def _check_range(exchange: Exchange, begin: int, end: int, path: str) -> None:
+    """Refuse a response that does not hold exactly the bytes [begin, end)."""
     headers = exchange.headers
     place = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", "").strip().lower())
     length = headers.get("Content-Length")
     if exchange.status == 200:
         what = "the server returned the whole file instead of a range"
     elif exchange.status != 206:
-        return of_status(exchange.status, None, path)
+        raise of_status(exchange.status, None, path)
     elif headers.get("Content-Type", "").strip().lower().startswith("multipart/"):
         what = "the server returned several parts instead of one range"
     elif place is None or place[1] is None or (int(place[1]), int(place[2]) + 1) != (begin, end):
@@ -407,8 +387,8 @@ def _misplaced(exchange: Exchange, begin: int, end: int, path: str) -> Failure |
     elif length is not None and length.strip() != str(end - begin):
         what = f"the server returned {show(length)} bytes, expected {end - begin}"
     else:
-        return None
-    return Failure(RemoteError(what, path))
+        return
+    raise Failure(RemoteError(what, path))
 
 
 def _total(exchange: Exchange) -> int | None:

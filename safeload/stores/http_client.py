@@ -1,13 +1,23 @@
-"""HTTP requests over urllib3: options shared by files, pools, proxies, and where URLs and headers may be sent."""
+"""HTTP requests over urllib3: sockets, failures and retries, and clients with their options, pools and proxies.
+
+Sockets stop waiting when their call ends: a wait is divided into short slices, between which it looks whether its call
+continues. That works for connects, handshakes, heads and bodies alike, and on Windows, where neither a shutdown nor
+Ctrl-C wakes a waiting thread.
+"""
 
 from __future__ import annotations
 
 import base64
+import email.errors
+import email.utils
 import errno
+import http.client
 import logging
 import math
 import os
+import random
 import re
+import socket
 import ssl
 import threading
 import time
@@ -15,10 +25,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.util.wait import wait_for_write
 
 from .._version import __version__
 from ..base import url as urls
@@ -27,9 +41,432 @@ from ..base.forking import ProcessLock, making_context
 from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided
 from ..base.url import web_url as parse_web
-from ..errors import RemoteError, UnsupportedError
-from .retries import RETRIES, TRANSPORT_ERRORS, Failure
-from .sockets import POOLS, BadResponse, SlicedTlsSocket, socks_pools
+from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError
+from .thread_group import Stopped, current
+
+# ---- sockets ----
+
+# Seconds between the checks of a waiting thread: whether to continue, and signals.
+SLICE = 0.1
+# Bytes that a server may send before the body of a response: endless "100 Continue" and header fields end here.
+_HEAD = 256 << 10
+_PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
+# Python's texts for Winsock errors, which strerror does not know.
+_TEXTS: dict[int, str] = getattr(socket, "errorTab", {})
+_LENGTH = re.compile(r"[0-9]{1,18}")
+# Python stops reading header fields at a malformed line, and reports it only by these defects.
+_LOST = (email.errors.MissingHeaderBodySeparatorDefect, email.errors.FirstHeaderLineIsContinuationDefect)
+# Bytes of a body received at once, and over TLS, where an error loses no more.
+_PIECE, _RECORDS = 512 << 10, 128 << 10
+# What a server may send for each byte of a body, and beside it: sizes of chunks, and trailers.
+_PER_BYTE, _BESIDE = 8, 1 << 20
+# An unused body of at most this size is read to make its connection reusable, for at most this many seconds.
+_DRAINED, _DRAINING = 16 << 10, 1.0
+# Seconds to wait for the end of a body after its last expected byte.
+_ENDING = 0.2
+# Maximum number of characters of a header in a message.
+_SHOWN = 40
+
+# Exceptions of requests.
+TRANSPORT_ERRORS = (OSError, urllib3.exceptions.HTTPError, http.client.HTTPException)
+
+_Result = TypeVar("_Result")
+
+
+class BadResponse(http.client.HTTPException):
+    """A response that breaks HTTP's framing rules. The message never quotes a header that may echo a secret."""
+
+
+class _Sliced:
+    """Mixin: a socket that waits in slices, and receives at most `left` bytes."""
+
+    left = math.inf
+    _limit: float | None = None  # seconds that a wait may take
+
+    def settimeout(self: Any, value: float | None) -> None:
+        self._limit = value
+        super().settimeout(SLICE if value is None or value > SLICE else value)  # type: ignore[misc]
+
+    def gettimeout(self) -> float | None:
+        return self._limit
+
+    def setblocking(self, flag: bool) -> None:
+        self.settimeout(None if flag else 0.0)
+
+    def recv(self, *arguments: Any) -> bytes:
+        data: bytes = self._in_slices(super().recv, *arguments)  # type: ignore[misc]
+        self._count(len(data))
+        return data
+
+    def recv_into(self, *arguments: Any) -> int:
+        count: int = self._in_slices(super().recv_into, *arguments)  # type: ignore[misc]
+        self._count(count)
+        return count
+
+    def sendall(self: Any, *arguments: Any) -> None:
+        super().settimeout(self._limit)  # type: ignore[misc]
+        try:
+            super().sendall(*arguments)  # type: ignore[misc]
+        finally:
+            self.settimeout(self._limit)
+
+    def _count(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise BadResponse("the server sends more bytes than the response can have")
+
+    def _in_slices(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Repeat a call that ends after a slice until the socket's own timeout has passed."""
+        limit, begun = self._limit, time.monotonic()
+        while limit != 0:
+            with suppress(TimeoutError, ssl.SSLWantReadError):  # TLS raises the second at exactly the deadline
+                return call(*arguments)
+            current().check()
+            if limit is not None and time.monotonic() - begun >= limit:
+                raise TimeoutError("timed out")
+        return call(*arguments)
+
+
+class SlicedSocket(_Sliced, socket.socket):
+    """A socket that waits in slices."""
+
+
+class SlicedTlsSocket(_Sliced, ssl.SSLSocket):
+    """A socket for TLS that waits in slices, also for the handshake; OpenSSL keeps a partial record between them."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        try:
+            self._in_slices(super().do_handshake, block)
+        except (Stopped, KeyboardInterrupt):  # `ssl` closes the socket only after other errors
+            self.close()
+            raise
+
+
+def connect(host: str, port: int, timeout: float, options: Any) -> socket.socket:
+    """Connect to a host, trying its addresses in order."""
+    failure = OSError(errno.EADDRNOTAVAIL, "the host has no address")
+    try:
+        addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
+    except UnicodeError:
+        raise OSError(errno.EINVAL, "not a host name") from None
+    for family, kind, protocol, _, address in addresses:
+        connecting = SlicedSocket(family, kind, protocol)
+        try:
+            for option in options:
+                connecting.setsockopt(*option)
+            connecting.setblocking(False)
+            code = connecting.connect_ex(address)
+            if code in _PENDING:
+                code = _wait_connected(connecting, timeout)
+            if code:
+                raise OSError(code, _TEXTS.get(code, "").rstrip(".") or os.strerror(code))
+            connecting.settimeout(timeout)
+            return connecting
+        except BaseException as error:
+            connecting.close()
+            if not isinstance(error, OSError):
+                raise
+            failure = error
+    try:
+        raise failure
+    finally:
+        del failure  # it refers to this frame
+
+
+def _wait_connected(connecting: socket.socket, timeout: float) -> int:
+    """Wait until a connect has finished, and return its error code, or 0."""
+    deadline = time.monotonic() + timeout
+    while not wait_for_write(connecting, max(0.0, min(SLICE, deadline - time.monotonic()))):
+        current().check()
+        if time.monotonic() >= deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s")
+    return connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+
+
+class Exchange(http.client.HTTPResponse):
+    """A response with a head that leaves no doubt about the end of the body, while its body is received."""
+
+    wire: Any  # its socket
+    headers: Any
+
+    def _read_status(self) -> Any:
+        """Skip 1xx responses, which a server may send unasked before the final response (RFC 9110, 15.2)."""
+        while True:
+            version, status, reason = super()._read_status()  # type: ignore[misc]
+            if not http.client.CONTINUE < status < http.client.OK:  # http.client skips 100
+                return version, status, reason
+            if status == http.client.SWITCHING_PROTOCOLS:
+                raise BadResponse("the server switched protocols (101) without being asked to")
+            http.client.parse_headers(self.fp)
+
+    def begin(self) -> None:
+        super().begin()
+        if self.status in (http.client.NO_CONTENT, http.client.NOT_MODIFIED):  # no body, whatever the fields say
+            return
+        codings, lengths = self.headers.get_all("Transfer-Encoding", []), self.headers.get_all("Content-Length", [])
+        if any(isinstance(defect, _LOST) for defect in self.headers.defects):
+            raise BadResponse("the head of the response has a line that is not a header field")
+        if codings and [coding.strip(" \t").lower() for coding in codings] != ["chunked"]:
+            raise BadResponse("the response has a Transfer-Encoding other than chunked")
+        if codings and lengths:
+            raise BadResponse("the response has both Transfer-Encoding and Content-Length")
+        if codings:  # http.client compares it with white space
+            self.chunked, self.chunk_left, self.length = True, None, None
+        length = lengths[0].strip(" \t") if lengths else "0"
+        if len(lengths) > 1 or not re.fullmatch(r"[0-9]+", length):
+            raise BadResponse("the Content-Length of the response is not a single number")
+        if not _LENGTH.fullmatch(length):
+            digits = f"{length[:_SHOWN]}..." if len(length) > _SHOWN else length
+            raise BadResponse(f"the Content-Length of the response is {digits}, more than 18 digits")
+
+    def receive(self, memory: memoryview) -> int:
+        """Fill the beginning of memory with bytes of the body, without a copy; return their number, 0 at the end."""
+        memory = memory[:_PIECE]
+        self.wire.left = _PER_BYTE * len(memory) + _BESIDE
+        if self.fp is None:
+            return 0
+        if self.chunked:
+            data = self.read1(len(memory))
+            if len(data) > len(memory):
+                raise BadResponse("a chunk of the response has no size")
+            memory[: len(data)] = data
+            return len(data)
+        memory = memory if self.length is None else memory[: self.length]
+        # TLS has records of 16 KiB, which C collects faster; without it, an error loses no byte.
+        tls = isinstance(self.wire, ssl.SSLSocket)
+        count: int = self.fp.readinto(memory[:_RECORDS]) if tls else self.fp.readinto1(memory)
+        if self.length is not None:
+            self.length -= count
+            if not self.length:
+                self.close()
+        return count
+
+    def finish(self) -> None:
+        """Read the end of a body after its last expected byte; one that does not come only costs the connection."""
+        with suppress(TimeoutError), self._hurried(_ENDING):
+            if self.receive(memoryview(bytearray(1))):
+                raise BadResponse("the response has more bytes than its range")
+
+    def drain(self) -> None:
+        """Read a short, unused body to make the connection reusable; errors only prevent reuse."""
+        memory, deadline = memoryview(bytearray(_DRAINED)), time.monotonic() + _DRAINING
+        if (self.length or 0) <= len(memory):
+            with suppress(*TRANSPORT_ERRORS), self._hurried(_DRAINING):
+                while memory and time.monotonic() < deadline and (count := self.receive(memory)):
+                    memory = memory[count:]
+
+    @contextmanager
+    def _hurried(self, seconds: float) -> Iterator[None]:
+        """Limit the wait for bytes to this many seconds."""
+        timeout = self.wire.gettimeout()
+        with suppress(OSError):  # the connection may be closed
+            self.wire.settimeout(min(seconds, timeout or seconds))
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self.wire.settimeout(timeout)
+
+
+class _Strict:
+    """Mixin: a connection of urllib3 that checks heads, and limits their size."""
+
+    def response_class(self, *arguments: Any, **options: Any) -> Exchange:
+        self._body = Exchange(*arguments, **options)
+        return self._body
+
+    def getresponse(self: Any) -> Any:
+        wire = self.sock
+        if wire is None:  # urllib3 ignores a reset while the request is sent, but has closed the connection
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        wire.left = _HEAD
+        response = super().getresponse()  # type: ignore[misc]
+        response.body, self._body.wire = self._body, wire
+        self._body.headers = response.headers  # in which equal fields are joined, so that none is overlooked
+        return response
+
+
+class _Connects:
+    """Mixin: a connection of urllib3 over a sliced socket."""
+
+    def _new_conn(self: Any) -> socket.socket:
+        return connect(getattr(self, "_dns_host", self.host), self.port, self.timeout, self.socket_options or ())
+
+
+def _pool(base: Any, *connection: Any) -> Any:
+    """Return a pool of urllib3 with another class of connections."""
+    return type(base.__name__, (base,), {"ConnectionCls": type(connection[-1].__name__, connection, {})})
+
+
+POOLS = {
+    "http": _pool(HTTPConnectionPool, _Strict, _Connects, HTTPConnection),
+    "https": _pool(HTTPSConnectionPool, _Strict, _Connects, HTTPSConnection),
+}
+
+
+@lru_cache(maxsize=1)
+def socks_pools() -> dict[str, Any]:
+    """Return the pools for SOCKS proxies; connects through them do not wait in slices."""
+    import_module("socks")  # PySocks, without which urllib3 would warn too
+    from urllib3.contrib import socks
+
+    return {
+        "http": _pool(socks.SOCKSHTTPConnectionPool, _Strict, socks.SOCKSConnection),
+        "https": _pool(socks.SOCKSHTTPSConnectionPool, _Strict, socks.SOCKSHTTPSConnection),
+    }
+
+
+# ---- failures and retries ----
+
+# Maximum number of consecutive retries of a range without progress.
+RETRIES = 4
+# Receiving this many bytes resets the count: a range of n MiB is requested at most n + RETRIES + 1 times.
+PROGRESS = 1 << 20
+# Upper bound of the first wait in seconds, which doubles with each retry up to the second number. The wait itself is
+# random, so that refused clients do not all return at once.
+_BACKOFF, _BACKOFF_MOST = 0.5, 10.0
+# A server may ask for at most this many seconds of waiting.
+RETRY_AFTER_MOST = 60
+# Longer waits are shown as this one: a server can send thousands of digits.
+_WAIT_SHOWN = 1e12
+# A quota, of the Hub for example, is used up, and renewed after this many seconds.
+_QUOTA = re.compile(r"\br=0;\s*t=([0-9]+)\s*$")
+# Status codes of a busy or failing server.
+_TRANSIENT = frozenset((408, 429, 500, 502, 503, 504))
+
+
+class Failure(Exception):  # noqa: N818  callers see its error
+    """A failed request. Its error is raised after the last try, unchained: the text of a cause may hold a secret."""
+
+    refused: WebUrl | None = None  # the refused URL: another URL for the same file may be accepted
+
+    def __init__(self, error: Exception, transient: bool = False, wait: float = 0.0) -> None:
+        self.error = error
+        self.transient = transient  # whether to retry
+        self.wait = wait  # seconds requested by the server
+
+
+class Tries:
+    """Counts the attempts to read a range."""
+
+    def __init__(self, retries: int, at: int = 0) -> None:
+        self._retries = retries
+        self._at = at
+        self._consecutive = 0
+        self._total = 0
+
+    def failed(self, failure: Failure, at: int = 0) -> None:
+        """Wait for the next attempt."""
+        if at - self._at >= PROGRESS:
+            self._at, self._consecutive = at, 0
+        self._consecutive += 1
+        self._total += 1
+        if failure.transient and self._consecutive <= self._retries:
+            longest = min(_BACKOFF_MOST, _BACKOFF * 2.0 ** (self._consecutive - 1))
+            current().sleep(failure.wait + random.uniform(0, longest))
+            return
+        if self._total > 1:
+            failure.error.args = (f"{failure.error.args[0]}; tried {self._total} times", *failure.error.args[1:])
+        try:
+            raise failure.error
+        finally:
+            del failure  # its error refers to this frame
+
+
+def of_status(status: int, retry_after: str | None, path: str) -> Failure:
+    """Return the failure for a status code."""
+    name = http.client.responses.get(status, "")
+    what = f"the server returned {status} {name}".rstrip()
+    if status not in _TRANSIENT:
+        return Failure(RemoteError(what, path))
+    wait = seconds_of(retry_after)
+    if wait > RETRY_AFTER_MOST:
+        text = f"{what} and asks to wait {wait:.0f} s, which is more than the limit of {RETRY_AFTER_MOST} s"
+        return Failure(RemoteError(text, path))
+    return Failure((RemoteTimeoutError if status in (408, 504) else RemoteError)(what, path), True, wait)
+
+
+def requested_wait(status: int, headers: Mapping[str, str]) -> str | None:
+    """Return the wait that a response asks for, as in Retry-After."""
+    quota = _QUOTA.search(headers.get("RateLimit", "")) if status == http.client.TOO_MANY_REQUESTS else None
+    return headers.get("Retry-After") or (None if quota is None else quota[1])
+
+
+def seconds_of(retry_after: str | None) -> float:
+    """Parse a Retry-After header, which holds seconds or a date; return 0 if it cannot be parsed."""
+    text = (retry_after or "").strip()
+    if re.fullmatch(r"[0-9]+", text):
+        return min(float(text), _WAIT_SHOWN)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError, OSError):
+        return 0.0
+
+
+def of_error(error: BaseException, path: str, timeout: float) -> Failure:
+    """Return the failure for an exception; it is not chained, because urllib3's texts include URLs with queries."""
+    proxy = "the proxy: " if isinstance(error, urllib3.exceptions.ProxyError) else ""
+    inner = _innermost(error)
+    if isinstance(inner, (TimeoutError, urllib3.exceptions.TimeoutError)):
+        what = getattr(inner, "strerror", None) or f"no byte for {timeout:g} s"
+        return Failure(RemoteTimeoutError(f"{proxy}{what}", path), True)
+    if isinstance(inner, ssl.SSLError) or _is_certificate_error(inner):
+        return _of_tls(inner, proxy, path)
+    if isinstance(inner, socket.gaierror):
+        what = f"the host name cannot be resolved: {inner.strerror}"
+        return Failure(RemoteError(f"{proxy}{what}", path), inner.errno == socket.EAI_AGAIN)
+    if isinstance(inner, http.client.RemoteDisconnected):
+        return Failure(RemoteError(f"{proxy}the connection was closed without a response", path), True)
+    if isinstance(inner, http.client.IncompleteRead):
+        return broken_off(path)
+    if isinstance(inner, BadResponse):
+        return Failure(RemoteError(f"{proxy}{inner}", path))
+    if isinstance(inner, (http.client.HTTPException, urllib3.exceptions.ProtocolError)):
+        return Failure(RemoteError(f"{proxy}the response is not HTTP", path), True)
+    if isinstance(inner, OSError):
+        tunnel = re.match(r"Tunnel connection failed: ([0-9]{3})\b", str(inner))
+        if tunnel:
+            kind = RemotePermissionError if tunnel[1] == "407" else RemoteError
+            return Failure(kind(f"the proxy refused the connection: {tunnel[1]}", path), tunnel[1][0] == "5")
+        what = inner.strerror or type(inner).__name__
+        return Failure(RemoteError(f"{proxy}the connection failed: {what}", path), True)
+    return Failure(RemoteError(f"{proxy}the request failed: {type(inner).__name__}", path))
+
+
+def broken_off(path: str) -> Failure:
+    """Return the failure for an incomplete body."""
+    return Failure(RemoteError("the connection broke off before the end of the response", path), True)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Unwrap the exception inside urllib3's."""
+    while isinstance(error, urllib3.exceptions.HTTPError):
+        inner = next((argument for argument in error.args if isinstance(argument, BaseException)), None)
+        if inner is None:
+            break
+        error = inner
+    return error
+
+
+def _is_certificate_error(error: BaseException) -> bool:
+    """Return whether the server's certificate was rejected; urllib3 has a class of its own for other hosts."""
+    return isinstance(error, ssl.CertificateError) or type(error).__name__ == "CertificateError"
+
+
+def _of_tls(error: BaseException, proxy: str, path: str) -> Failure:
+    if _is_certificate_error(error):
+        why = getattr(error, "verify_message", None) or "it is for another host"
+        text = (
+            f"{proxy}the server's certificate is not trusted: {why}; "
+            "pass storage_options={'verify': PATH} to trust another certificate"
+        )
+        return Failure(RemoteError(text, path))
+    if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)):
+        return Failure(RemoteError(f"{proxy}the TLS connection was closed", path), True)
+    return Failure(RemoteError(f"{proxy}TLS failed: {getattr(error, 'reason', None) or 'no reason given'}", path))
+
+
+# ---- clients ----
 
 # Seconds without a byte after which a request fails, and seconds after which a connect fails.
 TIMEOUT, CONNECT_TIMEOUT = 30.0, 10.0
@@ -37,16 +474,6 @@ TIMEOUT, CONNECT_TIMEOUT = 30.0, 10.0
 _KNOWN = ("connect_timeout", "headers", "retries", "ssl_context", "timeout", "verify")
 # Idle connections kept per host: as many as there are requests in flight while headers are read.
 _IDLE = 32
-# Bytes received at once.
-_PIECE = 512 << 10
-# What a server may send for each byte of a body, and beside it: sizes of chunks, and trailers.
-_PER_BYTE, _BESIDE = 8, 1 << 20
-# An unused body of at most this size is read to make its connection reusable.
-_DRAINED = 16 << 10
-# Seconds after which draining a body costs more than a new connection.
-_DRAINING = 1.0
-# Seconds to wait for the end of a body after its last expected byte.
-_ENDING = 0.2
 # Headers for the bytes of a range and their encoding, set by `HttpStore`.
 _OWN_HEADERS = frozenset(("accept-encoding", "if-match", "if-range", "if-none-match", "range"))
 # The end of a message if access is refused.
@@ -89,48 +516,6 @@ for _name in ("urllib3.connection", "urllib3.connectionpool"):
     logging.getLogger(_name).addFilter(_is_foreign)
 
 
-class Exchange:
-    """A response while its body is received."""
-
-    def __init__(self, response: Any) -> None:
-        self._body, self._wire = response.body, response.wire
-        self.status: int = response.status
-        self.headers = response.headers  # names in any case
-
-    def receive(self, memory: memoryview) -> int:
-        """Fill the beginning of memory with arrived bytes of the body; return their number, 0 at the end."""
-        memory = memory[:_PIECE]
-        self._wire.left = _PER_BYTE * len(memory) + _BESIDE
-        return int(self._body.arrived(memory))
-
-    def finish(self) -> None:
-        """Read the end of a body after its last expected byte; one that does not come only costs the connection."""
-        with suppress(TimeoutError), self._hurried(_ENDING):
-            if self._body.arrived(memoryview(bytearray(1))):
-                raise BadResponse("the response has more bytes than its range")
-
-    def drain(self) -> None:
-        """Read a short, unused body to make the connection reusable; errors only prevent reuse."""
-        memory, deadline = memoryview(bytearray(_DRAINED)), time.monotonic() + _DRAINING
-        if (self._body.length or 0) <= len(memory):
-            with suppress(*TRANSPORT_ERRORS), self._hurried(_DRAINING):
-                while memory and time.monotonic() < deadline and (count := self._body.arrived(memory)):
-                    memory = memory[count:]
-
-    @contextmanager
-    def _hurried(self, seconds: float) -> Iterator[None]:
-        """Limit the wait for bytes to this many seconds."""
-        timeout = self._wire.gettimeout()
-        self._wire.left = _BESIDE
-        with suppress(OSError):  # the connection may be closed
-            self._wire.settimeout(min(seconds, timeout or seconds))
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                self._wire.settimeout(timeout)
-
-
 class Client:
     """Connections, headers and limits shared by files opened with the same options, from any thread."""
 
@@ -163,9 +548,6 @@ class Client:
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, _close, self._managers)
 
-    def __repr__(self) -> str:
-        return "<Client>"  # headers are secret
-
     @contextmanager
     def exchange(self, url: WebUrl, headers: Mapping[str, str]) -> Iterator[Exchange]:
         """Send a request and yield the response once its head has been read."""
@@ -179,7 +561,7 @@ class Client:
         finally:
             _of_thread.ours = False
         try:
-            yield Exchange(response)
+            yield response.body
         finally:
             if not response.closed:  # a part of the body is unread
                 response.close()
@@ -372,7 +754,7 @@ def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
     return RequestTarget(web, {**rest, "Authorization": f"Basic {secret}"})
 
 
-def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure:
+def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl:
     """Return the target of a redirect."""
     try:
         target = (location or "").encode("latin-1").decode()  # as http.client decodes headers, and as browsers do
@@ -380,12 +762,13 @@ def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl | Failure
         target = location or ""
     target = target.strip(" \t")
     if not target:
-        return Failure(RemoteError("the server redirects without a Location header", path))
+        raise Failure(RemoteError("the server redirects without a Location header", path))
     try:
         following = url.redirected(target)
     except UrlError as error:
-        return Failure(RemoteError(f"the server redirects to an invalid http or https URL: {error}", path))
+        text = f"the server redirects to an invalid http or https URL: {error}"
+        raise Failure(RemoteError(text, path)) from None
     if url.scheme == "https" and following.scheme != "https":
         text = f"the server redirects from https to http ({following.shown}), which is refused"
-        return Failure(RemoteError(text, path))
+        raise Failure(RemoteError(text, path))
     return following

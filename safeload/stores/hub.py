@@ -28,19 +28,26 @@ from .._version import __version__
 from ..base import log
 from ..base import url as urls
 from ..base.absent import not_installed
-from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
-from .foreign_errors import checked, cleaned, is_transient, retried, translated
-from .http import HttpStore, refusal, request
-from .http_client import Client, Exchange, RequestTarget, checked_headers, target_of
+from .foreign_errors import TRIES, checked, cleaned, is_transient, secrets_of, translated
+from .http import HttpStore, check_accepted, request
+from .http_client import (
+    Client,
+    Exchange,
+    Failure,
+    RequestTarget,
+    broken_off,
+    checked_headers,
+    of_status,
+    requested_wait,
+    target_of,
+)
 from .hub_cache import COMMIT, CachedRepository
 from .json_file import MAX_JSON, parse_json
 from .local import LocalStore, open_local
-from .options import secrets_of
 from .remote import Backend
-from .retries import Failure, broken_off, of_status, requested_wait
 from .store import WINDOW, ByteStore
 
 _KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
@@ -140,9 +147,6 @@ class Hub(Backend):
         self._secrets = secrets_of(options)
         self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
         self._asking = ProcessLock()
-
-    def __repr__(self) -> str:
-        return "<Hub>"  # the token is secret
 
     # ---- commits ----
 
@@ -259,70 +263,48 @@ class Hub(Backend):
         """Upload a file in its own commit."""
         urls.check_online(url)
         place = self._place(url)
-        shown = urls.shown(url)
         if not place.path:
-            raise UnsupportedError(f"{shown}: expected the path of a file in the repository")
-
-        def commit() -> None:
-            self._writer.upload_file(
-                path_or_fileobj=source,
-                path_in_repo=place.path,
-                repo_id=place.repo,
-                repo_type=place.kind,
-                revision=place.revision,
-                commit_message=f"Upload {place.path.rpartition('/')[2]}",
-            )
-
-        retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
-        self._forget(place)
+            raise UnsupportedError(f"{urls.shown(url)}: expected the path of a file in the repository")
+        message = f"Upload {place.path.rpartition('/')[2]}"
+        self._commit(place, url, lambda hub: [hub.CommitOperationAdd(place.path, source)], message)
 
     def remove(self, targets: Sequence[str]) -> None:
         """Remove all files in a single commit."""
-        from huggingface_hub import CommitOperationDelete
-
-        urls.check_online(targets[0])
-        place, shown = place_of(targets[0]), urls.shown(targets[0])
-        self._forget(place)
+        place = place_of(targets[0])
+        self.check_writable(targets[0])
         files = self.snapshot(place, targets[0]).files
         existing = sorted({path for url in targets if (path := place_of(url).path) in files})
-        if not existing:
-            return
+        if existing:
+            message = f"Remove {existing[0].rpartition('/')[2]}" + (" and others" if existing[1:] else "")
+            self._commit(place, targets[0], lambda hub: [hub.CommitOperationDelete(path) for path in existing], message)
+
+    def _commit(self, place: HubPlace, url: str, operations: Callable[[Any], list[Any]], message: str) -> None:
+        """Change a branch, which is resolved again on its next use."""
+        library = _library()
 
         def commit() -> None:
-            self._writer.create_commit(
-                place.repo,
-                [CommitOperationDelete(path) for path in existing],
-                commit_message=f"Remove {existing[0].rpartition('/')[2]}" + (" and others" if existing[1:] else ""),
-                repo_type=place.kind,
-                revision=place.revision,
+            writer = library.HfApi(
+                endpoint=self._url, token=self._token, library_name="safeload", library_version=__version__,
+                headers=self._client.headers,
+            )  # fmt: skip
+            writer.create_commit(
+                place.repo, operations(library), commit_message=message, repo_type=place.kind, revision=place.revision
             )
 
-        retried(commit, shown, self._secrets, transient=_is_transient, translate=self._translated)
-        self._forget(place)
+        checked(
+            commit, urls.shown(url), self._secrets,
+            tries=TRIES, transient=_is_transient, translate=self._translated,
+        )  # fmt: skip
+        self._snapshots.pop(place.key, None)
 
     def check_writable(self, url: str) -> None:
         """Check that the repository exists."""
         urls.check_online(url)
         place = self._place(url)
-        self._forget(place)
+        self._snapshots.pop(place.key, None)  # resolve the revision again
         self.snapshot(place, url)
 
-    def _forget(self, place: HubPlace) -> None:
-        """Resolve the revision again on its next use."""
-        self._snapshots.pop(place.key, None)
-
     # ---- requests ----
-
-    @cached_property
-    def _writer(self) -> Any:
-        """huggingface_hub's own client, for uploads."""
-        return _library().HfApi(
-            endpoint=self._url,
-            token=self._token,
-            library_name="safeload",
-            library_version=__version__,
-            headers=self._client.headers,
-        )
 
     @property
     def _url(self) -> str:
@@ -333,8 +315,9 @@ class Hub(Backend):
     def _info(self, place: HubPlace, shown: str) -> dict[str, Any]:
         """Return the Hub's description of a revision."""
 
-        def content_of(exchange: Exchange) -> bytes | Failure:
-            return self._refusal(exchange, place, shown) or _content(exchange, shown)
+        def content_of(exchange: Exchange) -> bytes:
+            self._check_accepted(exchange, place, shown)
+            return _content(exchange, shown)
 
         what = "" if place.revision is None else f"/revision/{quote(place.revision, safe='')}"
         target = self._target(lambda: self._address(place, what), shown)
@@ -348,10 +331,9 @@ class Hub(Backend):
     def _reason(self, place: HubPlace, shown: str) -> Exception | None:
         """Return the Hub's own explanation for a refused file: a gated repository can be listed, but not read."""
 
-        def check(exchange: Exchange) -> Failure | None:
-            if exchange.status == 404 and "X-Error-Code" not in exchange.headers:
-                return None  # a mirror without this part of the API
-            return self._refusal(exchange, place, shown)
+        def check(exchange: Exchange) -> None:
+            if exchange.status != 404 or "X-Error-Code" in exchange.headers:  # a mirror may lack this part of the API
+                self._check_accepted(exchange, place, shown)
 
         try:
             target = self._target(lambda: self._address(place, "/auth-check"), shown)
@@ -392,11 +374,11 @@ class Hub(Backend):
 
     # ---- refusals ----
 
-    def _refusal(self, exchange: Exchange, place: HubPlace, shown: str) -> Failure | None:
-        """Return why a response of the API is not an answer, or None if it is one."""
+    def _check_accepted(self, exchange: Exchange, place: HubPlace, shown: str) -> None:
+        """Refuse a response of the API that is no answer."""
         status, code = exchange.status, exchange.headers.get("X-Error-Code")
         if status in (200, 407):
-            return refusal(exchange, shown, self._client.credentials)
+            return check_accepted(exchange, shown, self._client.credentials)
         exchange.drain()
         text = cleaned(RuntimeError(exchange.headers.get("X-Error-Message", "")), self._secrets)
         if code not in ("GatedRepo", "RevisionNotFound"):
@@ -408,11 +390,11 @@ class Hub(Backend):
                 code = "Disabled"
         error = self._error(code, status, text, place, shown)
         if error is not None:
-            return Failure(error)
+            raise Failure(error)
         failure = of_status(status, requested_wait(status, exchange.headers), shown)
         if text:
             failure.error.args = (f"{failure.error.args[0]}: {text}", *failure.error.args[1:])
-        return failure
+        raise failure
 
     def _translated(self, error: Exception, shown: str, *_: Any) -> Exception:
         """Return safeload's error for huggingface_hub's, with the Hub's own explanation."""
@@ -461,7 +443,7 @@ def _is_transient(error: Exception) -> bool:
     return type(error).__name__ not in ("LocalTokenNotFoundError", "OfflineModeIsEnabled") and is_transient(error)
 
 
-def _content(exchange: Exchange, shown: str) -> bytes | Failure:
+def _content(exchange: Exchange, shown: str) -> bytes:
     """Return the body of a response."""
     length = exchange.headers.get("Content-Length", "").strip()
     expected = int(length) if _LENGTH.fullmatch(length) else None
@@ -469,10 +451,12 @@ def _content(exchange: Exchange, shown: str) -> bytes | Failure:
     while (expected or 0) <= MAX_JSON and len(content) <= MAX_JSON:
         count = exchange.receive(memory)
         if not count:
-            return broken_off(shown) if expected is not None and len(content) < expected else bytes(content)
+            if expected is not None and len(content) < expected:
+                raise broken_off(shown)
+            return bytes(content)
         content += memory[:count]
     size = f"{expected:,}" if expected is not None else "more"
-    return Failure(RemoteError(f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}", shown))
+    raise Failure(RemoteError(f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}", shown))
 
 
 def _status(error: Exception) -> int | None:

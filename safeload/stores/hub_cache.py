@@ -163,21 +163,11 @@ def _size(entry: Any) -> int | None:
 
 def _walk(folder: str) -> Iterator[tuple[str, ...]]:
     """Iterate over the files below a folder, as components; links to folders are not followed."""
-    waiting: list[tuple[str, ...]] = [()]
     count = 0
-    while waiting:
-        parts = waiting.pop()
-        try:
-            with os.scandir(os.path.join(folder, *parts)) as entries:
-                for entry in sorted(entries, key=lambda entry: entry.name):
-                    count += 1
-                    if count > MAX_FILES:
-                        return
-                    if not _COMPONENT.fullmatch(entry.name):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append((*parts, entry.name))
-                    else:
-                        yield (*parts, entry.name)
-        except OSError:
-            continue
+    for place, folders, names in os.walk(folder):
+        count += len(folders) + len(names)
+        if count > MAX_FILES:
+            return
+        folders[:] = filter(_COMPONENT.fullmatch, folders)
+        parts = () if place == folder else os.path.relpath(place, folder).split(os.sep)
+        yield from ((*parts, name) for name in names if _COMPONENT.fullmatch(name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+from contextlib import closing
 from typing import Any
 
 from ..base.paths import PathLike, native_path
@@ -28,8 +29,18 @@ def read_json(path: PathLike, what: str, files: Files = LOCAL) -> dict[str, Any]
 
 def read_version(path: str, what: str, files: Files = LOCAL) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Like `read_json`, but also return the version of the file."""
-    content, version = read_content(path, what, files)
-    return parse_json(content, what, files.shown(path)), version
+    shown = files.shown(path)
+    try:
+        store = files.open(path)
+    except FormatError:
+        if files.remote:  # the store says more
+            raise
+        raise FormatError(f"{what} is not a regular file", shown) from None
+    with closing(store):
+        if store.size > MAX_JSON:
+            raise FormatError(f"{what} has {store.size:,} bytes, but the limit is {MAX_JSON:,}", shown)
+        content, version = read_at(store, 0, store.size), store.version
+    return parse_json(content, what, shown), version
 
 
 def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] | None:
@@ -87,23 +98,6 @@ def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
         raise FormatError(f"{what} must be a JSON object, got {type(value).__name__}", text, 0)
     _check_depth(value, what, text)
     return value
-
-
-def read_content(path: str, what: str, files: Files = LOCAL) -> tuple[bytes, tuple[Any, ...]]:
-    """Read a regular file, and return its bytes and version; see `read_json`."""
-    shown = files.shown(path)
-    try:
-        store = files.open(path)
-    except FormatError:
-        if files.remote:  # the store says more
-            raise
-        raise FormatError(f"{what} is not a regular file", shown) from None
-    try:
-        if store.size > MAX_JSON:
-            raise FormatError(f"{what} has {store.size:,} bytes, but the limit is {MAX_JSON:,}", shown)
-        return read_at(store, 0, store.size), store.version
-    finally:
-        store.close()
 
 
 def _check_depth(value: Any, what: str, path: str) -> None:

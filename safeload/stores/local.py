@@ -1,4 +1,4 @@
-"""Local files: stores, descriptors closed between reads, mappings, identities, and replacing a file."""
+"""Local files: stores, descriptors closed between reads, mappings, identities, and replacing, copying and locking."""
 
 from __future__ import annotations
 
@@ -409,3 +409,108 @@ def _in_use(path: str) -> str:
         "Windows does not replace a file that is mapped or open: delete the arrays that were loaded from it, or load "
         'them with backend="pread"; close open checkpoints; or write to another path'
     )
+
+
+def sync_folder(folder: str) -> None:
+    """Make renames durable. Windows neither has descriptors of folders nor needs them."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some filesystems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# ---- copying inside the system, where some filesystems share the blocks ----
+
+# Blocks can be shared only if both positions are multiples of this size.
+BLOCK = 4096
+# Bytes per call, so that signals are handled in between, and bytes of the buffer without the system's help.
+_STEP, _BUFFER = 1 << 30, 8 << 20
+# Errors of systems, filesystems and sandboxes that do not copy between these files.
+_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY)
+
+
+def copy_range(source: int, begin: int, nbytes: int, target: int, at: int) -> None:
+    """Copy bytes of a descriptor to a position of another descriptor."""
+    # The first step ends on a block of the source: the following steps can share blocks if the target's match.
+    step = min(nbytes, -begin % BLOCK) or min(nbytes, _STEP)
+    while nbytes:
+        copied = _in_system(source, begin, step, target, at) or _through_memory(source, begin, step, target, at)
+        begin, at, nbytes = begin + copied, at + copied, nbytes - copied
+        step = min(nbytes, _STEP)
+
+
+def _in_system(source: int, begin: int, nbytes: int, target: int, at: int) -> int:
+    """Return the number of bytes that the system has copied; 0 if it cannot copy."""
+    if not hasattr(os, "copy_file_range"):
+        return 0
+    try:
+        return os.copy_file_range(source, target, nbytes, begin, at)
+    except OSError as error:
+        if error.errno in _NO_COPY:
+            return 0
+        raise
+
+
+def _through_memory(source: int, begin: int, nbytes: int, target: int, at: int) -> int:
+    data = _read(source, begin, min(nbytes, _BUFFER))
+    if not data:
+        raise OSError(errno.EIO, f"the file ends at byte {begin}, {nbytes} bytes too early")
+    os.lseek(target, at, os.SEEK_SET)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(target, view) :]
+    return len(data)
+
+
+def _read(source: int, begin: int, nbytes: int) -> bytes:
+    """Read without moving the position, which a caller's file object may share, if the system can."""
+    if hasattr(os, "pread"):
+        return os.pread(source, nbytes, begin)
+    os.lseek(source, begin, os.SEEK_SET)
+    return os.read(source, nbytes)
+
+
+# ---- locks against other processes, which end with this process ----
+
+# Errors of filesystems without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
+_FAR = 1 << 62  # no byte of the file, which others may read
+
+
+def lock(descriptor: int) -> bool | None:
+    """Lock an open file until it is closed.
+
+    False if somebody else holds the lock, None if the filesystem has no locks.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(descriptor, _FAR, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
+            return False
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Release a lock before the file is closed: a child process that inherited the descriptor would keep the lock."""
+    if sys.platform != "win32":
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..errors import UnsupportedError, missing_file
+from .files import Files
+from .local import LocalStore, compare, identity_of
 from .remote import RemoteStore, read_spans
 from .store import WINDOW, ByteStore, Span
 from .thread_group import each
@@ -57,10 +60,12 @@ class MemberStore(RemoteStore):
     def confirm(self) -> None:
         if isinstance(self.container, RemoteStore):
             self.container.confirm()
+        elif isinstance(self.container, LocalStore):
+            compare(identity_of(self.container.use(os.fstat)), self.container.identity, self.path)
 
 
-class MemberFiles:
-    """The members of a container, as `Files`. A path is a member's name; "" is the folder at the top.
+class MemberFiles(Files):
+    """The members of a container. A path is a member's name; "" is the folder at the top.
 
     Names are parts joined with "/", none of them empty, "." or "..".
     """
@@ -129,6 +134,5 @@ class MemberFiles:
         """Do nothing: the container is checked."""
 
     def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        if isinstance(self._container, RemoteStore) and not self._container.here:
-            return each(function, items)
-        return [function(item) for item in items]
+        requests = isinstance(self._container, RemoteStore) and not self._container.here
+        return each(function, items) if requests else super().each(function, items)

@@ -12,9 +12,8 @@ from ..base import url as urls
 from ..base.url import escaped
 from ..errors import UnsupportedError
 from .files import Location
-from .foreign_errors import changed, checked
+from .foreign_errors import changed, checked, secrets_of
 from .objects import ObjectStore, ObjectUrls
-from .options import secrets_of
 from .remote import Backend, ForeignStore, RemoteStore, checked_size, digest_of, marks_of, strong_etag
 from .remote_files import RemoteFiles, need_fsspec
 from .store import WINDOW, ByteStore
@@ -82,6 +81,8 @@ def path_of(value: Any) -> Location:
 class Single(Backend):
     """A caller's store, which serves every URL."""
 
+    no_folders, read_only = "a single store has no folders", "a single store is read-only"
+
     def __init__(self, store: ByteStore) -> None:
         self._store = store
 
@@ -90,12 +91,6 @@ class Single(Backend):
 
     def open(self, url: str, window: int = WINDOW) -> RemoteStore:
         return self._store if isinstance(self._store, RemoteStore) else ForeignStore(self._store, urls.shown(url))
-
-    def listing(self, url: str) -> list[tuple[str, bool]]:
-        raise UnsupportedError(f"{urls.shown(url)}: a single store has no folders")
-
-    def check_writable(self, url: str) -> None:
-        raise UnsupportedError(f"{urls.shown(url)}: a single store is read-only")
 
 
 class Obstore(ObjectStore, ObjectUrls):

@@ -13,7 +13,8 @@ from typing import Any
 from ..base import log
 from ..base import url as urls
 from ..errors import RemoteError, UnsupportedError, missing_file
-from .foreign_errors import changed, retried
+from .files import LOCAL
+from .foreign_errors import TRIES, changed, checked
 from .local import LocalStore, open_local, replace
 from .remote import Backend, RemoteStore, checked_name, fill
 from .store import WINDOW, ByteStore, Span
@@ -61,7 +62,8 @@ class StoredObject(RemoteStore):
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         begin, end = spans[0].offset, spans[-1].end
-        fill(spans, begin, retried(lambda: self._range(begin, end), self.path, self._objects.secrets, begin, end))
+        secrets = self._objects.secrets
+        fill(spans, begin, checked(lambda: self._range(begin, end), self.path, secrets, begin, end, tries=TRIES))
 
     def _range(self, begin: int, end: int) -> memoryview:
         content = memoryview(self._objects.read(self._place, self.path, begin, end, self.version))
@@ -135,11 +137,10 @@ class LocalUrls(Backend):
             raise missing_file(shown, f"No such file or directory: {shown}") from None
 
     def is_folder(self, url: str) -> bool:
-        return os.path.isdir(urls.local_path(url))
+        return LOCAL.is_folder(urls.local_path(url))
 
     def listing(self, url: str) -> list[tuple[str, bool]]:
-        with os.scandir(urls.local_path(url)) as entries:
-            return sorted((entry.name, entry.is_dir()) for entry in entries)
+        return LOCAL.listing(urls.local_path(url))
 
     def upload(self, source: str, url: str) -> None:
         copy_whole(source, urls.local_path(url), urls.shown(url))
@@ -152,9 +153,6 @@ class LocalUrls(Backend):
                 continue
             with suppress(FileNotFoundError):
                 os.remove(urls.local_path(url))
-
-    def check_writable(self, url: str) -> None:
-        pass
 
 
 def copy_whole(source: str, path: str, shown: str) -> None:

@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..base.text import plural, show
@@ -188,26 +189,22 @@ def _check(model: OllamaModel, path: str) -> None:
 def names_in(folder: str, failures: list[OSError] | None = None) -> Iterator[OllamaName]:
     """Iterate over the names of a folder's manifests, in order."""
 
-    def names(*parts: str) -> list[str]:
+    def below(*parts: str) -> Iterator[OllamaName]:
+        if len(parts) == len(OllamaName._fields):
+            yield OllamaName(*parts)
+            return
         try:
             entries = os.listdir(os.path.join(folder, "manifests", *parts))
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return
         except OSError as error:
             if failures is not None:
                 failures.append(error)
-            return []
-        return sorted(filter(_COMPONENT.fullmatch, entries))
+            return
+        for name in sorted(filter(_COMPONENT.fullmatch, entries)):
+            yield from below(*parts, name)
 
-    count = 0
-    for host in names():
-        for namespace in names(host):
-            for model in names(host, namespace):
-                for tag in names(host, namespace, model):
-                    count += 1
-                    if count > MAX_MANIFESTS:
-                        return
-                    yield OllamaName(host, namespace, model, tag)
+    return islice(below(), MAX_MANIFESTS)
 
 
 def _available() -> str:

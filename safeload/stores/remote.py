@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
+from ..base import url as urls
 from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..base.text import show
-from ..errors import FormatError
+from ..errors import FormatError, UnsupportedError
 from .store import WINDOW, ByteStore, Memory, Span
 from .thread_group import current, each, left_behind
 
@@ -92,6 +93,7 @@ class Backend(ABC):
     escapes = False  # True if paths of the caller's own store are escaped in its URLs
     timeout = 30.0  # seconds that the store may be silent
     kept: Callable[[], AbstractContextManager[object]] = nullcontext  # keeps connections from one file to the next
+    no_folders = read_only = ""  # why nothing is listed or written, if so
 
     @abstractmethod
     def open(self, url: str, window: int = WINDOW) -> ByteStore:
@@ -101,17 +103,18 @@ class Backend(ABC):
         """Return whether a URL leads to a folder."""
         return False
 
-    @abstractmethod
     def listing(self, url: str) -> list[tuple[str, bool]]:
         """Return the sorted names in a folder, and whether each is a folder itself."""
+        raise UnsupportedError(f"{urls.shown(url)}: {self.no_folders}")
 
     def pinned(self, url: str) -> str:
         """Return the URL for other processes, which must read the same version."""
         return url
 
-    @abstractmethod
     def check_writable(self, url: str) -> None:
         """Refuse a read-only folder before anything is written, as far as can be known."""
+        if self.read_only:
+            raise UnsupportedError(f"{urls.shown(url)}: {self.read_only}")
 
     def upload(self, source: str, url: str) -> None:
         """Write a local file to a URL, where it becomes visible only when it is complete."""

@@ -12,8 +12,8 @@ from ..base.absent import not_installed
 from ..base.text import show
 from ..base.url import divided
 from ..errors import UnsupportedError
-from .files import LOCAL
-from .options import public_options
+from .files import Files
+from .foreign_errors import public_options
 from .remote import Backend
 from .store import WINDOW, ByteStore
 from .thread_group import each
@@ -22,8 +22,8 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-class RemoteFiles:
-    """The files behind URLs, and local files too; see `Files`."""
+class RemoteFiles(Files):
+    """The files behind URLs, and local files too."""
 
     remote = True
 
@@ -40,9 +40,6 @@ class RemoteFiles:
         if self._backend is not None and self._options is None:
             raise TypeError(f"{self._backend!r} holds an open store and cannot be pickled")
         return RemoteFiles, (public_options(self._options),)
-
-    def __repr__(self) -> str:
-        return "<RemoteFiles>"  # options are secret
 
     def backend(self, url: str) -> Backend:
         """Return the store of a URL."""
@@ -67,16 +64,16 @@ class RemoteFiles:
 
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         if not urls.is_url(path):
-            return LOCAL.open(path)
+            return super().open(path)
         urls.check_no_page(path)
         return self.backend(path).open(path, window)
 
     def is_folder(self, path: str) -> bool:
-        return self.backend(path).is_folder(path) if urls.is_url(path) else LOCAL.is_folder(path)
+        return self.backend(path).is_folder(path) if urls.is_url(path) else super().is_folder(path)
 
     def listing(self, folder: str) -> list[tuple[str, bool]]:
         if not urls.is_url(folder):
-            return LOCAL.listing(folder)
+            return super().listing(folder)
         entries = self.backend(folder).listing(folder)
         return [(name, is_folder) for name, is_folder in entries if not name.startswith(".")]
 
@@ -86,30 +83,30 @@ class RemoteFiles:
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
         """Check local files only: of a URL it would take a request, and opening compares versions anyway."""
         if not urls.is_url(path):
-            LOCAL.check_unchanged(path, seen)
+            super().check_unchanged(path, seen)
 
     # ---- paths as text ----
 
     def join(self, folder: str, name: str) -> str:
         if not urls.is_url(folder):
-            return LOCAL.join(folder, name)
+            return super().join(folder, name)
         try:
             return urls.join(folder, name, self._literal)
         except urls.UrlError as error:
             raise UnsupportedError(f"{urls.shown(folder)}: {show(name)}: {error}") from None
 
     def split(self, path: str) -> tuple[str, str]:
-        return urls.split(path, self._literal) if urls.is_url(path) else LOCAL.split(path)
+        return urls.split(path, self._literal) if urls.is_url(path) else super().split(path)
 
     def absolute(self, path: str) -> str:
-        return path if urls.is_url(path) else LOCAL.absolute(path)
+        return path if urls.is_url(path) else super().absolute(path)
 
     def shown(self, path: str) -> str:
         return urls.shown(path) if urls.is_url(path) else path
 
     def public(self, path: str) -> str:
         if not urls.is_url(path):
-            return LOCAL.public(path)
+            return super().public(path)
         backend = self._backend or self._backends.get(_key(path))
         return urls.public(path if backend is None else backend.pinned(path))
 
@@ -153,14 +150,13 @@ def _backend(url: str, options: Mapping[str, Any]) -> Backend:
     scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
     if not chained and scheme in ("http", "https", "hf"):
         _check_urllib3()
-    if not chained and scheme in ("http", "https"):
+        if scheme == "hf":
+            from .hub import Hub
+
+            return Hub(options)
         from .http import Web
 
         return Web(options)
-    if not chained and scheme == "hf":
-        from .hub import Hub
-
-        return Hub(options)
     if "::" not in url and scheme == "file":
         from .objects import LocalUrls
 

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.absent import not_installed
-from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError, VerificationError, exported, one_line
-from .digests import SignedFiles, files_of_statement
+from .digests import SignedFiles, files_of_statement, refused
 from .json_file import parse_json
 
 # Key of the signed statement in a bundle.
@@ -91,18 +90,18 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> SignedFile
     """Verify a signature, and return the files that it covers."""
     if signature.key is None and not signature.certificates:
         text = "a signature without a key or certificate proves nothing: pass safeload.Signature(path, key=...)"
-        raise error_about(VerificationError, text, path=shown)
+        raise refused(text, shown)
     for path in [*signature.certificates] if signature.key is None else [signature.key]:
         check_readable(path)
     try:
         bundle = parse_json(content, "the signature", shown)
         statement = _statement(bundle, shown)
     except FormatError as error:
-        raise error_about(VerificationError, f"not a model signature: {error}", path=shown) from None
+        raise refused(f"not a model signature: {error}", shown) from None
     signed = files_of_statement(statement, shown)
     _check_signer(bundle, signature, shown)
     if _verified_entries(content, signature, shown) != signed.entries:
-        raise error_about(VerificationError, "model-signing reads other files in this signature", path=shown)
+        raise refused("model-signing reads other files in this signature", shown)
     return signed
 
 
@@ -117,24 +116,24 @@ def _check_signer(bundle: Mapping[str, Any], signature: Signature, shown: str) -
         text = "the signature was made with a key, not with a certificate: pass key= (--key)"
     else:
         return
-    raise error_about(VerificationError, text, path=shown)
+    raise refused(text, shown)
 
 
 def _statement(bundle: Mapping[str, Any], shown: str) -> dict[str, Any]:
     """Return the statement in a bundle, not verified yet."""
     envelope = bundle.get(SIGNATURE_KEY)
     if not isinstance(envelope, Mapping):
-        raise error_about(VerificationError, f"not a model signature: {SIGNATURE_KEY} must be an object", path=shown)
+        raise refused(f"not a model signature: {SIGNATURE_KEY} must be an object", shown)
     signatures, payload = envelope.get("signatures"), envelope.get("payload")
     if not isinstance(signatures, list) or len(signatures) != 1:
         count = len(signatures) if isinstance(signatures, list) else 0
-        raise error_about(VerificationError, f"expected exactly one signature, got {count}", path=shown)
+        raise refused(f"expected exactly one signature, got {count}", shown)
     if envelope.get("payloadType") != _PAYLOAD or not isinstance(payload, str):
-        raise error_about(VerificationError, f"the payload is {show(envelope.get('payloadType'))}", path=shown)
+        raise refused(f"the payload is {show(envelope.get('payloadType'))}", shown)
     try:
         text = base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError):
-        raise error_about(VerificationError, "the payload is not Base64", path=shown) from None
+        raise refused("the payload is not Base64", shown) from None
     return parse_json(text, "the statement", shown)
 
 
@@ -187,7 +186,7 @@ def _verified_entries(content: bytes, signature: Signature, shown: str) -> froze
             raise
         except Exception as error:
             reason = one_line(error) or type(error).__name__
-            raise error_about(VerificationError, f"the signature is not valid: {reason}", path=shown) from None
+            raise refused(f"the signature is not valid: {reason}", shown) from None
     return capture.entries
 
 

@@ -1,10 +1,11 @@
-"""The protocol of a store: the members of a source of bytes."""
+"""The protocol of a store, the members of a source of bytes; parts of stores, and bytes in memory, as stores."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ..base.arrays import Array
+from ..errors import FormatError
 
 # Size of the first request to a remote store: 97 % of the safetensors headers on the Hub fit into 100,000 bytes.
 WINDOW = 128 << 10
@@ -59,3 +60,42 @@ def read_at(store: ByteStore, offset: int, size: int) -> bytes:
     memory = bytearray(size)
     store.read_into(offset, memory)
     return bytes(memory)
+
+
+class StoreWindow:
+    """A range of a store as a store of its own."""
+
+    def __init__(self, store: ByteStore, begin: int, size: int, path: str) -> None:
+        self.size = size
+        self.version = (size,)
+        self._store = store
+        self._begin = begin
+        self._path = path
+
+    def read_into(self, offset: int, memory: Memory) -> None:
+        if offset + memoryview(memory).nbytes > self.size:  # type: ignore[arg-type]
+            raise FormatError(f"the range ends at byte {self.size}", self._path, self.size)
+        self._store.read_into(self._begin + offset, memory)
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Return bytes of the window, fewer at its end."""
+        return read_at(self._store, self._begin + offset, max(0, min(size, self.size - offset)))
+
+    def close(self) -> None:
+        pass
+
+
+class Unpacked:
+    """Bytes in memory as a store."""
+
+    def __init__(self, content: bytes | bytearray) -> None:
+        self.size = len(content)
+        self.version = (self.size,)
+        self.content = content
+
+    def read_into(self, offset: int, memory: Memory) -> None:
+        view = memoryview(memory).cast("B")  # type: ignore[arg-type]
+        view[:] = memoryview(self.content)[offset : offset + len(view)]
+
+    def close(self) -> None:
+        pass

@@ -70,9 +70,10 @@ class Stop:
             raise Stopped
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; raise Stopped as soon as `stop` is called."""
-        with self._condition:
-            self._condition.wait_for(lambda: self.stopped, seconds)
+        """Sleep; raise Stopped soon after `stop` is called."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self.stopped:
+            time.sleep(min(left, _TICK))
         self.check()
 
     @contextmanager
@@ -105,28 +106,14 @@ class Stop:
                 self._condition.notify_all()
 
 
-class _Never(Stop):
-    """The `Stop` of the program's own threads. It has no lock, which another thread could hold at a fork."""
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    @contextmanager
-    def aborting(self, abort: Callable[[], object]) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        yield
-
-
 _of_thread = threading.local()
-_NEVER = _Never()
 
 
 def current() -> Stop:
-    """Return the `Stop` of this thread. In the program's own threads it never stops; Ctrl-C interrupts reads there."""
-    stop: Stop = getattr(_of_thread, "stop", _NEVER)
+    """Return the `Stop` of this thread. It never stops in the program's own threads, where Ctrl-C interrupts reads."""
+    stop: Stop | None = getattr(_of_thread, "stop", None)
+    if stop is None:  # one for each, because another thread could hold its lock at a fork
+        stop = _of_thread.stop = Stop()
     return stop
 
 
@@ -150,9 +137,8 @@ class _Threads(Stop):
         self._limit = limit
         self._threads: list[threading.Thread] = []
         self._ended: set[threading.Thread] = set()
-        # None wakes a thread that waits. Of results: number, result and error.
-        self._tasks: SimpleQueue[tuple[int, Callable[[Check], Any]] | None] = SimpleQueue()
-        self._results: SimpleQueue[tuple[int, Any, BaseException | None] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[int, Callable[[Check], Any]] | None] = SimpleQueue()  # None ends a thread
+        self._results: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()  # number, result and error
 
     def put(self, number: int, work: Callable[[Check], Any]) -> None:
         """Add a task, and start a thread if the limit allows. After `stop`, the thread ends at the task."""
@@ -170,70 +156,58 @@ class _Threads(Stop):
                 raise
 
     def _work(self) -> None:
+        failed = False
         try:
-            with belonging(self):
-                while (task := self._tasks.get()) is not None:
+            with suppress(Stopped), belonging(self):
+                while not failed and (task := self._tasks.get()) is not None:
                     self.check()
-                    result = self._done(*task)
-                    failed = result[2] is not None
+                    number, work = task
+                    result: tuple[int, Any, BaseException | None]
+                    try:
+                        result = number, work(self.check), None
+                    except Stopped:
+                        raise
+                    except BaseException as error:
+                        result, failed = (number, None, error), True
                     self._results.put(result)
-                    del task, result  # so that this thread keeps nothing alive
-                    if failed:
-                        break
-        except Stopped:
-            pass
+                    del task, work, result  # so that this thread keeps nothing alive
         finally:
             with self._condition:
                 self._ended.add(threading.current_thread())
                 self._condition.notify_all()
-
-    def _done(self, number: int, work: Callable[[Check], Any]) -> tuple[int, Any, BaseException | None]:
-        try:
-            return number, work(self.check), None
-        except Stopped:
-            raise
-        except BaseException as error:
-            return number, None, error
 
     def take(self, tick: Callable[[], object] | None = None) -> tuple[int, Any, BaseException | None]:
         """Return the next result; wait for it, and call ``tick`` now and then."""
         outer = current()  # of a task that waits for other tasks
         while not self.stopped:
             with suppress(Empty):
-                result = self._results.get(timeout=_TICK)
-                if result is not None:
-                    return result
+                return self._results.get(timeout=_TICK)
             outer.check()
             if tick is not None:
                 tick()
         raise ValueError("this iterator was closed while its next item was awaited")
 
-    def _wait(self, seconds: float) -> bool:
-        """Wait until all threads but this one have ended, up to ``seconds``; return False if time ran out."""
+    def _has_ended(self) -> bool:
         own = threading.get_ident()
-        with self._condition:
-            return self._condition.wait_for(
-                lambda: all(thread.ident in (None, own) or thread in self._ended for thread in [*self._threads]),
-                seconds,
-            )
+        return all(thread.ident in (None, own) or thread in self._ended for thread in [*self._threads])
 
     def end(self, grace: float = math.inf) -> None:
         """Stop the threads and wait up to ``grace`` seconds until they have ended, even if Ctrl-C is pressed again."""
         self.stopped = True
         if self.process != os.getpid():  # a forked child has none of the threads
             return
-        until = time.monotonic() + grace
+        until, ended = time.monotonic() + grace, False
         interrupted: KeyboardInterrupt | None = None
-        while True:
+        while not ended:
             try:
                 self.stop()
                 for _ in range(self._limit):
                     self._tasks.put(None)
                 # An interrupted `join` would take a running thread for one that has ended.
-                while not self._wait(max(0.0, min(_TICK, until - time.monotonic()))):
-                    if time.monotonic() >= until:
-                        break
-                break
+                with self._condition:
+                    ended = self._condition.wait_for(self._has_ended, max(0.0, min(_TICK, until - time.monotonic())))
+                if time.monotonic() >= until:
+                    break
             except KeyboardInterrupt as error:
                 interrupted = error
                 until = min(until, time.monotonic() + _GRACE)
@@ -242,10 +216,7 @@ class _Threads(Stop):
                 # The last steps of a thread may need a lock of the interpreter that this thread holds: garbage may be
                 # collected, and an iterator with it, in the middle of threading.enumerate().
                 thread.join(4 * _TICK)
-        with suppress(Empty):
-            while True:
-                self._results.get_nowait()
-        self._results.put(None)  # for a thread that waits
+        self._results = SimpleQueue()  # nobody takes the rest
         if interrupted is not None:
             try:
                 raise interrupted
@@ -340,13 +311,10 @@ class Prefetch(Iterator[_Result], Generic[_Result]):
         if not self._ordered:
             return self._threads.take(self._tick)
         first = next(iter(self._sizes))
-        early = self._early.pop(first, None)
-        while early is None:
+        while first not in self._early:
             result = self._threads.take(self._tick)
-            if result[0] == first:
-                return result
             self._early[result[0]] = result
-        return early
+        return self._early.pop(first)
 
     def start(self) -> None:
         """Hand over as many tasks as the limit allows, at least one."""

@@ -10,21 +10,17 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 from ..base.forking import ProcessLock
-from ..base.messages import error_about
 from ..base.native import private_buffer
 from ..errors import FormatError, VerificationError
-from .digests import Expected, ExpectedFile, Hasher
+from .digests import Expected, ExpectedFile, Hasher, refused
 from .files import Files
 from .local import LocalStore
 from .remote import RemoteStore, fill
 from .store import WINDOW, ByteStore, Span
 from .thread_group import REMOTE_WORKERS, each, in_order
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 # Bytes to read and hash at a time: they stay in the processor's cache in between.
 _CHUNK, _REMOTE_CHUNK = 512 << 10, 8 << 20
@@ -40,10 +36,10 @@ class VerifiedStore(RemoteStore):
 
     here = True
 
-    def __init__(self, path: str, store: ByteStore, expected: ExpectedFile, source: str, kept: KeptMemory) -> None:
+    def __init__(self, path: str, store: ByteStore, expected: ExpectedFile, files: VerifiedFiles) -> None:
         super().__init__()
         self.path, self.size, self.version = path, store.size, store.version
-        self._store, self._expected, self._source, self._kept = store, expected, source, kept
+        self._store, self._expected, self._files = store, expected, files
         self._memory: Any = None  # the bytes from the beginning of the file; None after `forget`
         self._head = 0  # bytes read while the file was opened, which the table may depend on
         self._used = 0  # bytes taken from the memory
@@ -53,7 +49,7 @@ class VerifiedStore(RemoteStore):
         self._verified = False
         self._error: VerificationError | None = None
         self._reading = ProcessLock()
-        check_size(expected, self.size, path=path, source=source)
+        check_size(expected, self.size, path=path, source=files.expected.source)
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         begin, end = spans[0].offset, spans[-1].end
@@ -82,11 +78,10 @@ class VerifiedStore(RemoteStore):
 
     def _keep(self) -> None:
         again, self._dropped_early = self._dropped_early, False
-        self._kept.add(self, again=again)
+        self._files.keep(self, again=again)
 
     def _opened(self, end: int) -> Any:
         """Return memory with the first bytes of the file, which are hashed later."""
-        self._check()
         memory = self._room()
         if self._head < end and not self._verified:
             read_from(self._store, self._head, memoryview(memory)[self._head : end], self.path)
@@ -95,45 +90,38 @@ class VerifiedStore(RemoteStore):
 
     def _ready(self, *, alone: bool) -> Any:
         """Return memory with the verified file."""
-        self._check()
         memory = self._room()
         if not self._verified:
+            pieces, source = self._pieces(memoryview(memory), alone), self._files.expected.source
             try:
-                self._hash(memory, alone)
+                compare_digests(pieces, self._expected, self.size, path=self.path, source=source)
             except VerificationError as error:  # the table depends on the memory, so no second try may succeed
                 self._error, self._memory = VerificationError(*error.args, path=self.path), None
                 raise
             self._verified = True
         return memory
 
-    def _check(self) -> None:
+    def _room(self) -> Any:
         self.check_open()
         if self._error is not None:
             raise VerificationError(*self._error.args, path=self.path)
-
-    def _room(self) -> Any:
         if self._memory is None:
             self._memory = private_buffer(self.size) if self.size else bytearray()
         return self._memory
 
-    def _hash(self, memory: Any, alone: bool) -> None:
-        view = memoryview(memory)
-        pieces = (view[begin:end] for begin, end in self._chunks(view, alone))
-        compare_digests(pieces, self._expected, self.size, path=self.path, source=self._source)
-
-    def _chunks(self, view: memoryview, alone: bool) -> Iterator[tuple[int, int]]:
-        """Yield ranges of the file that have been read, in order."""
+    def _pieces(self, view: memoryview, alone: bool) -> Iterator[memoryview]:
+        """Yield the file in pieces that have been read, in order."""
         local = isinstance(self._store, LocalStore)
         step = _CHUNK if local else _REMOTE_CHUNK
         head = self._head
 
-        def read(begin: int) -> tuple[int, int]:
-            end = min(begin + step, self.size)
-            read_from(self._store, begin, view[begin:end], self.path)
-            return begin, end
+        def read(begin: int) -> memoryview:
+            piece = view[begin : begin + step]
+            read_from(self._store, begin, piece, self.path)
+            return piece
 
         if head:
-            yield 0, head
+            yield view[:head]
         begins = range(head, self.size, step)
         if local and (not alone or self.size < 8 * step):
             yield from map(read, begins)
@@ -168,11 +156,11 @@ class VerifiedStore(RemoteStore):
                 self._memory, self._head, self._verified = None, 0, False
                 self._dropped_early, self._used = 2 * self._used < self.size, 0
                 super()._drop()
-        self._kept.remove(self)
+        self._files.drop(self)
 
     def close(self) -> None:
         super().close()
-        self._kept.remove(self)
+        self._files.drop(self)
         self._memory = None
         self._store.close()
 
@@ -191,24 +179,17 @@ def read_from(store: ByteStore, offset: int, memory: memoryview, path: str) -> N
 
 def compare_digests(pieces: Iterable[memoryview], expected: ExpectedFile, size: int, *, path: str, source: str) -> None:
     """Hash the pieces of a file, and compare the digests."""
-    ranges = iter(expected.ranges)
-    part = next(ranges, None)
-    hasher = None if part is None else Hasher(part, size)
-    at = 0
-    for piece in pieces:
-        end = at + len(piece)
-        while part is not None and hasher is not None and at < end:
-            stop = end if part.end is None else min(end, part.end)
-            begin = len(piece) - (end - at)
-            hasher.update(piece[begin : begin + stop - at])
-            at = stop
-            if stop == part.end:
-                hasher.check(path, source)
-                part = next(ranges, None)
-                hasher = None if part is None else Hasher(part, size)
-        at = end
-    if hasher is not None:
+    waiting = filter(len, pieces)
+    at, rest = 0, memoryview(b"")
+    for part in expected.ranges:
+        hasher = Hasher(part, size)
+        while (part.end is None or at < part.end) and (rest := rest or next(waiting, rest)):
+            count = len(rest) if part.end is None else min(len(rest), part.end - at)
+            hasher.update(rest[:count])
+            at, rest = at + count, rest[count:]
         hasher.check(path, source)
+    for _ in waiting:  # what follows the last piece
+        pass
 
 
 def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> None:
@@ -217,7 +198,7 @@ def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> 
     stated = expected.size if last is None else last
     if stated is not None and stated != size:
         text = f"the file has {size:,} bytes, but {stated:,} in {source}"
-        raise error_about(VerificationError, text, path=path)
+        raise refused(text, path)
 
 
 def verify_content(
@@ -238,15 +219,48 @@ def verify_content(
     compare_digests(pieces(), expected, store.size, path=path, source=source)
 
 
-class KeptMemory:
-    """The verified files of a checkpoint that are still in memory. The least recently used are dropped first."""
+def _half_of_memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, ValueError, OSError):  # Windows
+        return _KEPT
 
-    def __init__(self) -> None:
-        self._stores: OrderedDict[int, VerifiedStore] = OrderedDict()
+
+class VerifiedFiles:
+    """`Files` of which only verified bytes are read. It drops those least recently used from memory first."""
+
+    def __init__(self, files: Files, expected: Expected) -> None:
+        self._files = files
+        self.expected = expected
+        self._stores: OrderedDict[int, VerifiedStore] = OrderedDict()  # files in memory
         self._limit = _KEPT
         self._lock = ProcessLock()
 
-    def add(self, store: VerifiedStore, *, again: bool) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return VerifiedFiles, (self._files, self.expected)
+
+    def open(self, path: str, window: int = WINDOW) -> ByteStore:
+        if self.expected.files is not None and not self.expected.covers(path, self._files):
+            self.expected.of(path, self._files, None)  # raises before anything is opened
+        try:
+            store = self._files.open(path, window)
+        except FileNotFoundError:
+            self.check_missing(path)
+            raise
+        try:
+            expected = self.expected.of(path, self._files, getattr(store, "place", None))
+            return VerifiedStore(self._files.shown(path), store, expected, self)
+        except BaseException:
+            store.close()
+            raise
+
+    def check_missing(self, path: str) -> None:
+        """Refuse the absence of an expected file."""
+        if self.expected.covers(path, self._files):
+            shown = self._files.shown(path)
+            raise refused(f"the file is missing, but {self.expected.source} lists it", shown)
+
+    def keep(self, store: VerifiedStore, *, again: bool) -> None:
         """Move a store to the end, and drop the memory of others if there is too much."""
         dropped = []
         with self._lock.own:
@@ -262,88 +276,18 @@ class KeptMemory:
         for oldest in dropped:
             oldest.forget()
 
-    def remove(self, store: VerifiedStore) -> None:
-        """Remove a store."""
+    def drop(self, store: VerifiedStore) -> None:
+        """Forget a store that has no memory."""
         with self._lock.own:
             self._stores.pop(id(store), None)
 
-
-def _half_of_memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, ValueError, OSError):  # Windows
-        return _KEPT
-
-
-class VerifiedFiles:
-    """Files of which only verified bytes are read."""
-
-    def __init__(self, files: Files, expected: Expected) -> None:
-        self._files = files
-        self.expected = expected
-        self._kept = KeptMemory()
-        self.remote = files.remote
-
-    def __repr__(self) -> str:
-        return f"<VerifiedFiles by {self.expected.source}>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return VerifiedFiles, (self._files, self.expected)
-
-    def open(self, path: str, window: int = WINDOW) -> ByteStore:
-        if self.expected.lists and not self.expected.covers(path, self._files):
-            self.expected.of(path, self._files, None)  # raises before anything is opened
-        try:
-            store = self._files.open(path, window)
-        except FileNotFoundError:
-            self.check_missing(path)
-            raise
-        try:
-            expected = self.expected.of(path, self._files, getattr(store, "place", None))
-            return VerifiedStore(self._files.shown(path), store, expected, self.expected.source, self._kept)
-        except BaseException:
-            store.close()
-            raise
-
-    def check_missing(self, path: str) -> None:
-        """Refuse the absence of an expected file."""
-        if self.expected.covers(path, self._files):
-            shown = self._files.shown(path)
-            raise error_about(
-                VerificationError, f"the file is missing, but {self.expected.source} lists it", path=shown
-            )
-
-    # ---- the interface of Files ----
-
-    def is_folder(self, path: str) -> bool:
-        return self._files.is_folder(path)
-
-    def listing(self, folder: str) -> list[tuple[str, bool]]:
-        return self._files.listing(folder)
-
-    def join(self, folder: str, name: str) -> str:
-        return self._files.join(folder, name)
-
-    def split(self, path: str) -> tuple[str, str]:
-        return self._files.split(path)
-
-    def absolute(self, path: str) -> str:
-        return self._files.absolute(path)
-
-    def shown(self, path: str) -> str:
-        return self._files.shown(path)
-
-    def public(self, path: str) -> str:
-        return self._files.public(path)
-
-    def public_options(self) -> dict[str, Any] | None:
+    def public_options(self) -> NoReturn:
+        """Refuse a plan."""
         raise VerificationError("a plan cannot include verified files: its workers would open them unverified")
 
-    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        self._files.check_unchanged(path, seen)
-
-    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        return self._files.each(function, items)
+    def __getattr__(self, name: str) -> Any:
+        """Return anything else as the files behind have it."""
+        return getattr(self._files, name)
 
 
 def verify_all(stores: Sequence[VerifiedStore], count: int) -> None:

@@ -10,9 +10,9 @@ from builders.inside import (
     LOCAL,
     MAX_JSON,
     ExpectedFile,
+    ExpectedFiles,
     ExpectedRange,
     Hasher,
-    ListedFiles,
     check_name,
     compare_digests,
     digest_in_cache,
@@ -237,7 +237,7 @@ def test_other_names_are_fine(name):
 
 def test_names_are_relative_to_the_root(tmp_path):
     files = {"a": ExpectedFile(()), "d/b": ExpectedFile(())}
-    listed = ListedFiles("list", "none", str(tmp_path), files, ("ig",), "")
+    listed = ExpectedFiles("list", "none", str(tmp_path), files, ("ig",), "")
     assert listed.name_of(str(tmp_path / "d" / "b"), LOCAL) == "d/b"
     assert listed.name_of(str(tmp_path / "d" / ".." / "a"), LOCAL) in ("a", "d/../a")
     assert listed.name_of(str(tmp_path.parent / "a"), LOCAL) is None

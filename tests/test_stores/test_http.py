@@ -25,7 +25,7 @@ from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError
 
 urllib3 = pytest.importorskip("urllib3")
-retries = inside.retries
+retries = inside.http_client
 client = inside.http_client
 http = inside.http
 Web = http.Web

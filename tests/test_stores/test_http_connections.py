@@ -25,7 +25,7 @@ from builders.threads import threads
 from safeload.errors import RemoteError
 
 urllib3 = pytest.importorskip("urllib3")
-retries = inside.retries
+retries = inside.http_client
 http = inside.http
 Web = http.Web
 

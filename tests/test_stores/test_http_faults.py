@@ -15,7 +15,7 @@ from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError
 
 pytest.importorskip("urllib3")
-retries = inside.retries
+retries = inside.http_client
 http = inside.http
 Web, WHOLE = http.Web, http.WHOLE
 

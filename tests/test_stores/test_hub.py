@@ -19,7 +19,8 @@ pytest.importorskip("urllib3")
 
 from builders import http_faults
 from builders.hub import Hub, Repository
-from builders.inside import RemoteFiles, Span, foreign_errors, hub, retries
+from builders.inside import RemoteFiles, Span, foreign_errors, hub
+from builders.inside import http_client as retries
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError

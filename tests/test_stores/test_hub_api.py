@@ -16,7 +16,8 @@ pytest.importorskip("urllib3")
 from builders import http_faults, inside
 from builders.http_server import CERTIFICATE, Server
 from builders.hub import Hub
-from builders.inside import RemoteFiles, retries
+from builders.inside import RemoteFiles
+from builders.inside import http_client as retries
 
 from safeload import UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError

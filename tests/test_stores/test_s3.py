@@ -24,7 +24,7 @@ from builders.inside import (  # noqa: E402
     HttpStore,
     RemoteFiles,
     Span,
-    retries,
+    http_client,
     thread_group,
 )
 
@@ -143,7 +143,9 @@ def test_a_signed_url_that_has_expired_is_made_anew(fs, options, monkeypatch):
     def refuse_once(*arguments, **named):
         if not refused:
             refused.append(True)
-            return retries.Failure(RemotePermissionError("expired", FILE), refused=True)
+            failure = http_client.Failure(RemotePermissionError("expired", FILE))
+            failure.refused = True
+            raise failure
         return expired(*arguments, **named)
 
     monkeypatch.setattr(store, "_request", refuse_once)

@@ -18,9 +18,7 @@ import numpy as np
 from ...base.arrays import Array, byteswapped
 from ...base.native import Error, check, lib
 from ...base.paths import PathLike, native_path, unwritable
-from ...stores.copying import copy_range
-from ...stores.file_lock import lock, unlock
-from ...stores.local import Identity, identity_of, replace
+from ...stores.local import Identity, copy_range, identity_of, lock, replace, sync_folder, unlock
 from . import jobs
 from .memory import address_of
 
@@ -508,17 +506,3 @@ def _move_without_replacing(source: str, target: str) -> None:
         os.rename(source, target)
     else:
         os.unlink(source)
-
-
-def sync_folder(folder: str) -> None:
-    """Make renames durable. Windows neither has descriptors of folders nor needs them."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some filesystems cannot sync folders
-            raise
-    finally:
-        os.close(descriptor)

@@ -34,7 +34,7 @@ from ...base.arrays import Array
 from ...base.paths import is_bare
 from ...base.text import show
 from ...errors import FormatError, LimitError, UnsupportedError
-from ...stores.windows import Unpacked
+from ...stores.store import Unpacked
 from ..zstd import decompressed
 
 MANIFEST = "manifest.ocdbt"

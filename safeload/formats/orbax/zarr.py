@@ -38,8 +38,7 @@ from ...base.messages import error_about
 from ...base.table import Unknown
 from ...base.text import show
 from ...errors import FormatError, LimitError, UnsupportedError
-from ...stores.store import ByteStore
-from ...stores.windows import Unpacked
+from ...stores.store import ByteStore, Unpacked
 from ..boxed import MAX_RANK, Box, BoxedListing, Region, Stored
 from ..zstd import MAX_RATIO, FrameStore, KeptFrames, check_available, content_of, decompressed
 from .ocdbt import Value, crc32c

@@ -55,12 +55,11 @@ from ...engine.run.atomic_file import (
     hidden_name,
     remove_abandoned,
     set_owner_and_mode,
-    sync_folder,
 )
 from ...errors import FormatError
 from ...formats.folder import CONFIG, INDEX, SINGLE, is_weight_file
 from ...formats.numbered import PART, sets_of
-from ...stores.local import identity_of, replace
+from ...stores.local import identity_of, replace, sync_folder
 from . import journal
 from .folder import Folder, LocalFolder, check_free, is_extra
 

@@ -18,8 +18,8 @@ from ...formats.gguf.write import data_begin, head_with
 from ...formats.safetensors.file import TensorToWrite, open_file, source_of
 from ...formats.safetensors.header import ROOM, Header
 from ...formats.safetensors.quantized import CODES_SUFFIX, KEY, QUANTIZED, SCALE_SUFFIX
-from ...stores.copying import BLOCK
 from ...stores.edit_journal import Locked, remove, replace_header
+from ...stores.local import BLOCK
 from .edit_base import Edit, EditedMetadata, resolved
 from .values import value_of
 

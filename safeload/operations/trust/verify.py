@@ -19,7 +19,7 @@ from ...formats.registry import BY_NAME
 from ...formats.verifying import Verify, expected_of, is_same, name_below, walk
 from ...packed.quantization import BESIDE, find_quantization
 from ...stores import ollama
-from ...stores.digests import GIT_PATHS, CachedFiles, Expected, ListedFiles
+from ...stores.digests import GIT_PATHS, Expected
 from ...stores.files import LOCAL, Files, Location
 from ...stores.places import Located, places_of
 from ...stores.store import WINDOW, ByteStore
@@ -179,7 +179,7 @@ def verify(
         layers = sorted({layer.path for layer in ollama.find(text).layers})
         return _report(
             text,
-            CachedFiles(_OLLAMA),
+            Expected(_OLLAMA),
             [(os.path.basename(p), p) for p in layers],
             LOCAL,
             threads=threads,
@@ -206,16 +206,16 @@ def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, 
     absolute = set(map(files.absolute, read))
     names: set[str] = set()
     below = ""
-    if isinstance(expected, ListedFiles):
+    if expected.files is not None:
         below = expected.name_of(files.join(path, "x"), files) or ""
         below = below[: -len("x")]
     for name, place in walk(path, files):
         is_read = files.absolute(place) in absolute
-        if isinstance(expected, ListedFiles) and _left_out(below + name, place, expected, files, is_read):
+        if _left_out(below + name, place, expected, files, is_read):
             continue
         names.add(below + name)
         yield name, place
-    if isinstance(expected, ListedFiles):
+    if expected.files is not None:
         for name in sorted(set(expected.files) - names):
             if name.startswith(below):
                 yield name[len(below) :], _joined(path, name[len(below) :], files)
@@ -264,7 +264,7 @@ def files_read(path: str, files: Files) -> list[str]:
 
 def _beside(path: str, expected: Expected, files: Files) -> Iterator[str]:
     """Yield the settings beside a file: those that are listed, and all of an index, because a conversion reads them."""
-    if not isinstance(expected, ListedFiles):
+    if expected.files is None:
         return
     folder, base = files.split(path)
     names = {name.rpartition("/")[2] for name in expected.files}
@@ -290,9 +290,9 @@ def _exists(place: str, files: Files) -> bool:
     return True
 
 
-def _left_out(name: str, path: str, expected: ListedFiles, files: Files, is_read: bool) -> bool:
+def _left_out(name: str, path: str, expected: Expected, files: Files, is_read: bool) -> bool:
     """Return True if a file does not belong to the model: ignored by the signature, or the document itself."""
-    if name in expected.files:
+    if expected.files is None or name in expected.files:
         return False
     if is_read:
         return name.partition("/")[0] not in GIT_PATHS and expected.leaves_out(name)
@@ -347,7 +347,7 @@ def _size(place: str, files: Files) -> int:
 def _checked(place: str, expected: Expected, files: Files, meter: Meter) -> tuple[Status, int, str]:
     """Compare a file; return its status, its size and the reason."""
     shown = files.shown(place)
-    if isinstance(expected, ListedFiles) and not expected.covers(place, files):
+    if expected.files is not None and not expected.covers(place, files):
         return "not covered", _size(place, files), f"{expected.source} does not list it"
     try:
         store = files.open(place)
