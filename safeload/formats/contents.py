@@ -20,7 +20,8 @@ import math
 import re
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..base.text import plural, show
@@ -29,8 +30,7 @@ from .keras.code import MAX_CONFIG, configs
 from .npy import HEADER_ERRORS, find_header, parse_header
 from .tar import is_header, number, records
 from .torch.globals import ALLOWED, replaced_modules
-from .unpickle.trace import MAX_TRACED, Traced, trace
-from .unpickle.verdicts import DANGEROUS, HARMLESS, judge
+from .unpickle.trace import DANGEROUS, HARMLESS, MAX_TRACED, Traced, judge, trace
 from .zip import Readable, ZipEntry, every_entry, local_readings
 
 # Bytes of an unpacked content, of all unpacked contents of a file, levels of nesting, and members of a file.
@@ -98,18 +98,6 @@ class PickleSite(NamedTuple):
     fault: str = ""  # why the member could not be read
 
 
-class MemoryContent:
-    """A content in memory."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self.size = len(data)
-        self.root = object()  # stands for the bytes, which can then be freed
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        return self._data[offset : offset + size]
-
-
 class ContentRange:
     """A range of a content."""
 
@@ -124,27 +112,17 @@ class ContentRange:
         return self._content.read_at(self._at + offset, max(0, min(size, self.size - offset)))
 
 
-class _Ranges:
-    """Searched byte ranges."""
+class MemoryContent(ContentRange):
+    """A content in memory."""
 
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size = len(data)
+        self.root = object()  # stands for the bytes, which can then be freed
+        self.begin = 0
 
-    def add(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Add a range and return its new parts."""
-        low, high = bisect_left(self._ends, begin), bisect_right(self._begins, end)
-        known = list(zip(self._begins[low:high], self._ends[low:high], strict=True))
-        new, at = [], begin
-        for first, last in known:
-            if at < first:
-                new.append((at, first))
-            at = max(at, last)
-        if at < end:
-            new.append((at, end))
-        self._begins[low:high] = [min(begin, known[0][0]) if known else begin]
-        self._ends[low:high] = [max(end, at)]
-        return new
+    def read_at(self, offset: int, size: int) -> bytes:
+        return self._data[offset : offset + size]
 
 
 class PickleFinder:
@@ -160,7 +138,8 @@ class PickleFinder:
         self._unsearched = 0  # contents that came after `MAX_SEARCHED` bytes
         self._entered: dict[tuple[object, int, int], int] = {}  # largest size by root, first byte and kind
         self._calls: set[tuple[str, bool]] = set()  # names in pickles, and whether they were called
-        self._ranges: dict[tuple[object, str], _Ranges] = {}  # by root, and what was searched for
+        # The searched ranges, apart and in order, by root and what was searched for.
+        self._ranges: dict[tuple[object, str], list[tuple[int, int]]] = {}
 
     def find(self) -> Iterator[PickleSite]:
         """Iterate over the pickles of the file."""
@@ -190,9 +169,20 @@ class PickleFinder:
 
     def _not_searched(self, content: ContentRange, begin: int, what: str) -> list[tuple[int, int]]:
         """Return the unsearched ranges after an offset; from now on they count as searched."""
-        ranges = self._ranges.setdefault((content.root, what), _Ranges())
-        new = ranges.add(content.begin + begin, content.begin + content.size) if begin < content.size else []
-        return [(first - content.begin, last - content.begin) for first, last in new]
+        at, end = content.begin + begin, content.begin + content.size
+        if at >= end:
+            return []
+        ranges = self._ranges.setdefault((content.root, what), [])
+        near = slice(bisect_left(ranges, at, key=itemgetter(1)), bisect_right(ranges, end, key=itemgetter(0)))
+        first, new = at, []
+        for known, last in ranges[near]:
+            if at < known:
+                new.append((at - content.begin, known - content.begin))
+            first, at = min(first, known), max(at, last)
+        if at < end:
+            new.append((at - content.begin, content.size))
+        ranges[near] = [(first, max(at, end))]
+        return new
 
     # ---- kinds ----
 
@@ -209,7 +199,7 @@ class PickleFinder:
         closed = next((kind for magic, kind in _CLOSED if head.startswith(magic)), None)
         unpack = _unpacker(head)
         is_zip, is_tar = head[:4] in (b"PK\x03\x04", b"PK\x05\x06"), head[257:262] == b"ustar" or is_header(head)
-        is_npy = _is_npy(content)
+        is_npy = head.startswith(b"\x93NUMPY")
         plain = not (
             closed or is_zip or is_tar or is_npy or head.startswith(_WITHOUT) or _is_safetensors(content, head)
         )
@@ -393,7 +383,7 @@ class PickleFinder:
         data, fault, _ = self._unpack(content, make)
         if data or (sure and not fault):
             inner = re.sub(r"\.(?:gz|bz2|xz|lzma|z|zlib)\Z", "", name, flags=re.IGNORECASE) if sure else ""
-            yield from self._enter(_whole(data), place, inner, level + 1)
+            yield from self._enter(MemoryContent(data), place, inner, level + 1)
         if fault and sure:
             yield PickleSite(place, 0, None, fault=fault)
 
@@ -482,33 +472,21 @@ class PickleFinder:
         self._members += 1
         if self._members > MAX_MEMBERS or packed.size == 0 or not self._is_new(packed, entry.method):
             return packed.size
-        machine = _ENTRY_UNPACKERS.get(entry.method)
-        if entry.flags & 1:
-            yield from self._encrypted(packed, inner, level, entry)
-        elif entry.method == 0:
-            yield from self._enter(packed, inner, entry.name, level + 1)
-        elif machine is None:
-            yield PickleSite(inner, 0, None, fault=f"its compression method {entry.method} is not supported")
-        else:
-            unpacked, fault, used = self._unpack(packed, machine, members=False)
-            if unpacked:
-                yield from self._enter(_whole(unpacked), inner, entry.name, level + 1)
-            if fault:
-                yield PickleSite(inner, 0, None, fault=fault)
-            return used
-        return packed.size
-
-    def _encrypted(self, packed: ContentRange, place: str, level: int, entry: ZipEntry) -> Iterator[PickleSite]:
-        """Enter an entry that is marked as encrypted: some readers ignore the mark, so attacks set it."""
-        content = packed
+        content, fault, used = packed, "", packed.size
         if entry.method != 0:
             machine = _ENTRY_UNPACKERS.get(entry.method)
-            content = _whole(b"" if machine is None else self._unpack(packed, machine, members=False)[0])
-        entered = self._enter(content, place, entry.name, level + 1)
-        inside = [site for site in entered if site.code or (site.traced is not None and site.traced.names)]
-        yield from inside
-        if not inside:
-            yield PickleSite(place, 0, None, fault="it is encrypted")
+            data, fault = b"", f"its compression method {entry.method} is not supported"
+            if machine is not None:
+                data, fault, used = self._unpack(packed, machine, members=False)
+            content = MemoryContent(data)
+        entered: Iterable[PickleSite] = self._enter(content, inner, entry.name, level + 1) if content.size else ()
+        if entry.flags & 1:  # encrypted: some readers ignore the mark, so attacks set it
+            entered = [site for site in entered if site.code or (site.traced is not None and site.traced.names)]
+            fault, used = "" if entered else "it is encrypted", packed.size
+        yield from entered
+        if fault:
+            yield PickleSite(inner, 0, None, fault=fault)
+        return used
 
     def _tar(self, content: ContentRange, place: str, level: int) -> Iterator[PickleSite]:
         at, pax = 0, 0
@@ -546,10 +524,6 @@ class PickleFinder:
 # ---- recognising ----
 
 
-def _whole(data: bytes) -> ContentRange:
-    return ContentRange(MemoryContent(data), 0, len(data))
-
-
 def _is_safetensors(content: Readable, head: bytes) -> bool:
     size = int.from_bytes(head[:8], "little")
     if not 2 <= size <= min(_MAX_HEADER, content.size - 8) or head[8:9] != b"{":
@@ -558,10 +532,6 @@ def _is_safetensors(content: Readable, head: bytes) -> bool:
         return isinstance(json.loads(content.read_at(8, size)), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _is_npy(content: Readable) -> bool:
-    return content.read_at(0, 6) == b"\x93NUMPY"
 
 
 def _is_json(head: bytes) -> bool:
@@ -595,12 +565,12 @@ def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
 
 
 def _is_harmless(traced: Traced) -> bool:
-    return all(judge(name, ALLOWED, called=name in traced.called).verdict == HARMLESS for name in traced.names)
+    return all(judge(name, ALLOWED, called=name in traced.called)[0] == HARMLESS for name in traced.names)
 
 
 def _attacks(traced: Traced) -> bool:
     """Return True if a pickle calls something dangerous before its fault."""
-    return any(judge(name, ALLOWED, called=True).verdict == DANGEROUS for name in traced.called & traced.names.keys())
+    return any(judge(name, ALLOWED, called=True)[0] == DANGEROUS for name in traced.called & traced.names.keys())
 
 
 def _unpacker(head: bytes) -> tuple[Callable[[], Any], bool] | None:

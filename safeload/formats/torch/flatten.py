@@ -59,6 +59,7 @@ _FIRST_ARGS = 8
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 _NOTHING = object()
 
+_CONTAINERS = frozenset((dict, list, tuple, Inert, set, frozenset))
 TENSORS = frozenset((PickledTensor, NumpyArray))
 
 # A step (key or index) and the value behind it.
@@ -106,7 +107,7 @@ class Tree:
                 "characters in the names of tensors",
             ),
         )
-        if _is_container(value):
+        if type(value) in _CONTAINERS:
             self._walk(value)
 
     def _walk(self, root: Any) -> None:
@@ -117,9 +118,12 @@ class Tree:
         while waiting:
             node, links, rest = waiting[-1]
             for _, child in rest:
-                if type(child) in TENSORS:
-                    continue
-                if _is_container(child) and id(child) not in nodes and id(child) not in above and not _is_flat(child):
+                if (
+                    type(child) in _CONTAINERS
+                    and id(child) not in nodes
+                    and id(child) not in above
+                    and not _is_flat(child)
+                ):
                     above.add(id(child))
                     self._adopt(child)
                     inner = _links(child)
@@ -150,7 +154,8 @@ class Tree:
 
     def _finish(self, node: _Node, links: list[Link]) -> None:
         """Complete the node of a container after the nodes of the containers below."""
-        node.values = 1 + _length(node.value) + _text_size(node.value) // _LONG
+        length = len(node.value.items) + 2 if type(node.value) is Inert else len(node.value)
+        node.values = 1 + length + _text_size(node.value) // _LONG
         kept: list[Link] = []
         for link in links:
             step, child = link
@@ -158,7 +163,7 @@ class Tree:
                 node.tensors += 1
                 node.text += len(step if type(step) is str else self._text(step)) + 1
                 kept.append(link)
-            elif _is_container(child):
+            elif type(child) in _CONTAINERS:
                 below = self._nodes.get(id(child))
                 if below is None:  # flat, or a cycle
                     node.depth = max(node.depth, 1)
@@ -241,7 +246,7 @@ class Tree:
             return item
         if type(item) in TENSORS or (type(item) is Inert and _holds_storage(item)):
             return _NOTHING
-        if not _is_container(item):
+        if type(item) not in _CONTAINERS:
             return self._leaf(item)
         node = self._nodes.get(id(item))
         if node is not None:
@@ -251,7 +256,7 @@ class Tree:
     def metadata(self, root: Any = None) -> dict[Any, Any]:
         """Return everything below a value except tensors, nested as in the pickle; sequence indexes become keys."""
         value = self._root if root is None else root
-        if not _is_container(value):
+        if type(value) not in _CONTAINERS:
             return {} if type(value) in TENSORS else {"value": self._leaf(value)}
         plain = self._replace(value)
         if plain is _NOTHING:
@@ -272,11 +277,11 @@ class Tree:
         waiting = [(self._root, root)]
         while waiting:
             value, rest = waiting.pop()
-            if not _is_container(value):
+            if type(value) not in _CONTAINERS:
                 continue
             for step, child in reversed(_links(value)):
                 text = self._text(step)
-                if text == rest and (_is_container(child) or type(child) in TENSORS):
+                if text == rest and (type(child) in _CONTAINERS or type(child) in TENSORS):
                     return child
                 if rest.startswith(text + "."):
                     waiting.append((child, rest[len(text) + 1 :]))
@@ -286,7 +291,7 @@ class Tree:
 
     def _list_containers(self, limit: int = 20) -> list[str]:
         """Return the containers with tensors, outermost first."""
-        if not _is_container(self._root):
+        if type(self._root) not in _CONTAINERS:
             return []
         containers: list[str] = []
         level = [("", self._nodes[id(self._root)])]
@@ -296,7 +301,7 @@ class Tree:
                 for step, child in node.links:
                     if len(containers) > limit:
                         break
-                    if _is_container(child):
+                    if type(child) in _CONTAINERS:
                         inner = self._nodes[id(child)]
                         name = prefix + self._text(step)[:_SHOWN]
                         containers.append(f"{show(name)[1:-1]} ({inner.tensors} tensor{'s' * (inner.tensors > 1)})")
@@ -325,15 +330,6 @@ class Tree:
                 waiting.pop()
                 if steps:
                     steps.pop()
-
-
-def _is_container(value: Any) -> bool:
-    kind = type(value)
-    return kind is dict or kind is list or kind is tuple or kind is Inert or kind is set or kind is frozenset
-
-
-def _length(value: Any) -> int:
-    return len(value.items) + 2 if type(value) is Inert else len(value)
 
 
 def _is_flat(value: Any) -> bool:
@@ -393,7 +389,11 @@ def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
         return False
     if value.name.startswith(SCRIPT):
         known = state if members is None else members
-        entries = {k: x for k, x in state.items() if _is_script(x) or (type(x) in TENSORS and k in known)}
+        entries = {
+            key: item
+            for key, item in state.items()
+            if (type(item) in TENSORS and key in known) or (type(item) is Inert and item.name.startswith(SCRIPT))
+        }
         rest = {key: item for key, item in state.items() if key not in entries}
     else:
         parts: list[Any] = [state.get(key) for key in _MODULE]
@@ -414,10 +414,6 @@ def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
     return True
 
 
-def _is_script(value: Any) -> bool:
-    return type(value) is Inert and value.name.startswith(SCRIPT)
-
-
 def _describe(value: Any) -> Any:
     kind = type(value)
     if kind in _SCALARS:
@@ -425,13 +421,10 @@ def _describe(value: Any) -> Any:
     if kind is tuple or kind is frozenset:
         return kind(_describe(item) for item in value)
     if kind is Storage:
-        return f"<storage {_cut(value.key)} of {value.count} elements of {value.type.name}>"
+        key = value.key if len(value.key) <= _SHOWN else f"{value.key[:_SHOWN]}..."
+        return f"<storage {key} of {value.count} elements of {value.type.name}>"
     if kind is Global or kind is NumpyDtype:
         return value.name
     if kind is Foreign or kind is Inert:
         return f"<global {value.name}>"
     return f"<{kind.__name__.lower()}>"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

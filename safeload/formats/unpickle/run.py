@@ -13,7 +13,7 @@ stack as in CPython, with these differences:
 
 Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, the values of rows and
 persistent ids, `Global`, `Foreign` and `Inert`. `_run` runs the opcodes of tensors without calls, which takes a quarter
-of the time; opcodes.py has all of them.
+of the time; machine.py has all of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from ...base.messages import error_about
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from .keys import add, put
-from .machine import Built, Fault, Foreign, Global, Inert, LargeBytes, PickleEnd, describe
-from .opcodes import MAX_LINE, OPCODES, Machine
+from .machine import MAX_LINE, OPCODES, Built, Fault, Foreign, Global, Inert, LargeBytes, Machine, describe
 
 # 50 times the opcodes of the largest known real file (400,000). An opcode allocates at most 216 bytes (an empty set)
 # beyond the bytes copied from the file. The worst case is a list of sets as metadata: about 340 bytes per byte of the
@@ -139,8 +138,6 @@ class Builder(Machine):
             self.memo[number] = value
         else:  # str keys have random hashes; ints out of order could be chosen to collide
             self.far[str(number)] = value
-
-    def memoize(self) -> None: ...  # in `_run`
 
     def index(self) -> int:
         return self.integer(self.line())
@@ -314,8 +311,7 @@ class Unpickled(NamedTuple):
     """The result of running a pickle."""
 
     value: Any
-    end: int  # position after its STOP
-    size: int  # in bytes
+    size: int  # in bytes, up to its STOP
     harmless: list[str]  # names of its globals in the table
     foreign: list[str]  # names of its globals outside the table
     data: Any = b""  # the bytes that hold it
@@ -351,7 +347,6 @@ def unpickle(
     return Unpickled(
         value,
         machine.at,
-        machine.at,
         sorted(machine.harmless),
         sorted(machine.foreign),
         data,
@@ -379,10 +374,8 @@ def _run(machine: Builder, path: str, base: int | None) -> Any:
     stack, marks, memo, far = machine.stack, machine.marks, machine.memo, machine.far
     call, persistent = machine.call, machine.persistent
     at = room = 0
-
-    def place(position: int) -> int | None:
-        return None if base is None else base + position
-
+    kind: type[Exception] = FormatError
+    message = ""
     try:
         for _ in repeat(None, MAX_OPCODES):
             match data[at]:  # an IndexError at the end
@@ -458,36 +451,34 @@ def _run(machine: Builder, path: str, base: int | None) -> Any:
                 case 0x94:  # MEMOIZE
                     memo[len(memo) + len(far)] = stack[-1]
                     at += 1
+                case 0x2E:  # STOP
+                    machine.at = at + 1
+                    break
                 case code:
                     machine.at = at + 1
                     machine.stack = stack
                     OPCODES[code](machine)
                     stack, at = machine.stack, machine.at
-        raise error_about(LimitError, f"the pickle has more than {MAX_OPCODES} opcodes", path=path)
-    except PickleEnd:
-        if marks or len(stack) != 1:
-            raise FormatError("the pickle stops with values left on its stack", path, place(at)) from None
-        return stack[0]
+        else:
+            raise error_about(LimitError, f"the pickle has more than {MAX_OPCODES} opcodes", path=path)
     except Fault as fault:
-        message = f"pickle opcode {_opcode(data, at)}: {fault}"
-        if fault.kind is FormatError:
-            raise FormatError(message, path, place(at)) from None
-        raise fault.kind(str(FormatError(message, path, place(at)))) from None
+        fault_text, kind = str(fault), fault.kind
     except (IndexError, struct.error):
-        if at < size:
-            message = f"pickle opcode {_opcode(data, at)}: "
-            if max(machine.at, at + 1 + _ARGUMENT.get(data[at], 0)) > size:
-                message += "its argument extends past the end"
-                raise TruncatedError(message, path, place(at)) from None
-            raise FormatError(message + "the stack is empty", path, place(at)) from None
+        fault_text = "the stack is empty"
+        if at >= size:
+            message, kind = "the pickle ends without STOP", TruncatedError
+        elif max(machine.at, at + 1 + _ARGUMENT.get(data[at], 0)) > size:
+            fault_text, kind = "its argument extends past the end", TruncatedError
     except KeyError as error:
-        message = f"pickle opcode {_opcode(data, at)}: memo entry {describe(error.args[0])} was never set"
-        raise FormatError(message, path, place(at)) from None
+        fault_text = f"memo entry {describe(error.args[0])} was never set"
     except ValueError as error:  # text that is not UTF-8, or invalid digits
-        message = f"pickle opcode {_opcode(data, at)}: {show(str(error))}"
-        raise FormatError(message, path, place(at)) from None
-    raise TruncatedError("the pickle ends without STOP", path, place(size))
-
-
-def _opcode(data: bytes, at: int) -> str:
-    return ascii(chr(data[at])) if 32 <= data[at] < 127 else f"0x{data[at]:02x}"
+        fault_text = show(str(error))
+    else:
+        if not marks and len(stack) == 1:
+            return stack[0]
+        message = "the pickle stops with values left on its stack"
+    if not message:
+        opcode = ascii(chr(data[at])) if 32 <= data[at] < 127 else f"0x{data[at]:02x}"
+        message = f"pickle opcode {opcode}: {fault_text}"
+    place = None if base is None else base + at
+    raise kind(message, path, place) if issubclass(kind, FormatError) else kind(str(FormatError(message, path, place)))
