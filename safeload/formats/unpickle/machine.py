@@ -18,6 +18,8 @@ FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 # Longest line with a name or a number, and longest line of text. Real names have about 100 characters.
 MAX_LINE = 10_000
 MAX_TEXT_LINE = 1 << 30
+# Memo numbers up to this distance from the number of entries count as consecutive.
+NEAR = 8
 
 
 # ---- values ----
@@ -108,14 +110,15 @@ def describe(value: Any) -> str:
 
 
 class Machine:
-    """The stack of a pickle."""
+    """The stack and the memo of a pickle."""
 
-    __slots__ = ("at", "marks", "stack")
+    __slots__ = ("at", "marks", "memo", "stack")
 
     def __init__(self, at: int) -> None:
         self.at = at  # position of the next byte
         self.stack: list[Any] = []  # values since the last mark
         self.marks: list[list[Any]] = []  # the stacks below the last mark
+        self.memo: dict[int | str, Any] = {}  # values by `key`
 
     def take(self, size: int) -> bytes:
         """Return the next bytes."""
@@ -142,6 +145,13 @@ class Machine:
         items = self.stack
         self.stack = self.marks.pop()
         return items
+
+    def key(self, number: int) -> int | str:
+        """Return the key of a memo entry: ints out of order could be chosen to collide, str have random hashes."""
+        if number in self.memo:
+            return number
+        text = str(number)
+        return number if 0 <= number <= len(self.memo) + NEAR and text not in self.memo else text
 
 
 Opcode = Callable[[Any], object]  # of a machine

@@ -30,7 +30,7 @@ from ...base.messages import error_about
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from .keys import add, put
-from .machine import MAX_LINE, OPCODES, Built, Fault, Foreign, Global, Inert, LargeBytes, Machine, describe
+from .machine import MAX_LINE, NEAR, OPCODES, Built, Fault, Foreign, Global, Inert, LargeBytes, Machine, describe
 
 # 50 times the opcodes of the largest known real file (400,000). An opcode allocates at most 216 bytes (an empty set)
 # beyond the bytes copied from the file. The worst case is a list of sets as metadata: about 340 bytes per byte of the
@@ -46,8 +46,6 @@ MAX_INT_BYTES = 255
 # copy fewer bytes than they have.
 MAX_COPIED = 50
 _COPIED_FREE = 1 << 16
-# Memo numbers up to this distance from the number of entries count as consecutive.
-NEAR = 8
 # Bytes of a mapped pickle that are not copied.
 _LARGE = 1 << 16
 # Bytes of arguments, for opcodes with a case in `_run`.
@@ -67,19 +65,15 @@ _ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"b": b"\b", b"a": b"\a", b"f
 class Builder(Machine):
     """The machine that builds values.
 
-    It raises IndexError if the stack is empty or the bytes end (``at`` is then past the end), KeyError if a memo entry
-    does not exist, ValueError if text cannot be decoded.
+    It raises IndexError if the stack is empty or the bytes end (``at`` is then past the end), ValueError if text cannot
+    be decoded.
     """
 
-    __slots__ = (
-        *("data", "foreign", "harmless", "memo", "persistent", "places", "table", "watched"),
-        *("_copied", "far"),
-    )
+    __slots__ = ("_copied", "data", "foreign", "harmless", "persistent", "places", "table", "watched")
 
     def __init__(self, data: bytes, table: Mapping[str, Global], persistent: Callable[[Any], Any]) -> None:
         super().__init__(0)
         self.data = data
-        self.memo: dict[int, Any] = {}  # values by number, for numbers in order
         self.table = table  # the harmless globals by name
         self.persistent = persistent  # returns the value for a persistent id
         self.harmless: dict[str, Global] = {}  # globals of the pickle in the table
@@ -87,7 +81,6 @@ class Builder(Machine):
         self.watched: dict[int, Any] = {}  # tables of dicts and sets with keys of predictable hashes
         self.places: dict[int, int] = {}  # position of bytes objects in the data, by id, which can be reused since
         self._copied = 0
-        self.far: dict[str, Any] = {}  # values by the text of their number, for all other numbers
 
     def charge(self, size: int) -> None:
         """Count the bytes of a copy of values that the pickle can refer to again."""
@@ -126,18 +119,13 @@ class Builder(Machine):
     # ---- the memo ----
 
     def recall(self, number: int) -> Any:
-        if number in self.memo:
-            return self.memo[number]
-        value = self.far.get(str(number), self)
-        if value is self:
-            raise KeyError(number)
-        return value
+        key = self.key(number)
+        if key not in self.memo:
+            raise Fault(f"memo entry {describe(number)} was never set")
+        return self.memo[key]
 
     def remember(self, number: int, value: Any) -> None:
-        if number <= len(self.memo) + NEAR:
-            self.memo[number] = value
-        else:  # str keys have random hashes; ints out of order could be chosen to collide
-            self.far[str(number)] = value
+        self.memo[self.key(number)] = value
 
     def index(self) -> int:
         return self.integer(self.line())
@@ -336,23 +324,15 @@ def unpickle(
         with paused(len(data)):  # a pickle can make an object per byte
             value = _run(machine, path, base)
     except TruncatedError:
-        if not complete:
-            raise
-        check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, ", and is cut off")
+        if complete:
+            check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, ", and is cut off")
         raise
     except (FormatError, LimitError, UnsupportedError) as error:
         check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, f", and is malformed after that: {error}")
         raise
-    check_foreign(sorted(machine.foreign), path, inert, _CLAUSE)
-    return Unpickled(
-        value,
-        machine.at,
-        sorted(machine.harmless),
-        sorted(machine.foreign),
-        data,
-        machine.places,
-        base,
-    )
+    harmless, foreign = sorted(machine.harmless), sorted(machine.foreign)
+    check_foreign(foreign, path, inert, _CLAUSE)
+    return Unpickled(value, machine.at, harmless, foreign, data, machine.places, base)
 
 
 def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fault: str = "") -> None:
@@ -371,7 +351,7 @@ def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fau
 def _run(machine: Builder, path: str, base: int | None) -> Any:
     """Run the opcodes, return the value on the stack, and turn exceptions into errors with a position."""
     data, size = machine.data, len(machine.data)
-    stack, marks, memo, far = machine.stack, machine.marks, machine.memo, machine.far
+    stack, marks, memo = machine.stack, machine.marks, machine.memo
     call, persistent = machine.call, machine.persistent
     at = room = 0
     kind: type[Exception] = FormatError
@@ -449,7 +429,7 @@ def _run(machine: Builder, path: str, base: int | None) -> Any:
                     stack.append(str(data[at + 2 : end], "utf-8", "surrogatepass"))
                     at = end
                 case 0x94:  # MEMOIZE
-                    memo[len(memo) + len(far)] = stack[-1]
+                    memo[len(memo)] = stack[-1]
                     at += 1
                 case 0x2E:  # STOP
                     machine.at = at + 1
@@ -469,8 +449,6 @@ def _run(machine: Builder, path: str, base: int | None) -> Any:
             message, kind = "the pickle ends without STOP", TruncatedError
         elif max(machine.at, at + 1 + _ARGUMENT.get(data[at], 0)) > size:
             fault_text, kind = "its argument extends past the end", TruncatedError
-    except KeyError as error:
-        fault_text = f"memo entry {describe(error.args[0])} was never set"
     except ValueError as error:  # text that is not UTF-8, or invalid digits
         fault_text = show(str(error))
     else:

@@ -98,7 +98,7 @@ class _Tracer(Machine):
     """The machine that lists globals; it raises nothing but `Fault`."""
 
     __slots__ = (
-        *("called", "charged", "_content", "count", "has_arrays", "inner", "joblib", "memo", "names", "outer"),
+        *("called", "charged", "_content", "count", "has_arrays", "inner", "joblib", "names", "outer"),
         *("start", "strict", "_base", "_buffer", "_window"),
     )
 
@@ -109,7 +109,6 @@ class _Tracer(Machine):
         self.joblib = joblib  # the reader is joblib, which reads arrays between opcodes
         self.has_arrays = False  # of joblib
         self.start = begin  # of the current opcode
-        self.memo: dict[int, Any] = {}
         self.count = 0  # memo entries, as MEMOIZE counts them
         self.names: dict[str, int] = {}
         self.called: set[str] = set()
@@ -260,17 +259,19 @@ class _Tracer(Machine):
         return value
 
     def recall(self, number: int) -> Any:
-        known = number in self.memo or len(self.memo) >= MAX_TEXTS
-        return self.memo.get(number, _UNKNOWN) if known else self.missing(f"no memo entry {number}")
+        key = self.key(number)
+        known = key in self.memo or len(self.memo) >= MAX_TEXTS
+        return self.memo.get(key, _UNKNOWN) if known else self.missing(f"no memo entry {number}")
 
     def remember(self, number: int, value: Any) -> None:
-        self.count += number not in self.memo
-        if len(self.memo) >= MAX_TEXTS and number not in self.memo and value is not _UNKNOWN:
+        key = self.key(number)
+        self.count += key not in self.memo
+        if len(self.memo) >= MAX_TEXTS and key not in self.memo and value is not _UNKNOWN:
             raise Fault(f"more than {MAX_TEXTS:,} values in its memo", LimitError)
         if value is _UNKNOWN and len(self.memo) >= MAX_TEXTS:
-            self.memo.pop(number, None)
+            self.memo.pop(key, None)
         else:
-            self.memo[number] = value
+            self.memo[key] = value
 
     def memoize(self) -> None:
         self.remember(self.count, self.top())
