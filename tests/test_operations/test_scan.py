@@ -498,6 +498,7 @@ def test_what_cannot_be_judged_is_unknown(name, content, reason, tmp_path):
         ("x.txt", b"import os\nimport sys\ncos\nsin\n"), ("x.md", b"(hello)\n" * 99), ("x.bin", bytes(9999)),
         ("x.bin", RAW), ("x.safetensors", save({"a": np.frombuffer(EVIL * 4, np.uint8)})), ("x", b""),
         ("x.pkl.txt", b"}"), ("x.npy", npy(FINE)),
+        ("x.pkl", b"S'\\q\\777'\n."),
         ("x.json", b'{"a": 1}'), ("x.gguf", b"GGUF" + EVIL), ("x.dat", b"\x80\x81" * 500), ("x.bin", b".\n" * 500),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ lists globals and continues as lenient readers do. Each has the methods that the
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -104,6 +105,28 @@ def describe(value: Any) -> str:
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:40]}..."
     return type(value).__name__.lower()
+
+
+# Escapes in strings of protocol 0; a backslash before any other character stands for itself.
+_ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([0-7]{1,3})|([^x]))?", re.DOTALL)
+_ESCAPES = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v", b"\n": b""}
+_ESCAPES |= {quoted: quoted for quoted in (b"\\", b"'", b'"')}
+
+
+def unescaped(text: bytes) -> bytes:
+    """Return the bytes of a string of protocol 0, as `codecs.escape_decode` does, which warns of some."""
+    return _ESCAPE.sub(_unescaped, text)
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    hexadecimal, octal, other = match.groups()
+    if hexadecimal is not None:
+        return bytes((int(hexadecimal, 16),))
+    if octal is not None:
+        return bytes((int(octal, 8) & 0xFF,))
+    if other is None:
+        raise Fault("a string with a bad escape")
+    return _ESCAPES.get(other, match[0])
 
 
 # ---- opcodes ----

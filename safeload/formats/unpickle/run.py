@@ -30,7 +30,20 @@ from ...base.messages import error_about
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from .keys import add, put
-from .machine import MAX_LINE, NEAR, OPCODES, Built, Fault, Foreign, Global, Inert, LargeBytes, Machine, describe
+from .machine import (
+    MAX_LINE,
+    NEAR,
+    OPCODES,
+    Built,
+    Fault,
+    Foreign,
+    Global,
+    Inert,
+    LargeBytes,
+    Machine,
+    describe,
+    unescaped,
+)
 
 # 50 times the opcodes of the largest known real file (400,000). An opcode allocates at most 216 bytes (an empty set)
 # beyond the bytes copied from the file. The worst case is a list of sets as metadata: about 340 bytes per byte of the
@@ -59,7 +72,6 @@ MAX_SHOWN = 100
 
 _U32 = struct.Struct("<I").unpack_from
 _NO_ELEMENTS: frozenset[Any] = frozenset()
-_ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"b": b"\b", b"a": b"\a", b"f": b"\f", b"v": b"\v"}
 
 
 class Builder(Machine):
@@ -156,7 +168,7 @@ class Builder(Machine):
     def quoted(self, line: bytes) -> str | bytes:
         if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
             raise Fault(f"{describe(line)} is not a quoted string")
-        return _python2(re.sub(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", _unescape, line[1:-1]))
+        return _python2(unescaped(line[1:-1]))
 
     def escaped(self, line: bytes) -> str:
         return str(line, "raw-unicode-escape")
@@ -269,15 +281,6 @@ def _python2(text: bytes) -> str | bytes:
         return text.decode()
     except UnicodeDecodeError:
         return text
-
-
-def _unescape(match: re.Match[bytes]) -> bytes:
-    text = match[1]
-    if text[:1] == b"x":
-        return bytes((int(text[1:], 16),))
-    if text.isdigit():
-        return bytes((int(text, 8) & 0xFF,))
-    return _ESCAPES.get(text, text)
 
 
 def _copied_size(args: tuple[Any, ...]) -> int:

@@ -15,7 +15,6 @@ only gives a reason to names that are not on the allowlist anyway. A name that i
 
 from __future__ import annotations
 
-import codecs
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -24,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...errors import FormatError, LimitError
 from ..zip import Readable
-from .machine import FROM_TYPE, MAX_LINE, OPCODES, Fault, Foreign, Global, LargeBytes, Machine, unknown
+from .machine import FROM_TYPE, MAX_LINE, OPCODES, Fault, Foreign, Global, LargeBytes, Machine, unescaped, unknown
 
 # Opcodes of one pickle, and texts in its memo.
 MAX_TRACED = 10_000_000
@@ -310,10 +309,7 @@ class _Tracer(Machine):
     def quoted(self, line: bytes) -> Any:
         if not 2 <= len(line) <= _LONGEST or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
             return _LONG_TEXT
-        try:
-            return codecs.escape_decode(line[1:-1])[0].decode("utf-8", "backslashreplace")
-        except ValueError:
-            raise Fault("a string with a bad escape") from None
+        return unescaped(line[1:-1]).decode("utf-8", "backslashreplace")
 
     def escaped(self, line: bytes) -> Any:
         if len(line) > _LONGEST:
