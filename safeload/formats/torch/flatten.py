@@ -6,6 +6,7 @@ Before we expand anything, we count its expanded size, with shared containers re
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
@@ -39,8 +40,8 @@ _TENSORS_FREE, NAME_TEXT_FREE = 10_000, 1_000_000
 
 # Containers of up to this many scalars are not remembered, but scanned again in each container that holds them.
 _FLAT = 4
-# Characters of a file's name to show in metadata and messages.
-_SHOWN = 200
+# Characters of a file's name to show in metadata and messages, and containers in a message.
+_SHOWN, _LISTED = 200, 20
 
 # Parts of a name: the state that BUILD set on an inert object, and the arguments of its constructor.
 STATE, ARGS = "<state>", "<args>"
@@ -102,32 +103,21 @@ class Tree:
             (MAX_NESTING, "levels of containers"),
             (MAX_VALUES, "values when shared containers are unfolded"),
             (min(MAX_TENSORS, _TENSORS_FREE + size // BYTES_A_TENSOR), "names of tensors"),
-            (
-                min(MAX_NAME_TEXT, NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE),
-                "characters in the names of tensors",
-            ),
+            (min(MAX_NAME_TEXT, NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE), "characters in the names of tensors"),
         )
         if type(value) in _CONTAINERS:
             self._walk(value)
 
     def _walk(self, root: Any) -> None:
         nodes, above = self._nodes, {id(root)}
-        self._adopt(root)
-        links = _links(root)
-        waiting = [(_Node(root), links, iter(links))]
+        waiting = [self._begin(root)]
         while waiting:
             node, links, rest = waiting[-1]
             for _, child in rest:
-                if (
-                    type(child) in _CONTAINERS
-                    and id(child) not in nodes
-                    and id(child) not in above
-                    and not _is_flat(child)
-                ):
-                    above.add(id(child))
-                    self._adopt(child)
-                    inner = _links(child)
-                    waiting.append((_Node(child), inner, iter(inner)))
+                key = id(child)
+                if type(child) in _CONTAINERS and key not in nodes and key not in above and not _is_flat(child):
+                    above.add(key)
+                    waiting.append(self._begin(child))
                     break
             else:
                 waiting.pop()
@@ -135,16 +125,18 @@ class Tree:
                 self._finish(node, links)
                 nodes[id(node.value)] = node
 
-    def _adopt(self, value: Any) -> None:
-        if type(value) is not Inert:
-            return
-        state = value.state if type(value.state) is dict else {}
-        members = (part for part in map(state.get, _MODULE) if type(part) is dict)
-        self._members += len(state) + sum(map(len, members))
-        if self._members > self._most_members:
-            raise self._too_many(self._most_members, "members of modules when shared states are unfolded")
-        if _name_as_module(value, self._script_members.get(value.name)):
-            self._modules.add(id(value))
+    def _begin(self, value: Any) -> tuple[_Node, list[Link], Iterator[Link]]:
+        """Return the node of a container and its links, after a module has got the names of its state dict."""
+        if type(value) is Inert:
+            state = value.state if type(value.state) is dict else {}
+            members = (part for part in map(state.get, _MODULE) if type(part) is dict)
+            self._members += len(state) + sum(map(len, members))
+            if self._members > self._most_members:
+                raise self._too_many(self._most_members, "members of modules when shared states are unfolded")
+            if _name_as_module(value, self._script_members.get(value.name)):
+                self._modules.add(id(value))
+        links = _links(value)
+        return _Node(value), links, iter(links)
 
     def outside(self, named: Collection[int], limit: int = 1_000) -> Iterator[str]:
         """Iterate over the names of module tensors outside their state dicts, without those with an id in ``named``."""
@@ -285,29 +277,22 @@ class Tree:
                     return child
                 if rest.startswith(text + "."):
                     waiting.append((child, rest[len(text) + 1 :]))
-        containers = ", ".join(self._list_containers()) or "none"
-        text = f"no container {show(root)}; containers with tensors: {containers}"
+        containers = list(islice(self._containers(), _LISTED + 1))
+        containers[_LISTED:] = ["..."] * (len(containers) > _LISTED)
+        text = f"no container {show(root)}; containers with tensors: {', '.join(containers) or 'none'}"
         raise error_about(TensorNotFoundError, text, path=self._path)
 
-    def _list_containers(self, limit: int = 20) -> list[str]:
-        """Return the containers with tensors, outermost first."""
-        if type(self._root) not in _CONTAINERS:
-            return []
-        containers: list[str] = []
-        level = [("", self._nodes[id(self._root)])]
-        while level and len(containers) <= limit:
-            below = []
-            for prefix, node in level:
-                for step, child in node.links:
-                    if len(containers) > limit:
-                        break
-                    if type(child) in _CONTAINERS:
-                        inner = self._nodes[id(child)]
-                        name = prefix + self._text(step)[:_SHOWN]
-                        containers.append(f"{show(name)[1:-1]} ({inner.tensors} tensor{'s' * (inner.tensors > 1)})")
-                        below.append((f"{name}.", inner))
-            level = below
-        return [*containers[:limit], *(["..."] if len(containers) > limit else [])]
+    def _containers(self) -> Iterator[str]:
+        """Iterate over the containers with tensors, outermost first."""
+        waiting = deque([("", self._root)] if id(self._root) in self._nodes else [])
+        while waiting:
+            prefix, value = waiting.popleft()
+            for step, child in self._nodes[id(value)].links:
+                if type(child) in _CONTAINERS:
+                    name = prefix + self._text(step)[:_SHOWN]
+                    count = self._nodes[id(child)].tensors
+                    yield f"{show(name)[1:-1]} ({count} tensor{'s' * (count > 1)})"
+                    waiting.append((f"{name}.", child))
 
     def tensors(self, root: Any = None) -> Iterator[tuple[str, PickledTensor | NumpyArray]]:
         """Iterate over names, relative to ``root``, and tensors in the order of the pickle."""
