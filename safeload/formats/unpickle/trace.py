@@ -159,12 +159,16 @@ class _Tracer(Machine):
 
     # ---- bytes ----
 
+    def _fill(self, size: int = 0) -> None:
+        """Read at least ``size`` bytes from here on."""
+        self._base, self._buffer = self.at, self._content.read_at(self.at, max(size, self._window))
+        self._window = min(2 * self._window, _WINDOW)
+
     def take(self, size: int) -> bytes:
         start = self.at - self._base
-        data = self._buffer[start : start + size] if start >= 0 else b""
+        data = self._buffer[start : start + size]
         if len(data) < size:
-            self._base, self._buffer = self.at, self._content.read_at(self.at, max(size, self._window))
-            self._window = min(2 * self._window, _WINDOW)
+            self._fill(size)
             data = self._buffer[:size]
             if len(data) < size:
                 raise Fault("the bytes end before the pickle does")
@@ -179,26 +183,22 @@ class _Tracer(Machine):
 
     def line(self, limit: int = MAX_LINE) -> bytes:
         """Return a line without its end; of a line of more than `MAX_LINE` bytes, only the beginning."""
-        start = self.at - self._base
-        end = self._buffer.find(b"\n", start) if start >= 0 else -1
-        if end >= 0:
-            self.at = self._base + end + 1
-            self.charged += (end - start) // _CHARGED
-            return self._buffer[start : min(end, start + MAX_LINE + 1)]
-        begin, at, head = self.at, self.at, b""
+        begin, line = self.at, b""
         while True:
-            data = self._content.read_at(at, _WINDOW if at > begin else 256)
-            end = data.find(b"\n")
-            head = head if len(head) > MAX_LINE else head + (data if end < 0 else data[:end])
-            if end >= 0:
+            if self.at >= self._base + len(self._buffer):
+                self._fill()
+            start = self.at - self._base
+            end = self._buffer.find(b"\n", start)
+            if len(line) <= MAX_LINE:
+                line += self._buffer[start:end] if end >= 0 else self._buffer[start:]
+            self.at = self._base + (end if end >= 0 else len(self._buffer))
+            if end >= 0 or not self._buffer or self.at - begin > _LONGEST_LINE:
                 break
-            at += len(data)
-            if not data or at - begin > _LONGEST_LINE:
-                self.charged += (at - begin) // _CHARGED
-                raise Fault("a line without an end", LimitError if data else FormatError)
-        self.at = at + end + 1
-        self.charged += (at + end - begin) // _CHARGED
-        return head[: MAX_LINE + 1]
+        self.charged += (self.at - begin) // _CHARGED
+        if end < 0:
+            raise Fault("a line without an end", LimitError if self._buffer else FormatError)
+        self.at += 1
+        return line[: MAX_LINE + 1]
 
     def name(self) -> str:
         line = self._short_line(_NAME, "a global with a name of more than 10,000 bytes")
