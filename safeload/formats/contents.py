@@ -20,7 +20,8 @@ import math
 import re
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..base.text import plural, show
@@ -29,8 +30,7 @@ from .keras.code import MAX_CONFIG, configs
 from .npy import HEADER_ERRORS, find_header, parse_header
 from .tar import is_header, number, records
 from .torch.globals import ALLOWED, replaced_modules
-from .unpickle.trace import MAX_TRACED, Traced, trace
-from .unpickle.verdicts import DANGEROUS, HARMLESS, judge
+from .unpickle.trace import DANGEROUS, HARMLESS, MAX_TRACED, Traced, judge, trace
 from .zip import Readable, ZipEntry, every_entry, local_readings
 
 # Bytes of an unpacked content, of all unpacked contents of a file, levels of nesting, and members of a file.
@@ -46,6 +46,7 @@ _ATTEMPT, _PER_BYTE = 50, 16
 # Bytes of a head, and to read at once. Compressed contents begin with a small read, because a malformed one ends there.
 _HEAD, _CHUNK, _FIRST = 512, 1 << 20, 1 << 12
 _PICKLE_NAME = re.compile(r"\.(?:pkl|pickle|p|pt|pth|ckpt|bin|joblib|dill|data?|sav|model)\Z", re.IGNORECASE)
+_ARRAY_FILES = (".bin", ".dat", ".data", ".model", ".p")  # suffixes that other files have as well
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 # GLOBAL and INST of protocols 0 and 1, which have no magic number, for the modules that attacks name.
 _TEXT_GLOBAL = re.compile(
@@ -92,8 +93,8 @@ class PickleSite(NamedTuple):
     """A pickle or another carrier of code in a file."""
 
     place: str  # the names of the members around it, such as "archive/data.pkl"; empty for the file itself
-    offset: int  # of the pickle in its member
-    traced: Traced | None  # what the pickle names; None for other code
+    offset: int = 0  # of the pickle in its member
+    traced: Traced | None = None  # what the pickle names; None for other code
     code: str = ""  # what else runs code
     fault: str = ""  # why the member could not be read
 
@@ -104,54 +105,43 @@ class MemoryContent:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.size = len(data)
-        self.root = object()  # stands for the bytes, which can then be freed
 
     def read_at(self, offset: int, size: int) -> bytes:
         return self._data[offset : offset + size]
 
 
-class ContentRange:
-    """A range of a content."""
+class _Member:
+    """A range of the file or of unpacked bytes."""
 
-    def __init__(self, content: Readable, begin: int, size: int) -> None:
-        self._content, self._at = content, max(0, begin)
-        self.size = max(0, min(size, content.size - self._at))
-        # The file or the unpacked bytes in which the range is, and its first byte there.
-        self.root: object = getattr(content, "root", content)
-        self.begin: int = self._at + getattr(content, "begin", 0)
+    def __init__(self, source: Readable, place: str, level: int) -> None:
+        self._source = source
+        self.place = place  # see `PickleSite`
+        self.level = level  # of nesting
+        self.root = object()  # stands for the source, which can then be freed
+        self.begin, self.size = 0, source.size
+
+    def part(self, begin: int, size: int, place: str, level: int) -> _Member:
+        part = _Member(self._source, place, level)
+        part.root, part.begin = self.root, self.begin + max(0, begin)
+        part.size = max(0, min(size, self.begin + self.size - part.begin))
+        return part
+
+    def name(self, inner: str) -> str:
+        """Return the place of a member of this archive."""
+        return f"{self.place}/{inner}" if self.place else inner
 
     def read_at(self, offset: int, size: int) -> bytes:
-        return self._content.read_at(self._at + offset, max(0, min(size, self.size - offset)))
+        return self._source.read_at(self.begin + offset, max(0, min(size, self.size - offset)))
 
-
-class _Ranges:
-    """Searched byte ranges."""
-
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-
-    def add(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Add a range and return its new parts."""
-        low, high = bisect_left(self._ends, begin), bisect_right(self._begins, end)
-        known = list(zip(self._begins[low:high], self._ends[low:high], strict=True))
-        new, at = [], begin
-        for first, last in known:
-            if at < first:
-                new.append((at, first))
-            at = max(at, last)
-        if at < end:
-            new.append((at, end))
-        self._begins[low:high] = [min(begin, known[0][0]) if known else begin]
-        self._ends[low:high] = [max(end, at)]
-        return new
+    def fault(self, text: str, at: int = 0) -> PickleSite:
+        return PickleSite(self.place, at, fault=text)
 
 
 class PickleFinder:
     """The search of one file."""
 
     def __init__(self, content: Readable, name: str) -> None:
-        self._content = ContentRange(content, 0, content.size)
+        self._content = _Member(content, "", 0)
         self._name = name
         self._unpacked = 0
         self._members = 0
@@ -160,19 +150,20 @@ class PickleFinder:
         self._unsearched = 0  # contents that came after `MAX_SEARCHED` bytes
         self._entered: dict[tuple[object, int, int], int] = {}  # largest size by root, first byte and kind
         self._calls: set[tuple[str, bool]] = set()  # names in pickles, and whether they were called
-        self._ranges: dict[tuple[object, str], _Ranges] = {}  # by root, and what was searched for
+        # The searched ranges, apart and in order, by root and what was searched for.
+        self._ranges: dict[tuple[object, str], list[tuple[int, int]]] = {}
 
     def find(self) -> Iterator[PickleSite]:
         """Iterate over the pickles of the file."""
-        yield from self._enter(self._content, "", self._name, 0)
+        file = self._content
+        yield from self._enter(file, self._name)
         if self._members > MAX_MEMBERS:
-            yield PickleSite("", 0, None, fault=f"it has more than {MAX_MEMBERS:,} members; the rest was not looked at")
+            yield file.fault(f"it has more than {MAX_MEMBERS:,} members; the rest was not looked at")
         if self._unsearched:
-            text = f"not searched for pickles: {plural(self._unsearched, 'member')} after these {MAX_SEARCHED:,} bytes"
-            yield PickleSite("", 0, None, fault=text)
+            count = plural(self._unsearched, "member")
+            yield file.fault(f"not searched for pickles: {count} after these {MAX_SEARCHED:,} bytes")
         if self._left() <= 0:
-            text = f"its pickles have more than {self._most():,} opcodes; the rest was not followed"
-            yield PickleSite("", 0, None, fault=text)
+            yield file.fault(f"its pickles have more than {self._most():,} opcodes; the rest was not followed")
 
     def _most(self) -> int:
         return min(MAX_OPCODES, _PER_BYTE * (self._content.size + self._unpacked) + 4096)
@@ -180,7 +171,7 @@ class PickleFinder:
     def _left(self) -> int:
         return self._most() - self._opcodes
 
-    def _is_new(self, content: ContentRange, kind: int) -> bool:
+    def _is_new(self, content: _Member, kind: int) -> bool:
         """Return True if a range was not entered as this kind, or only a part of it from its beginning or end."""
         key = (content.root, content.begin + (content.size if kind == _BY_END else 0), kind)
         if self._entered.get(key, -1) >= content.size:
@@ -188,20 +179,31 @@ class PickleFinder:
         self._entered[key] = content.size
         return True
 
-    def _not_searched(self, content: ContentRange, begin: int, what: str) -> list[tuple[int, int]]:
+    def _not_searched(self, content: _Member, begin: int, what: str) -> list[tuple[int, int]]:
         """Return the unsearched ranges after an offset; from now on they count as searched."""
-        ranges = self._ranges.setdefault((content.root, what), _Ranges())
-        new = ranges.add(content.begin + begin, content.begin + content.size) if begin < content.size else []
-        return [(first - content.begin, last - content.begin) for first, last in new]
+        at, end = content.begin + begin, content.begin + content.size
+        if at >= end:
+            return []
+        ranges = self._ranges.setdefault((content.root, what), [])
+        near = slice(bisect_left(ranges, at, key=itemgetter(1)), bisect_right(ranges, end, key=itemgetter(0)))
+        first, new = at, []
+        for known, last in ranges[near]:
+            if at < known:
+                new.append((at - content.begin, known - content.begin))
+            first, at = min(first, known), max(at, last)
+        if at < end:
+            new.append((at - content.begin, content.size))
+        ranges[near] = [(first, max(at, end))]
+        return new
 
     # ---- kinds ----
 
-    def _enter(self, content: ContentRange, place: str, name: str, level: int) -> Iterator[PickleSite]:
+    def _enter(self, content: _Member, name: str) -> Iterator[PickleSite]:
         if not self._is_new(content, _ANY):
             return
         self._members += 1
-        if level > MAX_NESTED:
-            yield PickleSite(place, 0, None, fault=f"archives are nested more than {MAX_NESTED} levels deep")
+        if content.level > MAX_NESTED:
+            yield content.fault(f"archives are nested more than {MAX_NESTED} levels deep")
             return
         if self._members > MAX_MEMBERS:
             return
@@ -209,53 +211,52 @@ class PickleFinder:
         closed = next((kind for magic, kind in _CLOSED if head.startswith(magic)), None)
         unpack = _unpacker(head)
         is_zip, is_tar = head[:4] in (b"PK\x03\x04", b"PK\x05\x06"), head[257:262] == b"ustar" or is_header(head)
-        is_npy = _is_npy(content)
+        is_npy = head.startswith(b"\x93NUMPY")
         plain = not (
             closed or is_zip or is_tar or is_npy or head.startswith(_WITHOUT) or _is_safetensors(content, head)
         )
         if unpack is not None:
             sure = unpack[1] and plain
-            yield from self._compressed(content, place, name, level, unpack[0], sure=sure)
+            yield from self._compressed(content, name, unpack[0], sure=sure)
             plain = plain and not sure
         is_new_end = self._is_new(content, _BY_END)
         listed = every_entry(content, MAX_MEMBERS) if is_new_end else []
         if is_zip:
-            yield from self._zip(content, place, level, listed)
-        end = yield from self._pickles(content, place, name, level, plain=plain)
+            yield from self._zip(content, listed)
+        end = yield from self._pickles(content, name, plain=plain)
         if closed is not None:
-            yield PickleSite(place, 0, None, fault=f"this is {closed}: unpack it and scan the content")
+            yield content.fault(f"this is {closed}: unpack it and scan the content")
         if is_tar:
-            yield from self._tar(content, place, level)
+            yield from self._tar(content)
         if is_npy:
-            yield from self._npy(content, place, level)
+            yield from self._npy(content)
         if plain or (end and not is_zip):
-            yield from self._rest(content, place, end, level)
+            yield from self._rest(content, end)
         if listed and not is_zip:
-            yield from self._zip(content, place, level, listed)
+            yield from self._zip(content, listed)
         if head.startswith(b"PK\x03\x04") and is_new_end and not listed:
-            yield PickleSite(place, 0, None, fault="the zip archive has no directory: it is cut or damaged")
+            yield content.fault("the zip archive has no directory: it is cut or damaged")
         is_keras_zip = is_zip and name.endswith(".keras")
         if head.startswith(_HDF5) or _is_json(head) or (_CONFIG_NAME.search(name) and not is_keras_zip):
-            yield from self._configs(content, place, head)
+            yield from self._configs(content, head)
         if name.endswith((".pb", ".keras", ".json")):
-            yield from self._text(content, place, _TENSORFLOW, "a TensorFlow operation that reaches files or Python")
+            yield from self._operations(content)
 
-    def _pickles(
-        self, content: ContentRange, place: str, name: str, level: int, at: int = 0, *, plain: bool
-    ) -> Generator[PickleSite, None, int]:
+    def _pickles(self, content: _Member, name: str, at: int = 0, *, plain: bool) -> Generator[PickleSite, None, int]:
         """Follow consecutive pickles at an offset, and return the end of the last whole pickle."""
         # Only in `plain` content, of no other kind, does the name decide whether a broken pickle is reported.
-        begin, expected = at, plain and _PICKLE_NAME.search(name) is not None and not _is_array_file(name)
+        begin, expected = at, plain and _PICKLE_NAME.search(name) is not None and not name.endswith(_ARRAY_FILES)
         while at < content.size:
             traced = self._trace(content, at, strict=True)
             head = content.read_at(at, _HEAD)
-            binary = plain and _is_binary(head)
+            binary = plain and len(head) > 1 and head[0] == 0x80 and head[1] <= 5  # protocols 2 to 5
             if traced.fault and (binary or expected):
                 lenient = self._trace(content, at)
                 traced = lenient if lenient.fault or lenient.names else traced
             certain = at == 0 and (binary or expected)
             if not (certain or traced.limited or (plain and at == 0 and not traced.fault)):
-                traced = traced._replace(names=_counted(traced, called=not (binary or expected) and _is_text(head)))
+                is_text = all(byte >= 32 or byte in b"\t\r\n" for byte in head)
+                traced = traced._replace(names=_counted(traced, called=not (binary or expected) and is_text))
                 if traced.fault and (not traced.names or (not plain and _is_harmless(traced))):
                     break
             calls = {(name, name in traced.called) for name in traced.names}
@@ -264,38 +265,39 @@ class PickleFinder:
             self._calls |= calls
             whole = plain and (binary or at > begin or traced.end == content.size)
             if not repeated and (traced.fault or calls or whole):
-                yield PickleSite(place, at, traced, fault=traced.fault if certain or traced.limited else "")
-                yield from self._inside(content, place, traced, level)
+                fault = traced.fault if certain or traced.limited else ""
+                yield from self._found(content, at, traced, fault)
             if traced.fault:
                 break
             at = traced.end
         return at
 
-    def _rest(
-        self, content: ContentRange, place: str, at: int, level: int, *, search: bool = True
-    ) -> Iterator[PickleSite]:
+    def _found(self, content: _Member, at: int, traced: Traced, fault: str) -> Iterator[PickleSite]:
+        """Report a pickle, and enter the torch files that it holds as bytes."""
+        yield PickleSite(content.place, at, traced, fault=fault)
+        for offset, size in traced.inner:
+            inner = content.part(offset, size, f"{content.place}@{offset}", content.level + 1)
+            yield from self._enter(inner, ".pt")
+
+    def _rest(self, content: _Member, at: int, *, search: bool = True) -> Iterator[PickleSite]:
         """Enter and search a tensor, or the bytes after pickles and arrays, if these are of another kind."""
-        rest = ContentRange(content, at, content.size - at)
+        rest = content.part(at, content.size - at, f"{content.place}@{at}", content.level + 1)
         head = rest.read_at(0, _HEAD) if at or not search else b""
         unpack = _unpacker(head)
         if head.startswith(_ENTERED) or is_header(head):
-            yield from self._enter(rest, f"{place}@{at}", "", level + 1)
+            yield from self._enter(rest, "")
         elif unpack is not None:
-            yield from self._compressed(rest, place, "", level, unpack[0], sure=False)
+            rest.place, rest.level = content.place, content.level
+            yield from self._compressed(rest, "", unpack[0], sure=False)
         if search:
-            yield from self._search(content, place, at, level)
-
-    def _inside(self, content: ContentRange, place: str, traced: Traced, level: int) -> Iterator[PickleSite]:
-        """Enter the torch files that a pickle holds as bytes."""
-        for offset, size in traced.inner:
-            yield from self._enter(ContentRange(content, offset, size), f"{place}@{offset}", ".pt", level + 1)
+            yield from self._search(content, at)
 
     def _trace(self, content: Readable, at: int, *, strict: bool = False) -> Traced:
         traced = trace(content, at, max(1, min(MAX_TRACED, self._left())), strict=strict)
         self._opcodes += traced.opcodes + _ATTEMPT
         return traced
 
-    def _search(self, content: ContentRange, place: str, begin: int, level: int) -> Iterator[PickleSite]:
+    def _search(self, content: _Member, begin: int) -> Iterator[PickleSite]:
         """Search bytes for pickles that begin somewhere."""
         # No pickle before an offset is followed again, nor from an opcode that the last of its kind passed alike.
         beyond, followed = begin, [frozenset[int](), frozenset[int]()]  # binary, text
@@ -318,47 +320,45 @@ class PickleFinder:
                         followed[text] = traced.globals_at if text else traced.heads
                         if traced.limited or (_attacks(traced) if text and traced.fault else _counted(traced)):
                             beyond = max(traced.end, start + 1)
-                            yield PickleSite(place, start, traced, fault=traced.fault if traced.limited else "")
-                            yield from self._inside(content, place, traced, level)
+                            yield from self._found(content, start, traced, traced.fault if traced.limited else "")
                 if self._left() <= 0:
                     break
                 at += size
             if at < end:
-                rest = f"it was searched for pickles up to byte {at:,}; the rest was not looked at"
-                yield PickleSite(place, at, None, fault=rest)
+                yield content.fault(f"it was searched for pickles up to byte {at:,}; the rest was not looked at", at)
                 return
 
-    def _text(self, content: Readable, place: str, pattern: re.Pattern[bytes], code: str) -> Iterator[PickleSite]:
-        """Report text that stands for code."""
-        at = 0
-        while at < content.size:
-            match = pattern.search(content.read_at(at, _CHUNK + 64))
+    def _operations(self, content: _Member) -> Iterator[PickleSite]:
+        """Report the first operation of TensorFlow that runs code."""
+        for at in range(0, content.size, _CHUNK):
+            match = _TENSORFLOW.search(content.read_at(at, _CHUNK + 64))
             if match is not None:
-                yield PickleSite(place, at + match.start(), None, code=code)
+                code = "a TensorFlow operation that reaches files or Python"
+                yield PickleSite(content.place, at + match.start(), code=code)
                 return
-            at += _CHUNK
 
-    def _configs(self, content: Readable, place: str, head: bytes) -> Iterator[PickleSite]:
+    def _configs(self, content: _Member, head: bytes) -> Iterator[PickleSite]:
         """Judge the configs of Keras models, which are JSON: a file, or text within other bytes."""
+        text: Readable = content
         if b"\0" in head[:64] and _is_json(head) and content.size <= MAX_CONFIG:
             data = content.read_at(0, content.size)
             try:  # as `json.loads` reads bytes
-                content = MemoryContent(data.decode(json.detect_encoding(data)).encode())
+                text = MemoryContent(data.decode(json.detect_encoding(data)).encode())
             except UnicodeError:
                 return
         try:
-            for config in configs(content):
-                yield from (PickleSite(place, config.at, None, code=code) for code in dict.fromkeys(config.code))
+            for config in configs(text):
+                yield from (PickleSite(content.place, config.at, code=code) for code in dict.fromkeys(config.code))
                 if config.names:
                     names = dict.fromkeys(config.names, config.at)
-                    traced = Traced(names, frozenset(names), [], content.size, "", 0, limited=False)
-                    yield PickleSite(place, config.at, traced, code="a Keras config")
+                    traced = Traced(names, frozenset(names), [], text.size, "", 0, limited=False)
+                    yield PickleSite(content.place, config.at, traced, code="a Keras config")
         except ValueError as error:
-            yield PickleSite(place, error.args[0], None, fault="a Keras config that cannot be parsed")
+            yield content.fault("a Keras config that cannot be parsed", error.args[0])
 
     # ---- containers ----
 
-    def _npy(self, content: ContentRange, place: str, level: int) -> Iterator[PickleSite]:
+    def _npy(self, content: _Member) -> Iterator[PickleSite]:
         """Follow the pickles of object arrays in npy files in turn."""
         at = 0
         while content.read_at(at, 6) == b"\x93NUMPY":
@@ -373,29 +373,26 @@ class PickleFinder:
                     raise ValueError
             except (*HEADER_ERRORS, Warning):
                 dtype = None
-                yield PickleSite(place, at, None, fault="the header of its array cannot be read")
+                yield content.fault("the header of its array cannot be read", at)
             objects = dtype is None or dtype.hasobject
             traced = self._trace(content, begin, strict=not objects)
             if objects or _counted(traced):
-                yield PickleSite(place, begin, traced, fault=traced.fault if dtype is not None else "")
-                yield from self._inside(content, place, traced, level)
+                yield from self._found(content, begin, traced, traced.fault if dtype is not None else "")
             if objects and traced.fault:
                 return
             at = traced.end if objects else begin + size
         if at < content.size:
-            at = yield from self._pickles(content, place, "", level, at, plain=True)
-            yield from self._rest(content, place, at, level)
+            at = yield from self._pickles(content, "", at, plain=True)
+            yield from self._rest(content, at)
 
-    def _compressed(
-        self, content: ContentRange, place: str, name: str, level: int, make: Callable[[], Any], *, sure: bool
-    ) -> Iterator[PickleSite]:
+    def _compressed(self, content: _Member, name: str, make: Callable[[], Any], *, sure: bool) -> Iterator[PickleSite]:
         """Enter the content of a file that is or may be compressed."""
         data, fault, _ = self._unpack(content, make)
         if data or (sure and not fault):
             inner = re.sub(r"\.(?:gz|bz2|xz|lzma|z|zlib)\Z", "", name, flags=re.IGNORECASE) if sure else ""
-            yield from self._enter(_whole(data), place, inner, level + 1)
+            yield from self._enter(_Member(MemoryContent(data), content.place, content.level + 1), inner)
         if fault and sure:
-            yield PickleSite(place, 0, None, fault=fault)
+            yield content.fault(fault)
 
     def _unpack(self, content: Readable, make: Callable[[], Any], *, members: bool = True) -> tuple[bytes, str, int]:
         """Return the unpacked bytes as far as the limits and the data allow, the fault, if any, and the bytes used."""
@@ -430,37 +427,36 @@ class PickleFinder:
         self._unpacked += count
         return b"".join(chunks)[:room], fault, at - len(data)
 
-    def _zip(self, content: ContentRange, place: str, level: int, listed: list[ZipEntry]) -> Iterator[PickleSite]:
+    def _zip(self, content: _Member, listed: list[ZipEntry]) -> Iterator[PickleSite]:
         """Enter the entries of zip archives, listed in a directory or not."""
         folders = {match[1] for entry in listed if (match := _PICKLED.fullmatch(entry.name))}
         if fault := replaced_modules(entry.name for entry in listed):
-            yield PickleSite(place, 0, None, fault=fault)
+            yield content.fault(fault)
         at = 0
         for entry in sorted(listed, key=lambda entry: entry.at):
-            yield from self._between(content, place, level, at, entry.at)
+            yield from self._between(content, at, entry.at)
             begin, readings = local_readings(content, entry)
             storage = _STORAGE.fullmatch(entry.name)
             used = []
             for reading in readings:
-                packed = ContentRange(content, begin, reading.packed)
-                used.append(packed.size)
                 is_tensor = storage is not None and storage[1] in folders and reading.method == 0
                 if not is_tensor:
-                    used[-1] = yield from self._entry(packed, place, level, reading)
-                else:
-                    inner = f"{place}/{reading.name}" if place else reading.name
-                    yield from self._rest(packed, inner, 0, level, search=False)
-                    end = yield from self._pickles(packed, inner, "", level, plain=False)
-                    if end:
-                        yield from self._rest(packed, inner, end, level)
+                    used.append((yield from self._entry(content, begin, reading.packed, reading)))
+                    continue
+                tensor = content.part(begin, reading.packed, content.name(reading.name), content.level)
+                used.append(tensor.size)
+                yield from self._rest(tensor, 0, search=False)
+                end = yield from self._pickles(tensor, "", plain=False)
+                if end:
+                    yield from self._rest(tensor, end)
             at = max(at, begin + min(used))
-        yield from self._between(content, place, level, at, content.size)
+        yield from self._between(content, at, content.size)
 
-    def _between(self, content: ContentRange, place: str, level: int, begin: int, end: int) -> Iterator[PickleSite]:
+    def _between(self, content: _Member, begin: int, end: int) -> Iterator[PickleSite]:
         """Enter local headers that no directory lists, and search the bytes between entries."""
         if end - begin < 30:
             return
-        gap = ContentRange(content, begin, end - begin)
+        gap = content.part(begin, end - begin, content.place, content.level)
         for at, last in self._not_searched(gap, 0, "headers"):
             while at < last and self._searched <= MAX_SEARCHED:
                 data = gap.read_at(at, min(_CHUNK, last - at) + 3)
@@ -471,46 +467,33 @@ class PickleFinder:
                     start = begin + at + match.start()
                     first, [entry] = local_readings(content, ZipEntry("", 0, 0, 0, 0, 0, start), listed=False)
                     if entry.method < _METHODS and first < end:
-                        packed = ContentRange(content, first, entry.packed or end - first)
-                        yield from self._entry(packed, place, level, entry)
+                        yield from self._entry(content, first, entry.packed or end - first, entry)
                 at += _CHUNK
-        yield from self._search(gap, place, 0, level)
+        yield from self._search(gap, 0)
 
-    def _entry(self, packed: ContentRange, place: str, level: int, entry: ZipEntry) -> Generator[PickleSite, None, int]:
+    def _entry(self, archive: _Member, begin: int, size: int, entry: ZipEntry) -> Generator[PickleSite, None, int]:
         """Enter an entry of a zip archive and return the number of bytes it takes."""
-        inner = f"{place}/{entry.name}" if place else entry.name
+        content = packed = archive.part(begin, size, archive.name(entry.name), archive.level + 1)
         self._members += 1
         if self._members > MAX_MEMBERS or packed.size == 0 or not self._is_new(packed, entry.method):
             return packed.size
-        machine = _ENTRY_UNPACKERS.get(entry.method)
-        if entry.flags & 1:
-            yield from self._encrypted(packed, inner, level, entry)
-        elif entry.method == 0:
-            yield from self._enter(packed, inner, entry.name, level + 1)
-        elif machine is None:
-            yield PickleSite(inner, 0, None, fault=f"its compression method {entry.method} is not supported")
-        else:
-            unpacked, fault, used = self._unpack(packed, machine, members=False)
-            if unpacked:
-                yield from self._enter(_whole(unpacked), inner, entry.name, level + 1)
-            if fault:
-                yield PickleSite(inner, 0, None, fault=fault)
-            return used
-        return packed.size
-
-    def _encrypted(self, packed: ContentRange, place: str, level: int, entry: ZipEntry) -> Iterator[PickleSite]:
-        """Enter an entry that is marked as encrypted: some readers ignore the mark, so attacks set it."""
-        content = packed
+        fault, used = "", packed.size
         if entry.method != 0:
             machine = _ENTRY_UNPACKERS.get(entry.method)
-            content = _whole(b"" if machine is None else self._unpack(packed, machine, members=False)[0])
-        entered = self._enter(content, place, entry.name, level + 1)
-        inside = [site for site in entered if site.code or (site.traced is not None and site.traced.names)]
-        yield from inside
-        if not inside:
-            yield PickleSite(place, 0, None, fault="it is encrypted")
+            data, fault = b"", f"its compression method {entry.method} is not supported"
+            if machine is not None:
+                data, fault, used = self._unpack(packed, machine, members=False)
+            content = _Member(MemoryContent(data), packed.place, packed.level)
+        entered: Iterable[PickleSite] = self._enter(content, entry.name) if content.size else ()
+        if entry.flags & 1:  # encrypted: some readers ignore the mark, so attacks set it
+            entered = [site for site in entered if site.code or (site.traced is not None and site.traced.names)]
+            fault, used = "" if entered else "it is encrypted", packed.size
+        yield from entered
+        if fault:
+            yield packed.fault(fault)
+        return used
 
-    def _tar(self, content: ContentRange, place: str, level: int) -> Iterator[PickleSite]:
+    def _tar(self, content: _Member) -> Iterator[PickleSite]:
         at, pax = 0, 0
         while at + 512 <= content.size:
             header = content.read_at(at, 512)
@@ -518,36 +501,34 @@ class PickleFinder:
                 data = content.read_at(at, _CHUNK)
                 self._searched += len(data)
                 if self._searched > MAX_SEARCHED:
-                    text = f"it was searched for members up to byte {at:,}; the rest was not looked at"
-                    yield PickleSite(place, at, None, fault=text)
+                    yield content.fault(
+                        f"it was searched for members up to byte {at:,}; the rest was not looked at", at
+                    )
                     return
                 zeros = len(data) - len(data.lstrip(b"\0"))
                 at += max(512, zeros - zeros % 512)
                 continue
             size, kind = number(header[124:136]), header[156:157]
             if size is None or not is_header(header):
-                yield PickleSite(place, at, None, fault="the tar archive has a malformed header")
+                yield content.fault("the tar archive has a malformed header", at)
                 return
             name = header[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace")
-            inner = f"{place}/{name}" if place else name
             fault = "readers disagree about its size" if kind in b"123456" and (pax or size) else ""
+            if kind not in b"xXgLK":
+                size, pax = pax or size, 0
+            member = content.part(at + 512, size, content.name(name), content.level + 1)
             if kind in b"xXg":
                 pax, fault = _pax_size(content.read_at(at + 512, min(size, _CHUNK)), kind)
                 fault = fault or ("its description is too long" if size > _CHUNK else "")
             elif kind not in b"LK":
-                size, pax = pax or size, 0
-                yield from self._enter(ContentRange(content, at + 512, size), inner, name, level + 1)
+                yield from self._enter(member, name)
                 fault = fault or ("it is a sparse file" if kind == b"S" else "")
             if fault:
-                yield PickleSite(inner, 0, None, fault=f"this tar member cannot be judged: {fault}")
+                yield member.fault(f"this tar member cannot be judged: {fault}")
             at += 512 + -(-size // 512) * 512
 
 
 # ---- recognising ----
-
-
-def _whole(data: bytes) -> ContentRange:
-    return ContentRange(MemoryContent(data), 0, len(data))
 
 
 def _is_safetensors(content: Readable, head: bytes) -> bool:
@@ -560,28 +541,9 @@ def _is_safetensors(content: Readable, head: bytes) -> bool:
         return False
 
 
-def _is_npy(content: Readable) -> bool:
-    return content.read_at(0, 6) == b"\x93NUMPY"
-
-
 def _is_json(head: bytes) -> bool:
     """Return True if a content begins as JSON does, in any encoding."""
     return head[:64].lstrip(b"\0\xff\xfe\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
-
-
-def _is_text(head: bytes) -> bool:
-    """Return True if bytes are plain text."""
-    return all(byte >= 32 or byte in b"\t\r\n" for byte in head)
-
-
-def _is_binary(head: bytes) -> bool:
-    """Return True if a content begins as pickles of protocols 2 to 5 do."""
-    return len(head) > 1 and head[0] == 0x80 and head[1] <= 5
-
-
-def _is_array_file(name: str) -> bool:
-    """Return True if a name has a suffix that other files have as well."""
-    return name.endswith((".bin", ".dat", ".data", ".model", ".p"))
 
 
 def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
@@ -595,12 +557,12 @@ def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
 
 
 def _is_harmless(traced: Traced) -> bool:
-    return all(judge(name, ALLOWED, called=name in traced.called).verdict == HARMLESS for name in traced.names)
+    return all(judge(name, ALLOWED, called=name in traced.called)[0] == HARMLESS for name in traced.names)
 
 
 def _attacks(traced: Traced) -> bool:
     """Return True if a pickle calls something dangerous before its fault."""
-    return any(judge(name, ALLOWED, called=True).verdict == DANGEROUS for name in traced.called & traced.names.keys())
+    return any(judge(name, ALLOWED, called=True)[0] == DANGEROUS for name in traced.called & traced.names.keys())
 
 
 def _unpacker(head: bytes) -> tuple[Callable[[], Any], bool] | None:

@@ -625,7 +625,7 @@ def read_value(data: DataFiles, name: str, place: ChunkPlace) -> Any:
             source = Unpacked(zstd.decompressed(source, 0, place.length, limit, path, name=name))
         window = WeightFile(path, source, ListedTable([]))
         try:
-            pickled = zip_file.read_pickle(Archive(window), window, inert=True)
+            pickled, _ = zip_file.run_pickle(Archive(window), window, inert=True)
         except FormatError as error:
             raise _moved(error, None if place.transforms else place.offset) from None
     return Tree(pickled.value, path, pickled.size).plain()

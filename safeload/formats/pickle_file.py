@@ -29,8 +29,8 @@ from ..stores.local import LocalStore
 from .boxed import BoxedListing, Region, boxed_file, in_one_box, in_pieces
 from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
-from .torch.globals import ALLOWED, TENSOR, Storage
-from .torch.legacy_file import EXTRACTED, pickle_at, storage_in
+from .torch.globals import ALLOWED, TENSOR, Storage, read_persistent_id
+from .torch.legacy_file import pickle_at, storage_in
 from .torch.tensors import PickleTables, content_of, make_tables
 from .unpickle import run
 from .unpickle.machine import Fault, Foreign, Global, Inert, describe
@@ -88,7 +88,7 @@ def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> Pickl
             "arrays; only tensors and arrays can be read from pickles",
             path=path,
         )
-    end = begin + pickled.end
+    end = begin + pickled.size
     if end < file.size:
         raise error_about(
             UnsupportedError,
@@ -104,7 +104,7 @@ def _run(file: WeightFile, begin: int, *, inert: bool) -> Unpickled:
     data = _mapped(file) if file.size > run.MAX_PICKLE and not begin else None
     if data is None:
         return pickle_at(file, begin, None, inert, _TABLE)
-    return run.unpickle(data, _TABLE, _refuse_id, path=file.path, inert=inert)
+    return run.unpickle(data, _TABLE, partial(read_persistent_id, storages=None), path=file.path, inert=inert)
 
 
 def _mapped(file: WeightFile) -> Any:
@@ -116,10 +116,6 @@ def _mapped(file: WeightFile) -> Any:
         return store.use(partial(mmap.mmap, access=mmap.ACCESS_READ), 0)
     except (OSError, ValueError):
         return None
-
-
-def _refuse_id(value: Any) -> Any:
-    raise Fault(EXTRACTED)
 
 
 def _unpickle(file: WeightFile, request: OpenRequest, begin: int) -> Unpickled:

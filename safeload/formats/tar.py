@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from ..base.messages import error_about
 from ..base.text import show
@@ -55,15 +54,6 @@ _SIZE, _PATH = b"size", b"path"
 _SPARSE, _CHARSET = b"GNU.sparse.", b"hdrcharset"
 
 
-class _MemberHeader(NamedTuple):
-    """A header, with the changes that precede it."""
-
-    at: int  # first byte in the file
-    name: str
-    kind: bytes
-    size: int
-
-
 def claims(candidate: Candidate) -> bool:
     """Return True: the magic number tells."""
     return True
@@ -79,25 +69,27 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
 def _members(file: WeightFile) -> Iterator[tuple[str, Member]]:
     """Yield the files of an archive by name."""
     seen: dict[str, bool] = {}  # names, and if they are folders
-    for header in _headers(file):
-        name = _normalized(header, file.path)
-        if header.kind in _REFUSED:
-            text = f"tar member {show(header.name)} is {_REFUSED[header.kind]}, which safeload does not follow"
+    for at, full, kind, size in _headers(file):
+        is_folder = kind == _FOLDER
+        name = full.removeprefix("./").rstrip("/" if is_folder else "")
+        if is_folder and name == ".":
+            name = ""
+        fault = name_fault(name) if name or not is_folder else None  # "" is the top folder
+        if fault is not None:
+            raise FormatError(f"the name of the tar member {show(full)} {fault}", file.path, at)
+        if kind not in (*_FILES, _FOLDER):
+            text = f"tar member {show(full)} is of the unknown kind {show(kind.decode('latin-1'))}"
+            if kind in _REFUSED:
+                text = f"tar member {show(full)} is {_REFUSED[kind]}, which safeload does not follow"
             raise error_about(UnsupportedError, text, path=file.path)
-        if header.kind not in (*_FILES, _FOLDER):
-            text = f"tar member {show(header.name)} is of the unknown kind {show(header.kind.decode('latin-1'))}"
-            raise error_about(UnsupportedError, text, path=file.path)
-        is_folder = header.kind == _FOLDER
-        if is_folder and header.size:
-            text = (
-                f"the tar member {show(header.name)} is a folder of {header.size:,} bytes: readers disagree about these"
-            )
-            raise FormatError(text, file.path, header.at)
+        if is_folder and size:
+            text = f"the tar member {show(full)} is a folder of {size:,} bytes: readers disagree about these"
+            raise FormatError(text, file.path, at)
         if name in seen and not (is_folder and seen[name]):
-            raise FormatError(f"two tar members are named {show(name)}", file.path, header.at)
+            raise FormatError(f"two tar members are named {show(name)}", file.path, at)
         seen[name] = is_folder
         if not is_folder:
-            yield name, Member(header.at + _BLOCK, header.size)
+            yield name, Member(at + _BLOCK, size)
     for name in seen:
         folder = name.rpartition("/")[0]
         while folder:
@@ -106,21 +98,8 @@ def _members(file: WeightFile) -> Iterator[tuple[str, Member]]:
             folder = folder.rpartition("/")[0]
 
 
-def _normalized(header: _MemberHeader, path: str) -> str:
-    """Return the name of a member without "./" at its beginning and "/" at its end; "" for the top folder."""
-    name = header.name.removeprefix("./")
-    if header.kind == _FOLDER:
-        name = name.rstrip("/")
-        if name in ("", "."):
-            return ""
-    fault = name_fault(name)
-    if fault is not None:
-        raise FormatError(f"the name of the tar member {show(header.name)} {fault}", path, header.at)
-    return name
-
-
-def _headers(file: WeightFile) -> Iterator[_MemberHeader]:
-    """Yield the headers of files, folders and refused members, each with the names and sizes that pax and GNU give."""
+def _headers(file: WeightFile) -> Iterator[tuple[int, str, bytes, int]]:
+    """Yield offset, name, kind and size of each member, with the names and sizes that pax and GNU give."""
     at = 0
     pax: dict[bytes, bytes] = {}
     long_name: bytes | None = None
@@ -142,12 +121,15 @@ def _headers(file: WeightFile) -> Iterator[_MemberHeader]:
             if kind == b"x":
                 pax = records(content, file.path, at)
             elif kind == b"g":
-                _check_global(records(content, file.path, at), file.path, at)
+                described = records(content, file.path, at)
+                for key in (_PATH, _SIZE):
+                    if key in described:
+                        raise FormatError(f"a global tar header sets the {key.decode()} of all members", file.path, at)
             elif kind == b"L":
                 long_name = content.partition(b"\0")[0]
         else:
             size = _size_of(pax, size, file.path, at)
-            yield _MemberHeader(at, _name(block, pax, long_name, file.path, at), kind, size)
+            yield at, _name(block, pax, long_name, file.path, at), kind, size
             pax, long_name = {}, None
         if at + _BLOCK + size > file.size:
             text = f"a tar member of {size:,} bytes reaches beyond the end of the file"
@@ -237,12 +219,6 @@ def records(content: bytes, path: str, at: int) -> dict[bytes, bytes]:
         parsed[key] = value
         begin = end
     return parsed
-
-
-def _check_global(records: Mapping[bytes, bytes], path: str, at: int) -> None:
-    for key in (_PATH, _SIZE):
-        if key in records:
-            raise FormatError(f"a global tar header sets the {key.decode()} of all members", path, at)
 
 
 def _size_of(pax: Mapping[bytes, bytes], size: int, path: str, at: int) -> int:

@@ -171,7 +171,6 @@ NAMES = {
     "Foreign": "formats.unpickle.machine:Foreign",
     "Global": "formats.unpickle.machine:Global",
     "Inert": "formats.unpickle.machine:Inert",
-    "pickle_opcodes": "formats.unpickle.opcodes",
     "unpickler": "formats.unpickle.run",
     "trace": "formats.unpickle.trace:trace",
     "digests_of": "formats.verifying:digests_of",

@@ -498,6 +498,7 @@ def test_what_cannot_be_judged_is_unknown(name, content, reason, tmp_path):
         ("x.txt", b"import os\nimport sys\ncos\nsin\n"), ("x.md", b"(hello)\n" * 99), ("x.bin", bytes(9999)),
         ("x.bin", RAW), ("x.safetensors", save({"a": np.frombuffer(EVIL * 4, np.uint8)})), ("x", b""),
         ("x.pkl.txt", b"}"), ("x.npy", npy(FINE)),
+        ("x.pkl", b"S'\\q\\777'\n."),
         ("x.json", b'{"a": 1}'), ("x.gguf", b"GGUF" + EVIL), ("x.dat", b"\x80\x81" * 500), ("x.bin", b".\n" * 500),
     ],
 )  # fmt: skip
@@ -527,6 +528,22 @@ def test_texts_in_the_memo_are_bounded(monkeypatch):
     inside.tune(monkeypatch, scan_texts=100)
     content = b"\x80\x04" + b"".join(b"K\x01r" + struct.pack("<I", 7 * k) for k in range(200)) + b"."
     assert "more than 100 values" in trace(contents.MemoryContent(content), 0).fault
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_memo_numbers_cannot_collide(sign, tmp_path):
+    step = (1 << 61) - 1
+    content = b"".join(b"K\x01p%d\n0" % (sign * (k * step + 5)) for k in range(30_000))
+    begun = time.process_time()
+    assert scanned(tmp_path, "x.pkl", content + EVIL[2:]).verdict == "dangerous"
+    assert time.process_time() - begun < 3
+
+
+def test_a_memo_number_is_one_entry_far_and_near(tmp_path):
+    """Far from the others when it is first used, and among them when it is used again."""
+    content = b"\x80\x04\x8c\x02osr\x40\0\0\0" + b"".join(b"K\x01q%c0" % k for k in range(60))
+    content += b"\x8c\x06systemr\x40\0\0\0\x8c\x02os\x940h\x3dh\x40\x93."
+    assert [f.name for f in scanned(tmp_path, "x.pkl", content).findings] == ["os.system"]
 
 
 def test_many_beginnings_take_bounded_time(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array as plain_array
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from struct import Struct
 from typing import Any, TypeAlias
 
@@ -94,18 +94,28 @@ class Header:
         room: int = 0,  # least number of spaces after the header
     ) -> None:
         columns = ffi.new("sl_columns *")
+        alive: list[Any] = []  # the memory of the columns
+
+        def column(field: str, values: bytes | plain_array[int] | Array) -> None:
+            if len(values):
+                view = ffi.from_buffer(_ARRAYS[field], values)
+                alive.append(view)
+                setattr(columns, field, view)
+
         columns.keeps_order = keeps_order
-        keep = _Columns(columns)
-        keep.names(names)
-        keep.column("dtypes", numbers)
-        keep.column("dims", plain_array("Q", chain.from_iterable(shapes)))
-        keep.column("dim_ends", plain_array("Q", accumulate(map(len, shapes))))
+        encoded, name_ends = _encoded(names)
+        column("names", encoded)
+        column("name_ends", name_ends)
+        column("dtypes", numbers)
+        column("dims", plain_array("Q", chain.from_iterable(shapes)))
+        column("dim_ends", plain_array("Q", accumulate(map(len, shapes))))
         columns.count = count = len(names)
         if metadata is not None:
             texts = _metadata_texts(metadata)
             columns.has_metadata = 1
             columns.metadata_count = len(texts) // 2
-            keep.texts("metadata_text", "metadata_ends", texts, separator=b"")
+            column("metadata_text", b"".join(texts))
+            column("metadata_ends", plain_array("Q", accumulate(map(len, texts))))
         self.order: Array = np.empty(count, np.uint32)  # the tensors in the order of their bytes
         self.sizes: Array = np.empty(count, np.uint64)  # bytes of each tensor, in the order of the names
         memory, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
@@ -146,39 +156,19 @@ _ARRAYS = {
 _ONE_BY_ONE = 64
 
 
-class _Columns:
-    """Fill the input columns of ``sl_safetensors_header`` and keep their memory alive."""
-
-    def __init__(self, columns: Any) -> None:
-        self._columns = columns
-        self._alive: list[Any] = []
-
-    def column(self, field: str, values: bytes | plain_array[int] | Array) -> None:
-        if len(values):
-            view = ffi.from_buffer(_ARRAYS[field], values)
-            self._alive.append(view)
-            setattr(self._columns, field, view)
-
-    def names(self, names: Sequence[str]) -> None:
-        """Add the names, encoded together unless a name contains a newline."""
-        try:
-            encoded = "\n".join([*names, ""]).encode()
-        except (TypeError, UnicodeEncodeError):
-            for name in names:
-                text(name, "a tensor name", tensor=name)
-            raise
-        if len(names) <= _ONE_BY_ONE or encoded.count(b"\n") != len(names):
-            self.texts("names", "name_ends", [name.encode() for name in names], separator=b"\n")
-            return
+def _encoded(names: Sequence[str]) -> tuple[bytes, plain_array[int] | Array]:
+    """Return the names, each with a newline behind it, and their ends."""
+    try:
+        encoded = "\n".join([*names, ""]).encode()
+    except (TypeError, UnicodeEncodeError):
+        for name in names:
+            text(name, "a tensor name", tensor=name)
+        raise
+    if len(names) > _ONE_BY_ONE and encoded.count(b"\n") == len(names):
         ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == _NEWLINE)
-        self.column("names", encoded)
-        self.column("name_ends", ends.astype(np.uint64))
-
-    def texts(self, field: str, ends_field: str, texts: Sequence[bytes], *, separator: bytes) -> None:
-        self.column(field, separator.join([*texts, b""]) if separator else b"".join(texts))
-        # Separators come after the ends.
-        ends = accumulate((len(part) + len(separator) for part in texts), initial=-len(separator))
-        self.column(ends_field, plain_array("Q", islice(ends, 1, None)))
+        return encoded, ends.astype(np.uint64)
+    next_names = accumulate(len(name.encode()) + 1 for name in names)
+    return encoded, plain_array("Q", (begin - 1 for begin in next_names))
 
 
 def window_for(file_name: str, names: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ Before we expand anything, we count its expanded size, with shared containers re
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
@@ -39,8 +40,8 @@ _TENSORS_FREE, NAME_TEXT_FREE = 10_000, 1_000_000
 
 # Containers of up to this many scalars are not remembered, but scanned again in each container that holds them.
 _FLAT = 4
-# Characters of a file's name to show in metadata and messages.
-_SHOWN = 200
+# Characters of a file's name to show in metadata and messages, and containers in a message.
+_SHOWN, _LISTED = 200, 20
 
 # Parts of a name: the state that BUILD set on an inert object, and the arguments of its constructor.
 STATE, ARGS = "<state>", "<args>"
@@ -59,6 +60,7 @@ _FIRST_ARGS = 8
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 _NOTHING = object()
 
+_CONTAINERS = frozenset((dict, list, tuple, Inert, set, frozenset))
 TENSORS = frozenset((PickledTensor, NumpyArray))
 
 # A step (key or index) and the value behind it.
@@ -101,29 +103,21 @@ class Tree:
             (MAX_NESTING, "levels of containers"),
             (MAX_VALUES, "values when shared containers are unfolded"),
             (min(MAX_TENSORS, _TENSORS_FREE + size // BYTES_A_TENSOR), "names of tensors"),
-            (
-                min(MAX_NAME_TEXT, NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE),
-                "characters in the names of tensors",
-            ),
+            (min(MAX_NAME_TEXT, NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE), "characters in the names of tensors"),
         )
-        if _is_container(value):
+        if type(value) in _CONTAINERS:
             self._walk(value)
 
     def _walk(self, root: Any) -> None:
         nodes, above = self._nodes, {id(root)}
-        self._adopt(root)
-        links = _links(root)
-        waiting = [(_Node(root), links, iter(links))]
+        waiting = [self._begin(root)]
         while waiting:
             node, links, rest = waiting[-1]
             for _, child in rest:
-                if type(child) in TENSORS:
-                    continue
-                if _is_container(child) and id(child) not in nodes and id(child) not in above and not _is_flat(child):
-                    above.add(id(child))
-                    self._adopt(child)
-                    inner = _links(child)
-                    waiting.append((_Node(child), inner, iter(inner)))
+                key = id(child)
+                if type(child) in _CONTAINERS and key not in nodes and key not in above and not _is_flat(child):
+                    above.add(key)
+                    waiting.append(self._begin(child))
                     break
             else:
                 waiting.pop()
@@ -131,16 +125,18 @@ class Tree:
                 self._finish(node, links)
                 nodes[id(node.value)] = node
 
-    def _adopt(self, value: Any) -> None:
-        if type(value) is not Inert:
-            return
-        state = value.state if type(value.state) is dict else {}
-        members = (part for part in map(state.get, _MODULE) if type(part) is dict)
-        self._members += len(state) + sum(map(len, members))
-        if self._members > self._most_members:
-            raise self._too_many(self._most_members, "members of modules when shared states are unfolded")
-        if _name_as_module(value, self._script_members.get(value.name)):
-            self._modules.add(id(value))
+    def _begin(self, value: Any) -> tuple[_Node, list[Link], Iterator[Link]]:
+        """Return the node of a container and its links, after a module has got the names of its state dict."""
+        if type(value) is Inert:
+            state = value.state if type(value.state) is dict else {}
+            members = (part for part in map(state.get, _MODULE) if type(part) is dict)
+            self._members += len(state) + sum(map(len, members))
+            if self._members > self._most_members:
+                raise self._too_many(self._most_members, "members of modules when shared states are unfolded")
+            if _name_as_module(value, self._script_members.get(value.name)):
+                self._modules.add(id(value))
+        links = _links(value)
+        return _Node(value), links, iter(links)
 
     def outside(self, named: Collection[int], limit: int = 1_000) -> Iterator[str]:
         """Iterate over the names of module tensors outside their state dicts, without those with an id in ``named``."""
@@ -150,7 +146,8 @@ class Tree:
 
     def _finish(self, node: _Node, links: list[Link]) -> None:
         """Complete the node of a container after the nodes of the containers below."""
-        node.values = 1 + _length(node.value) + _text_size(node.value) // _LONG
+        length = len(node.value.items) + 2 if type(node.value) is Inert else len(node.value)
+        node.values = 1 + length + _text_size(node.value) // _LONG
         kept: list[Link] = []
         for link in links:
             step, child = link
@@ -158,7 +155,7 @@ class Tree:
                 node.tensors += 1
                 node.text += len(step if type(step) is str else self._text(step)) + 1
                 kept.append(link)
-            elif _is_container(child):
+            elif type(child) in _CONTAINERS:
                 below = self._nodes.get(id(child))
                 if below is None:  # flat, or a cycle
                     node.depth = max(node.depth, 1)
@@ -241,7 +238,7 @@ class Tree:
             return item
         if type(item) in TENSORS or (type(item) is Inert and _holds_storage(item)):
             return _NOTHING
-        if not _is_container(item):
+        if type(item) not in _CONTAINERS:
             return self._leaf(item)
         node = self._nodes.get(id(item))
         if node is not None:
@@ -251,7 +248,7 @@ class Tree:
     def metadata(self, root: Any = None) -> dict[Any, Any]:
         """Return everything below a value except tensors, nested as in the pickle; sequence indexes become keys."""
         value = self._root if root is None else root
-        if not _is_container(value):
+        if type(value) not in _CONTAINERS:
             return {} if type(value) in TENSORS else {"value": self._leaf(value)}
         plain = self._replace(value)
         if plain is _NOTHING:
@@ -272,37 +269,30 @@ class Tree:
         waiting = [(self._root, root)]
         while waiting:
             value, rest = waiting.pop()
-            if not _is_container(value):
+            if type(value) not in _CONTAINERS:
                 continue
             for step, child in reversed(_links(value)):
                 text = self._text(step)
-                if text == rest and (_is_container(child) or type(child) in TENSORS):
+                if text == rest and (type(child) in _CONTAINERS or type(child) in TENSORS):
                     return child
                 if rest.startswith(text + "."):
                     waiting.append((child, rest[len(text) + 1 :]))
-        containers = ", ".join(self._list_containers()) or "none"
-        text = f"no container {show(root)}; containers with tensors: {containers}"
+        containers = list(islice(self._containers(), _LISTED + 1))
+        containers[_LISTED:] = ["..."] * (len(containers) > _LISTED)
+        text = f"no container {show(root)}; containers with tensors: {', '.join(containers) or 'none'}"
         raise error_about(TensorNotFoundError, text, path=self._path)
 
-    def _list_containers(self, limit: int = 20) -> list[str]:
-        """Return the containers with tensors, outermost first."""
-        if not _is_container(self._root):
-            return []
-        containers: list[str] = []
-        level = [("", self._nodes[id(self._root)])]
-        while level and len(containers) <= limit:
-            below = []
-            for prefix, node in level:
-                for step, child in node.links:
-                    if len(containers) > limit:
-                        break
-                    if _is_container(child):
-                        inner = self._nodes[id(child)]
-                        name = prefix + self._text(step)[:_SHOWN]
-                        containers.append(f"{show(name)[1:-1]} ({inner.tensors} tensor{'s' * (inner.tensors > 1)})")
-                        below.append((f"{name}.", inner))
-            level = below
-        return [*containers[:limit], *(["..."] if len(containers) > limit else [])]
+    def _containers(self) -> Iterator[str]:
+        """Iterate over the containers with tensors, outermost first."""
+        waiting = deque([("", self._root)] if id(self._root) in self._nodes else [])
+        while waiting:
+            prefix, value = waiting.popleft()
+            for step, child in self._nodes[id(value)].links:
+                if type(child) in _CONTAINERS:
+                    name = prefix + self._text(step)[:_SHOWN]
+                    count = self._nodes[id(child)].tensors
+                    yield f"{show(name)[1:-1]} ({count} tensor{'s' * (count > 1)})"
+                    waiting.append((f"{name}.", child))
 
     def tensors(self, root: Any = None) -> Iterator[tuple[str, PickledTensor | NumpyArray]]:
         """Iterate over names, relative to ``root``, and tensors in the order of the pickle."""
@@ -325,15 +315,6 @@ class Tree:
                 waiting.pop()
                 if steps:
                     steps.pop()
-
-
-def _is_container(value: Any) -> bool:
-    kind = type(value)
-    return kind is dict or kind is list or kind is tuple or kind is Inert or kind is set or kind is frozenset
-
-
-def _length(value: Any) -> int:
-    return len(value.items) + 2 if type(value) is Inert else len(value)
 
 
 def _is_flat(value: Any) -> bool:
@@ -393,7 +374,11 @@ def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
         return False
     if value.name.startswith(SCRIPT):
         known = state if members is None else members
-        entries = {k: x for k, x in state.items() if _is_script(x) or (type(x) in TENSORS and k in known)}
+        entries = {
+            key: item
+            for key, item in state.items()
+            if (type(item) in TENSORS and key in known) or (type(item) is Inert and item.name.startswith(SCRIPT))
+        }
         rest = {key: item for key, item in state.items() if key not in entries}
     else:
         parts: list[Any] = [state.get(key) for key in _MODULE]
@@ -414,10 +399,6 @@ def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
     return True
 
 
-def _is_script(value: Any) -> bool:
-    return type(value) is Inert and value.name.startswith(SCRIPT)
-
-
 def _describe(value: Any) -> Any:
     kind = type(value)
     if kind in _SCALARS:
@@ -425,13 +406,10 @@ def _describe(value: Any) -> Any:
     if kind is tuple or kind is frozenset:
         return kind(_describe(item) for item in value)
     if kind is Storage:
-        return f"<storage {_cut(value.key)} of {value.count} elements of {value.type.name}>"
+        key = value.key if len(value.key) <= _SHOWN else f"{value.key[:_SHOWN]}..."
+        return f"<storage {key} of {value.count} elements of {value.type.name}>"
     if kind is Global or kind is NumpyDtype:
         return value.name
     if kind is Foreign or kind is Inert:
         return f"<global {value.name}>"
     return f"<{kind.__name__.lower()}>"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

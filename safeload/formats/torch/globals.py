@@ -34,24 +34,16 @@ TENSOR_OWN = frozenset(_TABLE["attributes_of_torch"])
 
 
 class Storage:
-    """Bytes shared by tensors.
-
-    Attributes:
-        type: row of its class or dtype.
-        key: its name in the file.
-        count: number of elements.
-        part: (first element, number of elements) of the storage of this key; None for the whole storage.
-        raw: its bytes, if the pickle itself holds them.
-    """
+    """Bytes shared by tensors."""
 
     __slots__ = ("count", "key", "part", "raw", "type")
 
     def __init__(self, type: Global, key: str, count: int, part: tuple[int, int] | None = None) -> None:
-        self.type = type
-        self.key = key
-        self.count = count
-        self.part = part
-        self.raw: bytes | None = None
+        self.type = type  # row of its class or dtype
+        self.key = key  # its name in the file
+        self.count = count  # elements of the whole storage
+        self.part = part  # first element and number of elements of a part of this storage; None for all
+        self.raw: bytes | None = None  # its bytes, if the pickle itself holds them
 
     @property
     def nbytes(self) -> int:
@@ -60,28 +52,20 @@ class Storage:
 
 
 class PickledTensor:
-    """A tensor as the pickle describes it, unchecked.
-
-    Attributes:
-        storage: holds the elements; of an unreadable tensor, why it is unreadable.
-        offset: first element in the storage.
-        shape: elements per axis.
-        strides: elements between neighbours along each axis.
-        dtype: row of its dtype; None for the dtype of the storage.
-        pending: operations to apply to the elements, such as {"conj": True}, and an unknown class; of an unreadable
-            tensor, its dtype in listings, or the name of the unknown global that makes it.
-    """
+    """A tensor as the pickle describes it, unchecked."""
 
     __slots__ = ("dtype", "offset", "pending", "shape", "storage", "strides")
 
     def __init__(
         self, storage: Any, offset: Any, shape: Any, strides: Any, *, dtype: Global | None, pending: Any
     ) -> None:
-        self.storage = storage
-        self.offset = offset
+        self.storage = storage  # a `Storage`; of an unreadable tensor, why it is unreadable
+        self.offset = offset  # first element in the storage
         self.shape = shape
-        self.strides = strides
-        self.dtype = dtype
+        self.strides = strides  # elements between neighbours along each axis
+        self.dtype = dtype  # None for the dtype of the storage
+        # Operations to apply to the elements, such as {"conj": True}, and an unknown class. Of an unreadable tensor its
+        # dtype in listings, or the name of the unknown global.
         self.pending = pending
 
 
@@ -236,10 +220,8 @@ def _check_attributes(attributes: Any) -> None:
         if type(name) is not str:
             raise Fault(f"the name of a tensor's attribute must be a string, got {describe(name)}")
         if name in TENSOR_OWN:
-            text = (
-                f"sets the attribute {show(name)} of a tensor, which torch.save never writes and can change its values"
-            )
-            raise Fault(text, UnsupportedError)
+            text = f"sets the attribute {show(name)} of a tensor, which torch.save never writes"
+            raise Fault(f"{text} and can change its values", UnsupportedError)
 
 
 def _unreadable(kind: str, reason: str) -> Callable[[tuple[Any, ...]], Any]:
@@ -308,14 +290,17 @@ ALLOWED: dict[str, Global] = {
 }
 
 
-def read_persistent_id(value: Any, storages: dict[str, Storage]) -> Any:
+def read_persistent_id(value: Any, storages: dict[str, Storage] | None) -> Any:
     """Return the storage of a persistent id, or the class in a ``("module", class, ...)`` of old files.
 
-    Args:
-        value: ("storage", class, key, location, elements), in legacy files with a sixth item: None or
-            (key, first element, elements) of a part.
-        storages: storages so far, by key; ids with the same key must agree.
+    A storage is ("storage", class, key, location, elements), in legacy files with a sixth item: None or (key, first
+    element, elements) of a part. Ids of one key must agree; ``storages`` has those so far, None for files without.
     """
+    if storages is None:
+        raise Fault(
+            "unexpected persistent id: the storages are not in this file; if the pickle was extracted from a torch "
+            "checkpoint, open the checkpoint instead, which is a zip file"
+        )
     if type(value) is tuple and len(value) == 4 and value[0] == "module":
         return value[1]
     if type(value) is not tuple or len(value) not in (5, 6) or value[0] != "storage":

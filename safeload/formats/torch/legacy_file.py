@@ -12,6 +12,7 @@ Strings can come from Python 2. Bytes after the last storage are ignored, as in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +22,10 @@ from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError
 from ..registry import Candidate, Content, OpenRequest
 from ..unpickle import run as unpickler
-from ..unpickle.machine import Fault, Global, describe
+from ..unpickle.machine import Global, describe
 from ..unpickle.run import TruncatedError, Unpickled, unpickle
 from .globals import ALLOWED, Storage, read_persistent_id
 from .tensors import PickleTables, content_of, make_tables
-
-# The fault of a pickle without its storages.
-EXTRACTED = (
-    "unexpected persistent id: the storages are not in this file; if the pickle was extracted from a torch checkpoint, "
-    "open the checkpoint instead, which is a zip file"
-)
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
@@ -46,13 +41,8 @@ def pickle_at(
     inert: bool,
     table: Mapping[str, Global] = ALLOWED,
 ) -> Unpickled:
-    """Run the pickle at an offset of the file; `Unpickled.end` is relative to the offset."""
-
-    def persistent(value: Any) -> Any:
-        if storages is None:
-            raise Fault(EXTRACTED)
-        return read_persistent_id(value, storages)
-
+    """Run the pickle at an offset of the file; `Unpickled.size` tells where it ends."""
+    persistent = partial(read_persistent_id, storages=storages)
     size = _WINDOW
     while True:
         data = file.read_at(offset, size)
@@ -103,19 +93,19 @@ def _parse(file: WeightFile, inert: bool) -> tuple[Unpickled, dict[str, int]]:
     magic = pickle_at(file, 0, None, inert)
     if magic.value != MAGIC or type(magic.value) is not int:
         raise FormatError(f"the file begins with {describe(magic.value)}, not with torch's magic number", file.path, 0)
-    at = magic.end
+    at = magic.size
     protocol = pickle_at(file, at, None, inert=False)
     if protocol.value != PROTOCOL:
         raise FormatError(f"protocol is {describe(protocol.value)}, but only {PROTOCOL} is supported", file.path, at)
-    at += protocol.end
-    at += pickle_at(file, at, None, inert=False).end  # facts about the machine, unused
+    at += protocol.size
+    at += pickle_at(file, at, None, inert=False).size  # facts about the machine, unused
     storages: dict[str, Storage] = {}
     pickled = pickle_at(file, at, storages, inert)
-    at += pickled.end
+    at += pickled.size
     keys = pickle_at(file, at, None, inert=False)
     if type(keys.value) is not list:
         raise FormatError(f"the storage keys must be a list, got {describe(keys.value)}", file.path, at)
-    return pickled, _walk(file, at + keys.end, keys.value, storages)
+    return pickled, _walk(file, at + keys.size, keys.value, storages)
 
 
 def _walk(file: WeightFile, at: int, keys: list[Any], storages: dict[str, Storage]) -> dict[str, int]:

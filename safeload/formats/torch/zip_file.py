@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache, partial
 from typing import Any, BinaryIO
 
 from ...base.messages import error_about
@@ -75,20 +76,15 @@ def _is_compressed(archive: Archive, path: str) -> bool:
     packed = [name for name, entry in archive.entries.items() if entry.method == DEFLATED and "data/" in name]
     if not packed or top_of(archive) is not None:
         return False
-    prefix = _prefix_of(_find_pickle(archive, path))
+    _, prefix = _find_pickle(archive, path)
     return any(name.startswith(f"{prefix}data/") and not name.endswith("/") for name in packed)
-
-
-def _prefix_of(pickle: str) -> str:
-    """Return the prefix of the entries beside a pickle."""
-    return pickle[: pickle.rindex("/") + 1] if "/" in pickle else ""
 
 
 def _unpacked(archive: Archive, file: WeightFile) -> WeightFile:
     """Copy the pickle and the storages of an archive, unpacked, into an unnamed temporary archive."""
     import zipfile  # only here: it takes milliseconds
 
-    prefix = _prefix_of(_find_pickle(archive, file.path))
+    _, prefix = _find_pickle(archive, file.path)
     names = [name for name in archive.entries if name.startswith(prefix) and not name.endswith("/")]
     for name in names:
         archive.check_packed(name)
@@ -109,50 +105,37 @@ def _unpacked(archive: Archive, file: WeightFile) -> WeightFile:
 
 def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> PickleTables:
     """Return the tensors of an archive."""
-    top = top_of(archive)
-    if top is not None:
-        return _read_package(archive, file, request, top)
-    pickled, prefix = _run_pickle(archive, file, request.inert)
-
-    def entry_of(storage: Storage) -> str:
-        return f"{prefix}data/{storage.key}"
-
-    return _make_tables(archive, file, pickled, request, prefix=prefix, entry_of=entry_of)
-
-
-def read_pickle(archive: Archive, file: WeightFile, *, inert: bool) -> Unpickled:
-    """Run the pickle of an archive, for values without tensors."""
-    return _run_pickle(archive, file, inert)[0]
+    prefix = top_of(archive)
+    if prefix is None:
+        pickled, prefix = run_pickle(archive, file, inert=request.inert)
+        entry_of = partial(_storage_entry, prefix)
+    else:
+        pickled, root = Package(archive, file, prefix).read(request.root, request.inert)
+        request = request._replace(root=root)
+        entry_of = partial(_package_entry, archive, prefix)
+    archive.prefetch(archive.entries)
+    big_endian = _is_big_endian(archive, prefix, file.path)
+    tables = make_tables(pickled, request, file.path, _locator(archive, file.path, entry_of), big_endian=big_endian)
+    archive.check_overlap()
+    return tables
 
 
 def read_tensors(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpickled, TensorPlaces]:
     """Run the pickle of an archive; return it, and the places of its tensors."""
-    pickled, prefix = _run_pickle(archive, file, inert)
+    pickled, prefix = run_pickle(archive, file, inert=inert)
     if _is_big_endian(archive, prefix, file.path):
         raise error_about(UnsupportedError, "the tensors are big-endian", path=file.path)
-    begins: dict[Storage, int] = {}
-
-    def locate(storage: Storage) -> int:
-        if storage not in begins:
-            begins[storage] = _locate(archive, storage, f"{prefix}data/{storage.key}", file.path)
-        return begins[storage]
-
-    return pickled, TensorPlaces(file.path, locate)
+    return pickled, TensorPlaces(file.path, _locator(archive, file.path, partial(_storage_entry, prefix)))
 
 
-def _run_pickle(archive: Archive, file: WeightFile, inert: bool) -> tuple[Unpickled, str]:
+def run_pickle(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpickled, str]:
     """Return the object of an archive's pickle, and the prefix of its entries."""
-    name = _find_pickle(archive, file.path)
-    prefix = _prefix_of(name)
-    storages: dict[str, Storage] = {}
+    name, prefix = _find_pickle(archive, file.path)
     if archive.entries[name].size > unpickler.MAX_PICKLE:
         text = f"the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes"
         raise error_about(LimitError, text, path=file.path)
     data, base = archive.read(name)
-
-    def persistent(value: Any) -> Any:
-        return read_persistent_id(value, storages)
-
+    persistent = partial(read_persistent_id, storages={})
     try:
         pickled = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=inert)
         if any(name.startswith(SCRIPT) for name in pickled.foreign):
@@ -182,13 +165,14 @@ def _members_of(archive: Archive, folder: str) -> dict[str, frozenset[str]]:
     return members
 
 
-def _find_pickle(archive: Archive, path: str) -> str:
-    """Return the name of the pickle: ``data.pkl`` at depth one, else the only ``.pkl`` entry."""
+def _find_pickle(archive: Archive, path: str) -> tuple[str, str]:
+    """Return the pickle, ``data.pkl`` at depth one or else the only ``.pkl`` entry, and the prefix of its folder."""
     names = archive.entries
     pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
     pickles = pickles or [name for name in names if name.endswith(".pkl")]
     if len(pickles) == 1:
-        return pickles[0]
+        folder, slash, _ = pickles[0].rpartition("/")
+        return pickles[0], folder + slash
     shown = ", ".join(show(name) for name in (pickles or list(names))[:10])
     if pickles:
         raise FormatError(f"the zip archive has {len(pickles)} pickles that could be the checkpoint: {shown}", path)
@@ -200,55 +184,32 @@ def _is_script(archive: Archive, prefix: str) -> bool:
     return any(name.startswith(f"{prefix}code/") or name == f"{prefix}constants.pkl" for name in archive.entries)
 
 
-def _read_package(archive: Archive, file: WeightFile, request: OpenRequest, top: str) -> PickleTables:
-    def entry_of(storage: Storage) -> str:
-        return package_entry(archive, storage, top)
-
-    pickled, root = Package(archive, file, top).read(request.root, request.inert)
-    return _make_tables(archive, file, pickled, request._replace(root=root), prefix=top, entry_of=entry_of)
+def _storage_entry(prefix: str, storage: Storage) -> str:
+    return f"{prefix}data/{storage.key}"
 
 
-def _make_tables(
-    archive: Archive,
-    file: WeightFile,
-    pickled: Unpickled,
-    request: OpenRequest,
-    *,
-    prefix: str,
-    entry_of: Callable[[Storage], str],
-) -> PickleTables:
-    begins: dict[Storage, int] = {}
+def _locator(archive: Archive, path: str, entry_of: Callable[[Storage], str]) -> Callable[[Storage], int]:
+    """Return a function that finds the first byte of a storage in its entry."""
 
+    @cache
     def locate(storage: Storage) -> int:
-        begin = begins.get(storage)
-        if begin is None:
-            begin = begins[storage] = _locate(archive, storage, entry_of(storage), file.path)
+        name = entry_of(storage)
+        info = archive.entries.get(name)
+        if info is None:
+            raise FormatError(f"the archive has no entry for storage {show(storage.key)}", path)
+        begin = archive.locate(name)
+        if info.method != STORED or info.packed != info.size:
+            archive.check_stored(name)
+        if info.size != storage.nbytes:
+            raise FormatError(
+                f"storage {show(storage.key)} has {info.size} bytes, but {storage.count} elements of "
+                f"{storage.type.name} have {storage.nbytes}",
+                path,
+                begin,
+            )
         return begin
 
-    archive.prefetch(archive.entries)
-    big_endian = _is_big_endian(archive, prefix, file.path)
-    tables = make_tables(pickled, request, file.path, locate, big_endian=big_endian)
-    archive.check_overlap()
-    return tables
-
-
-def _locate(archive: Archive, storage: Storage, name: str, path: str) -> int:
-    """Return the offset of the first byte of a storage in the entry ``name``."""
-    info = archive.entries.get(name)
-    if info is None:
-        raise FormatError(f"the archive has no entry for storage {show(storage.key)}", path)
-    begin = archive.locate(name)
-    size = info.size
-    if info.method != STORED or info.packed != size:
-        archive.check_stored(name)
-    if size != storage.nbytes:
-        raise FormatError(
-            f"storage {show(storage.key)} has {size} bytes, but {storage.count} elements of {storage.type.name} have "
-            f"{storage.nbytes}",
-            path,
-            begin,
-        )
-    return begin
+    return locate
 
 
 def _is_big_endian(archive: Archive, prefix: str, path: str) -> bool:
@@ -321,7 +282,7 @@ class Package:
         value = {name: pickled.value for name, pickled in pickles.items()}
         if len(pickles) == 1:
             (value,) = value.values()
-        return Unpickled(value, 0, sum(part.size for part in parts), harmless, foreign), root
+        return Unpickled(value, sum(part.size for part in parts), harmless, foreign), root
 
     def _find(self) -> list[str]:
         """Return the names of the pickles; of scripts only if no other pickle could refer to them."""
@@ -414,7 +375,7 @@ def _fill(placeholder: Inert, value: Any) -> None:
         placeholder.state = value
 
 
-def package_entry(zipped: Archive, storage: Storage, top: str) -> str:
+def _package_entry(zipped: Archive, top: str, storage: Storage) -> str:
     """Return the name of a storage's entry, even if the entry does not exist."""
     name = f"{top}.data/{storage.key}.storage"
     if name not in zipped.entries and storage.key.endswith(".storage"):  # in a script

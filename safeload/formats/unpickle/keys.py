@@ -147,13 +147,10 @@ def put(into: Any, pairs: list[Any], watched: Watched) -> None:
     if len(pairs) % 2:
         raise Fault(f"{len(pairs)} keys and values, which is an odd number")
     expected = len(items) + len(pairs) // 2
-    all_text = id(items) not in watched
-    for k in range(0, len(pairs), 2):
-        key = pairs[k]
-        if type(key) is not str or not all_text:
+    for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+        if watched or type(key) is not str:
             _watch(items, key, watched)
-            all_text = id(items) not in watched
-        items[key] = pairs[k + 1]
+        items[key] = value
     if len(items) != expected:
         raise Fault(f"a duplicate key in a dict, between {describe(pairs[0])} and {describe(pairs[-2])}")
 

@@ -34,6 +34,8 @@ _ML_DTYPES = (
     *("float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"),
     *("int4", "uint4", "int2", "uint2"),
 )
+_CORES, _BUILTINS = ("numpy.core", "numpy._core"), ("builtins", "__builtin__")
+_ARRAY_CLASSES = ("ndarray", "memmap", "matrix", "core.memmap.memmap", "matrixlib.defmatrix.matrix")
 _NUMPY_TYPES = (
     *("bool", "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "intc", "uintc"),
     *("longlong", "ulonglong", "float16", "float32", "float64", "longdouble", "complex64", "complex128"),
@@ -218,27 +220,18 @@ def _bytearray(args: tuple[Any, ...]) -> Any:
     return bytearray(*args)
 
 
-def _rows() -> list[Global]:
-    rows = []
-    for core in ("numpy.core", "numpy._core"):
-        rows.append(Global(f"{core}.multiarray._reconstruct", ARRAY + " maker", _reconstruct))
-        rows.append(Global(f"{core}.multiarray.scalar", "value", _scalar))
-        rows.append(Global(f"{core}.numeric._frombuffer", ARRAY + " maker", _frombuffer))
-    rows.append(Global("numpy.dtype", "value", _dtype))
-    rows.extend(Global(f"numpy.{name}", ARRAY) for name in ("ndarray", "memmap", "matrix"))
-    rows.extend(Global(name, ARRAY) for name in ("numpy.core.memmap.memmap", "numpy.matrixlib.defmatrix.matrix"))
-    rows.extend(Global(f"numpy.{name}", TYPE) for name in _NUMPY_TYPES)
-    rows.extend(
-        Global(f"{module}.{name}", TYPE) for module in ("ml_dtypes", "ml_dtypes._ml_dtypes_ext") for name in _ML_DTYPES
-    )
-    rows.append(Global("_codecs.encode", BYTES, _encode, copies=True))
-    for module in ("builtins", "__builtin__"):
-        rows.append(Global(f"{module}.bytes", BYTES, _bytes))
-        rows.append(Global(f"{module}.bytearray", BYTES, _bytearray, copies=True))
-    return rows
-
-
-ROWS = _rows()
+ROWS = (
+    *(Global(f"{core}.multiarray._reconstruct", ARRAY + " maker", _reconstruct) for core in _CORES),
+    *(Global(f"{core}.multiarray.scalar", "value", _scalar) for core in _CORES),
+    *(Global(f"{core}.numeric._frombuffer", ARRAY + " maker", _frombuffer) for core in _CORES),
+    Global("numpy.dtype", "value", _dtype),
+    *(Global(f"numpy.{name}", ARRAY) for name in _ARRAY_CLASSES),
+    *(Global(f"numpy.{name}", TYPE) for name in _NUMPY_TYPES),
+    *(Global(f"{module}.{name}", TYPE) for module in ("ml_dtypes", "ml_dtypes._ml_dtypes_ext") for name in _ML_DTYPES),
+    Global("_codecs.encode", BYTES, _encode, copies=True),
+    *(Global(f"{module}.bytes", BYTES, _bytes) for module in _BUILTINS),
+    *(Global(f"{module}.bytearray", BYTES, _bytearray, copies=True) for module in _BUILTINS),
+)
 
 
 # ---- the elements ----

@@ -13,7 +13,7 @@ stack as in CPython, with these differences:
 
 Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, the values of rows and
 persistent ids, `Global`, `Foreign` and `Inert`. `_run` runs the opcodes of tensors without calls, which takes a quarter
-of the time; opcodes.py has all of them.
+of the time; machine.py has all of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,20 @@ from ...base.messages import error_about
 from ...base.text import show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 from .keys import add, put
-from .machine import Built, Fault, Foreign, Global, Inert, LargeBytes, PickleEnd, describe
-from .opcodes import MAX_LINE, OPCODES, Machine
+from .machine import (
+    MAX_LINE,
+    NEAR,
+    OPCODES,
+    Built,
+    Fault,
+    Foreign,
+    Global,
+    Inert,
+    LargeBytes,
+    Machine,
+    describe,
+    unescaped,
+)
 
 # 50 times the opcodes of the largest known real file (400,000). An opcode allocates at most 216 bytes (an empty set)
 # beyond the bytes copied from the file. The worst case is a list of sets as metadata: about 340 bytes per byte of the
@@ -47,8 +59,6 @@ MAX_INT_BYTES = 255
 # copy fewer bytes than they have.
 MAX_COPIED = 50
 _COPIED_FREE = 1 << 16
-# Memo numbers up to this distance from the number of entries count as consecutive.
-NEAR = 8
 # Bytes of a mapped pickle that are not copied.
 _LARGE = 1 << 16
 # Bytes of arguments, for opcodes with a case in `_run`.
@@ -62,25 +72,20 @@ MAX_SHOWN = 100
 
 _U32 = struct.Struct("<I").unpack_from
 _NO_ELEMENTS: frozenset[Any] = frozenset()
-_ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"b": b"\b", b"a": b"\a", b"f": b"\f", b"v": b"\v"}
 
 
 class Builder(Machine):
     """The machine that builds values.
 
-    It raises IndexError if the stack is empty or the bytes end (``at`` is then past the end), KeyError if a memo entry
-    does not exist, ValueError if text cannot be decoded.
+    It raises IndexError if the stack is empty or the bytes end (``at`` is then past the end), ValueError if text cannot
+    be decoded.
     """
 
-    __slots__ = (
-        *("data", "foreign", "harmless", "memo", "persistent", "places", "table", "watched"),
-        *("_copied", "far"),
-    )
+    __slots__ = ("_copied", "data", "foreign", "harmless", "persistent", "places", "table", "watched")
 
     def __init__(self, data: bytes, table: Mapping[str, Global], persistent: Callable[[Any], Any]) -> None:
         super().__init__(0)
         self.data = data
-        self.memo: dict[int, Any] = {}  # values by number, for numbers in order
         self.table = table  # the harmless globals by name
         self.persistent = persistent  # returns the value for a persistent id
         self.harmless: dict[str, Global] = {}  # globals of the pickle in the table
@@ -88,7 +93,6 @@ class Builder(Machine):
         self.watched: dict[int, Any] = {}  # tables of dicts and sets with keys of predictable hashes
         self.places: dict[int, int] = {}  # position of bytes objects in the data, by id, which can be reused since
         self._copied = 0
-        self.far: dict[str, Any] = {}  # values by the text of their number, for all other numbers
 
     def charge(self, size: int) -> None:
         """Count the bytes of a copy of values that the pickle can refer to again."""
@@ -127,20 +131,13 @@ class Builder(Machine):
     # ---- the memo ----
 
     def recall(self, number: int) -> Any:
-        if number in self.memo:
-            return self.memo[number]
-        value = self.far.get(str(number), self)
-        if value is self:
-            raise KeyError(number)
-        return value
+        key = self.key(number)
+        if key not in self.memo:
+            raise Fault(f"memo entry {describe(number)} was never set")
+        return self.memo[key]
 
     def remember(self, number: int, value: Any) -> None:
-        if number <= len(self.memo) + NEAR:
-            self.memo[number] = value
-        else:  # str keys have random hashes; ints out of order could be chosen to collide
-            self.far[str(number)] = value
-
-    def memoize(self) -> None: ...  # in `_run`
+        self.memo[self.key(number)] = value
 
     def index(self) -> int:
         return self.integer(self.line())
@@ -171,7 +168,7 @@ class Builder(Machine):
     def quoted(self, line: bytes) -> str | bytes:
         if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
             raise Fault(f"{describe(line)} is not a quoted string")
-        return _python2(re.sub(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", _unescape, line[1:-1]))
+        return _python2(unescaped(line[1:-1]))
 
     def escaped(self, line: bytes) -> str:
         return str(line, "raw-unicode-escape")
@@ -286,15 +283,6 @@ def _python2(text: bytes) -> str | bytes:
         return text
 
 
-def _unescape(match: re.Match[bytes]) -> bytes:
-    text = match[1]
-    if text[:1] == b"x":
-        return bytes((int(text[1:], 16),))
-    if text.isdigit():
-        return bytes((int(text, 8) & 0xFF,))
-    return _ESCAPES.get(text, text)
-
-
 def _copied_size(args: tuple[Any, ...]) -> int:
     """Return an upper bound for the bytes of copied arguments: 100 per item, which can become a dict entry."""
     size = 0
@@ -314,8 +302,7 @@ class Unpickled(NamedTuple):
     """The result of running a pickle."""
 
     value: Any
-    end: int  # position after its STOP
-    size: int  # in bytes
+    size: int  # in bytes, up to its STOP
     harmless: list[str]  # names of its globals in the table
     foreign: list[str]  # names of its globals outside the table
     data: Any = b""  # the bytes that hold it
@@ -340,24 +327,15 @@ def unpickle(
         with paused(len(data)):  # a pickle can make an object per byte
             value = _run(machine, path, base)
     except TruncatedError:
-        if not complete:
-            raise
-        check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, ", and is cut off")
+        if complete:
+            check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, ", and is cut off")
         raise
     except (FormatError, LimitError, UnsupportedError) as error:
         check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, f", and is malformed after that: {error}")
         raise
-    check_foreign(sorted(machine.foreign), path, inert, _CLAUSE)
-    return Unpickled(
-        value,
-        machine.at,
-        machine.at,
-        sorted(machine.harmless),
-        sorted(machine.foreign),
-        data,
-        machine.places,
-        base,
-    )
+    harmless, foreign = sorted(machine.harmless), sorted(machine.foreign)
+    check_foreign(foreign, path, inert, _CLAUSE)
+    return Unpickled(value, machine.at, harmless, foreign, data, machine.places, base)
 
 
 def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fault: str = "") -> None:
@@ -376,13 +354,11 @@ def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fau
 def _run(machine: Builder, path: str, base: int | None) -> Any:
     """Run the opcodes, return the value on the stack, and turn exceptions into errors with a position."""
     data, size = machine.data, len(machine.data)
-    stack, marks, memo, far = machine.stack, machine.marks, machine.memo, machine.far
+    stack, marks, memo = machine.stack, machine.marks, machine.memo
     call, persistent = machine.call, machine.persistent
     at = room = 0
-
-    def place(position: int) -> int | None:
-        return None if base is None else base + position
-
+    kind: type[Exception] = FormatError
+    message = ""
     try:
         for _ in repeat(None, MAX_OPCODES):
             match data[at]:  # an IndexError at the end
@@ -456,38 +432,34 @@ def _run(machine: Builder, path: str, base: int | None) -> Any:
                     stack.append(str(data[at + 2 : end], "utf-8", "surrogatepass"))
                     at = end
                 case 0x94:  # MEMOIZE
-                    memo[len(memo) + len(far)] = stack[-1]
+                    memo[len(memo)] = stack[-1]
                     at += 1
+                case 0x2E:  # STOP
+                    machine.at = at + 1
+                    break
                 case code:
                     machine.at = at + 1
                     machine.stack = stack
                     OPCODES[code](machine)
                     stack, at = machine.stack, machine.at
-        raise error_about(LimitError, f"the pickle has more than {MAX_OPCODES} opcodes", path=path)
-    except PickleEnd:
-        if marks or len(stack) != 1:
-            raise FormatError("the pickle stops with values left on its stack", path, place(at)) from None
-        return stack[0]
+        else:
+            raise error_about(LimitError, f"the pickle has more than {MAX_OPCODES} opcodes", path=path)
     except Fault as fault:
-        message = f"pickle opcode {_opcode(data, at)}: {fault}"
-        if fault.kind is FormatError:
-            raise FormatError(message, path, place(at)) from None
-        raise fault.kind(str(FormatError(message, path, place(at)))) from None
+        fault_text, kind = str(fault), fault.kind
     except (IndexError, struct.error):
-        if at < size:
-            message = f"pickle opcode {_opcode(data, at)}: "
-            if max(machine.at, at + 1 + _ARGUMENT.get(data[at], 0)) > size:
-                message += "its argument extends past the end"
-                raise TruncatedError(message, path, place(at)) from None
-            raise FormatError(message + "the stack is empty", path, place(at)) from None
-    except KeyError as error:
-        message = f"pickle opcode {_opcode(data, at)}: memo entry {describe(error.args[0])} was never set"
-        raise FormatError(message, path, place(at)) from None
+        fault_text = "the stack is empty"
+        if at >= size:
+            message, kind = "the pickle ends without STOP", TruncatedError
+        elif max(machine.at, at + 1 + _ARGUMENT.get(data[at], 0)) > size:
+            fault_text, kind = "its argument extends past the end", TruncatedError
     except ValueError as error:  # text that is not UTF-8, or invalid digits
-        message = f"pickle opcode {_opcode(data, at)}: {show(str(error))}"
-        raise FormatError(message, path, place(at)) from None
-    raise TruncatedError("the pickle ends without STOP", path, place(size))
-
-
-def _opcode(data: bytes, at: int) -> str:
-    return ascii(chr(data[at])) if 32 <= data[at] < 127 else f"0x{data[at]:02x}"
+        fault_text = show(str(error))
+    else:
+        if not marks and len(stack) == 1:
+            return stack[0]
+        message = "the pickle stops with values left on its stack"
+    if not message:
+        opcode = ascii(chr(data[at])) if 32 <= data[at] < 127 else f"0x{data[at]:02x}"
+        message = f"pickle opcode {opcode}: {fault_text}"
+    place = None if base is None else base + at
+    raise kind(message, path, place) if issubclass(kind, FormatError) else kind(str(FormatError(message, path, place)))

@@ -11,13 +11,13 @@ from ...base.layout import table
 from ...base.paths import os_error
 from ...base.results import Report
 from ...base.text import plural, printable, show
-from ...engine.run.weight_file import WeightFile, open_without_table
+from ...engine.run.weight_file import open_without_table
 from ...errors import SafeloadError, exported, one_line, public
 from ...formats.contents import PickleFinder, PickleSite
 from ...formats.dcp import RECORDS
 from ...formats.opening import Paths
 from ...formats.torch.globals import ALLOWED
-from ...formats.unpickle.verdicts import DANGEROUS, HARMLESS, UNKNOWN, VERDICTS, Verdict, judge, worst
+from ...formats.unpickle.trace import DANGEROUS, HARMLESS, UNKNOWN, VERDICTS, Verdict, judge, worst
 from ...formats.verifying import walk
 from ...stores.files import Files
 from ...stores.places import places_of
@@ -231,7 +231,8 @@ def _scan_file(report: ScanReport, path: str, files: Files) -> None:
     shown = files.shown(path)
     try:
         count = 0
-        for site in PickleFinder(_content(file), files.split(path)[1]).find():
+        content = _RemoteContent(file.store) if isinstance(file.store, RemoteStore) else file
+        for site in PickleFinder(content, files.split(path)[1]).find():
             findings = _judged(site, shown)
             report.pickles += site.traced is not None and not site.code and (bool(findings) or not site.fault)
             if count + len(findings) > MAX_FINDINGS:
@@ -250,18 +251,14 @@ def _scan_file(report: ScanReport, path: str, files: Files) -> None:
         file.close()
 
 
-def _content(file: WeightFile) -> Any:
-    return _RemoteContent(file.store) if isinstance(file.store, RemoteStore) else file
-
-
 def _judged(site: PickleSite, path: str) -> list[ScanFinding]:
     """Return the findings of a pickle, or of other code."""
     if site.traced is None:
         reason = "runs when the model is loaded"
         return [ScanFinding(path, site.place, site.offset, site.code, DANGEROUS, reason)] if site.code else []
-    called = site.traced.called
-    judged = (judge(name, _ALLOWED, called=name in called) for name in site.traced.names)
-    return [
-        ScanFinding(path, site.place, site.offset, show(name)[1:-1] if len(name) > 300 else name, verdict, reason)
-        for name, verdict, reason in judged
-    ]
+    findings = []
+    for name in site.traced.names:
+        verdict, reason = judge(name, _ALLOWED, called=name in site.traced.called)
+        shown = show(name)[1:-1] if len(name) > 300 else name
+        findings.append(ScanFinding(path, site.place, site.offset, shown, verdict, reason))
+    return findings

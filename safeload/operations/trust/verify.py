@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 from ...base.layout import table
@@ -177,18 +178,24 @@ def verify(
     (text,), files = places_of((path,), storage_options)
     if ollama.is_name(text):
         layers = sorted({layer.path for layer in ollama.find(text).layers})
-        return _report(
-            text,
-            Expected(_OLLAMA),
-            [(os.path.basename(p), p) for p in layers],
-            LOCAL,
-            threads=threads,
-            progress=progress,
-        )
-    if not files.remote and not os.path.lexists(text):
-        raise os_error(2, text)
-    expected = expected_of([text], files, True if against is None else against, storage_options)
-    return _report(text, expected, list(_places(text, expected, files)), files, threads=threads, progress=progress)
+        expected = Expected(_OLLAMA)
+        files, places = LOCAL, [(os.path.basename(layer), layer) for layer in layers]
+    else:
+        if not files.remote and not os.path.lexists(text):
+            raise os_error(2, text)
+        expected = expected_of([text], files, True if against is None else against, storage_options)
+        places = list(_places(text, expected, files))
+    sizes = {place: _size(place, files) for _, place in places}
+    total = sum(sizes.values())
+    meter = Meter(progress, total)
+
+    def check(item: tuple[str, str]) -> FileCheck:
+        name, place = item
+        return FileCheck(name, *_checked(place, expected, files, meter))
+
+    ordered = sorted(places, key=lambda item: -sizes[item[1]])
+    checks = each(check, ordered, max(1, thread_count(total, threads)))
+    return VerifyReport(files.shown(text), expected.source, expected.proof, sorted(checks))
 
 
 def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, str]]:
@@ -218,7 +225,8 @@ def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, 
     if expected.files is not None:
         for name in sorted(set(expected.files) - names):
             if name.startswith(below):
-                yield name[len(below) :], _joined(path, name[len(below) :], files)
+                inner = name[len(below) :]
+                yield inner, reduce(files.join, inner.split("/"), path)
 
 
 def files_of(path: str) -> set[str]:
@@ -305,36 +313,6 @@ def _left_out(name: str, path: str, expected: Expected, files: Files, is_read: b
     return expected.skips_empty and os.path.getsize(path) == 0
 
 
-def _joined(folder: str, name: str, files: Files) -> str:
-    for part in name.split("/"):
-        folder = files.join(folder, part)
-    return folder
-
-
-def _report(
-    path: str,
-    expected: Expected,
-    places: Sequence[tuple[str, str]],
-    files: Files,
-    *,
-    threads: int | None,
-    progress: Progress,
-) -> VerifyReport:
-    """Compare files on several threads."""
-    sizes = {place: _size(place, files) for _, place in places}
-    total = sum(sizes.values())
-    meter = Meter(progress, total)
-
-    def check(item: tuple[str, str]) -> FileCheck:
-        name, place = item
-        status, nbytes, reason = _checked(place, expected, files, meter)
-        return FileCheck(name, status, nbytes, reason)
-
-    ordered = sorted(places, key=lambda item: -sizes[item[1]])
-    checks = each(check, ordered, max(1, thread_count(total, threads)))
-    return VerifyReport(files.shown(path), expected.source, expected.proof, sorted(checks))
-
-
 def _size(place: str, files: Files) -> int:
     if files.remote:
         return 0
@@ -359,15 +337,11 @@ def _checked(place: str, expected: Expected, files: Files, meter: Meter) -> tupl
         try:
             content = expected.of(place, files, getattr(store, "place", None))
         except VerificationError as error:
-            return "not covered", store.size, _without(shown, error)
+            return "not covered", store.size, str(error).removeprefix(f"{shown}: ")
         try:
             verify_content(store, content, path=shown, source=expected.source, tick=meter.add)
         except VerificationError as error:
-            return "changed", store.size, _without(shown, error)
+            return "changed", store.size, str(error).removeprefix(f"{shown}: ")
         except (OSError, SafeloadError) as error:
             return "unreadable", store.size, one_line(error)
     return "ok", store.size, ""
-
-
-def _without(path: str, error: VerificationError) -> str:
-    return str(error).removeprefix(f"{path}: ")

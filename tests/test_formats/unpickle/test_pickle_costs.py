@@ -231,9 +231,10 @@ def test_keys_that_meet_in_the_table_without_equal_hashes_are_refused():
         load(PACKED["dict"](keys))
 
 
-def test_memo_numbers_cannot_collide():
+@pytest.mark.parametrize("sign", [1, -1])
+def test_memo_numbers_cannot_collide(sign):
     step = (1 << 61) - 1
-    numbers = [k * step + 5 for k in range(30_000)]
+    numbers = [sign * (k * step + 5) for k in range(30_000)]
     data = b"".join(b"K\x01p%d\n0" % number for number in numbers)
     started = time.process_time()
     assert load(data + b"g%d\n." % numbers[-1]) == 1
