@@ -104,6 +104,7 @@ class _Loader:
             for tensor in self.tensors:
                 jax_arrays.check_fits(tensor.place, tensor.shape, tensor.name)
         self._mappings: dict[WeightFile, Any] = {}
+        self._reading = "pread" if options.backend == "mmap" else options.backend  # of tensors that are not mapped
 
     def run(self) -> Iterator[tuple[dict[str, Array], int]]:
         """Yield groups of arrays by name, possibly still without values, with the bytes of each group."""
@@ -122,11 +123,6 @@ class _Loader:
             size += tensor.nbytes
         if group:
             yield self._together(group), size
-
-    @property
-    def _reading(self) -> str:
-        """The backend for tensors that are not mapped."""
-        return "pread" if self._options.backend == "mmap" else self._options.backend
 
     def _read(self, tensors: Sequence[PlacedTensor], backend: str) -> list[NumpyArray]:
         """Return the values of whole tensors."""
@@ -147,37 +143,27 @@ class _Loader:
 
     def _together(self, group: Sequence[PlacedTensor]) -> dict[str, Array]:
         """Return whole tensors as arrays by name."""
-        by_place: dict[Any, list[PlacedTensor]] = {}
+        batches: dict[tuple[Any, str], list[PlacedTensor]] = {}
         spread = []
         for tensor in group:
             if jax_arrays.several_devices(tensor.place):
                 spread.append(tensor)
             else:
-                by_place.setdefault(tensor.place, []).append(tensor)
-        arrays: dict[str, Array] = {}
-        for place, tensors in by_place.items():
-            arrays.update(self._on_one(tensors, place))
-        if spread:
-            arrays.update(self._on_several(spread))
+                batches.setdefault((tensor.place, self._backend_of(tensor)), []).append(tensor)
+        arrays = self._on_several(spread) if spread else {}
+        for (place, backend), tensors in batches.items():
+            copies = jax_arrays.put(self._read(tensors, backend), place, borrowed=backend == "mmap")
+            arrays.update(zip((tensor.name for tensor in tensors), copies, strict=True))
         return {tensor.name: arrays[tensor.name] for tensor in group}
 
-    def _on_one(self, tensors: Sequence[PlacedTensor], place: Place) -> dict[str, Array]:
-        """Put whole tensors on one device: from the mapped file, or from memory if they are large and stay on a CPU.
+    def _backend_of(self, tensor: PlacedTensor) -> str:
+        """Return how to read a tensor for one device: mapped, or into memory if it is large and stays on a CPU.
 
         JAX then keeps this memory, in huge pages. XLA's own copy would take several times as long.
         """
-        mapped, read = list(tensors), []
-        if self._options.backend != "mmap":
-            mapped, read = [], mapped
-        elif jax_arrays.on_cpu(place):
-            read = [tensor for tensor in tensors if tensor.nbytes >= POOLED_BELOW]
-            mapped = [tensor for tensor in tensors if tensor.nbytes < POOLED_BELOW]
-        arrays: dict[str, Array] = {}
-        for batch, backend in ((mapped, "mmap"), (read, self._reading)):
-            if batch:
-                copies = jax_arrays.put(self._read(batch, backend), place, borrowed=backend == "mmap")
-                arrays.update(zip((tensor.name for tensor in batch), copies, strict=True))
-        return arrays
+        if self._options.backend == "mmap" and (tensor.nbytes < POOLED_BELOW or not jax_arrays.on_cpu(tensor.place)):
+            return "mmap"
+        return self._reading
 
     def _on_several(self, tensors: Sequence[PlacedTensor]) -> dict[str, Array]:
         """Put whole tensors on several devices."""
