@@ -305,7 +305,7 @@ def diff(options: argparse.Namespace) -> int:
         print_json({**report.to_dict(), **judged})
     else:
         *lines, verdict = report.lines(columns(), most_rows(options, _DIFF_ROWS), options.sort, options.tolerance)
-        print_lines([*((line, "") for line in lines), (verdict, "good" if good else "error")])
+        print_lines([*lines, (verdict, "good" if good else "error")])
     return 0 if good else 1
 
 

@@ -243,11 +243,11 @@ def painter() -> Callable[[str, str], str]:
     return lambda text, kind: f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if text and kind else text
 
 
-def print_lines(lines: Iterable[tuple[str, str]]) -> None:
-    """Print lines, each with its colour; see `painter`."""
+def print_lines(lines: Iterable[str | tuple[str, str]]) -> None:
+    """Print lines, some with the kind of their colour; see `painter`."""
     paint = painter()
-    for line, kind in lines:
-        print(paint(line, kind))
+    for line in lines:
+        print(line if isinstance(line, str) else paint(*line))
 
 
 def print_json(value: Any) -> None:

@@ -224,7 +224,7 @@ def _scan(options: argparse.Namespace) -> int:
         return total.status
     lines = total.lines(columns(), harmless=options.all)
     verdict, colour = f"{total.verdict}:", _COLOURS[total.verdict]
-    print_lines((line, colour if line.startswith(verdict) else "") for line in lines)
+    print_lines((line, colour) if line.startswith(verdict) else line for line in lines)
     return total.status
 
 
@@ -277,7 +277,7 @@ def verify(options: argparse.Namespace) -> int:
         print_json(report.to_dict())
     else:
         colour = "good" if report.ok else "error"
-        print_lines((line, colour if line == report.verdict else "") for line in report.lines(columns()))
+        print_lines((line, colour) if line == report.verdict else line for line in report.lines(columns()))
     return 0 if report.ok else 1
 
 
@@ -363,7 +363,7 @@ def ls(options: argparse.Namespace) -> int:
         print_json(models.to_dict())
     else:
         first, *lines = models.lines(columns())
-        print_lines([(first, "head" if models else ""), *((line, "") for line in lines)])
+        print_lines([(first, "head" if models else ""), *lines])
     return 0
 
 
@@ -397,5 +397,5 @@ def families(options: argparse.Namespace) -> int:
         return 0
     rows = [(f.name, _YES[f.schema], f.gguf, _YES[f.engines], _YES[f.mlx], f.about) for f in known]
     head, *lines = table(_HEAD, rows, right=frozenset(), columns=columns())
-    print_lines([(head, "head"), *((line, "") for line in (*lines, "", f"{len(known)} families"))])
+    print_lines([(head, "head"), *lines, "", f"{len(known)} families"])
     return 0
