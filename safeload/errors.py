@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ForwardRef, TypeVar
 
 __all__ = [
@@ -235,15 +235,15 @@ class _ExplainedError(OSError):
         return _explained, (self.errno, self.filename, self.message)
 
 
-def _explained_class(kind: type[OSError]) -> type[_ExplainedError]:
-    return type(kind.__name__, (_ExplainedError, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-
-
-_EXPLAINED = {errno.ENOENT: _explained_class(FileNotFoundError), errno.EISDIR: _explained_class(IsADirectoryError)}
+@cache
+def _named_alike(base: Any, kind: Any) -> Any:
+    """Return a class of errors that are both, with the name of the system error."""
+    return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def _explained(number: int, path: str | None, message: str) -> Any:
-    error = _EXPLAINED[number](number, os.strerror(number), path)
+    kind = FileNotFoundError if number == errno.ENOENT else IsADirectoryError
+    error = _named_alike(_ExplainedError, kind)(number, os.strerror(number), path)
     error.message = message
     return error
 
@@ -260,6 +260,14 @@ def folder_given(path: str, function: str) -> IsADirectoryError:
     return error
 
 
+class _UnsavedError(SafeloadError):
+    """A system error of saving, which is a SafetensorError too."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, kind = type(self).__bases__
+        return _unsaved, (kind, _arguments(self), vars(self))
+
+
 def unsaved(error: OSError) -> OSError:
     """Return a system error of saving as a SafetensorError too, because safetensors raises that class."""
     kind = type(error)
@@ -268,31 +276,18 @@ def unsaved(error: OSError) -> OSError:
     return _unsaved(kind, _arguments(error), vars(error))
 
 
-def _arguments(error: OSError) -> tuple[Any, ...]:
+def _arguments(error: Any) -> tuple[Any, ...]:
     """Return the arguments to rebuild a system error, because ``args`` lacks its file names."""
     if error.filename2 is not None or getattr(error, "winerror", None) is not None:
         return error.errno, error.strerror, error.filename, getattr(error, "winerror", None), error.filename2
     return error.args if error.filename is None else (error.errno, error.strerror, error.filename)
 
 
-def _unsaved(kind: type[OSError], arguments: tuple[Any, ...], fields: dict[str, Any]) -> OSError:
-    saving_class = _SAVING.get(kind) or _SAVING.setdefault(kind, _saving_class(kind))
-    error = saving_class(*arguments)
+def _unsaved(kind: Any, arguments: tuple[Any, ...], fields: dict[str, Any]) -> OSError:
+    error: OSError = _named_alike(_UnsavedError, kind)(*arguments)
     error.__dict__.update(fields)
     error.__dict__["path"] = error.filename
     return error
-
-
-def _saving_class(kind: type[OSError]) -> type[OSError]:
-    """Return the class of `unsaved` for a system error; tracebacks show the name of the system error."""
-
-    def reduce(self: OSError) -> tuple[Any, ...]:
-        return _unsaved, (kind, _arguments(self), vars(self))
-
-    return type(kind.__name__, (SafeloadError, kind), {"__module__": kind.__module__, "__reduce__": reduce})
-
-
-_SAVING: dict[type[OSError], type[OSError]] = {}  # classes so far, by class of the system error
 
 
 class RemoteError(OSError):

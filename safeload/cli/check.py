@@ -1,42 +1,50 @@
-"""``safeload check``: validate a file or a folder."""
+"""The commands that read values: ``safeload check``, ``stats``, ``diff`` and ``report``."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..base.text import plural, printable
+from ..base.names import natural_key
+from ..base.scheme import SCHEMES
+from ..base.text import plural, printable, size
 from ..base.url import is_url
 from ..errors import FormatError
 from .cluster import add_dask, cluster
 from .common import (
-    STATUS,
-    add_json,
-    add_opening,
-    add_overwrite,
-    add_path,
-    add_patterns,
-    add_threads,
     bar,
     columns,
+    given,
+    hint,
+    in_options,
+    most_rows,
     open_path,
     opening,
     painter,
-    suggest,
+    print_json,
+    print_lines,
+    shown,
 )
-from .flags import in_options
-from .streams import read_again, refuse, source
+from .parsers import JSON, OPENING, PATTERNS, STATUS, THREADS, argument, command, flag, one_of, path, selection
+from .streams import STANDARD, check_once, read_again, refuse, source, write_to_stdout
 
 if TYPE_CHECKING:
     from ..operations.folders.output import Output
     from ..operations.sources.executors import Executor
     from ..operations.validate.findings import CheckReport
 
-_EPILOG = f"""examples:
+# Options of the commands that read all values.
+_READING = (*OPENING, THREADS, add_dask, JSON)
+
+
+# ---- check ----
+
+_CHECK = f"""examples:
   safeload check Llama-3.2-1B/
   safeload check model.safetensors --config config.json --schema llama
   safeload check suspicious.pth --unknown-globals inert --range -10 10
@@ -46,63 +54,51 @@ _EPILOG = f"""examples:
 {STATUS} With --strict, warnings other than value.constant and value.zero count as errors."""
 
 
-def register(parser: Any) -> None:
-    """Add the arguments to the parser of the command."""
-    parser.description = (
-        "Find faults in weights: files that violate their format, missing shards, incomplete downloads, "
-        "wrong CRC-32 in zip archives, NaN and infinity, names and shapes that differ from config.json, missing "
-        "layers, bad scales of quantized tensors. Warn about values out of range, matrices of a single value and mixed "
-        "dtypes. List the parts that could not be checked."
-    )
-    parser.epilog = _EPILOG
-    add_path(parser)
-    parser.add_argument("--config", metavar="FILE", help="use this config.json instead of the folder's own")
-    schema = parser.add_argument(
-        "--schema",
-        metavar="NAME",
-        default="auto",
-        help='expected tensors: "auto" (from the config), "none", or the name of a schema',
-    )
-    suggest(schema, _schemas)
-    parser.add_argument(
-        "--range",
-        metavar=("LOW", "HIGH"),
-        nargs=2,
-        type=float,
-        help="warn about values outside this range; default: -128 to 128, for norms -4096 to 4096",
-    )
-    parser.add_argument("--parameters", metavar="N", type=int, help="expected number of elements in all tensors")
-    scale = parser.add_mutually_exclusive_group()
-    scale.add_argument("--scale", metavar="X", type=float, help="expected scale of int8 tensors")
-    scale.add_argument(
-        "--absmax", metavar="X", type=float, help="expected absmax of int8 tensors, 127 times their scale"
-    )
-    parser.add_argument(
-        "--structure", action="store_true", help="check only files, names, shapes and sizes; read no values"
-    )
-    add_patterns(parser)
-    parser.add_argument(
-        "--strict", action="store_true", help="treat warnings as errors, except value.constant and value.zero"
-    )
-    manifest = parser.add_mutually_exclusive_group()
-    manifest.add_argument("--manifest", metavar="FILE", help="compare the SHA-256 of each tensor with this file")
-    manifest.add_argument("--write-manifest", metavar="FILE", help="write the SHA-256 of each tensor to this file")
-    add_overwrite(parser, "replace the file of --write-manifest even if safeload did not write it")
-    add_opening(parser)
-    add_threads(parser)
-    add_dask(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
 def _schemas() -> list[str]:
     from ..models.family import with_schema  # imported here: only completion needs it
 
     return ["auto", "none", *with_schema()]
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the findings about ``options.path`` and return the exit status."""
+@command(
+    "Find faults in weights: files that violate their format, missing shards, incomplete downloads, "
+    "wrong CRC-32 in zip archives, NaN and infinity, names and shapes that differ from config.json, missing "
+    "layers, bad scales of quantized tensors. Warn about values out of range, matrices of a single value and mixed "
+    "dtypes. List the parts that could not be checked.",
+    _CHECK,
+    path(),
+    argument("--config", metavar="FILE", help="use this config.json instead of the folder's own"),
+    argument(
+        "--schema",
+        suggested=_schemas,
+        metavar="NAME",
+        default="auto",
+        help='expected tensors: "auto" (from the config), "none", or the name of a schema',
+    ),
+    argument(
+        "--range",
+        metavar=("LOW", "HIGH"),
+        nargs=2,
+        type=float,
+        help="warn about values outside this range; default: -128 to 128, for norms -4096 to 4096",
+    ),
+    argument("--parameters", metavar="N", type=int, help="expected number of elements in all tensors"),
+    one_of(
+        argument("--scale", metavar="X", type=float, help="expected scale of int8 tensors"),
+        argument("--absmax", metavar="X", type=float, help="expected absmax of int8 tensors, 127 times their scale"),
+    ),
+    flag("--structure", "check only files, names, shapes and sizes; read no values"),
+    *PATTERNS,
+    flag("--strict", "treat warnings as errors, except value.constant and value.zero"),
+    one_of(
+        argument("--manifest", metavar="FILE", help="compare the SHA-256 of each tensor with this file"),
+        argument("--write-manifest", metavar="FILE", help="write the SHA-256 of each tensor to this file"),
+    ),
+    flag("--overwrite", "replace the file of --write-manifest even if safeload did not write it"),
+    *_READING,
+)
+def check(options: argparse.Namespace) -> int:
+    """Print the findings about ``options.path``."""
     from ..operations.validate.findings import HARMLESS_WARNINGS
 
     output = _output(options)
@@ -111,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     with cluster(options.dask) as executor, reading as options.path:
         report = _report(options, executor, output)
     if options.json:
-        print(json.dumps(report.to_dict(), indent=1))
+        print_json(report.to_dict())
     else:
         paint = painter()
         for line in map(in_options, report.lines(columns())):
@@ -137,13 +133,10 @@ def _output(options: argparse.Namespace) -> Output | None:
     from ..stores.digests import is_manifest
 
     refuse(options.write_manifest, "--write-manifest needs a file")
+    read = (options.path, options.config)
+    overwrite = options.overwrite
     output = Output(
-        "--write-manifest",
-        options.write_manifest,
-        "manifest",
-        is_manifest,
-        overwrite=options.overwrite,
-        sources=(options.path, options.config),
+        "--write-manifest", options.write_manifest, "manifest", is_manifest, overwrite=overwrite, sources=read
     )
     output.check()
     return output
@@ -151,25 +144,21 @@ def _output(options: argparse.Namespace) -> Output | None:
 
 def _report(options: argparse.Namespace, executor: Executor | None, output: Output | None) -> CheckReport:
     """Validate ``options.path`` and compare it with its manifest."""
-    # Imported here: they would slow down the other commands.
     from ..operations.validate.check import settings, validate_path
     from ..operations.validate.findings import find
 
-    limits = {"parameters": options.parameters, "scale": options.scale, "absmax": options.absmax}
+    limits = given(options, "parameters scale absmax")
     if options.range is not None:
         limits["low"], limits["high"] = options.range
-    schema = None if options.schema == "none" else options.schema
     with bar("check") as progress:
         request = settings(
             options.config,
-            schema,
+            None if options.schema == "none" else options.schema,
             limits,
             values=not options.structure,
-            only=options.only,
-            drop=options.drop,
             executor=executor,
-            threads=options.threads,
             progress=progress,
+            **given(options, "only drop threads"),
         )
         report = validate_path(options.path, opening(options), request)
     if report.files and (options.manifest or output is not None):
@@ -206,3 +195,180 @@ def _manifest(
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))
         print(f"{name}: SHA-256 of {plural(len(current['tensors']), 'tensor')}", file=sys.stderr)
+
+
+# ---- stats ----
+
+_STATS = f"""examples:
+  safeload stats model.safetensors
+  safeload stats Llama-3.2-1B/ --only '*norm*' --sort absmax
+  safeload stats model.safetensors --histogram --only 'h.0.*'
+  safeload stats model.safetensors --json | jq '.tensors[] | select(.nan > 0)'
+
+{STATUS}"""
+
+_STATS_ROWS = 100  # on a terminal
+
+
+@command(
+    "Show minimum, maximum, mean and standard deviation of the finite values of each tensor, and the numbers of "
+    "NaN, infinite and zero values. Quantized tensors are dequantized first.",
+    _STATS,
+    path(),
+    *selection(("name", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros"), _STATS_ROWS),
+    flag("--histogram", "also show the distribution of absolute values by powers of two"),
+    *_READING,
+)
+def stats(options: argparse.Namespace) -> int:
+    """Print the statistics of ``options.path``."""
+    from .. import stats
+    from ..operations.measure.stats import lines_of
+
+    with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
+        same = given(options, "histogram only drop threads")
+        results = stats(opened, executor=executor, progress=progress, **same)
+    rows = _sorted(results, options.sort)
+    if options.json:
+        tensors = [{"name": name, **statistics.to_dict()} for name, statistics in rows]
+        print_json({"path": shown(options.path), "tensors": tensors[: options.limit]})
+        return 0
+    first = rows[: most_rows(options, _STATS_ROWS)]
+    print_lines(lines_of(first, columns(), histogram=options.histogram))
+    if len(first) < len(rows):
+        print(f"... and {plural(len(rows) - len(first), 'tensor')} more{hint(options)}")
+    return 0
+
+
+def _sorted(results: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
+    def order(row: tuple[str, Any]) -> Any:
+        if key == "name":
+            return natural_key(row[0])
+        value = getattr(row[1], str(key))
+        return math.inf if math.isnan(value) else -value
+
+    return list(results.items()) if key is None else sorted(results.items(), key=order)
+
+
+# ---- diff ----
+
+_DIFF = """examples:
+  safeload diff old.safetensors new.safetensors
+  safeload diff Llama-3.2-1B/ llama-q4_0.safetensors --only '*.mlp.*' --sort rms
+  safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close
+
+Exit status: 0 equal (with --tolerance: equal names and shapes, and values within the tolerance), 1 different, or a file
+is bad, 2 wrong usage."""
+
+_DIFF_ROWS = 40  # of each list on a terminal
+
+
+def _not_negative(text: str) -> float:
+    """Parse a number of at least 0, for argparse."""
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"must be >= 0, got {text}")
+    return value
+
+
+@command(
+    "List tensors that only one of two checkpoints has, and different shapes and dtypes. For each "
+    "tensor in both, show the largest difference, the RMS difference, the relative change and the cosine; for each "
+    "layer, the relative change. Tensors that differ only in the size of their first axis are compared up to the "
+    "last common row. Formats and dtypes may differ; quantized tensors are dequantized first.",
+    _DIFF,
+    path("a"),
+    path("b"),
+    argument("--tolerance", metavar="X", type=_not_negative, help="ignore differences up to X, and different dtypes"),
+    *selection(
+        ("name", "max", "rms", "relative", "cosine", "unequal"),
+        _DIFF_ROWS,
+        "non-finite values, then the largest difference",
+    ),
+    *_READING,
+)
+def diff(options: argparse.Namespace) -> int:
+    """Print the differences between ``options.a`` and ``options.b``."""
+    from .. import diff
+
+    check_once([options.a, options.b])
+    with (
+        open_path(options.a, options) as a,
+        open_path(options.b, options) as b,
+        cluster(options.dask) as executor,
+        bar("diff") as progress,
+    ):
+        report = diff(a, b, executor=executor, progress=progress, **given(options, "only drop threads"))
+    good = report.same if options.tolerance is None else report.within(options.tolerance)
+    if options.json:
+        judged = {} if options.tolerance is None else {"tolerance": options.tolerance, "within": good}
+        print_json({**report.to_dict(), **judged})
+    else:
+        *lines, verdict = report.lines(columns(), most_rows(options, _DIFF_ROWS), options.sort, options.tolerance)
+        print_lines([*lines, (verdict, "good" if good else "error")])
+    return 0 if good else 1
+
+
+# ---- report ----
+
+_REPORT = f"""examples:
+  safeload report model.safetensors -o report.html
+  safeload report Llama-3.2-1B/ --quantize q4_0 -o llama.html
+  safeload report 400GB/ --no-digest
+
+{STATUS} A bad file gets a page, too. If SOURCE_DATE_EPOCH is set, it is the date on the page."""
+
+
+@command(
+    "Write one HTML page that works offline: findings of check, contents, size breakdown, size when "
+    "loaded or quantized, absmax and standard deviation by layer, magnitude distribution, SHA-256 of the files, "
+    "and with --quantize the quantization error.",
+    _REPORT,
+    path(),
+    argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        default="report.html",
+        help="page to write, or - for stdout; default: report.html",
+    ),
+    flag("--overwrite", "replace the file of --output even if safeload did not write it"),
+    argument(
+        "--quantize",
+        type=str.lower,
+        choices=tuple(SCHEMES),
+        metavar="SCHEME",
+        help=f"also show the quantization error of each tensor: {', '.join(SCHEMES)}",
+    ),
+    argument(
+        "--no-digest",
+        dest="digest",
+        action="store_false",
+        help="omit SHA-256 digests, which need a second read; always omitted for URLs",
+    ),
+    *OPENING,
+    THREADS,
+    JSON,
+)
+def report(options: argparse.Namespace) -> int:
+    """Write the page about ``options.path``."""
+    from ..operations.folders.output import Output
+    from ..operations.report.page import is_page
+    from ..operations.report.report import page_of
+
+    to_stdout = options.output == STANDARD
+    if to_stdout and options.json:
+        raise ValueError("--output - and --json both write to stdout; pass only one of them")
+    overwrite = options.overwrite
+    output = Output("--output", options.output, "report", is_page, overwrite=overwrite, sources=[options.path])
+    if not to_stdout:
+        output.check()
+    with read_again(options.path) as path:
+        choices = {"digest": options.digest, "threads": options.threads, "bars": bar}
+        text, report = page_of(path, opening(options), options.quantize, **choices)
+    nbytes = write_to_stdout(text) if to_stdout else output.write(text, report.files)
+    if options.json:
+        print_json({"output": options.output, "nbytes": nbytes, "ok": report.ok})
+    else:
+        where, stream = ("stdout", sys.stderr) if to_stdout else (options.output, sys.stdout)
+        print(f"{printable(where)}: {size(nbytes)}; {printable(report.source)}: {report.verdict}", file=stream)
+    return 0 if report.ok else 1

@@ -1,17 +1,18 @@
-"""Arguments, colours and progress bars that the commands share."""
+"""What the commands share: options as keyword arguments, messages in the words of the command line, the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ..base import log
 from ..base.layout import is_terminal, terminal_columns
-from ..base.text import plural, printable
+from ..base.text import printable
 from ..errors import one_line
 from .streams import STDIN, is_stdin, source
 
@@ -19,25 +20,13 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..engine.run.progress import Report
 
-STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
-
 # False if the shell leaves patterns such as *.safetensors to the program.
 SHELL_EXPANDS = os.name != "nt"
-
-# Attribute that `suggest` sets on argparse actions.
-SUGGESTED = "suggested"
 
 _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": "2"}
 
 
-def add_path(parser: Any, name: str = "path", *, several: bool = False, stdin: bool = True) -> None:
-    """Add the path of a checkpoint or, if ``several``, one or more ``paths``; False for ``stdin`` leaves out "-"."""
-    more = "a URL (hf://, s3://, https://, ...), or - for stdin" if stdin else "or a URL: hf://, s3://, https://, ..."
-    text = f"a weight file, a folder, an index.json, {more}"
-    if several:
-        parser.add_argument("paths", metavar="PATH", nargs="+", help=f"{text}; may be repeated")
-    else:
-        parser.add_argument(name, metavar=name.upper(), help=text)
+# ---- options ----
 
 
 def expanded(paths: Iterable[str]) -> list[str]:
@@ -55,107 +44,21 @@ def _matching(path: str) -> list[str]:
     return sorted(glob.glob(path)) or [path]
 
 
-def add_selection(parser: Any, keys: Sequence[str], rows: int, *, order: str = "the order of the file") -> None:
-    """Add the options that select, sort and limit listed tensors."""
-    add_patterns(parser)
-    parser.add_argument("--sort", choices=keys, help=f"sort by this key, numbers in descending order; default: {order}")
-    parser.add_argument("--limit", metavar="N", type=positive, help="show at most N rows")
-    parser.add_argument("--all", action="store_true", help=f"list every tensor, even beyond {rows} rows on a terminal")
-
-
-def add_opening(parser: Any) -> None:
-    """Add the options for opening a checkpoint."""
-    parser.add_argument(
-        "--stored",
-        action="store_true",
-        help="show codes and scales of a quantized checkpoint as the files store them",
-    )
-    parser.add_argument(
-        "--root",
-        metavar="NAME",
-        help="use only this nested container, such as state_dict of a torch checkpoint, or a model in an archive",
-    )
-    parser.add_argument(
-        "--unknown-globals",
-        choices=("refuse", "inert"),
-        default="refuse",
-        help="if a torch checkpoint references classes or functions that are not on the allowlist: refuse it "
-        "(default), or replace them by inert placeholders and read the tensors around them",
-    )
-    parser.add_argument(
-        "--storage-option",
-        "--storage-options",
-        metavar="KEY=VALUE",
-        action="append",
-        help="for URLs: an option of the filesystem, such as anon=true or client_kwargs.endpoint_url=URL; may be "
-        "repeated. Pass credentials through environment variables, because other users can see this option",
-    )
-
-
-def add_overwrite(parser: Any, help: str) -> None:
-    """Add --overwrite."""
-    parser.add_argument("--overwrite", action="store_true", help=help)
-
-
-def add_patterns(parser: Any) -> None:
-    """Add --only and --drop."""
-    parser.add_argument(
-        "--only",
-        metavar="PATTERN",
-        action="append",
-        help="select tensors by name, for example '*.mlp.*'; may be repeated",
-    )
-    parser.add_argument("--drop", metavar="PATTERN", action="append", help="leave out tensors by name; may be repeated")
-
-
-def suggest(action: argparse.Action, values: Callable[[], Iterable[str]]) -> None:
-    """Set the values that completion offers for an option which also takes other values."""
-    vars(action)[SUGGESTED] = values
-
-
-def add_threads(parser: Any) -> None:
-    """Add --threads."""
-    parser.add_argument(
-        "--threads", metavar="N", type=positive, help="number of threads; default: chosen automatically"
-    )
-
-
-def add_json(parser: Any, help: str = "print everything as one JSON object") -> None:
-    """Add --json."""
-    parser.add_argument("--json", action="store_true", help=help)
-
-
-def positive(text: str) -> int:
-    """Parse an integer of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """Parse a number of at least 0, for argparse."""
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"must be >= 0, got {text}")
-    return value
-
-
 def open_path(path: Any, options: argparse.Namespace) -> Checkpoint:
-    """Open a checkpoint, or stdin for "-", with the options of `add_opening`."""
-    from ..loading import entry  # imported here: it imports NumPy, and `safeload --help` needs neither
+    """Open a checkpoint, or stdin for "-", with the options of `OPENING`."""
+    from .. import open  # imported here: it imports NumPy, and `safeload --help` needs neither
 
-    return entry.open(source(path), **opening(options))
+    return open(source(path), **opening(options))
 
 
 def opening(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `add_opening` as keyword arguments of `safeload.open`."""
-    return {
-        "root": options.root,
-        "unknown_globals": options.unknown_globals,
-        "stored": options.stored,
-        "storage_options": storage_options(options),
-    }
+    """Return the options of `OPENING` as keyword arguments of `safeload.open`."""
+    return {**given(options, "root unknown_globals stored"), "storage_options": storage_options(options)}
+
+
+def given(options: argparse.Namespace, names: str) -> dict[str, Any]:
+    """Return the options that are keyword arguments of the same names."""
+    return {name: getattr(options, name) for name in names.split()}
 
 
 def shown(path: str) -> str:
@@ -210,21 +113,77 @@ def most_rows(options: argparse.Namespace, rows: int) -> int | None:
     return limit if limit is not None or options.all or columns() is None else rows
 
 
-def rest(hidden: int, noun: str, options: argparse.Namespace) -> str:
-    """Return the line that counts hidden rows."""
-    return f"... and {plural(hidden, noun)} more{hint(options)}"
-
-
 def hint(options: argparse.Namespace) -> str:
     """Return the end of lines that count hidden rows."""
     return "" if options.limit else "; pass --all to list all"
 
 
+# ---- messages of the Python API in the words of the command line ----
+
+# Arguments in advice, such as `dtype="float32"`, `overwrite=True` and `max_shard_size=`.
+_ARGUMENT = r"""(?<![^ (])
+    (base|dtype|drop|force|format|ignore|imatrix|keep|layout|max_shard_size|metadata|only|overwrite|quantize|raw|rename
+     |resume|root|stored|unknown_globals|verify)
+    (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep|root)=)(?=') | (?<=ignore=)(?=')
+       | (?<=quantize=)(?=')
+       | (?=[ ,;:.)]|$) )
+       | (?<=max_shard_size)(?=[ ]|$))"""
+
+_QUOTED = r"""["']([^"']*)["']"""
+_CACHE = "--storage-option filecache.cache_storage=FOLDER"
+
+# Other Python in advice. `re` compiles the patterns when the first message has some, because few runs print one.
+_CODE = (
+    (r"storage_options= \(which may be empty\)", "--storage-option KEY=VALUE"),
+    (r"pass storage_options= or", "pass --storage-option KEY=VALUE or"),
+    (r"storage_options=\{'headers': \{'Authorization': \.\.\.\}\}", "--storage-option headers.Authorization=..."),
+    (r"storage_options=\{'verify': PATH\}", "--storage-option verify=PATH"),
+    (r"check_files=True", "--storage-option filecache.check_files=true"),
+    (r'safeload\.open\("(filecache::[^"]*)", storage_options=\{\}\) keeps', rf"\1 with {_CACHE} keeps"),
+    (r"(filecache::URL) with storage_options=\{\}", rf"\1 with {_CACHE}"),
+    (rf"safeload\.load\({_QUOTED}(?:, storage_options=\{{\}})?\) reads it over the network", r"pass \1"),
+    (rf"safeload\.open\({_QUOTED}\)", r"\1"),
+    (r"names are exact; only= of safeload\.load takes patterns", "names are exact"),
+    (r", or open several together with safeload\.open\(\[.*\]\)", ""),
+    (r"patterns are not expanded: pass safeload\.open a list such as \S+", "pass the matching files"),
+    (r"; for a bucket pass safeload\.remote\.\S+ path\)", ""),
+    (r"safeload\.load without dtype= returns them", "--stored shows them"),
+    (r"safeload\.load of the whole checkpoint .* with stored=True", "--stored shows the codes as stored"),
+    (r'see safeload\.load_quantized, or pass quantize="(\S*)" to safeload\.convert', r"pass --quantize \1 to convert"),
+    (r"safeload\.convert can merge", "`safeload convert` can merge"),
+    (r"safeload\.convert\(\.\.\., URL\) writes", "`safeload convert SOURCE URL` writes"),
+    (r"Convert the tensor with safeload\.astype, or leave it out(?: with drop=)?", "Leave it out with --drop"),
+    (r"\bscheme=\{('[^']*)': None\}", r"--quantize \1=none'"),
+    (r"no pattern of scheme= matches", "no pattern of --quantize matches"),
+    (r"\bscheme=", "--quantize "),
+    (r"\bexecutor=", "--dask"),
+    (r"\badapters=", "--adapter"),
+    (r"or a dict with a scheme for each name pattern", "or --quantize PATTERN=SCHEME for each kind of matrix"),
+    (r"pass check=False", "pass --no-check"),
+    (r"pass safeload\.Signature\(path, key=\.\.\.\)", "pass --key or --certificate"),
+)
+
+
+def _option(argument: re.Match[str]) -> str:
+    option = f"--{argument[1].replace('_', '-')}"
+    value = argument[2] or argument[3]
+    if value is not None:
+        return f"{option} {value}"
+    return f"{option} " if argument.string.startswith("'", argument.end()) else option
+
+
+def in_options(text: str) -> str:
+    """Return a message with options instead of Python arguments and calls."""
+    if not any(mark in text for mark in ("=", "safeload.", "max_shard_size", "or a dict")):
+        return text
+    for pattern, replacement in _CODE:
+        text = re.sub(pattern, replacement, text)
+    return re.sub(_ARGUMENT, _option, text, flags=re.VERBOSE)
+
+
 # ---- the terminal ----
 
-
 columns = terminal_columns
-
 
 # How messages of `FileExistsError` begin.
 _EXISTS, _UNFINISHED = "File exists", "An unfinished conversion"
@@ -232,8 +191,6 @@ _EXISTS, _UNFINISHED = "File exists", "An unfinished conversion"
 
 def complain(error: Exception) -> None:
     """Flush stdout and print an error to stderr."""
-    from .flags import in_options
-
     sys.stdout.flush()
     text = one_line(error)
     if isinstance(error, FileExistsError):
@@ -261,8 +218,6 @@ def log_to_stderr(*, verbose: bool) -> Iterator[None]:
     """Print warnings of "safeload" to stderr and, if ``verbose``, each step."""
     import logging  # only here: importing it takes milliseconds
 
-    from .flags import in_options
-
     class Escaped(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             return printable(f"safeload: {record.levelname.lower()}: {in_options(record.getMessage())}")
@@ -281,12 +236,25 @@ def log_to_stderr(*, verbose: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def painter(stream: TextIO | None = None) -> Callable[[str, str], str]:
-    """Return a function that colours text by kind: "error", "warning", "good", "head" or "dim"."""
-    stream = sys.stdout if stream is None else stream
-    if not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+def painter() -> Callable[[str, str], str]:
+    """Return a function that colours text by kind: "error", "warning", "good", "head", "dim", or "" for none."""
+    if not is_terminal(sys.stdout) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return lambda text, kind: text  # see https://no-color.org
-    return lambda text, kind: f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if text else text
+    return lambda text, kind: f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if text and kind else text
+
+
+def print_lines(lines: Iterable[str | tuple[str, str]]) -> None:
+    """Print lines, some with the kind of their colour; see `painter`."""
+    paint = painter()
+    for line in lines:
+        print(line if isinstance(line, str) else paint(*line))
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON."""
+    import json  # imported here: few commands need it
+
+    print(json.dumps(value, indent=1))
 
 
 # ---- progress ----

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-from .common import SUGGESTED
-from .parsers import COMMANDS, Parsers
+from .parsers import COMMANDS, SUGGESTED, Parsers, argument, command
 
 _EPILOG = """examples:
   safeload completion bash >> ~/.bashrc
@@ -18,72 +17,36 @@ The script is static and starts no program. Print it again after an update.
 
 Exit status: 0 success, 2 wrong usage."""
 
-# Placeholders of file values.
-_FILES = ("FILE",)
+# The arguments of each command; "" has the options before a command.
+_Tree: TypeAlias = Mapping[str, list[Any]]
 
 
-class _Option(NamedTuple):
-    """An option of a command."""
-
-    names: tuple[str, ...]  # such as "-o" and "--output"
-    help: str
-    flag: bool  # takes no value
-    values: tuple[str, ...]  # possible values, if known
-    files: bool  # takes a file
-    arity: int  # number of values
-    repeated: bool
+# ---- an argument: argparse has no public way to list them ----
 
 
-class _Command(NamedTuple):
-    """A command."""
-
-    help: str
-    options: tuple[_Option, ...]
-    words: tuple[str, ...]  # values of its only positional argument; if empty, it takes paths
+def _options(arguments: list[Any]) -> list[Any]:
+    return [action for action in arguments if action.option_strings]
 
 
-def register(parser: Any) -> None:
-    """Add the arguments to the parser of the command."""
-    parser.description = "Print a script that makes bash, zsh or fish complete commands, options, values and paths."
-    parser.epilog = _EPILOG
-    parser.add_argument("shell", metavar="SHELL", choices=tuple(_SHELLS), help=f"one of {', '.join(_SHELLS)}")
-    parser.set_defaults(run=run)
+def _words(arguments: list[Any]) -> str:
+    """Return the values of the only positional argument, or "": it takes paths."""
+    positional = [action for action in arguments if not action.option_strings]
+    return _values(positional[0]) if len(positional) == 1 else ""
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the script and return the exit status."""
-    print("\n".join(_SHELLS[options.shell](_tree(Parsers()))))
-    return 0
+def _values(action: Any) -> str:
+    return " ".join(map(str, action.choices or vars(action).get(SUGGESTED, tuple)()))
 
 
-def _tree(parsers: Parsers) -> dict[str, _Command]:
-    """Return the commands by name; "" holds the options before a command."""
-    # argparse has no public way to list the arguments of a parser.
-    tree = {"": _Command("", tuple(_options(parsers.top)), ())}
-    for name, text in COMMANDS.items():
-        parser = parsers.command(name)
-        positional = [action for action in parser._actions if not action.option_strings]
-        words = tuple(positional[0].choices or ()) if len(positional) == 1 else ()
-        tree[name] = _Command(text, tuple(_options(parser)), words)
-    return tree
-
-
-def _options(parser: Any) -> Iterator[_Option]:
-    for action in parser._actions:
-        if action.option_strings:
-            repeated = isinstance(action, argparse._AppendAction)
-            suggested = vars(action).get(SUGGESTED, tuple)()
-            values, files = tuple(map(str, action.choices or suggested)), action.metavar in _FILES
-            flag, arity = action.nargs == 0, action.nargs if isinstance(action.nargs, int) else 1
-            yield _Option(tuple(action.option_strings), action.help, flag, values, files, arity, repeated)
+def _names(arguments: list[Any]) -> str:
+    return " ".join(name for action in _options(arguments) for name in action.option_strings)
 
 
 # ---- bash ----
 
 
-def _bash(tree: Mapping[str, _Command]) -> Iterator[str]:
+def _bash(tree: _Tree) -> Iterator[str]:
     """Yield the script for bash, which completes paths if COMPREPLY stays empty."""
-    names = " ".join(filter(None, tree))
     yield from (
         "# Completion of safeload in bash. Made by `safeload completion bash`.",
         "_safeload() {",
@@ -95,15 +58,14 @@ def _bash(tree: Mapping[str, _Command]) -> Iterator[str]:
         "    done",
         '    case "$command" in',
     )
-    for name, command in tree.items():
-        first = names if not name else " ".join(command.words)
+    for name, arguments in tree.items():
         yield f"    {name or chr(39) * 2})"
         yield '        case "$previous" in'
-        for option in command.options:
-            if not option.flag:
-                yield f'        {"|".join(option.names)}) offered="{" ".join(option.values)}" ;;'
-        yield f'        *) offered="{first}"'
-        yield f'            [[ $word == -* ]] && offered="{_names(command)}" ;;'
+        for option in _options(arguments):
+            if option.nargs != 0:
+                yield f'        {"|".join(option.option_strings)}) offered="{_values(option)}" ;;'
+        yield f'        *) offered="{_words(arguments) if name else " ".join(COMMANDS)}"'
+        yield f'            [[ $word == -* ]] && offered="{_names(arguments)}" ;;'
         yield "        esac ;;"
     yield from (
         f'    *) [[ $word == -* ]] && offered="{_names(tree["info"])}" ;;',
@@ -114,20 +76,16 @@ def _bash(tree: Mapping[str, _Command]) -> Iterator[str]:
     )
 
 
-def _names(command: _Command) -> str:
-    return " ".join(name for option in command.options for name in option.names)
-
-
 # ---- zsh ----
 
 
-def _zsh(tree: Mapping[str, _Command]) -> Iterator[str]:
+def _zsh(tree: _Tree) -> Iterator[str]:
     yield from (
         "#compdef safeload",
         "# Completion of safeload in zsh. Made by `safeload completion zsh`.",
         "_safeload() {",
         "    local -a commands=(",
-        *(f"        {_quoted(f'{name}:{command.help}')}" for name, command in tree.items() if name),
+        *(f"        {_quoted(f'{name}:{text}')}" for name, (_, text) in COMMANDS.items()),
         "    )",
         "    if (( CURRENT == 2 )); then",
         "        if [[ $words[2] == -* ]]; then",
@@ -140,14 +98,13 @@ def _zsh(tree: Mapping[str, _Command]) -> Iterator[str]:
         "    fi",
         "    case $words[2] in",
     )
-    for name, command in tree.items():
-        words = f"({' '.join(command.words)})" if command.words else "_files"
-        if name:
-            yield f"    {name})"
-            yield "        shift words; (( CURRENT-- ))"
-            yield "        _arguments \\"
-            yield from (f"            {option} \\" for option in _zsh_options(command))
-            yield f"            '*:{name}:{words}' ;;"
+    for name in COMMANDS:
+        words = _words(tree[name])
+        yield f"    {name})"
+        yield "        shift words; (( CURRENT-- ))"
+        yield "        _arguments \\"
+        yield from (f"            {option} \\" for option in _zsh_options(tree[name]))
+        yield f"            '*:{name}:{f'({words})' if words else '_files'}' ;;"
     yield from (
         "    *) _files ;;",
         "    esac",
@@ -156,14 +113,15 @@ def _zsh(tree: Mapping[str, _Command]) -> Iterator[str]:
     )
 
 
-def _zsh_options(command: _Command) -> Iterator[str]:
-    for option in command.options:
-        action = f"({' '.join(option.values)})" if option.values else "_files" if option.files else " "
-        value = "" if option.flag else f":value:{action}" * option.arity
-        excluded = "" if option.repeated else f"({' '.join(option.names)})"
+def _zsh_options(arguments: list[Any]) -> Iterator[str]:
+    for option in _options(arguments):
+        values = _values(option)
+        action = f"({values})" if values else "_files" if option.metavar == "FILE" else " "
+        arity = 1 if option.nargs is None else option.nargs
+        before = "*" if isinstance(option, argparse._AppendAction) else f"({' '.join(option.option_strings)})"
         text = "".join(f"\\{c}" if c in "[]:\\" else c for c in option.help)
-        for name in option.names:
-            yield _quoted(f"{'*' if option.repeated else excluded}{name}[{text}]{value}")
+        for name in option.option_strings:
+            yield _quoted(f"{before}{name}[{text}]{f':value:{action}' * arity}")
 
 
 def _quoted(text: str) -> str:
@@ -174,18 +132,32 @@ def _quoted(text: str) -> str:
 # ---- fish ----
 
 
-def _fish(tree: Mapping[str, _Command]) -> Iterator[str]:
+def _fish(tree: _Tree) -> Iterator[str]:
     yield "# Completion of safeload in fish. Made by `safeload completion fish`."
-    for name, command in tree.items():
+    for name, arguments in tree.items():
         condition = f"-n '__fish_seen_subcommand_from {name}'" if name else "-n __fish_use_subcommand"
         if name:
-            yield f"complete -c safeload -n __fish_use_subcommand -a {name} -d {_quoted(command.help)}"
-        if command.words:
-            yield f"complete -c safeload {condition} -f -a '{' '.join(command.words)}'"
-        for option in command.options:
-            spelled = " ".join(f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in option.names)
-            value = "" if option.flag else f" -x -a '{' '.join(option.values)}'" if option.values else " -r"
+            yield f"complete -c safeload -n __fish_use_subcommand -a {name} -d {_quoted(COMMANDS[name][1])}"
+            if words := _words(arguments):
+                yield f"complete -c safeload {condition} -f -a '{words}'"
+        for option in _options(arguments):
+            spelled = " ".join(f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in option.option_strings)
+            values = _values(option)
+            value = "" if option.nargs == 0 else f" -x -a '{values}'" if values else " -r"
             yield f"complete -c safeload {condition} {spelled}{value} -d {_quoted(option.help)}"
 
 
-_SHELLS: dict[str, Callable[[Mapping[str, _Command]], Iterator[str]]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+_SHELLS: dict[str, Callable[[_Tree], Iterator[str]]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+
+
+@command(
+    "Print a script that makes bash, zsh or fish complete commands, options, values and paths.",
+    _EPILOG,
+    argument("shell", metavar="SHELL", choices=tuple(_SHELLS), help=f"one of {', '.join(_SHELLS)}"),
+)
+def completion(options: argparse.Namespace) -> int:
+    """Print the script."""
+    parsers = Parsers()
+    tree = {name: (parsers.command(name) if name else parsers.top)._actions for name in ("", *COMMANDS)}
+    print("\n".join(_SHELLS[options.shell](tree)))
+    return 0

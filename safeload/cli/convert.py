@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..base.scheme import SCHEMES, engine_formats
 from ..base.text import show
@@ -16,25 +15,17 @@ from ..engine.read.load import targets
 from ..formats.gguf.mixtures import mixtures
 from ..formats.registry import SUFFIXES, WRITTEN, WrittenNames
 from ..models.layout import Layout, built_in
-from ..operations.convert.convert import convert
-from ..operations.convert.write import ConvertReport
 from ..operations.folders.destinations import is_folder, where
 from ..operations.folders.folder import refuse_inputs
 from ..packed.families import presets
 from .cluster import add_dask, cluster
-from .common import (
-    add_opening,
-    add_overwrite,
-    add_patterns,
-    add_threads,
-    bar,
-    open_path,
-    storage_options,
-    suggest,
-)
-from .flags import in_options
+from .common import bar, given, in_options, open_path, print_json, storage_options
+from .files import against_of
+from .parsers import OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
 from .streams import STANDARD, binary_stdout, check_once, source
-from .verify import add_trusted, against_of
+
+if TYPE_CHECKING:
+    from ..operations.convert.write import ConvertReport
 
 _ALL = "*"  # the pattern of a scheme for all matrices
 
@@ -69,122 +60,82 @@ continue.
 Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage."""
 
 
-def register(parser: Any) -> None:
-    """Add the arguments to the parser of the command."""
-    parser.description = (
-        "Write the tensors and metadata of files or folders in another format, dtype or layout, in the memory of the "
-        f"largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}."
-    )
-    parser.epilog = _EPILOG
-    parser.add_argument(
+@command(
+    "Write the tensors and metadata of files or folders in another format, dtype or layout, in the memory of the "
+    f"largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
+    _EPILOG,
+    argument(
         "source",
         metavar="SOURCE",
         nargs="+",
         help="a file, a folder, an index.json, a URL, or - for stdin; several are merged",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "destination",
         metavar="DESTINATION",
         help="a file, or a folder: a path or URL without suffix or with a final slash; or - for stdout",
-    )
-    dtype = parser.add_argument("--dtype", help='dtype for floating tensors, such as "float32" or "BF16"')
-    suggest(dtype, targets)
-    _add_quantizing(parser)
-    layout = parser.add_argument(
-        "--layout", metavar="NAME", help=f"stack layers: {', '.join(built_in())}, or a JSON file"
-    )
-    suggest(layout, built_in)
-    add_patterns(parser)
-    parser.add_argument(
-        "--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS
-    )  # exact names, superseded by --only
-    parser.add_argument(
-        "--adapter",
-        metavar="ADAPTER[=WEIGHT]",
-        action="append",
-        help="merge a LoRA adapter, with an optional weight; may be repeated",
-    )
-    parser.add_argument(
-        "--rename",
-        metavar=("REGEX", "REPLACEMENT"),
-        nargs=2,
-        action="append",
-        help=r"rename tensors like Python's re.sub: \1 is the first group; may be repeated",
-    )
-    parser.add_argument(
-        "--verify", metavar="FILE", help="verify the sources against a manifest or signature while reading"
-    )
-    add_trusted(parser)
-    _add_destination(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_quantizing(parser: argparse.ArgumentParser) -> None:
-    """Add the options for quantizing."""
-    scheme = parser.add_argument(
+    ),
+    argument("--dtype", suggested=targets, help='dtype for floating tensors, such as "float32" or "BF16"'),
+    argument(
         "--quantize",
+        suggested=lambda: (*SCHEMES, *mixtures(), *presets()),
         metavar="[PATTERN=]SCHEME",
         action="append",
         help="quantize matrices, or only matrices with matching names; may be repeated, the first match wins: "
         f"{', '.join(SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(mixtures())}. For "
         f"a folder also the formats of engines: {', '.join(engine_formats())}",
-    )
-    suggest(scheme, lambda: (*SCHEMES, *mixtures(), *presets()))
-    parser.add_argument(
+    ),
+    argument(
         "--imatrix",
         metavar="FILE",
         help="llama.cpp importance matrix for --quantize, in GGUF or the older format; only for a single file",
-    )
-    parser.add_argument(
-        "--keep",
-        "--ignore",
-        metavar="PATTERN",
-        action="append",
-        help="leave these tensors or modules unquantized; may be repeated",
-    )
-
-
-def _add_destination(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the result: its place, format and contents."""
-    parser.add_argument(
-        "--metadata",
-        metavar="KEY[=VALUE]",
-        action="append",
-        help="set a metadata key, or remove it if there is no =; may be repeated",
-    )
-    parser.add_argument(
-        "--no-extras",
-        action="store_true",
-        help="do not copy tokenizer, chat template and generation_config.json",
-    )
-    parser.add_argument(
+    ),
+    repeated("--keep", "--ignore", metavar="PATTERN", help="leave these tensors or modules unquantized"),
+    argument(
+        "--layout",
+        suggested=built_in,
+        metavar="NAME",
+        help=f"stack layers: {', '.join(built_in())}, or a JSON file",
+    ),
+    *PATTERNS,
+    argument("--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS),  # exact, superseded by --only
+    repeated("--adapter", metavar="ADAPTER[=WEIGHT]", help="merge a LoRA adapter, with an optional weight"),
+    repeated(
+        "--rename",
+        metavar=("REGEX", "REPLACEMENT"),
+        nargs=2,
+        help=r"rename tensors like Python's re.sub: \1 is the first group",
+    ),
+    argument("--verify", metavar="FILE", help="verify the sources against a manifest or signature while reading"),
+    TRUSTED,
+    repeated("--metadata", metavar="KEY[=VALUE]", help="set a metadata key, or remove it if there is no ="),
+    flag("--no-extras", "do not copy tokenizer, chat template and generation_config.json"),
+    argument(
         "--format",
         type=str.lower,
         choices=WrittenNames(WRITTEN),
         metavar="NAME",
         help=f"output format, whatever the suffix: {', '.join(WRITTEN)}",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--max-shard-size",
         metavar="SIZE",
         help='write a folder of shards of at most this size, such as "500MB"; default: 5GB',
-    )
-    parser.add_argument(
+    ),
+    flag(
         "--raw",
-        action="store_true",
-        help="keep names and rows, instead of writing what llama.cpp, ComfyUI (.gguf) or transformers (a folder) "
+        "keep names and rows, instead of writing what llama.cpp, ComfyUI (.gguf) or transformers (a folder) "
         "loads; --quantize then names block types, not file types",
-    )
-    add_overwrite(parser, "replace an existing destination")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion to a folder")
-    add_opening(parser)
-    add_threads(parser)
-    add_dask(parser)
-    parser.add_argument("--json", action="store_true", help="print a summary as one JSON object")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Convert and return the exit status."""
+    ),
+    flag("--overwrite", "replace an existing destination"),
+    flag("--resume", "continue an interrupted conversion to a folder"),
+    *OPENING,
+    THREADS,
+    add_dask,
+    flag("--json", "print a summary as one JSON object"),
+)
+def convert(options: argparse.Namespace) -> int:
+    """Convert."""
     check_once(options.source)
     to_stdout = options.destination == STANDARD
     sharded = options.max_shard_size is not None or is_url(options.destination)
@@ -202,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
         result = {"files": report.files, "format": report.format, "tensors": report.tensors, "nbytes": report.nbytes}
         if report.summary is not None:
             result.update(quantized=report.summary.quantized, kept=report.summary.kept)
-        print(json.dumps({**result, "seconds": round(report.seconds, 3)}, indent=1))
+        print_json({**result, "seconds": round(report.seconds, 3)})
     else:
         print(in_options(str(report)))
     return 0
@@ -219,7 +170,11 @@ def _to_stdout(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
+    from .. import convert
+
+    metadata = (text.partition("=") for text in options.metadata or ())  # a key without a value is removed
     refuse_inputs(destination, [options.layout])
+    layout = None if options.layout is None else built_in().get(options.layout) or Layout.from_json(options.layout)
     with ExitStack() as stack, cluster(options.dask) as executor, bar("convert") as progress:
         plain = (options.root, options.unknown_globals, options.stored) == (None, "refuse", False)
         verify = _verify(options)
@@ -229,28 +184,18 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
         return convert(
             list(sources) if plain else [stack.enter_context(open_path(path, options)) for path in sources],
             destination,
-            dtype=options.dtype,
             quantize=_schemes(options.quantize),
-            imatrix=options.imatrix,
-            layout=_layout(options.layout),
+            layout=layout,
             names=options.name,
-            only=options.only,
-            drop=options.drop,
-            keep=options.keep,
             rename=None if options.rename is None else [tuple(pair) for pair in options.rename],
-            metadata=_metadata(options.metadata),
+            metadata={key: value if sign else None for key, sign, value in metadata},
             adapters=None if options.adapter is None else list(map(_adapter, options.adapter)),
             extras=not options.no_extras,
-            raw=options.raw,
             storage_options=storage_options(options),
-            max_shard_size=options.max_shard_size,
-            format=options.format,
-            overwrite=options.overwrite,
-            resume=options.resume,
             executor=executor,
-            threads=options.threads,
             progress=progress,
             verify=verify,
+            **given(options, "dtype imatrix only drop keep raw max_shard_size format overwrite resume threads"),
         )
 
 
@@ -281,12 +226,6 @@ def _schemes(texts: list[str] | None) -> Any:
     return schemes if alone is None else alone
 
 
-def _metadata(texts: list[str] | None) -> dict[str, str | None]:
-    """Return keys to set, or to remove if their value is None."""
-    pairs = (text.partition("=") for text in texts or ())
-    return {key: value if sign else None for key, sign, value in pairs}
-
-
 def _adapter(text: str) -> tuple[str, float]:
     """Parse PATH or PATH=WEIGHT; an existing path may contain =."""
     path, sign, weight = text.rpartition("=")
@@ -296,7 +235,3 @@ def _adapter(text: str) -> tuple[str, float]:
         return path, float(weight)
     except ValueError:
         return text, 1.0
-
-
-def _layout(name: str | None) -> Layout | None:
-    return None if name is None else built_in().get(name) or Layout.from_json(name)

@@ -17,7 +17,8 @@ from ..base.dtypes import BY_CODE, row_of
 from ..base.layout import width
 from ..base.text import plural, printable, show
 from ..engine.read.load import targets
-from .common import STATUS, add_json, add_opening, add_path, columns, open_path, painter, suggest
+from .common import columns, open_path, print_lines
+from .parsers import JSON, OPENING, STATUS, argument, command, flag, path
 
 # A terminal shows this many rows at each end of a tensor with more values than _VALUES; NumPy's defaults.
 _EDGE = 3
@@ -38,30 +39,6 @@ line for each row, and an empty line between matrices.
 {STATUS}"""
 
 
-def register(parser: Any) -> None:
-    """Add the arguments to the parser of the command."""
-    parser.description = (
-        "Print the values of a tensor, or of some of its rows; only those are read. A quantized tensor is "
-        "dequantized to float32."
-    )
-    parser.epilog = _EPILOG
-    add_path(parser)
-    parser.add_argument("name", metavar="NAME", help="the exact name of a tensor")
-    parser.add_argument(
-        "--rows",
-        metavar="A:B",
-        type=_rows,
-        help="rows from A up to but not including B, or a single row A, counted from 0 along the first axis; negative "
-        "numbers count from the end (--rows=-5:)",
-    )
-    dtype = parser.add_argument("--dtype", help='convert floating values first, to a dtype such as "float32"')
-    suggest(dtype, targets)
-    parser.add_argument("--all", action="store_true", help="print every value on a terminal, too")
-    add_opening(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
 def _rows(text: str) -> slice:
     """Parse rows, for argparse."""
     parts = text.split(":")
@@ -78,8 +55,26 @@ def _rows(text: str) -> slice:
     return slice(row, row + 1 if row != -1 else None)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the tensor ``options.name`` of ``options.path`` and return the exit status."""
+@command(
+    "Print the values of a tensor, or of some of its rows; only those are read. A quantized tensor is "
+    "dequantized to float32.",
+    _EPILOG,
+    path(),
+    argument("name", metavar="NAME", help="the exact name of a tensor"),
+    argument(
+        "--rows",
+        metavar="A:B",
+        type=_rows,
+        help="rows from A up to but not including B, or a single row A, counted from 0 along the first axis; negative "
+        "numbers count from the end (--rows=-5:)",
+    ),
+    argument("--dtype", suggested=targets, help='convert floating values first, to a dtype such as "float32"'),
+    flag("--all", "print every value on a terminal, too"),
+    *OPENING,
+    JSON,
+)
+def get(options: argparse.Namespace) -> int:
+    """Print the tensor ``options.name`` of ``options.path``."""
     with open_path(options.path, options) as opened:
         tensor: Any = opened.get_slice(options.name)  # raises if there is no such tensor
         info = opened.tensors[options.name]
@@ -94,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
             _print_all(tensor, rows)
         else:
             part = "" if rows is None else f", rows {rows.start:,}:{rows.stop:,}"
-            print(painter()(printable(f"{info.name}: {info.dtype} {list(info.shape)}{part}"), "head"))
+            print_lines([(printable(f"{info.name}: {info.dtype} {list(info.shape)}{part}"), "head")])
             if options.all:
                 _print_all(tensor, rows)
             else:

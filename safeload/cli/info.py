@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
 
 from ..base.gc_pause import paused
 from ..base.selecting import select
@@ -13,23 +12,18 @@ from ..errors import SafeloadError
 from ..operations.inspect import adapters, listing
 from ..operations.inspect.info import ROWS, Info, View, describe, lines, title_of
 from .common import (
-    STATUS,
-    add_json,
-    add_opening,
-    add_path,
-    add_selection,
     columns,
     complain,
     expanded,
     hint,
+    in_options,
     most_rows,
     open_path,
-    painter,
-    positive,
+    print_lines,
     shown,
     storage_options,
 )
-from .flags import in_options
+from .parsers import JSON, OPENING, PATHS, STATUS, argument, command, flag, positive, selection
 from .streams import check_once
 
 _EPILOG = f"""examples:
@@ -50,27 +44,22 @@ several paths, a line for each path.
 {STATUS}"""
 
 
-def register(parser: Any) -> None:
-    """Add the arguments to the parser of the command."""
-    parser.description = (
-        "List the tensors of weight files, folders or an index.json without reading them: name, dtype, "
-        "shape and size, totals per dtype and metadata. For a torch checkpoint, also list the "
-        "classes and functions that its pickle references; none is imported or called."
-    )
-    parser.epilog = _EPILOG
-    add_path(parser, several=True)
-    add_selection(parser, tuple(listing.KEYS), ROWS)
-    parser.add_argument("--tree", action="store_true", help="show a tree of modules with the sums of their tensors")
-    parser.add_argument("--depth", metavar="N", type=positive, help="show at most N levels of the tree")
-    parser.add_argument("--memory", action="store_true", help="show the size when loaded, as each dtype or scheme")
-    parser.add_argument("--base", metavar="BASE", help="check if a LoRA adapter fits this model; exit status 1 if not")
-    add_opening(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Print the contents of ``options.paths`` and return the exit status."""
+@command(
+    "List the tensors of weight files, folders or an index.json without reading them: name, dtype, "
+    "shape and size, totals per dtype and metadata. For a torch checkpoint, also list the "
+    "classes and functions that its pickle references; none is imported or called.",
+    _EPILOG,
+    PATHS,
+    *selection(tuple(listing.KEYS), ROWS),
+    flag("--tree", "show a tree of modules with the sums of their tensors"),
+    argument("--depth", metavar="N", type=positive, help="show at most N levels of the tree"),
+    flag("--memory", "show the size when loaded, as each dtype or scheme"),
+    argument("--base", metavar="BASE", help="check if a LoRA adapter fits this model; exit status 1 if not"),
+    *OPENING,
+    JSON,
+)
+def info(options: argparse.Namespace) -> int:
+    """Print the contents of ``options.paths``."""
     options.paths = expanded(options.paths)
     check_once(options.paths)
     if options.depth is not None:
@@ -97,9 +86,7 @@ def _show(path: str, options: argparse.Namespace) -> int:
         with paused(len(info.tensors)):
             _print_json(info, options)
     else:
-        paint = painter()
-        for line, kind in lines(info, _view(path, options)):
-            print(paint(line, kind) if kind else line)
+        print_lines(lines(info, _view(path, options)))
     return int(adapters.misfits(info.adapter))
 
 

@@ -1,32 +1,33 @@
-"""The parsers of the command line. The module of a command is imported only if the command runs."""
+"""The table of commands, the arguments they share, and their parsers. A command's module is imported if it runs."""
 
 from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .._version import __version__
 from ..base.layout import width
 
-# The commands in the order of the help: each is a module of this package.
+# The commands in the order of the help: the module of each, which has a function of its name, and the help.
 COMMANDS = {
-    "info": "list tensors and metadata",
-    "get": "print the values of a tensor",
-    "check": "find faults in weights",
-    "stats": "show statistics of the values",
-    "convert": "write another format, dtype or layout",
-    "edit": "change metadata and names in place",
-    "diff": "compare two checkpoints",
-    "patch": "publish or apply the difference of two files",
-    "report": "write an HTML page with charts",
-    "scan": "judge the code that pickles name",
-    "verify": "compare files with a signature or a manifest",
-    "sign": "sign the files of a model",
-    "ls": "list the models on this machine",
-    "families": "list the known families of models",
-    "completion": "print a completion script for a shell",
+    "info": ("info", "list tensors and metadata"),
+    "get": ("get", "print the values of a tensor"),
+    "check": ("check", "find faults in weights"),
+    "stats": ("check", "show statistics of the values"),
+    "convert": ("convert", "write another format, dtype or layout"),
+    "edit": ("files", "change metadata and names in place"),
+    "diff": ("check", "compare two checkpoints"),
+    "patch": ("files", "publish or apply the difference of two files"),
+    "report": ("check", "write an HTML page with charts"),
+    "scan": ("files", "judge the code that pickles name"),
+    "verify": ("files", "compare files with a signature or a manifest"),
+    "sign": ("files", "sign the files of a model"),
+    "ls": ("files", "list the models on this machine"),
+    "families": ("files", "list the known families of models"),
+    "completion": ("completion", "print a completion script for a shell"),
 }
 
 _EPILOG = """examples:
@@ -40,6 +41,126 @@ _EPILOG = """examples:
   safeload ls
 
 Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info PATH`."""
+
+STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
+
+# Attribute of argparse actions: the function that returns what completion offers beside the choices.
+SUGGESTED = "suggested"
+
+
+# ---- rows ----
+
+Argument = Callable[[Any], object]  # adds itself to a parser
+Run = Callable[[argparse.Namespace], int]  # runs a command and returns its exit status
+
+
+def command(description: str, epilog: str, *arguments: Argument) -> Callable[[Run], Argument]:
+    """Decorate the function that runs a command; the result gives a parser all that the command takes."""
+
+    def row(run: Run) -> Argument:
+        def add(parser: Any) -> None:
+            parser.description, parser.epilog = description, epilog
+            for argument in arguments:
+                argument(parser)
+            parser.set_defaults(run=run)
+
+        return add
+
+    return row
+
+
+def argument(*names: str, suggested: Callable[[], Iterable[str]] = tuple, **settings: Any) -> Argument:
+    """Return an argument; completion also offers the values that ``suggested`` returns."""
+
+    def add(parser: Any) -> None:
+        vars(parser.add_argument(*names, **settings))[SUGGESTED] = suggested
+
+    return add
+
+
+def flag(name: str, help: str) -> Argument:
+    """Return an option without a value."""
+    return argument(name, action="store_true", help=help)
+
+
+def repeated(*names: str, metavar: str | tuple[str, str], help: str, **settings: Any) -> Argument:
+    """Return an option that may be repeated."""
+    return argument(*names, metavar=metavar, action="append", help=f"{help}; may be repeated", **settings)
+
+
+def one_of(*arguments: Argument) -> Argument:
+    """Return arguments that exclude each other."""
+
+    def add(parser: Any) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for argument in arguments:
+            argument(group)
+
+    return add
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
+    return value
+
+
+_PATH = "a weight file, a folder, an index.json, a URL (hf://, s3://, https://, ...), or - for stdin"
+PATHS = argument("paths", metavar="PATH", nargs="+", help=f"{_PATH}; may be repeated")
+PATTERNS: tuple[Argument, ...] = (
+    repeated("--only", metavar="PATTERN", help="select tensors by name, for example '*.mlp.*'"),
+    repeated("--drop", metavar="PATTERN", help="leave out tensors by name"),
+)
+OPENING: tuple[Argument, ...] = (
+    flag("--stored", "show codes and scales of a quantized checkpoint as the files store them"),
+    argument(
+        "--root",
+        metavar="NAME",
+        help="use only this nested container, such as state_dict of a torch checkpoint, or a model in an archive",
+    ),
+    argument(
+        "--unknown-globals",
+        choices=("refuse", "inert"),
+        default="refuse",
+        help="if a torch checkpoint references classes or functions that are not on the allowlist: refuse it "
+        "(default), or replace them by inert placeholders and read the tensors around them",
+    ),
+    argument(
+        "--storage-option",
+        "--storage-options",
+        metavar="KEY=VALUE",
+        action="append",
+        help="for URLs: an option of the filesystem, such as anon=true or client_kwargs.endpoint_url=URL; may be "
+        "repeated. Pass credentials through environment variables, because other users can see this option",
+    ),
+)
+STORAGE_OPTION = repeated("--storage-option", metavar="KEY=VALUE", help="for URLs: an option of the filesystem")
+THREADS = argument("--threads", metavar="N", type=positive, help="number of threads; default: chosen automatically")
+JSON = flag("--json", "print everything as one JSON object")
+TRUSTED = one_of(
+    argument("--key", metavar="FILE", help="public key of the signer of the signature, in PEM"),
+    repeated("--certificate", metavar="FILE", help="certificate to trust, in PEM"),
+)
+
+
+def path(name: str = "path") -> Argument:
+    """Return the path of a checkpoint."""
+    return argument(name, metavar=name.upper(), help=_PATH)
+
+
+def selection(keys: Sequence[str], rows: int, order: str = "the order of the file") -> tuple[Argument, ...]:
+    """Return the options that select, sort and limit listed tensors."""
+    return (
+        *PATTERNS,
+        argument("--sort", choices=keys, help=f"sort by this key, numbers in descending order; default: {order}"),
+        argument("--limit", metavar="N", type=positive, help="show at most N rows"),
+        flag("--all", f"list every tensor, even beyond {rows} rows on a terminal"),
+    )
+
+
+# ---- parsers ----
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -74,13 +195,9 @@ class Parsers:
         self.top.add_argument("--version", action="version", version=f"safeload {__version__}")
         _add_verbose(self.top)
         self._commands = self.top.add_subparsers(title="commands", metavar="COMMAND", prog="safeload")
-        for name, text in COMMANDS.items():
-            self._commands.add_parser(
-                name,
-                help=text,
-                formatter_class=_Help,
-                allow_abbrev=False,  # otherwise a new option could break scripts
-            )
+        for name, (_, text) in COMMANDS.items():
+            # Without abbreviations: a new option could break scripts.
+            self._commands.add_parser(name, help=text, formatter_class=_Help, allow_abbrev=False)
         self._complete: set[str] = set()
 
     def command(self, name: str) -> argparse.ArgumentParser:
@@ -88,7 +205,7 @@ class Parsers:
         parser: argparse.ArgumentParser = self._commands.choices[name]
         if name not in self._complete:
             _add_verbose(parser)
-            import_module(f".{name}", __package__).register(parser)
+            getattr(import_module(f".{COMMANDS[name][0]}", __package__), name)(parser)
             self._complete.add(name)
         return parser
 

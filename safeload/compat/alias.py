@@ -17,6 +17,7 @@ from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .._version import __version__
 from ..base.forking import ProcessLock
 from .names import PACKAGE, imported
 
@@ -27,7 +28,7 @@ _NAME = "safetensors"
 _VERSION = "0.8.0"  # the release of safetensors that safeload follows
 _PACKAGE = __name__.partition(".")[0]
 
-_NAMES = {**PACKAGE, "safe_open": ("compat.alias_safe_open", "AliasSafeOpen")}
+_NAMES = {**PACKAGE, "safe_open": ("compat.safe_open", "AliasSafeOpen")}
 _COMPILED = "_safetensors_rust"  # the module from which the package has its names
 # safeload's module for a module of safetensors, and the framework that safetensors imports there.
 _COUNTERPARTS = {"numpy": ("numpy", "numpy"), "torch": ("torch", "torch"), "flax": ("jax", "jax")}
@@ -85,9 +86,24 @@ class Finder:
         """Yield the distribution in which `importlib.metadata` finds the version that clients ask for."""
         searched = {} if context is None else vars(context)
         if (searched.get("name") or "").lower() == _NAME and "path" not in searched:
-            from .alias_metadata import AliasDistribution  # only here: importlib.metadata takes milliseconds
+            yield _distribution()
 
-            yield AliasDistribution(_NAME, _VERSION)
+
+def _distribution() -> Distribution:
+    """Return a distribution of safetensors without files."""
+    from importlib.metadata import Distribution  # only here: it takes milliseconds
+    from pathlib import Path
+
+    text = f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {_VERSION}\nSummary: provided by safeload {__version__}\n"
+
+    class AliasDistribution(Distribution):
+        def read_text(self, filename: str | os.PathLike[str]) -> str | None:
+            return text if filename == "METADATA" else None
+
+        def locate_file(self, path: str | os.PathLike[str]) -> Path:
+            return Path(__file__).parent / path
+
+    return AliasDistribution()
 
 
 def _is_installed(name: str) -> bool:

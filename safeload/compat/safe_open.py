@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.arrays import Array
 from ..base.paths import PathLike
@@ -15,14 +15,10 @@ from ..engine.read.tensors import Tensors
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError, exported, folder_given, public
 from ..formats.safetensors import file as safetensors
-from ..frameworks.handle import NO_PREFETCH
 from ..stores.local import check_unchanged
 from .prefetch import PrefetchLoader, planned_rows
-from .safe_slice import SafeSlice
+from .safe_slice import Handle, SafeSlice
 from .serialize import TensorMeta
-
-if TYPE_CHECKING:
-    from ..frameworks.handle import Handle
 
 
 @exported()
@@ -62,7 +58,8 @@ class safe_open:  # noqa: N801 - safetensors' name
         try:
             file = safetensors.open_file(filename)
         except IsADirectoryError as error:
-            raise folder_given(error.filename, _FOLDERS.get(str(framework), "safeload.open")) from None
+            *_, loads_folders = _FRAMEWORKS.get(str(framework), ("safeload.open",))
+            raise folder_given(error.filename, loads_folders) from None
         try:
             self._handle = _handle(framework, device, backend)
         except BaseException:
@@ -208,10 +205,11 @@ class safe_open:  # noqa: N801 - safetensors' name
             ...             ...
         """
         file = self._opened()
-        if self._handle is None:
-            raise SafetensorError(NO_PREFETCH)
+        arrivals = getattr(self._handle, "arrivals", None)
+        if arrivals is None:
+            raise SafetensorError('prefetch needs framework="pt"')
         rows = None if plan is None else planned_rows(file, plan)
-        return PrefetchLoader(*self._handle.arrivals(file, rows, device, threads))
+        return PrefetchLoader(*arrivals(file, rows, device, threads))
 
     def close(self) -> None:
         """Close the file once no slice needs it. Arrays and slices stay valid."""
@@ -284,16 +282,22 @@ class _safe_open_handle(safe_open):  # noqa: N801 - safetensors' name
         super().__init__(f.name, framework, device, backend=backend)
 
 
-# The function that loads folders, for frameworks other than NumPy.
-_FOLDERS = {
-    **dict.fromkeys(("pt", "torch", "pytorch"), "safeload.torch.load_checkpoint"),
-    **dict.fromkeys(("jax", "flax"), "safeload.jax.load_checkpoint"),
-}
-# Module and class of the `Handle` for each framework other than NumPy, by upstream's names.
-_HANDLES = {
-    **dict.fromkeys(("pt", "torch", "pytorch"), ("torch_handles", "TorchHandle")),
-    **dict.fromkeys(("jax", "flax"), ("jax_handles", "JaxHandle")),
-}
+class AliasSafeOpen(safe_open):
+    """`safe_open` in the place of safetensors: TensorFlow, MLX and Paddle get that of the real package."""
+
+    def __new__(cls, filename: PathLike = "", framework: str = "numpy", *arguments: Any, **options: Any) -> Any:
+        """Return the real package's object for its frameworks, if the package is installed."""
+        from .alias import real_compiled_module
+
+        real = real_compiled_module() if framework in CONVERSIONS else None
+        return super().__new__(cls) if real is None else real.safe_open(filename, framework, *arguments, **options)
+
+
+# The module and class of the `Handle` for each framework other than NumPy, by upstream's names, and the function that
+# loads folders.
+_TORCH = ("torch_handles", "TorchHandle", "safeload.torch.load_checkpoint")
+_JAX = ("jax_loading", "JaxHandle", "safeload.jax.load_checkpoint")
+_FRAMEWORKS = {**dict.fromkeys(("pt", "torch", "pytorch"), _TORCH), **dict.fromkeys(("jax", "flax"), _JAX)}
 # How to convert NumPy arrays for further frameworks.
 CONVERSIONS = {
     **dict.fromkeys(("tf", "tensorflow"), "tf.convert_to_tensor(array), or safetensors.tensorflow"),
@@ -311,8 +315,8 @@ def _handle(framework: str, device: Any, backend: str) -> Handle | None:
             )
         check_backend(backend)
         return None
-    if framework in _HANDLES:
-        module, name = _HANDLES[framework]
+    if framework in _FRAMEWORKS:
+        module, name, _ = _FRAMEWORKS[framework]
         handle: Handle = getattr(import_module(f"..frameworks.{module}", __package__), name)(device, backend)
         check_backend(backend)
         return handle

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import copy
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
+from ..engine.read.tensors import FileTensor
 from ..engine.run.slice import as_index, read_slice
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError, exported, public
 from ..formats.safetensors import file as safetensors
 from ..stores.local import check_unchanged
 
-if TYPE_CHECKING:
-    from ..frameworks.handle import Handle
-
 # How to use an index that is not supported, as upstream's tensors do.
 _WHOLE = "index the whole tensor, as in get_tensor(name)[rows]"
+
+
+class Handle(Protocol):
+    """The framework of `safe_open`'s tensors: converts those of an open file. Pickles as device and backend."""
+
+    def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
+        """Return a tensor. ``read`` returns a writable array that shares memory with no other array."""
+
+    def tensors(
+        self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
+    ) -> dict[str, Any]:
+        """Return tensors by name."""
+
+    def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
+        """Return the selected elements of the tensor at ``index`` in the file's table."""
 
 
 @exported()

@@ -49,8 +49,9 @@ def view2torch(tensors: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, An
     for name, entry in tensors:
         row, shape = dtypes.BY_CODE[entry["dtype"]], tuple(entry["shape"])
         array = np.frombuffer(entry["data"], dtypes.array_dtype(row.number))
-        array = jobs.native_order(array.reshape(torch_arrays.shape_of(name, row, shape)))
-        result[name] = torch_arrays.from_array(array, name, row if row.packed else None)
+        shape, dtype = torch_arrays.described(name, row, shape)
+        array = jobs.native_order(array.reshape(shape))
+        result[name] = torch_arrays.from_array(array, name, dtype if row.packed else None)
     return result
 
 

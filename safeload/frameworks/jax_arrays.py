@@ -19,7 +19,7 @@ from ..engine.run.memory import POOLED_BELOW
 from ..errors import RangeError, UnsupportedError
 
 try:
-    import jax
+    import jax as jax  # the other module imports it from here, so that both share the error below
     import jax.core
     import jax.numpy as jnp
 except ImportError as error:
@@ -65,11 +65,6 @@ def is_part_of_sharding(value: Any) -> bool:
     return isinstance(value, (jax.sharding.Mesh, jax.sharding.PartitionSpec, type))
 
 
-def abstract(shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of a future array."""
-    return jax.ShapeDtypeStruct(shape, jax_dtype(dtype))
-
-
 def jax_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return JAX's dtype for an array: without ``jax_enable_x64`` it has no 64-bit types."""
     narrowed: np.dtype[Any] = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -100,12 +95,6 @@ def check_values(name: str, array: NumpyArray) -> None:
 def several_devices(place: Place) -> bool:
     """Return whether a place has several devices."""
     return isinstance(place, jax.sharding.Sharding) and len(place.device_set) > 1
-
-
-def all_here(place: Any) -> bool:
-    """Return whether all devices of a sharding belong to this process."""
-    here: bool = place.is_fully_addressable
-    return here
 
 
 def check_fits(place: Place, shape: tuple[int, ...], name: str) -> None:
@@ -154,7 +143,7 @@ def covered(parts: Sequence[Slice], shape: tuple[int, ...]) -> bool:
 
 
 def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[Array]:
-    """Start to copy host arrays to one device; until `wait` returns, they must not change.
+    """Start to copy host arrays to one device; until they are ready, they must not change.
 
     On a CPU, XLA uses aligned memory as it is, even if ``may_alias`` is False. Such memory is copied if it is borrowed.
     It is also copied below `POOLED_BELOW` bytes, because a small array would keep a whole pool alive.
@@ -233,11 +222,6 @@ def joined(shape: tuple[int, ...], dtype: np.dtype[Any], place: Any, pieces: Seq
         shape, place, [array for _, array in pieces], dtype=jax_dtype(dtype)
     )
     return result
-
-
-def wait(arrays: Any) -> None:
-    """Wait until arrays have their values."""
-    jax.block_until_ready(arrays)
 
 
 # ---- from JAX ----

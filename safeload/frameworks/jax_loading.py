@@ -11,7 +11,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array as NumpyArray
-from ..base.text import show
+from ..base.text import clip, printable, show
 from ..checkpoint import tensors_of
 from ..engine.codes import code_ranges
 from ..engine.codes.pieces import Meter
@@ -23,10 +23,11 @@ from ..engine.run.cast import astype
 from ..engine.run.memory import POOLED_BELOW
 from ..engine.run.progress import Progress
 from ..engine.run.weight_file import WeightFile
+from ..errors import SafetensorError
 from ..loading.merge import Merge
 from . import jax_arrays
 from .checkpoints import Selected
-from .jax_arrays import Array, Place, Slice
+from .jax_arrays import Array, Place, Slice, jax
 
 # Bytes of arrays to load together. Host memory holds two groups at a time: one is read while the previous one is copied
 # to its devices. A larger tensor is read alone and, if several devices hold it, in the sharding's ranges of its first
@@ -72,7 +73,7 @@ def load(
 ) -> dict[str, Array]:
     """Load arrays by name and wait for their values."""
     loaders = [_Loader(parts, target, options) for parts, target in groups]
-    meter = Meter(progress, sum(loader.nbytes for loader in loaders))
+    meter = Meter(progress, sum(tensor.nbytes for loader in loaders for tensor in loader.tensors))
     arrays: dict[str, Array] = {}
     started: deque[list[Array]] = deque()
     for loader in loaders:
@@ -80,10 +81,10 @@ def load(
             arrays.update(group)
             started.append(list(group.values()))
             if len(started) > 1:
-                jax_arrays.wait(started.popleft())
+                jax.block_until_ready(started.popleft())
             meter.add(nbytes)
-    jax_arrays.wait(list(started))
-    return {name: arrays[name] for loader in loaders for name in loader.names}
+    jax.block_until_ready(list(started))
+    return {tensor.name: arrays[tensor.name] for loader in loaders for tensor in loader.tensors}
 
 
 class _Loader:
@@ -94,34 +95,25 @@ class _Loader:
         self._options = options
         if target is not None:
             jax_arrays.check_target(dtypes.array_dtype(target.number))
-        self._tensors = [
+        self.tensors = [
             PlacedTensor(part, entry.dtype, entry.shape, None)
             for part, entry in zip(parts, entries_of(parts, target), strict=True)
         ]
         if options.sharding is not None:
-            choose = _chooser(options.sharding)
-            self._tensors = [tensor._replace(place=choose(tensor)) for tensor in self._tensors]
-            for tensor in self._tensors:
+            self.tensors = [tensor._replace(place=_place_of(tensor, options.sharding)) for tensor in self.tensors]
+            for tensor in self.tensors:
                 jax_arrays.check_fits(tensor.place, tensor.shape, tensor.name)
         self._mappings: dict[WeightFile, Any] = {}
-
-    @property
-    def names(self) -> list[str]:
-        return [tensor.name for tensor in self._tensors]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(tensor.nbytes for tensor in self._tensors)
+        self._reading = "pread" if options.backend == "mmap" else options.backend  # of tensors that are not mapped
 
     def run(self) -> Iterator[tuple[dict[str, Array], int]]:
         """Yield groups of arrays by name, possibly still without values, with the bytes of each group."""
         group: list[PlacedTensor] = []
         size = 0
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             if jax_arrays.several_devices(tensor.place):
                 slices = jax_arrays.slices(tensor.place, tensor.shape)
-                if tensor.nbytes > GROUP or not jax_arrays.all_here(tensor.place):
+                if tensor.nbytes > GROUP or not tensor.place.is_fully_addressable:
                     yield {tensor.name: self._by_slices(tensor, slices)}, tensor.nbytes
                     continue
             if group and size + tensor.nbytes > GROUP:
@@ -131,11 +123,6 @@ class _Loader:
             size += tensor.nbytes
         if group:
             yield self._together(group), size
-
-    @property
-    def _reading(self) -> str:
-        """The backend for tensors that are not mapped."""
-        return "pread" if self._options.backend == "mmap" else self._options.backend
 
     def _read(self, tensors: Sequence[PlacedTensor], backend: str) -> list[NumpyArray]:
         """Return the values of whole tensors."""
@@ -156,37 +143,27 @@ class _Loader:
 
     def _together(self, group: Sequence[PlacedTensor]) -> dict[str, Array]:
         """Return whole tensors as arrays by name."""
-        by_place: dict[Any, list[PlacedTensor]] = {}
+        batches: dict[tuple[Any, str], list[PlacedTensor]] = {}
         spread = []
         for tensor in group:
             if jax_arrays.several_devices(tensor.place):
                 spread.append(tensor)
             else:
-                by_place.setdefault(tensor.place, []).append(tensor)
-        arrays: dict[str, Array] = {}
-        for place, tensors in by_place.items():
-            arrays.update(self._on_one(tensors, place))
-        if spread:
-            arrays.update(self._on_several(spread))
+                batches.setdefault((tensor.place, self._backend_of(tensor)), []).append(tensor)
+        arrays = self._on_several(spread) if spread else {}
+        for (place, backend), tensors in batches.items():
+            copies = jax_arrays.put(self._read(tensors, backend), place, borrowed=backend == "mmap")
+            arrays.update(zip((tensor.name for tensor in tensors), copies, strict=True))
         return {tensor.name: arrays[tensor.name] for tensor in group}
 
-    def _on_one(self, tensors: Sequence[PlacedTensor], place: Place) -> dict[str, Array]:
-        """Put whole tensors on one device: from the mapped file, or from memory if they are large and stay on a CPU.
+    def _backend_of(self, tensor: PlacedTensor) -> str:
+        """Return how to read a tensor for one device: mapped, or into memory if it is large and stays on a CPU.
 
         JAX then keeps this memory, in huge pages. XLA's own copy would take several times as long.
         """
-        mapped, read = list(tensors), []
-        if self._options.backend != "mmap":
-            mapped, read = [], mapped
-        elif jax_arrays.on_cpu(place):
-            read = [tensor for tensor in tensors if tensor.nbytes >= POOLED_BELOW]
-            mapped = [tensor for tensor in tensors if tensor.nbytes < POOLED_BELOW]
-        arrays: dict[str, Array] = {}
-        for batch, backend in ((mapped, "mmap"), (read, self._reading)):
-            if batch:
-                copies = jax_arrays.put(self._read(batch, backend), place, borrowed=backend == "mmap")
-                arrays.update(zip((tensor.name for tensor in batch), copies, strict=True))
-        return arrays
+        if self._options.backend == "mmap" and (tensor.nbytes < POOLED_BELOW or not jax_arrays.on_cpu(tensor.place)):
+            return "mmap"
+        return self._reading
 
     def _on_several(self, tensors: Sequence[PlacedTensor]) -> dict[str, Array]:
         """Put whole tensors on several devices."""
@@ -222,7 +199,7 @@ class _Loader:
             if self._options.checked:
                 for values, _ in band:
                     jax_arrays.check_values(tensor.name, values)
-            jax_arrays.wait([array for _, array in started])
+            jax.block_until_ready([array for _, array in started])
             started = jax_arrays.put_slices(band)
             pieces += started
             del band  # frees host memory
@@ -277,24 +254,15 @@ def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
     return target is not None and file.table.row(index).packed
 
 
-def _chooser(sharding: Any) -> Callable[[PlacedTensor], Place]:
-    """Return a function that maps a tensor to its placement."""
+def _place_of(tensor: PlacedTensor, sharding: Any) -> Place:
+    """Return the place of a tensor."""
     if isinstance(sharding, Mapping):
-
-        def by_name(tensor: PlacedTensor) -> Place:
-            if tensor.name not in sharding:
-                raise ValueError(
-                    f"sharding has no entry for tensor {show(tensor.name)}: use None for JAX's default device"
-                )
-            return jax_arrays.as_place(sharding[tensor.name])
-
-        return by_name
-    if callable(sharding) and not jax_arrays.is_part_of_sharding(sharding):
-        return lambda tensor: jax_arrays.as_place(
-            sharding(tensor.name, jax_arrays.abstract(tensor.shape, tensor.dtype))
-        )
-    place = jax_arrays.as_place(sharding)
-    return lambda tensor: place
+        if tensor.name not in sharding:
+            raise ValueError(f"sharding has no entry for tensor {show(tensor.name)}: use None for JAX's default device")
+        sharding = sharding[tensor.name]
+    elif callable(sharding) and not jax_arrays.is_part_of_sharding(sharding):
+        sharding = sharding(tensor.name, jax.ShapeDtypeStruct(tensor.shape, jax_arrays.jax_dtype(tensor.dtype)))
+    return jax_arrays.as_place(sharding)
 
 
 def load_selected(selected: Selected, sharding: Any, *, threads: int | None, progress: Progress) -> dict[str, Array]:
@@ -311,10 +279,38 @@ def load_selected(selected: Selected, sharding: Any, *, threads: int | None, pro
 def copied(arrays: Mapping[str, NumpyArray]) -> dict[str, Array]:
     """Return JAX arrays that share no memory with these NumPy arrays."""
     copies = jax_arrays.put([*arrays.values()], None, borrowed=True)
-    jax_arrays.wait(copies)
+    jax.block_until_ready(copies)
     return dict(zip(arrays, copies, strict=True))
 
 
 def to_numpy(arrays: Mapping[str, Any]) -> dict[str, NumpyArray]:
     """Return NumPy arrays that may share memory with these JAX arrays."""
     return {name: materialize(value) for name, value in jax_arrays.to_write(arrays).items()}
+
+
+class JaxHandle:
+    """The `Handle` for JAX. ``backend`` is ignored, because all arrays have memory of their own."""
+
+    def __init__(self, device: Any, backend: str) -> None:
+        if device not in ("cpu", None):
+            raise SafetensorError(
+                f"Device {clip(printable(str(device)), 200)} is not supported for framework jax; to choose "
+                "devices, pass sharding= to safeload.jax.load_file or load_checkpoint"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JaxHandle, ("cpu", "mmap")
+
+    def tensor(self, part: FileTensor, read: Callable[[], NumpyArray]) -> Array:
+        arrays, _ = load_tensors(Tensors.of([part]), backend="pread")  # a view of the file would have to be copied
+        return jax_arrays.put([arrays[part[0]]], None, borrowed=False)[0]
+
+    def tensors(
+        self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, NumpyArray]]
+    ) -> dict[str, Array]:
+        if target is not None:
+            jax_arrays.check_target(dtypes.array_dtype(target.number))
+        return copied(read())
+
+    def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], NumpyArray]) -> Array:
+        return jax_arrays.put([select(key)], None, borrowed=False)[0]

@@ -67,10 +67,10 @@ def from_table(table: Table, arrays: dict[str, Array]) -> dict[str, Any]:
     return from_arrays(arrays, raw_of((name, table, index) for index, name in enumerate(table.names)))
 
 
-def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, dtypes.Dtype] | None = None) -> dict[str, Any]:
+def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return CPU tensors over the memory of arrays, each with a storage of its own size.
 
-    The arrays must be writable.
+    The arrays must be writable. ``raw`` has torch's dtypes of arrays of raw bytes, see `raw_of`.
     """
     from_numpy, views = torch.from_numpy, _views
     tensors = {}
@@ -85,12 +85,16 @@ def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, dtypes.Dtype] | N
     return tensors
 
 
-def from_array(array: Array, name: str, raw: dtypes.Dtype | None = None) -> Any:
+def from_array(array: Array, name: str, raw: Any = None) -> Any:
     """Return a CPU tensor over the memory of an array, or over a copy if the array is read-only.
 
-    The array must not have negative strides.
+    The array must not have negative strides. ``raw`` is torch's dtype of an array of raw bytes.
     """
-    view = _view_of(array.dtype, name) if raw is None else (array.dtype, torch_dtype(raw, name))
+    view = (array.dtype, raw) if raw is not None else _views.get(array.dtype)
+    if view is None:
+        integers = None if array.dtype.char in _OF_NUMPY else _INTEGERS[array.dtype.itemsize]
+        view = integers, described(name, dtypes.BY_NAME[array.dtype.name], array.shape)[1]
+        _views[array.dtype] = view
     if not array.size:  # `from_numpy` would give it strides of 0
         return torch.empty(array.shape, dtype=view[1], device="cpu")
     if not array.flags.writeable:
@@ -100,64 +104,41 @@ def from_array(array: Array, name: str, raw: dtypes.Dtype | None = None) -> Any:
     return torch.from_numpy(array.view(view[0])).view(view[1])
 
 
-def _view_of(dtype: np.dtype[Any], name: str) -> _Views:
-    view = _views.get(dtype)
-    if view is None:
-        integers = None if dtype.char in _OF_NUMPY else _INTEGERS[dtype.itemsize]
-        view = _views[dtype] = integers, torch_dtype(dtypes.BY_NAME[dtype.name], name)
-    return view
-
-
-def torch_dtype(row: dtypes.Dtype, name: str) -> Any:
-    """Return torch's dtype for a row of the dtype table."""
+def described(name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Any]:
+    """Return shape and dtype of the torch tensor with a dtype of the table and this logical shape."""
     dtype = torch.complex128 if row.code == "C128" else TYPES.get(row.code)
     if dtype is None:
         text = f'is {row.code}, which torch {torch.__version__} does not support: pass dtype="float32" to decode it'
         raise error_about(UnsupportedError, text, tensor=name)
-    return dtype
-
-
-def raw_of(tensors: Iterable[tuple[str, Table, int]]) -> dict[str, dtypes.Dtype]:
-    """Return the dtypes of the tensors that arrays show as raw bytes, by name."""
-    raw: dict[str, dtypes.Dtype] = {}
-    for name, table, index in tensors:
-        row = table.row(index)
-        if row.packed:
-            raw[name] = row
-            shape_of(name, row, table.shape(index))
-    return raw
-
-
-def shape_of(name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a torch tensor with this logical shape."""
     if not row.packed:
-        return shape
-    torch_dtype(row, name)
+        return shape, dtype
     if not shape or shape[-1] % row.block:
         text = (
             f"is {row.code} {list(shape)}, but torch packs pairs of {row.code} along the last axis: "
             'pass dtype="float32" to decode it'
         )
         raise error_about(UnsupportedError, text, tensor=name)
-    return (*shape[:-1], shape[-1] // row.block)
+    return (*shape[:-1], shape[-1] // row.block), dtype
 
 
-def described(entry: Entry) -> tuple[tuple[int, ...], Any]:
-    """Return shape and dtype of an entry's tensor."""
+def raw_of(tensors: Iterable[tuple[str, Table, int]]) -> dict[str, Any]:
+    """Return torch's dtypes of the tensors that arrays show as raw bytes, by name."""
+    rows = ((name, table, index, table.row(index)) for name, table, index in tensors)
+    return {name: described(name, row, table.shape(index))[1] for name, table, index, row in rows if row.packed}
+
+
+def of_entry(entry: Entry) -> tuple[tuple[int, ...], Any]:
+    """Return shape and dtype of an entry's tensor, which can be rows of the tensor in the file."""
     assert entry.target is not None
     row = dtypes.BY_NUMBER[entry.target]
-    if row.packed:
-        shape_of(entry.name, row, entry.file.table.shape(entry.at))  # raises if elements do not fill the array's bytes
-    return entry.shape, torch_dtype(row, entry.name)
+    shape = entry.file.table.shape(entry.at) if row.packed else entry.shape
+    return entry.shape, described(entry.name, row, shape)[1]
 
 
 def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
     """Return tensors on the device "meta", with dtype and shape only."""
-    tensors = {}
-    for entry in entries:
-        shape, dtype = described(entry)
-        tensors[entry.name] = torch.empty(shape, dtype=dtype, device="meta")
-    return tensors
+    abouts = {entry.name: of_entry(entry) for entry in entries}
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in abouts.items()}
 
 
 # ---- to memory ----

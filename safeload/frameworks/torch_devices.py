@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -40,23 +40,32 @@ _FEW_THREADS, _SHARING, _LARGER = 4, 3, 2
 _SMALL, _SEVERAL = 64 << 10, 8
 
 
-class DeviceCopies(Protocol):
-    """Copies from host buffers to a device, executed in the order they are started."""
+class Blocking:
+    """Copies from host buffers to a device, executed in the order they are started: synchronous, without streams."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
 
     def buffer(self, nbytes: int) -> Any:
         """Return a new buffer: a uint8 tensor on the CPU."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """Return a new tensor on the device."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def copying(self) -> AbstractContextManager[object]:
         """Return a context to start copies in. They wait for earlier uses of the memory that `empty` has returned."""
+        return nullcontext()
 
     def copy(self, destinations: Sequence[Any], buffer: Any, places: Sequence[tuple[int, int]]) -> None:
         """Start to copy ranges of a buffer, (begin, end) in ascending order, to device tensors of equal sizes."""
+        for destination, (begin, end) in zip(destinations, places, strict=True):
+            destination.copy_(buffer[begin:end])
 
     def convert(self, destination: Any, source: Any) -> None:
         """Start to convert a device tensor to the destination's dtype; the source is not used again."""
+        destination.copy_(source)
 
     def started(self, number: int) -> None:
         """Note that all copies from buffer ``number`` have been started."""
@@ -68,39 +77,12 @@ class DeviceCopies(Protocol):
         """Wait for everything that was started."""
 
 
-class Blocking:
-    """Synchronous copies, for devices without streams."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-
-    def buffer(self, nbytes: int) -> Any:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        return torch.empty(shape, dtype=dtype, device=self._device)
-
-    def copying(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def copy(self, destinations: Sequence[Any], buffer: Any, places: Sequence[tuple[int, int]]) -> None:
-        for destination, (begin, end) in zip(destinations, places, strict=True):
-            destination.copy_(buffer[begin:end])
-
-    def convert(self, destination: Any, source: Any) -> None:
-        destination.copy_(source)
-
-    def started(self, number: int) -> None: ...
-    def wait(self, number: int) -> None: ...
-    def finish(self) -> None: ...
-
-
-class Streamed:
+class Streamed(Blocking):
     """Copies from pinned memory on a separate stream, with an event for each buffer to tell when to refill it."""
 
     def __init__(self, device: Any) -> None:
+        super().__init__(device)
         self._module = torch.get_device_module(device)
-        self._device = device
         self._stream = self._module.Stream(device=device)
         self._caller = self._module.current_stream(device)
         self._events: dict[int, Any] = {}
@@ -109,10 +91,7 @@ class Streamed:
         try:  # torch keeps pinned memory for the next load
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError:  # the system refuses to pin more
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        return torch.empty(shape, dtype=dtype, device=self._device)
+            return super().buffer(nbytes)
 
     def allocating(self) -> AbstractContextManager[object]:
         """Return a context in which another thread allocates memory as the thread that made this object would."""
@@ -164,8 +143,8 @@ class Streamed:
         self._stream.synchronize()
 
 
-# Asynchronous copies, by device type; other types copy synchronously.
-_COPIES: dict[str, type[Streamed]] = {"cuda": Streamed, "xpu": Streamed}
+# Device types with streams.
+_STREAMING = ("cuda", "xpu")
 
 
 def load(
@@ -174,14 +153,15 @@ def load(
     *,
     threads: int | None = None,
     progress: Progress = None,
-    copies: DeviceCopies | None = None,
+    copies: Blocking | None = None,
 ) -> dict[str, Any]:
     """Load tensors onto a device, by name and in the order of ``entries``.
 
     Names of equal file bytes (tied weights) share memory; all other tensors have storages of their own. If anything
     fails, nothing is left on the device.
     """
-    copies = _COPIES.get(device.type, Blocking)(device) if copies is None else copies
+    if copies is None:
+        copies = Streamed(device) if device.type in _STREAMING else Blocking(device)
     tiny = sum(entry.end - entry.begin for entry in entries) < _SMALL * len(entries)
     with paused(len(entries) if tiny else 0):
         tensors = {name: tensor for name, tensor, _ in _arrivals(entries, copies, threads, progress)}
@@ -203,9 +183,7 @@ def prefetch(entries: Sequence[Entry], device: Any, threads: int) -> Generator[A
     return arrivals()
 
 
-def _arrivals(
-    entries: Sequence[Entry], copies: DeviceCopies, threads: int | None, progress: Progress
-) -> Iterator[Arrival]:
+def _arrivals(entries: Sequence[Entry], copies: Blocking, threads: int | None, progress: Progress) -> Iterator[Arrival]:
     """Yield each tensor once its last copy was started. At the end, or if closed, all copies are done."""
     targets: dict[Any, _Target] = {}
     for entry in entries:
@@ -276,12 +254,12 @@ class _Target:
 
     __slots__ = ("_copies", "_dtype", "_memory", "_nbytes", "_result", "_sent", "_shape", "aliases", "left", "moved")
 
-    def __init__(self, entry: Entry, copies: DeviceCopies) -> None:
+    def __init__(self, entry: Entry, copies: Blocking) -> None:
         self.moved = _moved(entry)  # the entry to copy
         self.aliases: tuple[str, ...] = ()  # further names that get the tensor
         self._copies = copies
-        self._shape, self._dtype = torch_arrays.described(entry)
-        self._sent = self._dtype if self.moved is entry else torch_arrays.described(self.moved)[1]
+        self._shape, self._dtype = torch_arrays.of_entry(entry)
+        self._sent = self._dtype if self.moved is entry else torch_arrays.of_entry(self.moved)[1]
         self.left = self._nbytes = self.moved.nbytes  # bytes to copy
         self._memory: Any = None
         self._result: Any = None if self.left else copies.empty(self._shape, self._dtype)

@@ -59,8 +59,7 @@ class TorchHandle:
             name, file, index = part
             row = file.table.row(index)
             if row.packed:
-                raw = row
-                torch_arrays.shape_of(name, row, file.table.shape(index))
+                raw = torch_arrays.described(name, row, file.table.shape(index))[1]
         return self._moved(torch_arrays.from_array(array, part[0], raw))
 
     def tensors(
@@ -80,10 +79,10 @@ class TorchHandle:
         """Return the selected elements, by torch's rules if the file is mapped and by `SafeSlice`'s otherwise."""
         self._check_device()
         name, row = file.table.names[index], file.table.row(index)
-        raw = row if row.packed else None
-        shape = torch_arrays.shape_of(name, row, file.table.shape(index))
+        shape, dtype = torch_arrays.described(name, row, file.table.shape(index))
+        raw = dtype if row.packed else None
         if self._without_data:
-            return torch.empty(shape, dtype=torch_arrays.torch_dtype(row, name), device="meta")[key]
+            return torch.empty(shape, dtype=dtype, device="meta")[key]
         if self._backend != "mmap":
             return self._moved(torch_arrays.from_array(select(key), name, raw))
         whole = self._whole(file, index, shape)
@@ -114,7 +113,7 @@ class TorchHandle:
         if rows is not None:
             entries = [_rows_of(entry, rows[entry.name]) for entry in entries if entry.name in rows]
         for entry in entries:
-            torch_arrays.described(entry)  # an unsupported dtype is found before anything moves
+            torch_arrays.of_entry(entry)  # an unsupported dtype is found before anything moves
         torch_arrays.device_of(place)
         return [entry.name for entry in entries], torch_devices.prefetch(entries, place, min(threads, MOST_THREADS))
 

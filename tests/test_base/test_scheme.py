@@ -1,13 +1,10 @@
 """The rows of base/scheme.py, and who reads them."""
 
-import argparse
 import re
 
 import numpy as np
 import pytest
-from builders.inside import BLOCK_TYPES, ROUNDINGS, SCHEMES
-from builders.inside import convert_command as convert
-from builders.inside import report_command as report
+from builders.inside import BLOCK_TYPES, ROUNDINGS, SCHEMES, Parsers
 
 import safeload
 
@@ -66,10 +63,8 @@ def test_a_scheme_that_is_only_read_is_called_that():
                     safeload.quantize(np.ones(32, np.float32), given)
 
 
-@pytest.mark.parametrize("command", [convert, report], ids=["convert", "report"])
+@pytest.mark.parametrize("command", ["convert", "report"])
 def test_the_command_line_offers_them_all(command):
-    parser = argparse.ArgumentParser()
-    command.register(parser)
-    text = re.sub(r"\s+", " ", parser.format_help())
+    text = re.sub(r"\s+", " ", Parsers().command(command).format_help())
     for scheme in SCHEMES:
         assert scheme in text

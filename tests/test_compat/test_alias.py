@@ -298,7 +298,8 @@ for value in unittest.mock.MagicMock(), object(), None:
 @pytest.mark.parametrize("before", ["", "import safetensors.numpy"])
 def test_undo_restores_modules_finders_and_environment(before):
     code = f"""
-import os, sys, warnings, importlib, safeload, safeload.numpy, {inside.path("alias_safe_open")}
+import os, sys, warnings, importlib, safeload, safeload.numpy
+safeload.safe_open, safeload.install_as_safetensors
 warnings.simplefilter("ignore")
 def state(): return dict(sys.modules), list(sys.meta_path), dict(os.environ)
 for search in None, "", "/a", os.pathsep.join(["/a", "/b"]):

@@ -1,0 +1,401 @@
+"""The commands about whole files: ``safeload edit``, ``patch``, ``scan``, ``verify``, ``sign``, ``ls``, ``families``.
+
+Each imports the function that it calls when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..base.text import plural, printable, show
+from ..errors import SafeloadError
+from .common import bar, columns, complain, expanded, given, print_json, print_lines, shown, storage_options
+from .parsers import JSON, STATUS, STORAGE_OPTION, THREADS, TRUSTED, argument, command, flag, repeated
+from .streams import check_once, refuse, source
+
+if TYPE_CHECKING:
+    from ..operations.saving.edit_base import Edit
+
+
+# ---- edit ----
+
+_EDIT = f"""examples:
+  safeload edit model.safetensors --metadata author=me --metadata format
+  safeload edit model.safetensors --rename lm_head.weight=head.weight --drop rope.freqs
+  safeload edit model.gguf --metadata general.name='My model'
+  safeload edit --recover model.safetensors
+
+The header is rewritten in place if it has room; any other change makes a new file and renames it. After a crash the
+file is the old one or the new one; if safeload reports an interrupted edit, run --recover.
+
+{STATUS}"""
+
+_RECOVERED = {
+    "nothing": "no edit was interrupted",
+    "old": "the interrupted edit was undone",
+    "new": "the edit was complete",
+}
+
+
+@command(
+    "Change the metadata and the tensor names of a safetensors file or folder, and remove tensors; or "
+    "change the metadata of a GGUF file.",
+    _EDIT,
+    argument("path", metavar="FILE", help="a safetensors or GGUF file, or a folder of safetensors shards"),
+    repeated("--metadata", metavar="KEY[=VALUE]", default=[], help="set a metadata key, or remove it if there is no ="),
+    repeated("--rename", metavar="OLD=NEW", default=[], help="rename a tensor"),
+    repeated("--drop", metavar="NAME", default=[], help="remove a tensor"),
+    flag("--force", "edit a file that has several hard links"),
+    flag(
+        "--recover",
+        "complete an interrupted edit and remove temporary files of killed processes; change nothing else",
+    ),
+)
+def edit(options: argparse.Namespace) -> int:
+    """Edit."""
+    from .. import edit
+    from ..operations.saving.edit import recover_edit
+
+    refuse(options.path, "edit changes files")
+    changes = len(options.metadata) + len(options.rename) + len(options.drop)
+    if options.recover == bool(changes):
+        raise ValueError("pass either changes (--metadata, --rename, --drop) or --recover")
+    if options.recover:
+        print(f"{shown(options.path)}: {_RECOVERED[recover_edit(options.path)]}")
+        return 0
+    with edit(options.path, force=options.force) as file:
+        for text in options.metadata:
+            _set_metadata(file, text)
+        for text in options.rename:
+            file.rename(*_names(file, text))
+        for name in options.drop:
+            del file[name]
+    print(f"{shown(options.path)}: {plural(changes, 'change')}")
+    return 0
+
+
+def _set_metadata(file: Edit, text: str) -> None:
+    key, sign, value = text.partition("=")
+    if sign:
+        file.metadata[key] = _value(file.metadata, key, value)
+    elif key in file.metadata:
+        del file.metadata[key]
+    else:
+        raise ValueError(f"--metadata {show(key)}: there is no such key to remove; pass KEY=VALUE to add one")
+
+
+def _value(metadata: Mapping[str, Any], key: str, text: str) -> Any:
+    """Parse a value like the old value of its key; new values are text."""
+    import json
+
+    import numpy as np
+
+    old = metadata.get(key)
+    if old is None or isinstance(old, str):
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    kinds: dict[type[Any], Any] = {bool: bool, int: int, float: (int, float), list: list, np.ndarray: list}
+    kind = next(kind for kind in kinds if isinstance(old, kind))
+    if not isinstance(value, kinds[kind]) or (kind is not bool and isinstance(value, bool)):
+        noun = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "a JSON list")
+        raise ValueError(f"--metadata {show(key)}: expected {noun}, got {show(text)}")
+    if isinstance(old, np.ndarray):
+        return np.array(value, old.dtype)
+    return float(value) if kind is float else value
+
+
+def _names(file: Edit, text: str) -> tuple[str, str]:
+    """Split OLD=NEW; a name may contain =."""
+    ends = [k for k, character in enumerate(text) if character == "="]
+    if not ends:
+        raise ValueError(f"--rename takes OLD=NEW, got {show(text)}")
+    end = next((k for k in ends if text[:k] in file), ends[0])
+    return text[:end], text[end + 1 :]
+
+
+# ---- patch ----
+
+_PATCH = f"""examples:
+  safeload patch make step-100.safetensors step-200.safetensors patch.safetensors
+  safeload patch apply step-100.safetensors patch.safetensors step-200.safetensors
+  safeload patch apply model.safetensors patch.safetensors
+
+A patch holds the changed elements, the new header and digests of both files: applied to its base it recreates the new
+file byte for byte, and a different base is refused. Its layout is TRL's; TRL's own patches need --no-check.
+
+{STATUS}"""
+
+
+@command(
+    "Make a patch from two safetensors files, or apply a patch.",
+    _PATCH,
+    argument("action", choices=("make", "apply"), help="make a patch, or apply it"),
+    argument("base", metavar="BASE", help="the old file, or its URL"),
+    argument("second", metavar="NEW|PATCH", help="make: the new file; apply: the patch"),
+    argument(
+        "destination",
+        metavar="DESTINATION",
+        nargs="?",
+        help="make: the patch; apply: the result; default: replace BASE",
+    ),
+    flag("--no-check", "apply: do not compare digests, which TRL's own patches lack"),
+    flag("--overwrite", "replace an existing destination"),
+)
+def patch(options: argparse.Namespace) -> int:
+    """Make or apply a patch."""
+    from .. import apply_patch, make_patch
+
+    base, second, destination, overwrite = options.base, options.second, options.destination, options.overwrite
+    for path in (base, second, destination):
+        refuse(path, "patch reads and writes files")
+    if options.action == "make":
+        if destination is None or options.no_check:
+            raise ValueError("safeload patch make takes BASE NEW PATCH")
+        print(f"{shown(destination)}: {make_patch(base, second, destination, overwrite=overwrite)}")
+        return 0
+    result = apply_patch(base, second, destination, check=not options.no_check, overwrite=overwrite)
+    digest = "" if result is None or options.no_check else f", digest {result}"
+    print(f"{shown(destination or base)}: patched{digest}")
+    return 0
+
+
+# ---- scan ----
+
+_SCAN = """examples:
+  safeload scan model.pth
+  safeload scan downloads/ other.nemo
+  safeload scan hf://owner/name
+  safeload scan model.pkl --json | jq -r '.findings[] | select(.verdict != "harmless") | .name'
+
+Exit status: 0 everything is harmless, 1 something is unknown or cannot be read, 2 something is dangerous, 64 wrong
+usage. Of several paths, the worst counts."""
+
+# Exit status of wrong usage (EX_USAGE of sysexits.h), because 2 means dangerous.
+_USAGE = 64
+_COLOURS = {"harmless": "good", "unknown": "warning", "dangerous": "error"}
+
+
+@command(
+    "List every global that pickles in files name, with a verdict: harmless (on the allowlist), "
+    "unknown or dangerous. Pickles are found in torch checkpoints, NumPy and joblib files, and inside zip and tar "
+    "archives (.nemo, .keras, torch.package), nested, compressed, appended or at an offset. Nothing is executed "
+    "or imported.",
+    _SCAN,
+    argument("paths", metavar="PATH", nargs="+", help="a file, a folder, a URL, or - for stdin; may be repeated"),
+    flag("--all", "list harmless globals too; --json always lists them"),
+    STORAGE_OPTION,
+    JSON,
+    lambda parser: setattr(parser, "wrong_usage", _USAGE),
+)
+def scan(options: argparse.Namespace) -> int:
+    """Print the findings about ``options.paths``."""
+    try:
+        return _scan(options)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, SafeloadError):
+            raise
+        complain(error)
+        return _USAGE
+
+
+def _scan(options: argparse.Namespace) -> int:
+    from .. import ScanReport, scan
+
+    total = ScanReport()
+    paths = expanded(options.paths)
+    check_once(paths)
+    for path in paths:
+        try:
+            report = scan(source(path), storage_options=storage_options(options))
+        except (OSError, SafeloadError, ModuleNotFoundError) as error:
+            complain(error)
+            total.unreadable.append((shown(path), str(error)))
+            continue
+        total.add(report)
+    if options.json:
+        print_json(total.to_dict())
+        return total.status
+    lines = total.lines(columns(), harmless=options.all)
+    verdict, colour = f"{total.verdict}:", _COLOURS[total.verdict]
+    print_lines((line, colour) if line.startswith(verdict) else line for line in lines)
+    return total.status
+
+
+# ---- verify ----
+
+_VERIFY = f"""examples:
+  safeload verify Llama-3.2-1B/ --against llama.sha256.json
+  safeload verify Llama-3.2-1B/ --key release.pub
+  safeload verify model/ --against model.sig --certificate root.pem
+  safeload verify hf://owner/name
+  safeload verify ollama://llama3.2
+
+Without --against, safeload uses model.sig or a manifest next to the files, or the digests of a cache. A manifest
+and a cache prove integrity only: they do not say who made the files. Signatures need the package model-signing.
+
+{STATUS}"""
+
+
+@command(
+    "Hash every file of a model, and compare it with a model signature, with a manifest (check "
+    "--write-manifest), or with the digests that the caches of the Hub and of ollama keep. Files that are "
+    "missing, changed or not listed are named.",
+    _VERIFY,
+    argument("path", metavar="PATH", help="a folder, a file, a URL, or an ollama:// name"),
+    argument("--against", metavar="FILE", help="manifest or signature; default: the one next to the files"),
+    TRUSTED,
+    STORAGE_OPTION,
+    THREADS,
+    JSON,
+)
+def verify(options: argparse.Namespace) -> int:
+    """Print the report about ``options.path``."""
+    from .. import verify
+
+    refuse(options.path, "verify compares files")
+    against = options.against
+    if against is None and (options.key is not None or options.certificate):
+        from ..formats.verifying import signature_beside
+
+        against = signature_beside(options.path)
+    with bar("verify") as progress:
+        report = verify(
+            options.path,
+            against_of(against, options),
+            storage_options=storage_options(options),
+            threads=options.threads,
+            progress=progress,
+        )
+    if options.json:
+        print_json(report.to_dict())
+    else:
+        colour = "good" if report.ok else "error"
+        print_lines((line, colour) if line == report.verdict else line for line in report.lines(columns()))
+    return 0 if report.ok else 1
+
+
+def against_of(path: str | None, options: argparse.Namespace) -> Any:
+    """Return a manifest or signature with the options of `TRUSTED`, as `safeload.verify` takes it."""
+    if path is None or (options.key is None and not options.certificate):
+        return path
+    from .. import Signature
+
+    return Signature(path, key=options.key, certificate=options.certificate)
+
+
+# ---- sign ----
+
+# The variable with the password of the key: arguments are visible to other users of the machine.
+_PASSWORD = "SAFELOAD_KEY_PASSWORD"
+
+_SIGN = f"""examples:
+  openssl ecparam -name prime256v1 -genkey -noout -out release.pem
+  openssl ec -in release.pem -pubout -out release.pub
+  safeload sign Llama-3.2-1B/ --key release.pem
+  safeload verify Llama-3.2-1B/ --key release.pub
+
+The signature is an OpenSSF model signature, which `model_signing verify` accepts too. Signing needs the package
+model-signing. The password of an encrypted key comes from the environment variable {_PASSWORD}.
+
+{STATUS}"""
+
+
+@command(
+    "Sign all files of a folder, or a file, with an elliptic-curve key: model.sig in the folder, or "
+    "FILE.sig beside the file.",
+    _SIGN,
+    argument("path", metavar="PATH", help="a folder or a file"),
+    argument("--key", metavar="FILE", required=True, help="private key, in PEM: P-256, P-384 or P-521"),
+    argument("--certificate", metavar="FILE", help="the signer's certificate, in PEM, to put into the signature"),
+    repeated("--chain", metavar="FILE", default=[], help="an intermediate certificate"),
+    argument("-o", "--output", metavar="FILE", help="the signature; default: model.sig in the folder, or FILE.sig"),
+    argument("--shard-size", metavar="BYTES", type=int, help="sign ranges of this size instead of whole files"),
+    flag("--symlinks", "sign the files that symbolic links lead to"),
+    repeated("--ignore", metavar="PATH", default=[], help="leave out a file or folder"),
+    flag("--overwrite", "replace the output even if it is not a signature"),
+)
+def sign(options: argparse.Namespace) -> int:
+    """Write the signature of ``options.path``."""
+    from ..operations.trust.sign import sign
+
+    refuse(options.path, "sign signs files")
+    refuse(options.output, "--output needs a file")
+    if options.shard_size is not None and options.shard_size < 1:
+        raise ValueError(f"--shard-size must be at least 1, got {options.shard_size}")
+    same = given(options, "key certificate chain output shard_size symlinks ignore overwrite")
+    path = sign(options.path, password=os.environ.get(_PASSWORD), **same)
+    print(f"signed: {printable(path)}", file=sys.stderr)
+    return 0
+
+
+# ---- ls ----
+
+_LS = """examples:
+  safeload ls
+  safeload ls ~/models /data/checkpoints
+  safeload ls --json | jq -r '.models[] | select(.format == "gguf") | .path'
+
+Every path in the last column opens with `safeload info` and the other commands.
+
+Exit status: 0 success, 1 a folder does not exist, 2 wrong usage."""
+
+
+@command(
+    "List the models in the cache of the Hugging Face Hub, in ollama, in LM Studio and in the named "
+    "folders: name, format, size, and the path that opens each. No weights are read.",
+    _LS,
+    argument("folders", metavar="FOLDER", nargs="*", help="a folder to search, with its subfolders"),
+    JSON,
+)
+def ls(options: argparse.Namespace) -> int:
+    """Print the models."""
+    from .. import local_models
+
+    models = local_models(options.folders)
+    if options.json:
+        print_json(models.to_dict())
+    else:
+        first, *lines = models.lines(columns())
+        print_lines([(first, "head" if models else ""), *lines])
+    return 0
+
+
+# ---- families ----
+
+_FAMILIES = """examples:
+  safeload families
+  safeload families --json | jq -r '.families[] | select(.gguf != "") | .architectures[0]'
+
+Exit status: 0 success, 2 wrong usage."""
+
+_HEAD = ("family", "schema", "llama.cpp", "engines", "MLX", "models")
+_YES = {True: "yes", False: ""}
+
+
+@command(
+    "List the families of models that safeload knows: whether check has a schema of the tensors, the architecture "
+    "in GGUF files for llama.cpp, whether whole models can be written in the formats of engines, and whether "
+    "folders of mlx-lm can be converted back.",
+    _FAMILIES,
+    JSON,
+)
+def families(options: argparse.Namespace) -> int:
+    """Print the families."""
+    from .. import families
+    from ..base.layout import table
+
+    known = families()
+    if options.json:
+        print_json({"families": [family._asdict() for family in known]})
+        return 0
+    rows = [(f.name, _YES[f.schema], f.gguf, _YES[f.engines], _YES[f.mlx], f.about) for f in known]
+    head, *lines = table(_HEAD, rows, right=frozenset(), columns=columns())
+    print_lines([(head, "head"), *lines, "", f"{len(known)} families"])
+    return 0
