@@ -19,8 +19,7 @@ from ..formats.registry import SUFFIXES, WRITTEN, WrittenNames
 from ..models.layout import Layout, built_in
 from ..operations.convert.convert import convert
 from ..operations.convert.write import ConvertReport
-from ..operations.folders.destinations import is_folder, where
-from ..operations.folders.folder import refuse_inputs
+from ..operations.folders.destinations import is_folder, refuse_inputs, where
 from .cluster import add_dask, cluster
 from .common import (
     add_opening,

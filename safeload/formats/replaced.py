@@ -1,7 +1,7 @@
 """Notice that another program replaces a local folder while it is opened.
 
 A writer replaces the index, or renames an old ``model.safetensors`` aside, before it changes ``config.json``, and puts
-an index into the folder if there is none (`operations.folders.replacement`). So the files of a folder belong together
+an index into the folder if there is none (`operations.folders.disk_sink`). So the files of a folder belong together
 if the index, or without one each weight file, is still the same once all of them and the config are open.
 """
 

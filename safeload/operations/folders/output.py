@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from ...base import url as urls
 from ...engine.run.atomic_file import check_place, write_text
-from .folder import refuse_inputs
+from .destinations import refuse_inputs
 
 # Bytes at the start of a file that identify safeload as its writer.
 _HEAD = 4096

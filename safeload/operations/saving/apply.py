@@ -20,8 +20,8 @@ from ...errors import FormatError, SafeloadError, UnsupportedError, public, unsa
 from ...formats.safetensors.file import parse_head
 from ...formats.safetensors.header import MAX_HEADER, Header
 from ...stores.places import places_of
+from ..folders.destinations import refuse_inputs
 from ..folders.file_object import SaveDestination
-from ..folders.folder import refuse_inputs
 from .edit_base import resolved
 from .patch import HEADER, INDICES, KEY, VALUES, VERSION, PatchFacts, own_digest
 from .patch_sides import (

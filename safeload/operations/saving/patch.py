@@ -24,8 +24,8 @@ from ...engine.read.lazy import Lazy
 from ...engine.run.memory import address_of
 from ...errors import exported, public
 from ...formats.safetensors.file import Memory
+from ..folders.destinations import refuse_inputs
 from ..folders.file_object import SaveDestination
-from ..folders.folder import refuse_inputs
 from .patch_sides import (
     ContentDigest,
     DictSide,

@@ -15,7 +15,7 @@ from ...base.paths import absolute
 from ...base.text import parse_size, show
 from ...engine.run.atomic_file import AtomicFile, check_place
 from ...errors import unsaved
-from ...formats.folder import SINGLE
+from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, WEIGHT_SUFFIXES, WRITTEN
 from ...formats.safetensors.file import FileWriter
 from ...formats.safetensors.header import ROOM
@@ -25,16 +25,16 @@ from ..folders import journal
 from ..folders.destinations import (
     USUAL_SIZE,
     Destination,
+    check_free,
     file_in_store,
     is_folder,
-    of,
-    replacement_of,
+    sink_of,
     where,
 )
+from ..folders.disk_sink import remove_shards, shards_beside
 from ..folders.file_object import BinaryWriter, ObjectFile, SaveDestination, is_written_to
-from ..folders.folder import Folder, check_free
-from ..folders.replacement import OldShards, free_names
-from ..folders.shards import Beside, divide, weight_map, write_beside, write_shard, write_shards, writer_of
+from ..folders.shards import divide, index_text, weight_map, write_shards, writer_of
+from ..folders.sink import free_names
 from .spool import Spool, Written
 
 
@@ -83,7 +83,7 @@ class LocalTarget(FileTarget):
             check_free(path, options.overwrite)
         if not os.path.lexists(path):
             check_place(path)
-        self._old = OldShards(path, options.overwrite)
+        self._old = shards_beside(path, options.overwrite)
 
     @property
     def in_order(self) -> bool:
@@ -92,8 +92,9 @@ class LocalTarget(FileTarget):
     @contextmanager
     def file(self, size: int) -> Iterator[AtomicFile]:
         overwrite = self._options.overwrite or self._in_order
-        with self._old, AtomicFile(self._path, size, overwrite=overwrite, durable=self._options.durable) as file:
+        with AtomicFile(self._path, size, overwrite=overwrite, durable=self._options.durable) as file:
             yield file
+        remove_shards(self._old)
 
     def spool(self) -> Any:
         return self.file(0)
@@ -145,10 +146,9 @@ class FolderTarget:
     def __init__(self, location: Location, options: SaveOptions) -> None:
         size = options.max_shard_size
         self.limit = USUAL_SIZE if size is None else parse_size(size, "max_shard_size")
-        self._folder: Folder = of(location)
+        self._folder = sink_of(location)
         self._overwrite = options.overwrite
-        self._replacement = replacement_of(self._folder)
-        self._replacement.check_free(options.overwrite)
+        self._folder.check_free(options.overwrite)
         self._uploaded: dict[str, str] = {}  # shard of each tensor in a store
         self._total = 0
         self._shards: list[Spool] = []  # complete, and not uploaded
@@ -166,8 +166,8 @@ class FolderTarget:
         )
 
     def _write(self, writers: Mapping[str, Any], files: Mapping[str, str], total: int) -> None:
-        beside = Beside(files, total, None, {}, indexed=[*writers] != [SINGLE])
-        write_shards(writers, beside, self._folder, overwrite=self._overwrite)
+        index = {} if [*writers] == [SINGLE] else {INDEX: index_text(files, total)}
+        write_shards(writers, index, self._folder, overwrite=self._overwrite)
         self._tidy()
 
     def _tidy(self) -> None:
@@ -178,7 +178,7 @@ class FolderTarget:
 
     def begin(self, stack: ExitStack) -> None:
         """Prepare the folder; the stack cleans up."""
-        stack.enter_context(self._replacement.undone())
+        stack.enter_context(self._folder.begin(overwrite=self._overwrite))
         if self._folder.location.files.remote:
             self._spools = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True)
@@ -206,8 +206,8 @@ class FolderTarget:
         """Upload a shard of a folder whose number of shards is unknown."""
         names = self._folder.names()
         file = next(name for k in count(1) if (name := f"model-{k:05}.safetensors") not in names)
-        with ExitStack() as stack, self._replacement.shard(stack, file) as own:
-            write_shard(own, spool, self._folder, file, overwrite=self._overwrite)
+        with self._folder.file(file, spool.size) as written:
+            spool.write_to(written)
         self._uploaded.update(dict.fromkeys(spool.names, file))
 
     def finish(self) -> None:
@@ -215,14 +215,7 @@ class FolderTarget:
         if self._uploaded:
             for spool in self._shards:
                 self._upload(spool)
-            shards = [*dict.fromkeys(self._uploaded.values())]
-            outdated = self._replacement.outdated(shards) if self._overwrite else []
-            beside = Beside(self._uploaded, self._total, None, {}, indexed=True)
-            with ExitStack() as stack:
-                stack.enter_context(self._replacement.after_index(outdated))
-                write_beside(
-                    stack, beside, self._folder, self._replacement, overwrite=self._overwrite, outdated=outdated
-                )
+            self._folder.commit({INDEX: index_text(self._uploaded, self._total)})
             self._tidy()
             return
         total = len(self._shards)
