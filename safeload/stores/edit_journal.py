@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..errors import FormatError, SafeloadError
 from .copying import BLOCK
 from .file_lock import lock
-from .local import identity_of
+from .local import identity_of, sync_folder
 
 # The journal of NAME is ".NAME.safeload-edit".
 _SUFFIX = ".safeload-edit"
@@ -88,7 +88,7 @@ def write(path: str, journal: Journal, *, durable: bool) -> None:
         finally:
             os.close(descriptor)
         if durable:
-            sync_folder(place)
+            sync_folder(os.path.dirname(place))
     except BaseException:
         with suppress(OSError):
             os.unlink(place)
@@ -126,20 +126,6 @@ def remove(path: str) -> None:
     """Remove the journal of a file."""
     with suppress(FileNotFoundError):
         os.unlink(journal_of(path))
-
-
-def sync_folder(path: str) -> None:
-    """Make the name of a file durable."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some filesystems cannot sync folders
-            raise
-    finally:
-        os.close(descriptor)
 
 
 # ---- the lock ----

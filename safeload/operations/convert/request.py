@@ -12,7 +12,7 @@ from ...base import dtypes, log
 from ...base.arrays import check_mapping
 from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames, Selection
-from ...base.text import parse_size, plural, show
+from ...base.text import plural, show
 from ...engine.read.load import parse_target
 from ...formats.metadata import as_texts
 from ...formats.registry import (
@@ -30,7 +30,7 @@ from ...models.diffusion import ARCHITECTURE, is_rearranged, model_of
 from ...models.layout import Layout
 from ...models.module_names import adapter_note, refuse_adapters
 from ...stores.files import Location
-from ..folders.destinations import USUAL_SIZE, Destination, check_writable, is_folder, sink_of, where
+from ..folders.destinations import Destination, check_writable, is_folder, limit_of, sink_of, where
 from ..folders.shards import extras_of
 from ..folders.sink import Sink
 from ..quantize.encoding import WEIGHTS
@@ -130,7 +130,7 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     folder = sink_of(place) if in_folder else None
     if folder is None and place.files.remote:
         check_writable(place)
-    limit = USUAL_SIZE if max_shard_size is None else parse_size(max_shard_size, "max_shard_size")
+    limit = limit_of(max_shard_size)
     request = ConvertRequest(place.shown, format, place, folder, limit, target, options)
     rules = request.engine_rules
     if rules is None:

@@ -17,7 +17,6 @@ from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS
 from ...packed.quantization import is_own, without_quantization
 from ...stores.files import LOCAL, Location
-from ..folders import journal
 from ..folders.destinations import file_in_store
 from ..folders.disk_sink import DiskSink
 from ..folders.shards import (
@@ -259,7 +258,6 @@ def _write_folder(
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
     nbytes = write_shards(writers, files, folder, overwrite=overwrite, config=config_text(config))
     if overwrite:
-        journal.clear(folder)
         _warn_of_older_files(conversion, folder)
     return [folder.shown(file) for file in shards], nbytes
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...base import url as urls
 from ...base.paths import PathLike, native_path
-from ...base.text import show
+from ...base.text import parse_size, show
 from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES
 from ...stores.files import LOCAL, Location
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Destination: TypeAlias = PathLike | Located
 
 # The default limit for shards, in bytes.
-USUAL_SIZE = 5_000_000_000
+_USUAL_SIZE = 5_000_000_000
 
 # A suffix begins with a letter: the names of models end in versions and sizes, such as "Qwen2.5-7B".
 _SUFFIX = re.compile(r"\.(?:[a-z]\w*)?", re.ASCII)
@@ -39,6 +39,11 @@ _DOCUMENTS = re.compile("|".join(map(translate, (*EXTRAS, "*.json", "*.sig", "*.
 
 # A URL as `pathlib` spells it.
 _PATH_OF_URL = re.compile(rf"({'|'.join(urls.PLAIN)}):[/\\](?![/\\])")
+
+
+def limit_of(max_shard_size: int | str | None) -> int:
+    """Return the limit for shards, in bytes."""
+    return _USUAL_SIZE if max_shard_size is None else parse_size(max_shard_size, "max_shard_size")
 
 
 def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) -> Location:

@@ -50,14 +50,13 @@ from ...engine.run.atomic_file import (
     hidden_name,
     remove_abandoned,
     set_owner_and_mode,
-    sync_folder,
 )
 from ...engine.run.digest import Digest
 from ...errors import FormatError
 from ...formats.folder import CONFIG, INDEX, SINGLE, is_weight_file
 from ...formats.numbered import sets_of
 from ...stores.files import LOCAL, Location
-from ...stores.local import identity_of, replace
+from ...stores.local import identity_of, replace, sync_folder
 from . import journal
 from .sink import EXISTS, Sink, blocking_index, indexed_names, is_extra, shared_identity
 
@@ -118,10 +117,20 @@ class DiskSink(Sink):
 
     @contextmanager
     def file(self, name: str, size: int) -> Iterator[AtomicFile]:
-        replaces = self._overwrite and _NUMBERED.fullmatch(name) is None
-        file = self._stack.enter_context(self.writing(name, size, overwrite=replaces))
+        file = self._stack.enter_context(self.writing(name, size, overwrite=self._replaces(name)))
         yield file
         file.seal()  # this closes the file, because there can be more shards than descriptors
+        self._files[name] = file
+
+    def _replaces(self, name: str) -> bool:
+        """Return False for a shard, whose name is free."""
+        return self._overwrite and _NUMBERED.fullmatch(name) is None
+
+    def spool(self, number: int) -> AtomicFile:
+        return self._stack.enter_context(self.writing(f"model-{number:05}.safetensors", 0, overwrite=True))
+
+    def add(self, name: str, file: AtomicFile) -> None:
+        file.rename(self.shown(name), overwrite=self._replaces(name))
         self._files[name] = file
 
     def commit(
@@ -139,12 +148,12 @@ class DiskSink(Sink):
         self._overwrite = self._overwrite or not shards  # an earlier call may have put files beside shards of pieces
         block = None
         if self._is_read_between(new, placed):
-            self._add(INDEX, blocking_index([CONFIG, *outdated, *sorted(new)]))
+            self._put(INDEX, blocking_index([CONFIG, *outdated, *sorted(new)]))
             block = self._files.pop(INDEX)
         for name, content in files.items():
-            self._add(name, content)
+            self._put(name, content)
         if self._config is not None:
-            self._add(CONFIG, self._config)
+            self._put(CONFIG, self._config)
         other_indexes = [name for name in outdated if _is_index(name) and name != INDEX]
         gone = {SINGLE, INDEX} & {*outdated, *([] if block is None else [INDEX])} - {*self._files, *taken}
         with Swap() as swap:
@@ -221,9 +230,9 @@ def _take(old: str, new: str, swap: Swap, like: os.stat_result | None) -> None:
         if os.path.basename(new) != SINGLE:
             raise FileExistsError(errno.EEXIST, "Another conversion has written this shard; repeat the call", new)
         like = os.stat(new) if os.path.exists(new) else like
-        swap.keep(new)
+        swap.hide(new, keep=True)
     swap.undo.append(partial(_give_back, new, old))
-    if like is not None and os.name != "nt":
+    if like is not None:
         set_owner_and_mode(old, like)
     replace(old, new, new)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from ...base.native import ffi
+from ...engine.run.atomic_file import AtomicFile
 from .destinations import Destination
 
 # Bytes that a file object gets at once.
@@ -46,10 +48,7 @@ class ObjectFile:
         with suppress(AttributeError, OSError, io.UnsupportedOperation):
             if file.seekable():
                 self._start = int(file.tell())
-
-    @property
-    def in_order(self) -> bool:
-        return self._start is None
+        self.in_order = self._start is None  # True if it cannot seek
 
     def seek(self, position: int) -> None:
         assert self._start is not None
@@ -60,9 +59,9 @@ class ObjectFile:
         for address, size in pieces:
             for begin in range(0, size, _PIECE):
                 count = min(_PIECE, size - begin)
-                self.write_bytes(ffi.buffer(ffi.cast("char *", address + begin), count)[:])
+                self._write(ffi.buffer(ffi.cast("char *", address + begin), count)[:])
 
-    def write_bytes(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         """Write all bytes, even if the object takes only some at a time."""
         while data:
             count = self._file.write(data)
@@ -75,7 +74,28 @@ class ObjectFile:
             data = data[count:]
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def open(self, size: int | None) -> Iterator[Any]:
+        """Yield a file: this one, or for an unknown size a temporary one, which is copied."""
+        if size is None:
+            with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
+                path = os.path.join(folder, "spool.safetensors")
+                with AtomicFile(path, 0, durable=False) as file:
+                    yield file
+                self.copy(path)
+            return
+        with self._undone():
+            yield self
+            if not self.in_order:
+                self.seek(size)
+
+    def copy(self, path: str) -> None:
+        """Write the bytes of a local file."""
+        with self._undone(), open(path, "rb") as complete:
+            while data := complete.read(_PIECE):
+                self._write(data)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
         """Cut the file to its old size after an error, if the tensors were written at its end."""
         end = None
         if self._start is not None:
@@ -89,9 +109,3 @@ class ObjectFile:
                     self._file.seek(self._start)
                     self._file.truncate()
             raise
-
-    def copy(self, path: str) -> None:
-        """Write the bytes of a local file."""
-        with self.undone(), open(path, "rb") as complete:
-            while data := complete.read(_PIECE):
-                self.write_bytes(data)

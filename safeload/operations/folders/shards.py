@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.weight_file import WeightFile
 from ...errors import RemotePermissionError, SafetensorError, UnsupportedError
 from ...formats import registry
-from ...formats.folder import SINGLE
+from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import WEIGHT_SUFFIXES
 from ...formats.safetensors.file import FileWriter, open_file
 from ...formats.safetensors.header import ROOM
@@ -24,7 +25,8 @@ from ...formats.safetensors.quantized import pack, packed_in
 from ...models.config_dtype import with_dtype
 from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ...stores.files import Location
-from .sink import LARGEST_EXTRA, Sink, is_extra
+from . import journal
+from .sink import LARGEST_EXTRA, Sink, free_names, is_extra
 
 # A tensor for a writer.
 Output = Lazy | LazyQuantized | LazyPacked | LazyEncoded
@@ -154,7 +156,22 @@ def write_shards(
                 writer.write_to(file)
             written += writer.size
         sink.commit(files)
+    if overwrite:
+        journal.clear(sink)
     return written
+
+
+def write_folder(
+    sink: Sink, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, limit: int, overwrite: bool
+) -> None:
+    """Write all tensors of a folder."""
+    shards = divide(tensors, limit)
+    names = free_names(sink, [*shards])
+    shards = {names[file]: shard for file, shard in shards.items()}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    files, writers = weight_map(shards), {file: partial(writer_of, shard, metadata) for file, shard in shards.items()}
+    index = {} if [*shards] == [SINGLE] else {INDEX: index_text(files, total)}
+    write_shards(writers, index, sink, overwrite=overwrite)
 
 
 def config_text(config: Mapping[str, Any] | None) -> bytes | None:

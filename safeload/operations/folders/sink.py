@@ -136,6 +136,14 @@ class Sink(ABC):
         """Return a context with a new file; a name with numbers must be free."""
 
     @abstractmethod
+    def spool(self, number: int) -> AtomicFile:
+        """Return a new file of unknown size, whose name `add` decides."""
+
+    @abstractmethod
+    def add(self, name: str, file: AtomicFile) -> None:
+        """Add a sealed file of `spool`."""
+
+    @abstractmethod
     def commit(
         self,
         files: Mapping[str, bytes | Location],
@@ -150,7 +158,7 @@ class Sink(ABC):
             placed: new shards that are in the folder already.
         """
 
-    def _add(self, name: str, content: bytes | Location) -> None:
+    def _put(self, name: str, content: bytes | Location) -> None:
         """Add a file beside the shards, unless it would be copied onto itself or is too large."""
         if isinstance(content, bytes):
             with self.file(name, len(content)) as file, file.stream() as stream:

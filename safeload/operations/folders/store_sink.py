@@ -68,10 +68,13 @@ class StoreSink(Sink):
         with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
             path = os.path.join(folder, name)
             yield path
-            nbytes, shown = os.path.getsize(path), self.shown(name)
-            log.debug("%s: uploading %d bytes", shown, nbytes)
-            backend = backend_of(self.location)
-            _bounded(backend.timeout, lambda: backend.upload(path, (self.location / name).path), nbytes, shown)
+            self._upload(path, name)
+
+    def _upload(self, path: str, name: str) -> None:
+        nbytes, shown = os.path.getsize(path), self.shown(name)
+        log.debug("%s: uploading %d bytes", shown, nbytes)
+        backend = backend_of(self.location)
+        _bounded(backend.timeout, lambda: backend.upload(path, (self.location / name).path), nbytes, shown)
 
     def remove(self, names: Iterable[str]) -> None:
         paths = [(self.location / name.rstrip("/")).path + name[len(name.rstrip("/")) :] for name in names]
@@ -94,14 +97,15 @@ class StoreSink(Sink):
     def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> Iterator[None]:
         self._before = self.names() if overwrite else set()
         self._config = config
-        self._shards: list[str] = []
+        self._shards: list[str] = []  # uploaded
         self._complete = False  # True if an index may name the shards
         # Config and index of the old model, None for a missing file, while an index keeps readers away.
         self._old: dict[str, bytes | None] = {}
         try:
             with ExitStack() as self._last:
                 if config is not None and not self._before:  # a new folder has no weights without it
-                    self._add(CONFIG, config)
+                    self._shards.append(CONFIG)
+                    self._put(CONFIG, config)
                 yield
         except BaseException:
             try:
@@ -113,23 +117,33 @@ class StoreSink(Sink):
 
     def _take_back(self) -> None:
         if self._old:
-            self._add(INDEX, blocking_index([CONFIG]))
+            self._put(INDEX, blocking_index([CONFIG]))
             for name, content in self._old.items():
-                self.remove([name]) if content is None else self._add(name, content)
+                self.remove([name]) if content is None else self._put(name, content)
         if self._old or not self._complete:
-            first = [CONFIG] if self._config is not None and not self._before else []
-            self.remove([*first, *(name for name in self._shards if name != SINGLE)])
+            self.remove(self._shards)
 
     @contextmanager
     def file(self, name: str, size: int) -> Iterator[AtomicFile]:
         """Upload a file at once, which saves disk space on this machine; ``model.safetensors`` waits for `commit`."""
-        if name == SINGLE or _SHARD.fullmatch(name):
+        if _SHARD.fullmatch(name):
             self._shards.append(name)  # before the upload, because an interrupted upload may still arrive
         with ExitStack() as now:
             stack = self._last if name == SINGLE else now
             file = stack.enter_context(self.writing(name, size, overwrite=True))
             yield file
             file.seal()
+
+    def spool(self, number: int) -> AtomicFile:
+        folder = tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True)
+        path = os.path.join(self._last.enter_context(folder), f"model-{number:05}.safetensors")
+        return self._last.enter_context(AtomicFile(path, 0, durable=False))
+
+    def add(self, name: str, file: AtomicFile) -> None:
+        self._shards.append(name)
+        file.commit()
+        self._upload(file.path, name)
+        os.unlink(file.path)
 
     def commit(
         self,
@@ -139,18 +153,18 @@ class StoreSink(Sink):
     ) -> None:
         new = {*self._shards, *placed}
         outdated = {name for name in self._before if name == SINGLE or _SHARD.fullmatch(name)} - new
-        if self._before and INDEX not in files:
-            outdated.add(INDEX)  # it may keep readers away
+        if self._before and INDEX not in files:  # the only shard is model.safetensors
+            outdated = {*outdated, INDEX} - {SINGLE}  # the index may keep readers away
         for name, content in files.items():
             if name != INDEX:
-                self._add(name, content)
+                self._put(name, content)
         if self._config is not None and self._before:
             self._keep_readers_away(self._config, new)
         self._complete = True
         if self._config is not None and self._before:
-            self._add(CONFIG, self._config)
+            self._put(CONFIG, self._config)
         if INDEX in files:
-            self._add(INDEX, files[INDEX])
+            self._put(INDEX, files[INDEX])
         self._last.close()
         self._old = {}
         try:
@@ -167,7 +181,7 @@ class StoreSink(Sink):
         if old and config != self.content(CONFIG):
             self._old = {name: self.content(name) for name in (CONFIG, INDEX)}
             self._complete = True
-            self._add(INDEX, blocking_index([CONFIG, *sorted(new)]))
+            self._put(INDEX, blocking_index([CONFIG, *sorted(new)]))
             if SINGLE in old:
                 self._old = {}  # it cannot be brought back
                 self.remove([SINGLE])

@@ -37,7 +37,7 @@ from .patch_sides import (
     side_of,
     unsigned,
 )
-from .targets import FolderTarget, SaveOptions, target_of
+from .targets import FileSink, target_of
 from .writer import checked_metadata
 
 KEY, VERSION = "safeload.patch", 1
@@ -128,8 +128,8 @@ def make_patch(
         np.float32(10.0)
     """
     texts = checked_metadata(metadata) or {}
-    target = target_of(dst, SaveOptions(None, overwrite, durable, storage_options))
-    if isinstance(target, FolderTarget):
+    target = target_of(dst, overwrite=overwrite, durable=durable, storage_options=storage_options)
+    if not isinstance(target, FileSink):
         raise ValueError("a patch is a file: use the suffix .safetensors")
     refuse_inputs(dst, (base, new))
     with side_of(base, "base", storage_options) as old, side_of(new, "new", storage_options) as changed:

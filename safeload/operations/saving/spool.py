@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import address_of
 from ...formats.safetensors.file import TensorToWrite
 from ...formats.safetensors.header import ROOM, Header
+from ..folders.file_object import ObjectFile
 
 # First byte of the tensors in a file with an unknown number of them.
 _BEGIN = 128 << 10
@@ -23,24 +24,10 @@ _SMALL = 16 << 20
 _TOGETHER = 1 << 20
 
 
-class Written(Protocol):
-    """A file that `TensorBytes` writes to: an `AtomicFile` or a file object."""
-
-    @property
-    def in_order(self) -> bool:
-        """True if the file cannot seek."""
-
-    def seek(self, position: int) -> None:
-        """Set the byte at which `write` continues."""
-
-    def write(self, pieces: list[tuple[int, int]]) -> None:
-        """Write memory, as pairs of address and size in bytes."""
-
-
 class TensorBytes:
     """Write tensors to positions of a file, small neighbours in a single call."""
 
-    def __init__(self, file: Written) -> None:
+    def __init__(self, file: AtomicFile | ObjectFile) -> None:
         self._file = file
         self._small = bytearray()
         self._begin = 0  # position of the small tensors
@@ -86,8 +73,6 @@ class TensorBytes:
 class Spool:
     """A safetensors file with its tensors in order of arrival, and its header written last."""
 
-    size = 0  # bytes of the complete file; 0 before `write_to`, because nothing must be reserved
-
     def __init__(self, file: AtomicFile) -> None:
         self.file = file
         self.nbytes = 0  # of all tensors
@@ -97,7 +82,6 @@ class Spool:
         self._begins: list[int] = []
         self._aligned = True
         self._bytes = TensorBytes(file)
-        self._complete_size = 0
 
     def add(self, name: str, source: TensorToWrite) -> None:
         """Append a tensor."""
@@ -122,11 +106,11 @@ class Spool:
         else:
             header.pad_to(header.nbytes + ROOM)
             self._move(header)
-        self._complete_size = header.nbytes + self.nbytes
 
     def _move(self, header: Header) -> None:
         """Copy the tensors behind a header into another file, in the header's order."""
-        with AtomicFile(self.file.path, header.nbytes + self.nbytes, durable=False) as file:
+        file = AtomicFile(self.file.path, header.nbytes + self.nbytes, durable=False)
+        try:
             file.write([(header.address, header.nbytes)])
             sizes = header.sizes.tolist()
             ranges: list[list[int]] = []  # begin and size of neighbours
@@ -136,15 +120,11 @@ class Spool:
                     ranges[-1][1] += sizes[index]
                 else:
                     ranges.append([begin, sizes[index]])
-            with self.file.reopened() as descriptor:
-                for begin, size in ranges:
-                    file.copy(descriptor, _BEGIN + begin, size)
-            self.file.adopt(file)
-
-    def write_to(self, file: AtomicFile) -> None:
-        """Make this file's content the content of another new file on the same filesystem."""
-        file.adopt(self.file)
-        self.size = self._complete_size
+            for begin, size in ranges:
+                file.copy(self.file.descriptor, _BEGIN + begin, size)
+            self.file.exchange(file)
+        finally:
+            file.abandon()
 
 
 class DeclaredFile:
@@ -169,7 +149,7 @@ class DeclaredFile:
         self._begins = dict(zip(self._tensors, begins.tolist(), strict=True))
         return int(self._header.nbytes + sizes.sum())
 
-    def open(self, file: Written) -> None:
+    def open(self, file: AtomicFile | ObjectFile) -> None:
         """Write the header."""
         file.write([(self._header.address, self._header.nbytes)])
         self._file, self._bytes = file, TensorBytes(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count
 from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,16 @@ from ...base.messages import error_about
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import UnsupportedError, exported, public, unsaved
+from ...formats.folder import INDEX, SINGLE
 from ...formats.safetensors.file import TensorToWrite, source_of
 from ...formats.safetensors.header import text
+from ..folders import journal
+from ..folders.destinations import limit_of
 from ..folders.file_object import SaveDestination
+from ..folders.shards import index_text
+from ..folders.sink import Sink, free_names
 from .spool import DeclaredFile, Spool
-from .targets import FileTarget, FolderTarget, SaveOptions, target_of
+from .targets import FileSink, target_of
 from .values import Packer, check_name, value_of
 
 if TYPE_CHECKING:
@@ -79,16 +85,21 @@ class Writer:
     ) -> None:
         self._metadata = checked_metadata(metadata)
         declared = None if tensors is None else _declared(tensors)
-        options = SaveOptions(max_shard_size, overwrite, durable, storage_options)
-        self._target = target_of(dst, options)
-        if isinstance(self._target, FileTarget) and self._target.in_order and declared is None:
+        self._target = target_of(
+            dst, max_shard_size, overwrite=overwrite, durable=durable, storage_options=storage_options
+        )
+        self._in_folder = isinstance(self._target, Sink)
+        self._in_order = isinstance(self._target, FileSink) and self._target.in_order
+        if self._in_order and declared is None:
             raise ValueError("the destination cannot seek: pass tensors={name: (dtype, shape)} with all its tensors")
-        self._in_folder = isinstance(self._target, FolderTarget)
+        self._limit, self._overwrite = limit_of(max_shard_size), overwrite
         self._plan = None if declared is None else DeclaredFile(declared, self._metadata)
         self._packer = Packer(self._metadata, in_folder=self._in_folder)
         self._stack = ExitStack()
         self._names: set[str] = set()
         self._file: Spool | DeclaredFile | None = None  # open
+        self._shards: list[Spool] = []  # complete
+        self._weight_map: dict[str, str] = {}  # of the shards that have names
         self._state = "open"
 
     @public
@@ -134,11 +145,10 @@ class Writer:
         for part in sources:
             if part in self._names:
                 raise ValueError(f"tensor {show(part)} was added before; it also stores a part of {show(name)}")
-        if isinstance(self._target, FolderTarget):
+        if isinstance(self._target, Sink):
             self._begin_shard(self._target, sum(source.nbytes for source in sources.values()))
         else:
             self._begin_file(self._target)
-        assert self._file is not None
         self._put(sources)
         if isinstance(value, QuantizedTensor):
             self._packer.parts(name, value)
@@ -152,33 +162,69 @@ class Writer:
                 self._file.add(part, source)
             except BaseException:
                 # Bytes of an unfinished tensor are in the way if the file cannot seek, and parts belong together.
-                if len(sources) > 1 or (isinstance(self._target, FileTarget) and self._target.in_order):
+                if len(sources) > 1 or self._in_order:
                     self._state = "broken by an earlier error"
                 raise
             if self._plan is not None:
                 self._plan.added(part)
             self._names.add(part)
 
-    def _begin_file(self, target: FileTarget) -> None:
+    def _begin_file(self, target: FileSink) -> None:
         """Create the file before its first tensor."""
         if self._file is not None:
             return
         if self._plan is None:
-            self._file = Spool(self._stack.enter_context(target.spool()))
+            self._file = Spool(self._stack.enter_context(target.open(None)))
         else:
-            self._plan.open(self._stack.enter_context(target.file(self._plan.begin(target.in_order))))
+            self._plan.open(self._stack.enter_context(target.open(self._plan.begin(target.in_order))))
             self._file = self._plan
 
-    def _begin_shard(self, target: FolderTarget, nbytes: int) -> None:
+    def _begin_shard(self, sink: Sink, nbytes: int) -> None:
         """Create a shard unless the current one has space for this many bytes."""
         if self._file is None:
-            target.begin(self._stack)
-        elif isinstance(self._file, Spool) and self._file.nbytes + nbytes > target.limit and self._file.names:
-            target.complete(self._file, self._packer.texts)
+            self._stack.enter_context(sink.begin(overwrite=self._overwrite))
+        elif isinstance(self._file, Spool) and self._file.nbytes + nbytes > self._limit and self._file.names:
+            self._complete_shard(self._file)
+            if sink.location.files.remote:
+                self._upload_shard(sink)
         else:
             return
-        self._file = target.next_spool(self._stack)
+        self._file = Spool(sink.spool(len(self._shards) + 1))
         self._packer = Packer(self._metadata, in_folder=self._in_folder)
+
+    def _complete_shard(self, spool: Spool) -> None:
+        spool.complete(self._packer.texts)
+        spool.file.seal()
+        self._shards.append(spool)
+
+    def _upload_shard(self, sink: Sink) -> None:
+        """Upload the last shard of a folder whose number of shards is unknown."""
+        taken = sink.names()
+        names = (f"model-{k:05}.safetensors" for k in count(1))
+        self._name_shard(sink, self._shards[-1], next(name for name in names if name not in taken))
+
+    def _name_shard(self, sink: Sink, spool: Spool, name: str) -> None:
+        sink.add(name, spool.file)
+        self._weight_map.update(dict.fromkeys(spool.names, name))
+
+    def _finish_folder(self, sink: Sink) -> None:
+        """Put the shards and their index in place."""
+        if self._file is None:
+            self._begin_shard(sink, 0)
+        assert isinstance(self._file, Spool)
+        self._complete_shard(self._file)
+        total, names = len(self._shards), [SINGLE]
+        if self._weight_map:
+            self._upload_shard(sink)
+        else:
+            usual = [f"model-{k + 1:05}-of-{total:05}.safetensors" for k in range(total)] if total > 1 else names
+            names = [*free_names(sink, usual).values()]
+            for spool, name in zip(self._shards, names, strict=True):
+                self._name_shard(sink, spool, name)
+        index = index_text(self._weight_map, sum(spool.nbytes for spool in self._shards))
+        sink.commit({} if total == 1 and names == [SINGLE] else {INDEX: index})
+        if self._overwrite:
+            journal.clear(sink)
 
     @public
     def close(self) -> None:
@@ -203,12 +249,8 @@ class Writer:
     def _finish(self) -> None:
         if self._plan is not None:
             self._plan.check_complete()
-        if isinstance(self._target, FolderTarget):
-            if self._file is None:
-                self._begin_shard(self._target, 0)
-            assert isinstance(self._file, Spool)
-            self._target.complete(self._file, self._packer.texts)
-            self._target.finish()
+        if isinstance(self._target, Sink):
+            self._finish_folder(self._target)
             return
         self._begin_file(self._target)
         if isinstance(self._file, DeclaredFile):
