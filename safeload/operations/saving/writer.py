@@ -23,7 +23,7 @@ from ..folders.destinations import limit_of
 from ..folders.file_object import SaveDestination
 from ..folders.shards import index_text
 from ..folders.sink import Sink, free_names
-from .spool import DeclaredFile, Spool
+from .spool import Spool, declared_header
 from .targets import FileSink, target_of
 from .values import Packer, check_name, value_of
 
@@ -84,20 +84,20 @@ class Writer:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._metadata = checked_metadata(metadata)
-        declared = None if tensors is None else _declared(tensors)
+        self._declared = None if tensors is None else _declared(tensors)
+        self._missing = dict.fromkeys(self._declared or ())  # declared tensors that have not come
         self._target = target_of(
             dst, max_shard_size, overwrite=overwrite, durable=durable, storage_options=storage_options
         )
         self._in_folder = isinstance(self._target, Sink)
         self._in_order = isinstance(self._target, FileSink) and self._target.in_order
-        if self._in_order and declared is None:
+        if self._in_order and self._declared is None:
             raise ValueError("the destination cannot seek: pass tensors={name: (dtype, shape)} with all its tensors")
         self._limit, self._overwrite = limit_of(max_shard_size), overwrite
-        self._plan = None if declared is None else DeclaredFile(declared, self._metadata)
         self._packer = Packer(self._metadata, in_folder=self._in_folder)
         self._stack = ExitStack()
         self._names: set[str] = set()
-        self._file: Spool | DeclaredFile | None = None  # open
+        self._file: Spool | None = None  # open
         self._shards: list[Spool] = []  # complete
         self._weight_map: dict[str, str] = {}  # of the shards that have names
         self._state = "open"
@@ -127,7 +127,7 @@ class Writer:
             raise ValueError(f"tensor {show(name)} was added before")
         keep: list[Any] = []
         value = value_of(name, array, keep)
-        if self._plan is not None and isinstance(value, QuantizedTensor):
+        if self._declared is not None and isinstance(value, QuantizedTensor):
             raise error_about(
                 UnsupportedError, "is quantized, which Writer supports only without tensors=", tensor=name
             )
@@ -156,34 +156,52 @@ class Writer:
     def _put(self, sources: Mapping[str, TensorToWrite]) -> None:
         assert self._file is not None
         for part, source in sources.items():
-            if self._plan is not None and self._file is not self._plan:
-                self._plan.check(part, source)
             try:
+                if self._declared is not None:
+                    self._check_declared(self._declared, part, source)
                 self._file.add(part, source)
             except BaseException:
                 # Bytes of an unfinished tensor are in the way if the file cannot seek, and parts belong together.
                 if len(sources) > 1 or self._in_order:
                     self._state = "broken by an earlier error"
                 raise
-            if self._plan is not None:
-                self._plan.added(part)
+            self._missing.pop(part, None)
             self._names.add(part)
+
+    def _check_declared(self, declared: Mapping[str, tuple[dtypes.Dtype, Any]], name: str, source: Any) -> None:
+        """Compare a tensor with its declaration."""
+        if name not in declared:
+            raise ValueError(f"tensor {show(name)} is not in tensors=")
+        row, shape = declared[name]
+        if (row.number, tuple(shape)) != (source.row.number, tuple(source.shape)):
+            raise ValueError(
+                f"tensor {show(name)} is {source.row.code} {show(list(source.shape))}, but tensors= has "
+                f"{row.code} {show(list(shape))}"
+            )
+        expected = next(iter(self._missing), None)
+        if self._in_order and name != expected:
+            text = f"the file cannot seek, so tensors come in the order of tensors=: expected {show(expected)}"
+            raise ValueError(f"{text}, got {show(name)}")
+
+    def _check_complete(self) -> None:
+        if self._missing:
+            first = show(next(iter(self._missing)))
+            names = f"{first} and {len(self._missing) - 1:,} more" if len(self._missing) > 1 else first
+            raise ValueError(f"the file is incomplete: tensors= declares {names}; add every tensor before the end")
 
     def _begin_file(self, target: FileSink) -> None:
         """Create the file before its first tensor."""
-        if self._file is not None:
-            return
-        if self._plan is None:
-            self._file = Spool(self._stack.enter_context(target.open(None)))
-        else:
-            self._plan.open(self._stack.enter_context(target.open(self._plan.begin(target.in_order))))
-            self._file = self._plan
+        if self._file is None:
+            header, size = None, None
+            if self._declared is not None:
+                header, size = declared_header(self._declared, self._metadata, keeps_order=target.in_order)
+            self._file = Spool(self._stack.enter_context(target.open(size)), header, [*(self._declared or ())])
 
     def _begin_shard(self, sink: Sink, nbytes: int) -> None:
         """Create a shard unless the current one has space for this many bytes."""
         if self._file is None:
             self._stack.enter_context(sink.begin(overwrite=self._overwrite))
-        elif isinstance(self._file, Spool) and self._file.nbytes + nbytes > self._limit and self._file.names:
+        elif self._file.nbytes + nbytes > self._limit and self._file.names:
             self._complete_shard(self._file)
             if sink.location.files.remote:
                 self._upload_shard(sink)
@@ -211,7 +229,7 @@ class Writer:
         """Put the shards and their index in place."""
         if self._file is None:
             self._begin_shard(sink, 0)
-        assert isinstance(self._file, Spool)
+        assert self._file is not None
         self._complete_shard(self._file)
         total, names = len(self._shards), [SINGLE]
         if self._weight_map:
@@ -247,16 +265,13 @@ class Writer:
             raise unsaved(error) from None
 
     def _finish(self) -> None:
-        if self._plan is not None:
-            self._plan.check_complete()
+        self._check_complete()
         if isinstance(self._target, Sink):
             self._finish_folder(self._target)
             return
         self._begin_file(self._target)
-        if isinstance(self._file, DeclaredFile):
-            self._file.finish()
-        elif self._file is not None:
-            self._file.complete(self._packer.texts)
+        assert self._file is not None
+        self._file.complete(self._packer.texts)
 
     def __enter__(self) -> Self:
         if self._state != "open":
