@@ -22,7 +22,7 @@ from ...stores.local import LocalStore
 from ...stores.signature import Signature
 from ..folders.destinations import Destination, check_free, file_in_store, refuse_inputs
 from ..folders.disk_sink import check_shards, remove_shards, shards_beside
-from ..folders.file_object import BinaryWriter, ObjectFile, SaveDestination, is_written_to
+from ..folders.targets import BinaryWriter, ObjectFile, SaveDestination, is_written_to
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
 from ..sources import executors

@@ -16,7 +16,7 @@ from ...base.paths import PathLike, native_path
 from ...base.text import parse_size, show
 from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES
-from ...stores.files import LOCAL, Location
+from ...stores.files import LOCAL, Files, Location
 from ...stores.places import Located, is_file_object, places_of
 from ..sources.executors import files_at
 from .disk_sink import DiskSink
@@ -77,16 +77,26 @@ def is_folder(location: Location, format: str | None = None) -> bool:
 def sink_of(location: Location) -> Sink:
     """Return the sink of a destination folder, without listing it."""
     files, path = location.files, location.path
-    if not files.remote:
-        return DiskSink(files, path)
-    from .store_sink import StoreSink  # only here: most destinations are local
-
-    check_writable(location)
-    if names_file(location):
+    if files.remote:
+        check_writable(location)
+    if files.remote and names_file(location):
         raise ValueError(
             f"{show(location.shown)} has the suffix of a file, but max_shard_size= writes a folder of shards: pass a "
             f"folder such as {show(files.shown(files.split(path)[0]) + '/')}, or end the URL with a slash"
         )
+    return _sink(files, path)
+
+
+def sink_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Sink:
+    """Return the sink of a plan; see `files_at`."""
+    return _sink(files_at(path, planned, storage_options), path)
+
+
+def _sink(files: Files, path: str) -> Sink:
+    if not files.remote:
+        return DiskSink(files, path)
+    from .store_sink import StoreSink  # only here: most destinations are local
+
     return StoreSink(files, path)
 
 
@@ -117,16 +127,6 @@ def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, st
         message = f"The shards of {INDEX} beside it would be read instead: remove them, or choose a new folder"
         raise FileExistsError(errno.EEXIST, message, sink.shown(INDEX))
     return sink, name
-
-
-def sink_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Sink:
-    """Return the sink of a plan; see `files_at`."""
-    files = files_at(path, planned, storage_options)
-    if not files.remote:
-        return DiskSink(files, path)
-    from .store_sink import StoreSink
-
-    return StoreSink(files, path)
 
 
 # ---- files that must stay ----

@@ -104,12 +104,9 @@ def clear(folder: Sink, calls: Iterable[str] | None = None) -> None:
     calls = sorted(filter(is_call, (folder / RESUME).names() if calls is None else calls))
     for call in calls:
         place = subfolder(folder, call)
-        place.remove(sorted(name for name in place.names() if _is_ours(name)))
+        ours = (".safetensors" + RECORD, ".tmp")
+        place.remove(sorted(name for name in place.names() if is_weight_file(name) or name.endswith(ours)))
     remove_empty(folder, calls)
-
-
-def _is_ours(name: str) -> bool:
-    return is_weight_file(name) or name.endswith((".safetensors" + RECORD, ".tmp"))
 
 
 def remove_empty(folder: Sink, calls: Sequence[str]) -> None:

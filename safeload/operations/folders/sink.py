@@ -6,18 +6,15 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from fnmatch import fnmatchcase
 from typing import Any
-
-import numpy as np
 
 from ...base import url as urls
 from ...base.paths import absolute
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.digest import Digest
-from ...engine.run.memory import address_of
 from ...errors import FormatError
 from ...formats.folder import INDEX, SINGLE
 from ...formats.numbered import PART, sets_of
@@ -166,17 +163,10 @@ class Sink(ABC):
         elif not _is_same(content, self.location / name):
             with closing(content.files.open(content.path)) as store:
                 if store.size <= LARGEST_EXTRA:
-                    self._copy(name, store)
-
-    def _copy(self, name: str, store: ByteStore) -> None:
-        buffer = np.empty(min(_BUFFER, max(1, store.size)), np.uint8)
-        with self.file(name, store.size) as copy:
-            for at in range(0, store.size, _BUFFER):
-                count = min(_BUFFER, store.size - at)
-                store.read_into(at, buffer[:count].data)
-                copy.write([(address_of(buffer), count)])
-            if isinstance(store, RemoteStore):
-                store.confirm()
+                    with self.file(name, store.size) as file, file.stream() as stream:
+                        stream.writelines(_blocks(store))
+                        if isinstance(store, RemoteStore):
+                            store.confirm()
 
 
 def is_extra(name: str) -> bool:
@@ -232,9 +222,16 @@ def _is_same(source: Location, copy: Location) -> bool:
 
 
 def _digest_of(store: ByteStore) -> str:
-    digest, buffer = hashlib.sha256(), np.empty(min(_BUFFER, max(1, store.size)), np.uint8).data
-    for at in range(0, store.size, len(buffer)):
-        block = buffer[: min(len(buffer), store.size - at)]
-        store.read_into(at, block)
+    digest = hashlib.sha256()
+    for block in _blocks(store):
         digest.update(block)
     return digest.hexdigest()
+
+
+def _blocks(store: ByteStore) -> Iterator[memoryview]:
+    """Yield the bytes of a file, in the same memory."""
+    buffer = memoryview(bytearray(min(_BUFFER, store.size)))
+    for at in range(0, store.size, _BUFFER):
+        block = buffer[: store.size - at]
+        store.read_into(at, block)
+        yield block

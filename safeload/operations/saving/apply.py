@@ -21,7 +21,7 @@ from ...formats.safetensors.file import parse_head
 from ...formats.safetensors.header import MAX_HEADER, Header
 from ...stores.places import places_of
 from ..folders.destinations import refuse_inputs
-from ..folders.file_object import SaveDestination
+from ..folders.targets import FileSink, SaveDestination, target_of
 from .edit_base import resolved
 from .patch import HEADER, INDICES, KEY, VALUES, VERSION, PatchFacts, own_digest
 from .patch_sides import (
@@ -36,7 +36,6 @@ from .patch_sides import (
     side_of,
     unsigned,
 )
-from .targets import FileSink, target_of
 
 _INDEX_CODES = ("I32", "I64")
 

@@ -25,7 +25,7 @@ from ...engine.run.memory import address_of
 from ...errors import exported, public
 from ...formats.safetensors.file import Memory
 from ..folders.destinations import refuse_inputs
-from ..folders.file_object import SaveDestination
+from ..folders.targets import FileSink, SaveDestination, target_of
 from .patch_sides import (
     ContentDigest,
     DictSide,
@@ -37,7 +37,6 @@ from .patch_sides import (
     side_of,
     unsigned,
 )
-from .targets import FileSink, target_of
 from .writer import checked_metadata
 
 KEY, VERSION = "safeload.patch", 1

@@ -20,10 +20,9 @@ from ...errors import public
 from ...formats.safetensors.file import FileWriter, Memory, source_of
 from ...formats.safetensors.quantized import pack
 from ..folders.destinations import limit_of
-from ..folders.file_object import SaveDestination
 from ..folders.shards import write_folder
 from ..folders.sink import Sink
-from .targets import FileSink, target_of
+from ..folders.targets import FileSink, SaveDestination, target_of
 from .values import check_name, value_of
 from .writer import Writer, checked_metadata
 

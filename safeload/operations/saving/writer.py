@@ -20,11 +20,10 @@ from ...formats.safetensors.file import TensorToWrite, source_of
 from ...formats.safetensors.header import text
 from ..folders import journal
 from ..folders.destinations import limit_of
-from ..folders.file_object import SaveDestination
 from ..folders.shards import index_text
 from ..folders.sink import Sink, free_names
+from ..folders.targets import FileSink, SaveDestination, target_of
 from .spool import Spool, declared_header
-from .targets import FileSink, target_of
 from .values import Packer, check_name, value_of
 
 if TYPE_CHECKING:
