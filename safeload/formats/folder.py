@@ -105,7 +105,7 @@ _Result = TypeVar("_Result")
 # ---- folders that are replaced while they are opened ----
 
 # A writer replaces the index, or renames an old ``model.safetensors`` aside, before it changes ``config.json``, and
-# puts an index into the folder if there is none (`operations.folders.replacement`). So the files of a folder belong
+# puts an index into the folder if there is none (`operations.folders.disk_sink`). So the files of a folder belong
 # together if the index, or without one each weight file, is still the same once all of them and the config are open.
 
 

@@ -386,6 +386,20 @@ def replace(source: str, target: str, shown: str) -> None:
     raise PermissionError(errno.EACCES, _in_use(target), shown)
 
 
+def sync_folder(folder: str) -> None:
+    """Make renames durable. Windows neither has descriptors of folders nor needs them."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some filesystems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def _release_at(path: str) -> bool:
     """Close this process's descriptors of a file if they may give way; return True if any was closed."""
     try:
@@ -409,20 +423,6 @@ def _in_use(path: str) -> str:
         "Windows does not replace a file that is mapped or open: delete the arrays that were loaded from it, or load "
         'them with backend="pread"; close open checkpoints; or write to another path'
     )
-
-
-def sync_folder(folder: str) -> None:
-    """Make renames durable. Windows neither has descriptors of folders nor needs them."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some filesystems cannot sync folders
-            raise
-    finally:
-        os.close(descriptor)
 
 
 # ---- copying inside the system, where some filesystems share the blocks ----

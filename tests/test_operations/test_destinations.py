@@ -387,12 +387,12 @@ def test_a_file_of_that_name(model):
 
 
 def test_a_disk_without_space(model, monkeypatch):
-    from builders.inside import store_folder
+    from builders.inside import store_sink
 
     def full(path, size, **options):
         raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(store_folder, "AtomicFile", full)
+    monkeypatch.setattr(store_sink, "AtomicFile", full)
     fs = Memory()
     with pytest.raises(OSError, match=r"No space for .* to be uploaded from here; set TMPDIR") as caught:
         safeload.convert(model, fs.at())
@@ -757,7 +757,7 @@ def test_secrets_are_nowhere(model, s3, caplog, capsys):
     report = safeload.finalize(plan, results, storage_options=s3)
     from builders.inside import destinations, run_plan
 
-    folder = destinations.of(destinations.where(url, s3))
+    folder = destinations.sink_of(destinations.where(url, s3))
     runner = run_plan.PieceRunner(folder, s3)
     written = contents(s3fs.S3FileSystem(**s3), f"{BUCKET}/secret", records=True).values()
     told = [plan, results, report, str(report), folder, folder.location.shown, runner, *written]

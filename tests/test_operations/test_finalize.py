@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from builders.clusters import record_of, run_pieces, waiting
-from builders.inside import destination
+from builders.inside import destinations, sink
 
 import safeload
 from safeload import FormatError
@@ -117,8 +117,8 @@ class Meddling(ThreadPoolExecutor):
 @pytest.mark.parametrize("change", [another_byte, without_record, None])
 def test_convert_reads_shards_again_only_if_their_identity_has_changed(model, tmp_path, monkeypatch, change):
     hashed = []
-    digest_of = destination._digest_of
-    monkeypatch.setattr(destination, "_digest_of", lambda store: hashed.append(store.path) or digest_of(store))
+    digest_of = sink._digest_of
+    monkeypatch.setattr(sink, "_digest_of", lambda store: hashed.append(store.path) or digest_of(store))
     with Meddling(tmp_path / "made", change) as executor:
         if change is None:
             safeload.convert(model, tmp_path / "made", max_shard_size=LIMIT, executor=executor)
@@ -136,7 +136,7 @@ def test_a_local_shard_is_hashed_whatever_its_record_says_of_an_object(tmp_path)
     path = tmp_path / "x"
     path.write_bytes(b"weights")
     status, sha256 = path.stat(), hashlib.sha256(b"weights").hexdigest()
-    folder = destination.LocalFolder(str(tmp_path))
+    folder = destinations.sink_of(destinations.where(tmp_path))
     assert folder.holds("x", 7, sha256)
     assert not folder.holds("x", 7, "0" * 64, [status.st_size, status.st_mtime_ns])
     assert not folder.holds("x", 8, sha256)

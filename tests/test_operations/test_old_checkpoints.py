@@ -165,7 +165,7 @@ def test_a_stop_before_the_index_brings_it_back(model, new, way, last, error, mo
     (new.parent / "config.json").write_text("{}")
     single(model)
     before = (model / SINGLE).read_bytes()
-    commit = AtomicFile._commit
+    commit = AtomicFile.commit
 
     def stop(file):
         if os.path.basename(file.path) == last:
@@ -190,7 +190,7 @@ def test_a_kill_leaves_no_mixture(model, new, way, last, monkeypatch):
     """The process dies while it puts the files in place: no reader finds old weights beside the new config, or both."""
     (new.parent / "config.json").write_text('{"new": 1}')
     single(model)
-    commit = AtomicFile._commit
+    commit = AtomicFile.commit
 
     def stop(file):
         if os.path.basename(file.path) == last:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 # Buffer for tensors that are not in C order, so that they are not copied whole.
 _COPY_BUFFER = 16 << 20
 
+_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 # A temporary name is ".NAME.RANDOM.tmp". RANDOM has this many hexadecimal digits.
 _RANDOM, _SUFFIX = 16, ".tmp"
-_TEMPORARY = re.compile(rf"\..*\.[0-9a-f]{{{_RANDOM}}}{re.escape(_SUFFIX)}", re.DOTALL)
+_TEMPORARY = re.compile(rf"\.(.*)\.[0-9a-f]{{{_RANDOM}}}{re.escape(_SUFFIX)}", re.DOTALL)
 # The longest name of most filesystems (NAME_MAX) minus the additions of a temporary name.
-_LONGEST_STEM = 255 - len(".") - len(".") - _RANDOM - len(_SUFFIX)
+_LONGEST_NAME = 255 - len(".") - len(".") - _RANDOM - len(_SUFFIX)
 
 
 class AtomicFile:
@@ -45,6 +46,7 @@ class AtomicFile:
     """
 
     identity: Identity | None = None  # of the complete file, after `seal`
+    in_order = False  # True for devices and pipes, whose bytes are written in order
 
     def __init__(
         self,
@@ -56,16 +58,13 @@ class AtomicFile:
         digest: Digest | None = None,
         follow: bool = True,
     ) -> None:
-        self._digest = digest
-        self._follow = follow
         self.path = native_path(path)[0]
-        self._overwrite = overwrite
-        self._durable = durable
+        self._overwrite, self._durable, self._digest = overwrite, durable, digest
         self._temporary: str | None = None
-        self._descriptor, self._process = -1, os.getpid()
+        self.descriptor, self._process = -1, os.getpid()
         self._position = 0
         try:
-            self._begin(size)
+            self._begin(size, follow)
             return
         except OSError as error:
             refusal = unwritable(error, self.path)
@@ -74,7 +73,7 @@ class AtomicFile:
         finally:
             del refusal  # which refers to this frame
 
-    def _begin(self, size: int) -> None:
+    def _begin(self, size: int, follow: bool) -> None:
         try:
             existing = os.stat(self.path)
         except FileNotFoundError:
@@ -84,64 +83,39 @@ class AtomicFile:
             raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", self.path)
         if existing is not None and stat.S_ISDIR(existing.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
-        self._in_order = existing is not None and not stat.S_ISREG(existing.st_mode)
-        flags = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        if self._in_order:  # by the unresolved path, because realpath of /dev/stdout may not be openable
-            self._descriptor = os.open(self.path, flags)
+        if existing is not None and not stat.S_ISREG(existing.st_mode):
+            self.in_order = True  # by the unresolved path, because realpath of /dev/stdout may not be openable
+            self.descriptor = os.open(self.path, os.O_WRONLY | _FLAGS)
             return
         place, link = os.path.split(self.path)
-        self._target = _resolved(self.path) if self._follow else os.path.join(_resolved(place or os.curdir), link)
-        folder, name = os.path.split(self._target)
-        self._temporary = os.path.join(folder, f"{_stem(name)}{os.urandom(_RANDOM // 2).hex()}{_SUFFIX}")
+        self._target = _resolved(self.path) if follow else os.path.join(_resolved(place or os.curdir), link)
+        self._temporary = _temporary_of(self._target)
         try:
-            self._create(flags)
-            if existing is not None:
-                with self._naming():
-                    self._keep_owner_and_mode(existing)
-            reserve(self._descriptor, size, self.path)
-        except BaseException:
-            self._abandon()
+            with self._naming():
+                self.descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
+                if os.name != "nt":  # Windows removes no open file
+                    with suppress(OSError):  # the file can be written without a lock
+                        lock(self.descriptor)  # for `remove_abandoned`
+                if existing is not None:
+                    set_owner_and_mode(self.descriptor, existing)
+            reserve(self.descriptor, size, self.path)
+        except BaseException:  # that of a signal may arrive after the file exists
+            self.abandon()
             raise
-
-    def _create(self, flags: int) -> None:
-        """Create the temporary file. The exception of a signal may arrive after the file exists."""
-        assert self._temporary is not None
-        try:
-            self._descriptor = os.open(self._temporary, flags | os.O_CREAT | os.O_EXCL, 0o666)
-        except OSError as error:
-            self._temporary = None
-            # The caller knows the path, not the temporary name.
-            raise type(error)(error.errno, error.strerror, self.path) from None
-        if os.name != "nt":  # Windows removes no open file
-            with contextlib.suppress(OSError):  # the file can be written without a lock
-                lock(self._descriptor)  # for `remove_abandoned`
 
     def __del__(self) -> None:
         """Remove the file if the exception of a signal arrived before the ``with`` block began."""
         if getattr(self, "_temporary", None) is not None:
-            self._abandon()
-
-    def _keep_owner_and_mode(self, existing: os.stat_result) -> None:
-        # Not on Windows: os.fchmod (since Python 3.13) would make the temporary file read-only, and such a file can
-        # neither replace another file nor be deleted.
-        if os.name == "nt":
-            return
-        mine = os.fstat(self._descriptor)
-        if (mine.st_uid, mine.st_gid) != (existing.st_uid, existing.st_gid):
-            with contextlib.suppress(PermissionError):  # only root can change the owner
-                os.fchown(self._descriptor, existing.st_uid, existing.st_gid)
-        elif mine.st_mode == existing.st_mode:
-            return
-        os.fchmod(self._descriptor, stat.S_IMODE(existing.st_mode))
+            self.abandon()
 
     def write(self, pieces: list[tuple[int, int]]) -> None:
         """Append memory, as pairs of address and size in bytes. The caller keeps it alive."""
         if self._digest is not None:
             self._digest.begin(pieces)
         try:
-            handle = _handle(self._descriptor)
+            handle = _handle(self.descriptor)
             self._position = jobs.write(
-                handle, self._position, pieces, path=self.path, in_order=self._in_order, durable=self._durable
+                handle, self._position, pieces, path=self.path, in_order=self.in_order, durable=self._durable
             )
         finally:
             if self._digest is not None:
@@ -150,24 +124,8 @@ class AtomicFile:
     def copy(self, descriptor: int, begin: int, nbytes: int) -> None:
         """Append bytes of an open file, copied or shared by the system if it can."""
         with self._naming():
-            copy_range(descriptor, begin, nbytes, self._descriptor, self._position)
+            copy_range(descriptor, begin, nbytes, self.descriptor, self._position)
         self._position += nbytes
-
-    @contextlib.contextmanager
-    def reopened(self) -> Iterator[int]:
-        """Yield a descriptor that reads the file under construction."""
-        assert self._temporary is not None
-        with self._naming():
-            descriptor = os.open(self._temporary, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    @property
-    def in_order(self) -> bool:
-        """True for devices and pipes, whose bytes are written in order."""
-        return self._in_order
 
     def seek(self, position: int) -> None:
         """Set the byte at which `write` continues; the file must not be `in_order`."""
@@ -176,26 +134,12 @@ class AtomicFile:
     def truncate(self, size: int) -> None:
         """Cut off bytes after this size, which a failed write can leave; the file must not be `in_order`."""
         with self._naming():
-            os.ftruncate(self._descriptor, size)
+            os.ftruncate(self.descriptor, size)
 
-    def adopt(self, other: AtomicFile) -> None:
-        """Take the content of another new file of the same filesystem, which must not be used afterwards."""
-        with self._naming():
-            assert self._temporary is not None
-            assert other._temporary is not None
-            old, own = self._temporary, os.stat(self._temporary)
-            if self._descriptor >= 0:
-                self._close_descriptor()
-            if os.name != "nt":
-                set_owner_and_mode(other._temporary, own)
-            self._temporary, other._temporary = other._temporary, None
-            self._descriptor, self._position = other._take_descriptor(), other._position
-            os.unlink(old)
-
-    @contextlib.contextmanager
+    @contextmanager
     def stream(self) -> Iterator[BinaryIO]:
         """Yield a binary stream to the file, for Python's own libraries."""
-        with self._naming(), os.fdopen(os.dup(self._descriptor), "wb") as stream:
+        with self._naming(), os.fdopen(os.dup(self.descriptor), "wb") as stream:
             yield stream
 
     def seal(self) -> None:
@@ -203,58 +147,45 @@ class AtomicFile:
 
         If many files are put in place together, each needs a descriptor only while it is written.
         """
-        with self._naming():
-            self._close(identify=True)
+        if self.descriptor >= 0:
+            with self._naming():
+                if self._durable and self._temporary is not None:
+                    os.fsync(self.descriptor)
+                self.identity = identity_of(os.fstat(self.descriptor))
+                self._close()
+
+    def exchange(self, other: AtomicFile) -> None:
+        """Exchange the contents of two new files of this path."""
+        self._temporary, other._temporary = other._temporary, self._temporary
+        self.descriptor, other.descriptor = other.descriptor, self.descriptor
+        self._position, other._position = other._position, self._position
+
+    def rename(self, path: str, *, overwrite: bool) -> None:
+        """Choose another path, in the same folder, for the sealed file."""
+        self.path, self._overwrite = path, overwrite
+        self._target = os.path.join(os.path.dirname(self._target), os.path.basename(path))
+        with suppress(FileNotFoundError):
+            set_owner_and_mode(str(self._temporary), os.stat(path))
 
     def put(self, swap: Swap, like: os.stat_result | None = None) -> None:
         """Put the sealed file in place before the ``with`` block ends; ``swap`` can take it back.
 
         Owner and mode come from the file ``like``, which may lie elsewhere.
         """
+        if self._temporary is None:  # a device has no other place
+            return
         with self._naming():
-            if self._temporary is None:  # a device has no other place
-                return
-            if like is not None and os.name != "nt":
+            if like is not None:
                 set_owner_and_mode(self._temporary, like)
             if self._overwrite and os.path.lexists(self._target):
-                swap.keep(self._target)
+                swap.hide(self._target, keep=True)
             else:
                 swap.undo.append(partial(_take_back, self._target, self._temporary))
-            self._commit()
+            self.commit()
 
-    def _close(self, identify: bool = False) -> None:
-        if self._descriptor >= 0:
-            if self._durable and self._temporary is not None:
-                os.fsync(self._descriptor)
-            if identify:
-                self.identity = identity_of(os.fstat(self._descriptor))
-            self._close_descriptor()
-
-    def __enter__(self) -> AtomicFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._abandon()
-            return
-        try:
-            with self._naming():
-                self._commit()
-        except BaseException as raised:
-            in_place = self._temporary is None and not self._in_order  # only the fsync of the folder has failed
-            self._abandon()
-            if in_place and not self._overwrite:
-                with contextlib.suppress(OSError):
-                    os.unlink(self._target)
-            elif in_place and isinstance(raised, OSError):
-                text = f"{raised.strerror}; the file is in place, but a crash of the machine can take it back"
-                raise type(raised)(raised.errno, text, self.path) from None
-            raise
-
-    def _commit(self) -> None:
-        self._close()
+    def commit(self) -> None:
+        """Put the complete file in place."""
+        self.seal()
         if self._temporary is None:
             return
         if self._overwrite:
@@ -265,7 +196,30 @@ class AtomicFile:
         if self._durable:
             sync_folder(os.path.dirname(self._target))
 
-    @contextlib.contextmanager
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abandon()
+            return
+        try:
+            with self._naming():
+                self.commit()
+        except BaseException as raised:
+            in_place = self._temporary is None and not self.in_order  # only the fsync of the folder has failed
+            self.abandon()
+            if in_place and not self._overwrite:
+                with suppress(OSError):
+                    os.unlink(self._target)
+            elif in_place and isinstance(raised, OSError):
+                text = f"{raised.strerror}; the file is in place, but a crash of the machine can take it back"
+                raise type(raised)(raised.errno, text, self.path) from None
+            raise
+
+    @contextmanager
     def _naming(self) -> Iterator[None]:
         """Report the caller's path in errors that name no path, the temporary path or the resolved path."""
         internal = (None, self._temporary, self._target if self._temporary is not None else self.path)
@@ -276,23 +230,20 @@ class AtomicFile:
                 raise
             raise type(error)(error.errno, error.strerror, self.path) from None
 
-    def _close_descriptor(self) -> None:
-        descriptor = self._take_descriptor()
-        if self._temporary is not None:
-            unlock(descriptor)
-        os.close(descriptor)
+    def _close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            if self._temporary is not None:
+                unlock(descriptor)
+            os.close(descriptor)
 
-    def _take_descriptor(self) -> int:
-        descriptor, self._descriptor = self._descriptor, -1
-        return descriptor
-
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Remove the file unless it is in place."""
         if self._process != os.getpid():  # a forked child: its parent is still writing the file
             self._temporary = None
-        if self._descriptor >= 0:
-            self._close_descriptor()
+        self._close()
         if self._temporary is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(self._temporary)
             self._temporary = None
 
@@ -306,38 +257,29 @@ class Swap:
 
     def __init__(self) -> None:
         self.undo: list[Callable[[], object]] = []
-        self.hidden: list[str] = []  # paths of old files, under names of temporary files
+        self._hidden: list[str] = []  # paths of old files, under names of temporary files
 
-    def hide(self, path: str) -> None:
-        """Rename a file aside."""
-        hidden = self._hidden(path)
+    def hide(self, path: str, *, keep: bool = False) -> None:
+        """Rename a file aside; ``keep`` gives a file that will be replaced a second name instead, a hard link."""
+        hidden = _temporary_of(path)
+        self.undo.append(partial(_bring_back, hidden, path))
+        self._hidden.append(hidden)
+        if keep:
+            with suppress(OSError):
+                os.link(path, hidden, follow_symlinks=os.link not in os.supports_follow_symlinks)
+                return
         os.rename(path, hidden)
-
-    def keep(self, path: str) -> None:
-        """Give a file that will be replaced a second name; without hard links, rename it."""
-        hidden = self._hidden(path)
-        try:
-            os.link(path, hidden, follow_symlinks=os.link not in os.supports_follow_symlinks)
-        except OSError:
-            os.rename(path, hidden)
 
     def finish(self, old: Sequence[str]) -> bool:
         """Remove old files; return False if one stays, and keep hidden files then: an index among them may name it."""
         self.undo.clear()
         for path in old:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(path)
         if any(map(os.path.lexists, old)):
-            self.hidden.clear()
+            self._hidden.clear()
             return False
         return True
-
-    def _hidden(self, path: str) -> str:
-        folder, name = os.path.split(path)
-        hidden = os.path.join(folder, f"{_stem(name)}{os.urandom(_RANDOM // 2).hex()}{_SUFFIX}")
-        self.undo.append(partial(_bring_back, hidden, path))
-        self.hidden.append(hidden)
-        return hidden
 
     def __enter__(self) -> Swap:
         return self
@@ -345,32 +287,39 @@ class Swap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             while kind is not None and self.undo:
                 self.undo.pop()()
-        for path in self.hidden if kind is None else ():
-            with contextlib.suppress(OSError):
+        for path in self._hidden if kind is None else ():
+            with suppress(OSError):
                 os.unlink(path)
 
 
 def _bring_back(hidden: str, path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # the error came before it was hidden
+    with suppress(FileNotFoundError):  # the error came before it was hidden
         if not os.path.exists(path) or not os.path.samefile(hidden, path):
             os.replace(hidden, path)
         os.unlink(hidden)  # a second name of the same file stays
 
 
 def _take_back(path: str, temporary: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         if not os.path.lexists(temporary) or os.path.samefile(path, temporary):
             os.unlink(path)
 
 
-def set_owner_and_mode(path: str, like: os.stat_result) -> None:
-    """Give a file the owner, if possible, and the mode of another file."""
-    with contextlib.suppress(PermissionError):  # only root can change the owner
-        os.chown(path, like.st_uid, like.st_gid)
-    os.chmod(path, stat.S_IMODE(like.st_mode))
+def set_owner_and_mode(file: str | int, like: os.stat_result) -> None:
+    """Give a file, by its path or descriptor, the owner, if possible, and the mode of another file."""
+    # Not on Windows: a read-only temporary file can neither replace another file nor be deleted there.
+    if os.name == "nt":
+        return
+    own = os.stat(file)
+    if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid):
+        with suppress(PermissionError):  # only root can change the owner
+            os.chown(file, like.st_uid, like.st_gid)
+    elif own.st_mode == like.st_mode:
+        return
+    os.chmod(file, stat.S_IMODE(like.st_mode))
 
 
 def _resolved(path: str) -> str:
@@ -407,14 +356,6 @@ def _handle(descriptor: int) -> int:
     return descriptor
 
 
-def write_text(path: PathLike, text: str, *, overwrite: bool) -> int:
-    """Write a UTF-8 text file atomically, and return its size. Lone surrogates (from paths) are escaped."""
-    encoded = text.encode("utf-8", "backslashreplace")
-    with AtomicFile(path, len(encoded), overwrite=overwrite) as file, file.stream() as stream:
-        stream.write(encoded)
-    return len(encoded)
-
-
 def written_as_is(array: Array) -> bool:
     """Return True if an array is in C order and little-endian: its bytes can be written unchanged."""
     return bool(array.flags.c_contiguous) and not _must_swap(array)
@@ -440,26 +381,23 @@ def _must_swap(array: Array) -> bool:
     return array.dtype.itemsize > 1 and bool(array.dtype.isnative) != (sys.byteorder == "little")
 
 
-def _stem(name: str) -> str:
-    """Return the beginning of a file's temporary names, shortened to legal names if necessary."""
-    while len(os.fsencode(name)) > _LONGEST_STEM:
+def _short(name: str) -> str:
+    """Shorten a name if its temporary names would be too long."""
+    while len(os.fsencode(name)) > _LONGEST_NAME:
         name = name[:-1]
-    return f".{name}."
+    return name
 
 
-def leftovers(folder: str, names: Iterable[str]) -> list[str]:
-    """Return the paths of temporary files left by killed processes that were writing these files."""
-    stems = {_stem(name) for name in names}
-    return [
-        os.path.join(folder, entry)
-        for entry in os.listdir(folder)
-        if entry.endswith(_SUFFIX) and entry[: -_RANDOM - len(_SUFFIX)] in stems
-    ]
+def _temporary_of(path: str) -> str:
+    """Return a new temporary path for a file."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{_short(name)}.{os.urandom(_RANDOM // 2).hex()}{_SUFFIX}")
 
 
 def hidden_name(entry: str) -> str | None:
     """Return the name of the file that a temporary file belongs to; None for any other file."""
-    return entry[1 : -_RANDOM - len(_SUFFIX) - 1] if _TEMPORARY.fullmatch(entry) else None
+    match = _TEMPORARY.fullmatch(entry)
+    return None if match is None else match[1]
 
 
 def remove_abandoned(folder: str, names: Iterable[str]) -> None:
@@ -467,12 +405,13 @@ def remove_abandoned(folder: str, names: Iterable[str]) -> None:
 
     A writer locks the file that it writes. Its complete files wait without a lock, so a locked file protects all.
     """
-    temporary = [entry for entry in os.listdir(folder) if _TEMPORARY.fullmatch(entry)]
-    if any(_is_in_use(os.path.join(folder, entry)) for entry in temporary):
-        return
-    for path in leftovers(folder, names):
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # Windows: in use
-            os.unlink(path)
+    names, entries = set(map(_short, names)), os.listdir(folder)
+    temporary = {os.path.join(folder, entry): name for entry in entries if (name := hidden_name(entry)) is not None}
+    if not any(map(_is_in_use, temporary)):
+        for path, name in temporary.items():
+            if name in names:
+                with suppress(FileNotFoundError, PermissionError):  # Windows: in use
+                    os.unlink(path)
 
 
 def _is_in_use(path: str) -> bool:

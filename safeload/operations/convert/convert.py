@@ -20,10 +20,9 @@ from ...loading.adapter import Adapters
 from ...models.layout import Layout
 from ...stores.local import LocalStore
 from ...stores.signature import Signature
-from ..folders.destinations import Destination, file_in_store, replacement_of
-from ..folders.file_object import BinaryWriter, ObjectFile, SaveDestination, is_written_to
-from ..folders.folder import check_free, refuse_inputs
-from ..folders.replacement import OldShards
+from ..folders.destinations import Destination, check_free, file_in_store, refuse_inputs
+from ..folders.disk_sink import check_shards, remove_shards, shards_beside
+from ..folders.targets import BinaryWriter, ObjectFile, SaveDestination, is_written_to
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
 from ..sources import executors
@@ -277,7 +276,7 @@ def _at_once(
 ) -> ConvertReport:
     """Convert in this process, without records of complete shards."""
     request = request_of(dst, options)
-    folder, old = request.folder, None
+    folder, old = request.folder, []
     adapters = _paths_of(options.get("adapters"))
     given = [options.get("imatrix"), *adapters, *_documents_of(verify)]
     with ExitStack() as stack:
@@ -286,9 +285,9 @@ def _at_once(
         elif folder is None:
             check_free(request.path, overwrite)
             refuse_inputs(request.path, given, beside=adapters)
-            old = stack.enter_context(OldShards(request.path, overwrite))  # removed after the sources are closed
+            old = shards_beside(request.path, overwrite)
         else:
-            replacement_of(folder).check_free(overwrite)
+            folder.check_free(overwrite)
             for name in (SINGLE, INDEX, CONFIG):
                 refuse_inputs((folder.location / name).path, given)
         catalog = stack.enter_context(open_sources(src, request, verify))
@@ -297,11 +296,12 @@ def _at_once(
         if folder is None:
             whole = len(catalog.files) == 1  # a single file is replaced as a whole
             refuse_inputs(request.place.shown, () if whole else catalog.files, beside=catalog.files)
-        if old is not None:
-            old.check_source([file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
+        check_shards(old, (file.path for file in catalog.weight_files), every_tensor=request.every_tensor)
         copies: Conversion | None = copies_of(catalog, request, threads)
         conversion = prepare(stack, catalog, request, threads) if copies is None else copies
-        return write(conversion, request, overwrite=overwrite, progress=progress)
+        report = write(conversion, request, overwrite=overwrite, progress=progress)
+    remove_shards(old)  # after the sources are closed
+    return report
 
 
 def _paths_of(adapters: Adapters) -> list[Any]:

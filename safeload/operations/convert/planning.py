@@ -26,9 +26,8 @@ from ...formats.numbered import PART
 from ...packed.families import preset_of, presets
 from ...stores.files import Location
 from ..folders import journal
-from ..folders.destinations import Destination, replacement_of
-from ..folders.folder import Folder
-from ..folders.replacement import free_names, indexed_names
+from ..folders.destinations import Destination
+from ..folders.sink import Sink, free_names, indexed_names
 from ..quantize.engine_layout import EngineCatalog
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.plan import DIGITS, Plan, digest_of
@@ -99,7 +98,7 @@ def plan_convert(
 
 def planned(
     src: Given | Sequence[Given], dst: Destination, options: ConvertOptions, *, overwrite: bool, resume: bool
-) -> tuple[dict[str, Any], Folder]:
+) -> tuple[dict[str, Any], Sink]:
     """Return the plan of a conversion, without storage options, and its destination; see `plan_convert`."""
     request = request_of(dst, options)
     if request.folder is None:
@@ -142,7 +141,7 @@ def _source_id(source: Any) -> Any:
 
 
 def _plan(
-    prepared: PlannedConversion, request: ConvertRequest, folder: Folder, call: str, *, overwrite: bool, resume: bool
+    prepared: PlannedConversion, request: ConvertRequest, folder: Sink, call: str, *, overwrite: bool, resume: bool
 ) -> dict[str, Any]:
     options = _options(request)
     pieces = _pieces(prepared, request, options)
@@ -288,10 +287,10 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
 # ---- the destination ----
 
 
-def _check_folder(pieces: Sequence[dict[str, Any]], folder: Folder, *, overwrite: bool, resume: bool) -> None:
+def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, *, overwrite: bool, resume: bool) -> None:
     """Refuse to write into a folder with other content, or to continue another conversion."""
-    names, replacement = folder.names(), replacement_of(folder)
-    replacement.check_free(overwrite or resume)
+    names = folder.names()
+    folder.check_free(overwrite or resume)
     if overwrite or not resume or not names:
         return
     records = journal.records(folder)
@@ -319,7 +318,7 @@ def _check_folder(pieces: Sequence[dict[str, Any]], folder: Folder, *, overwrite
         )
 
 
-def _check_not_applied(catalog: Catalog, folder: Folder, call: str) -> None:
+def _check_not_applied(catalog: Catalog, folder: Sink, call: str) -> None:
     """Refuse to convert the result of an interrupted call, which replaced its own source, once more."""
     read = {file.files.public(file.place) for file in catalog.weight_files}
     for file, record in journal.records(folder).get(call, {}).items():
@@ -336,7 +335,7 @@ def _check_not_applied(catalog: Catalog, folder: Folder, call: str) -> None:
                 )
 
 
-def _choose_names(pieces: Sequence[dict[str, Any]], folder: Folder, *, overwrite: bool) -> None:
+def _choose_names(pieces: Sequence[dict[str, Any]], folder: Sink, *, overwrite: bool) -> None:
     """Name the shards in a store as an interrupted call did, or by free names."""
     own, taken = journal.records(folder).get(pieces[0]["call"], {}), set()
     if own or overwrite:  # or else the folder has only shards of this call

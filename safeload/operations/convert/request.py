@@ -12,7 +12,7 @@ from ...base import dtypes, log
 from ...base.arrays import check_mapping
 from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames, Selection
-from ...base.text import parse_size, plural, show
+from ...base.text import plural, show
 from ...engine.read.load import parse_target
 from ...formats.metadata import as_texts
 from ...formats.registry import (
@@ -30,9 +30,9 @@ from ...models.diffusion import ARCHITECTURE, is_rearranged, model_of
 from ...models.layout import Layout
 from ...models.module_names import adapter_note, refuse_adapters
 from ...stores.files import Location
-from ..folders.destinations import USUAL_SIZE, Destination, check_writable, is_folder, of, where
-from ..folders.folder import Folder
+from ..folders.destinations import Destination, check_writable, is_folder, limit_of, sink_of, where
 from ..folders.shards import extras_of
+from ..folders.sink import Sink
 from ..quantize.encoding import WEIGHTS
 from ..quantize.engine_rules import EngineRules, preset_named
 from ..quantize.file_types import ConvertScheme
@@ -75,7 +75,7 @@ class ConvertRequest(NamedTuple):
     path: str  # destination, as messages show it
     format: str  # format of the result
     place: Location  # destination
-    folder: Folder | None  # the destination if it is a folder
+    folder: Sink | None  # the destination if it is a folder
     limit: int  # largest size of a shard in bytes
     target: dtypes.Dtype | None  # dtype for floating tensors; None leaves floats unchanged
     options: ConvertOptions  # iterables as lists
@@ -127,10 +127,10 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     format = _format_of(place, options, in_folder=in_folder)
     if in_folder and options.get("imatrix") is not None:
         raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
-    folder = of(place) if in_folder else None
+    folder = sink_of(place) if in_folder else None
     if folder is None and place.files.remote:
         check_writable(place)
-    limit = USUAL_SIZE if max_shard_size is None else parse_size(max_shard_size, "max_shard_size")
+    limit = limit_of(max_shard_size)
     request = ConvertRequest(place.shown, format, place, folder, limit, target, options)
     rules = request.engine_rules
     if rules is None:

@@ -21,10 +21,9 @@ from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS
 from ...stores.files import Location
 from ..folders import journal
-from ..folders.destinations import folder_at, replacement_of
-from ..folders.folder import Folder, shared_identity
-from ..folders.replacement import free_names, indexed_names, taking
-from ..folders.shards import Beside, ShardWriter, open_shard, warn_of_schemes, write_beside, write_shard, writer_of
+from ..folders.destinations import sink_at
+from ..folders.shards import ShardWriter, config_text, index_text, open_shard, warn_of_schemes, writer_of
+from ..folders.sink import Sink, free_names, indexed_names, shared_identity
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_layout import restored
 from ..sources import executors
@@ -44,7 +43,7 @@ _OF_PLAN = {"id", "plan", "call", "folder", "file", "storage_options"}
 
 def run_all(
     plan: Mapping[str, Any],
-    folder: Folder,
+    folder: Sink,
     storage_options: Mapping[str, Any] | None,
     *,
     executor: Executor | None,
@@ -55,7 +54,7 @@ def run_all(
     pieces = plan["pieces"]
     sizes = [piece["nbytes"] for piece in pieces]
     run = PieceRunner(folder if folder.location.files.remote else None, storage_options)
-    with replacement_of(folder).undone():
+    with folder.begin():
         try:
             results = executors.run(run, pieces, executor, sizes=sizes, threads=threads, progress=progress)
         except BaseException:
@@ -89,14 +88,14 @@ def run(
     piece: Mapping[str, Any],
     threads: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    folder: Folder | None = None,  # None to derive it from the piece
+    folder: Sink | None = None,  # None to derive it from the piece
 ) -> dict[str, Any]:
     """Write the shard of a piece unless it is complete already; see `run_piece`."""
     started = time.perf_counter()
     _check_piece(piece)
     call, file = piece["call"], piece["file"]
     if folder is None:
-        folder = folder_at(piece["folder"], piece.get("storage_options"), storage_options)
+        folder = sink_at(piece["folder"], piece.get("storage_options"), storage_options)
     whole = journal.whole(folder, call, file, piece["id"])
     if whole is None:
         if folder.location.files.remote:
@@ -119,7 +118,7 @@ def run(
     }
 
 
-def _check_free(piece: Mapping[str, Any], folder: Folder) -> None:
+def _check_free(piece: Mapping[str, Any], folder: Sink) -> None:
     """Refuse to replace a shard of a finished checkpoint, or of another conversion, in a store."""
     file, shown = piece["file"], folder.shown(piece["file"])
     finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
@@ -150,7 +149,7 @@ def versions_of(piece: Mapping[str, Any]) -> list[list[Any]]:
 class PieceRunner:
     """Calls `run` with the store and the options of this process. Pickling drops secrets, as in a plan."""
 
-    def __init__(self, folder: Folder | None, storage_options: Mapping[str, Any] | None) -> None:
+    def __init__(self, folder: Sink | None, storage_options: Mapping[str, Any] | None) -> None:
         self._folder = folder
         self._storage_options = storage_options
 
@@ -207,7 +206,7 @@ def _ignore(nbytes: int) -> None:
 
 
 def _write(
-    piece: Mapping[str, Any], folder: Folder, threads: int | None, storage_options: Mapping[str, Any] | None
+    piece: Mapping[str, Any], folder: Sink, threads: int | None, storage_options: Mapping[str, Any] | None
 ) -> tuple[int, str, list[int] | None]:
     """Write a shard; return its size, SHA-256 and identity."""
     file = piece["file"]
@@ -223,8 +222,9 @@ def _write(
             )
         identity = None
         try:
-            with ExitStack() as written:
-                shard = write_shard(written, writer, folder, file, overwrite=True, digest=digest)
+            with folder.writing(file, writer.size, overwrite=True, digest=digest) as shard:
+                writer.write_to(shard)
+                shard.seal()
             identity = None if folder.location.files.remote else shared_identity(shard.identity)
         except PermissionError:  # Windows: another process that runs this piece is reading the shard it just wrote
             if folder.location.files.remote or not folder.holds(file, writer.size, digest.hexdigest()):
@@ -273,7 +273,7 @@ def finalize(
         raise FormatError(f"{INVALID_PLAN}: it has changed since it was made")
     for k, piece in enumerate(pieces):
         _check_piece(piece, f"{INVALID_PLAN}: pieces[{k}]")
-    folder = folder_at(plan["folder"], plan["storage_options"], storage_options)
+    folder = sink_at(plan["folder"], plan["storage_options"], storage_options)
     return complete(plan, results, folder, storage_options)
 
 
@@ -284,13 +284,13 @@ class _Result(NamedTuple):
     size: int
     sha256: str
     seconds: float
-    identity: list[Any] | None  # see `Folder.identity`
+    identity: list[Any] | None  # see `Sink.identity`
 
 
 class _Shard(NamedTuple):
     """A complete shard."""
 
-    place: Folder  # the destination, or the subfolder where it waits
+    place: Sink  # the destination, or the subfolder where it waits
     file: str  # its name there
     name: str  # its name in the destination
     waits: bool  # True if it is in the subfolder
@@ -300,41 +300,37 @@ class _Shard(NamedTuple):
 def complete(
     plan: Mapping[str, Any],
     results: Iterable[Mapping[str, Any]],
-    folder: Folder,
+    folder: Sink,
     storage_options: Mapping[str, Any] | None,
     *,
     at_once: bool = False,  # True in the call that ran the pieces: trust shards with their reported identity
 ) -> ConvertReport:
     """Complete a folder like `finalize`."""
     shards = _shards_of(plan, results, folder, at_once=at_once)
-    extras = {
+    files: dict[str, bytes | Location] = {
         name: Location(files_at(path, planned, storage_options), path)
         for name, (path, planned) in plan["extras"].items()
     }
     names = [shard.name for shard in shards]
-    indexed = plan["parameters"] is not None or names != [SINGLE]
     weight_map, total = _headers_of(shards, folder)
-    replacement = replacement_of(folder)
-    placed = [shard.name for shard in shards if not shard.waits]
-    outdated = replacement.outdated([*names, *([INDEX] if indexed else [])]) if plan["overwrite"] else []
-    beside = Beside(weight_map, total, plan["config"], extras, indexed, plan["parameters"])
-    with replacement.undone(), ExitStack() as stack:
-        stack.enter_context(replacement.after_index(outdated))
-        commit = write_beside(stack, beside, folder, replacement, overwrite=True, outdated=outdated, placed=placed)
-        commit({shard.name: taking(shard.place, shard.file, folder, shard.name) for shard in shards if shard.waits})
+    if plan["parameters"] is not None or names != [SINGLE]:
+        files[INDEX] = index_text(weight_map, total, plan["parameters"])
+    waiting = [(shard.name, shard.place.shown(shard.file)) for shard in shards if shard.waits]
+    with folder.begin(overwrite=plan["overwrite"], config=config_text(plan["config"])):
+        folder.commit(files, waiting, [shard.name for shard in shards if not shard.waits])
     journal.clear(folder, None if plan["overwrite"] else [plan["call"]])
     warn_of_schemes(folder.location.shown, plan["schemes"])
     done = [shard.result for shard in shards]
     nbytes, seconds = sum(result.size for result in done), sum(result.seconds for result in done)
     shown = folder.location.shown
-    files = [folder.shown(name) for name in names]
+    paths = [folder.shown(name) for name in names]
     return ConvertReport(
-        shown, SAFETENSORS, files, plan["tensors"], nbytes, seconds, _summary(plan, total), tuple(plan["left_out"])
+        shown, SAFETENSORS, paths, plan["tensors"], nbytes, seconds, _summary(plan, total), tuple(plan["left_out"])
     )
 
 
 def _shards_of(
-    plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]], folder: Folder, *, at_once: bool
+    plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]], folder: Sink, *, at_once: bool
 ) -> list[_Shard]:
     """Return the shards of a plan, compared with the results of its pieces."""
     by_file = {}
@@ -352,7 +348,7 @@ def _shards_of(
         raise ValueError(f"no result for {count}, such as {show(missing[0])}: run them first")
     done, remote = [by_file[piece["file"]] for piece in plan["pieces"]], folder.location.files.remote
 
-    def find(result: _Result) -> tuple[Folder, str]:
+    def find(result: _Result) -> tuple[Sink, str]:
         return _place_of(plan, result, folder, trusted=at_once)
 
     nbytes = sum(result.size for result in done)
@@ -369,7 +365,7 @@ def _shards_of(
     return shards
 
 
-def _check_alone(names: Sequence[str], placed: Collection[str], folder: Folder) -> None:
+def _check_alone(names: Sequence[str], placed: Collection[str], folder: Sink) -> None:
     """Refuse a folder that another conversion has completed."""
     present = folder.names()
     for name in {INDEX, SINGLE} & present:
@@ -377,7 +373,7 @@ def _check_alone(names: Sequence[str], placed: Collection[str], folder: Folder) 
             raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", folder.shown(name))
 
 
-def _place_of(plan: Mapping[str, Any], result: _Result, folder: Folder, *, trusted: bool) -> tuple[Folder, str]:
+def _place_of(plan: Mapping[str, Any], result: _Result, folder: Sink, *, trusted: bool) -> tuple[Sink, str]:
     """Return the place of a shard that has the content of its result."""
     remote, file = folder.location.files.remote, result.file
     record = journal.read(folder, plan["call"], file) if remote else None
@@ -394,7 +390,7 @@ def _place_of(plan: Mapping[str, Any], result: _Result, folder: Folder, *, trust
     raise FormatError(f"the shard is {text}", usual.shown(file))
 
 
-def _headers_of(shards: Sequence[_Shard], folder: Folder) -> tuple[dict[str, str], int]:
+def _headers_of(shards: Sequence[_Shard], folder: Sink) -> tuple[dict[str, str], int]:
     """Return the shard of each tensor, and the bytes of all tensors."""
 
     def header(shard: _Shard) -> tuple[list[str], int]:

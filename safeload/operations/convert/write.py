@@ -13,15 +13,22 @@ from ...base.results import Result
 from ...base.text import plural, printable, show, size
 from ...engine.run.progress import Progress, reporter
 from ...errors import FormatError, SafeloadError, exported
-from ...formats.folder import CONFIG, SINGLE
+from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS
 from ...packed.quantization import is_own, without_quantization
-from ...stores.files import Location
-from ..folders import journal
+from ...stores.files import LOCAL, Location
 from ..folders.destinations import file_in_store
-from ..folders.folder import Folder, LocalFolder
-from ..folders.replacement import free_names
-from ..folders.shards import Beside, ShardWriter, config_with, extras_of, warn_of_schemes, write_shards
+from ..folders.disk_sink import DiskSink
+from ..folders.shards import (
+    ShardWriter,
+    config_text,
+    config_with,
+    extras_of,
+    index_text,
+    warn_of_schemes,
+    write_shards,
+)
+from ..folders.sink import Sink, free_names
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_rules import EngineRules
 from ..sources.catalog import Catalog
@@ -230,7 +237,7 @@ def warn_of_left_out(conversion: Conversion) -> tuple[str, ...]:
 def _write_folder(
     conversion: _Conversion,
     request: ConvertRequest,
-    folder: Folder,
+    folder: Sink,
     written: Callable[[int], object],
     *,
     overwrite: bool,
@@ -245,17 +252,17 @@ def _write_folder(
             config = config_without_codes(conversion, folder, request.target)
         weight_map = conversion.weight_map(shards)
     parameters = conversion.parameters
-    indexed = parameters is not None or [*shards] != [SINGLE]
-    beside = Beside(weight_map, conversion.nbytes, config, conversion.files, indexed, parameters)
+    files = dict(conversion.files)
+    if parameters is not None or [*shards] != [SINGLE]:
+        files[INDEX] = index_text(weight_map, conversion.nbytes, parameters)
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
-    nbytes = write_shards(writers, beside, folder, overwrite=overwrite)
+    nbytes = write_shards(writers, files, folder, overwrite=overwrite, config=config_text(config))
     if overwrite:
-        journal.clear(folder)
         _warn_of_older_files(conversion, folder)
     return [folder.shown(file) for file in shards], nbytes
 
 
-def _warn_of_older_files(conversion: Conversion, folder: Folder) -> None:
+def _warn_of_older_files(conversion: Conversion, folder: Sink) -> None:
     """Warn of an older model's files that stay beside a new tokenizer; transformers prefers some to the new ones."""
     if not any(isinstance(content, bytes) for content in conversion.files.values()):
         return
@@ -272,7 +279,7 @@ def _warn_of_older_files(conversion: Conversion, folder: Folder) -> None:
 # ---- a config.json in the destination when the source has none ----
 
 
-def config_without_codes(conversion: Conversion, folder: Folder, target: dtypes.Dtype | None) -> dict[str, Any] | None:
+def config_without_codes(conversion: Conversion, folder: Sink, target: dtypes.Dtype | None) -> dict[str, Any] | None:
     """Return the destination's old ``config.json`` with the quantization of the new weights, or without any.
 
     None if the new weights can be the codes it describes, if it needs no change, or if it cannot be read.
@@ -287,7 +294,7 @@ def config_without_codes(conversion: Conversion, folder: Folder, target: dtypes.
     return config_with(config, target, restored=True, schemes=conversion.schemes)
 
 
-def _warn_of_removal(folder: Folder) -> None:
+def _warn_of_removal(folder: Sink) -> None:
     log.warning(
         "%s: removed the quantization of the old weights, because the new weights have none and their source has no %s",
         folder.shown(CONFIG),
@@ -300,7 +307,7 @@ def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None
     folder, name = os.path.split(request.path)
     if request.format != SAFETENSORS or name != SINGLE or conversion.may_hold_codes:
         return
-    beside = LocalFolder(folder or ".")
+    beside = DiskSink(LOCAL, folder or ".")
     config = _config_in(beside)
     if config is None or (is_own(config) and conversion.schemes):
         return
@@ -313,7 +320,7 @@ def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None
         )
 
 
-def _config_in(folder: Folder) -> dict[str, Any] | None:
+def _config_in(folder: Sink) -> dict[str, Any] | None:
     """Return the folder's ``config.json``, or None if it is missing or unreadable."""
     try:
         if CONFIG not in folder.names():

@@ -17,7 +17,7 @@ from ...base.text import plural, printable, show
 from ...errors import FormatError
 from ...formats.folder import INDEX, RESUME, SINGLE, is_weight_file
 from ...formats.numbered import PART
-from .folder import Folder
+from .sink import Sink
 
 # Suffix of a record.
 RECORD = ".json"
@@ -30,12 +30,12 @@ def is_call(name: str) -> bool:
     return _CALL.fullmatch(name) is not None
 
 
-def subfolder(folder: Folder, call: str) -> Folder:
+def subfolder(folder: Sink, call: str) -> Sink:
     """Return the subfolder of a call."""
     return folder / RESUME / call
 
 
-def write(folder: Folder, call: str, file: str, record: Mapping[str, Any]) -> None:
+def write(folder: Sink, call: str, file: str, record: Mapping[str, Any]) -> None:
     """Write the record of a complete shard."""
     if folder.location.files.remote:
         record = {**record, "object": folder.identity(file)}
@@ -49,7 +49,7 @@ def write(folder: Folder, call: str, file: str, record: Mapping[str, Any]) -> No
             raise
 
 
-def read(folder: Folder, call: str, file: str) -> dict[str, Any] | None:
+def read(folder: Sink, call: str, file: str) -> dict[str, Any] | None:
     """Return the record of a shard, or None if there is no valid record."""
     try:
         record = subfolder(folder, call).read_json(file + RECORD, "the record of a shard")
@@ -62,7 +62,7 @@ def read(folder: Folder, call: str, file: str) -> dict[str, Any] | None:
     return record if all(type(record.get(key)) is kind for key, kind in _FIELDS.items()) else None
 
 
-def records(folder: Folder) -> dict[str, dict[str, dict[str, Any]]]:
+def records(folder: Sink) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the valid records of a folder by call and by shard."""
     by_call = {}
     for call in sorted(filter(is_call, (folder / RESUME).names())):
@@ -73,7 +73,7 @@ def records(folder: Folder) -> dict[str, dict[str, dict[str, Any]]]:
     return by_call
 
 
-def places(folder: Folder, call: str, file: str) -> list[tuple[Folder, str]]:
+def places(folder: Sink, call: str, file: str) -> list[tuple[Sink, str]]:
     """Return where a shard can be: where it waits, or where an interrupted call has put it."""
     if folder.location.files.remote:
         return [(folder, file)]
@@ -88,7 +88,7 @@ def _is_shard(name: str, file: str) -> bool:
     return name == file or (part and usual and part.group(1, 2, 4) == usual.group(1, 2, 4)) is True
 
 
-def whole(folder: Folder, call: str, file: str, piece: str) -> tuple[dict[str, Any], Folder, str] | None:
+def whole(folder: Sink, call: str, file: str, piece: str) -> tuple[dict[str, Any], Sink, str] | None:
     """Return record and place of a shard if the piece with this id wrote it and it is unchanged; else None."""
     record = read(folder, call, file)
     if record is None or record["piece"] != piece:
@@ -99,20 +99,17 @@ def whole(folder: Folder, call: str, file: str, piece: str) -> tuple[dict[str, A
     return None
 
 
-def clear(folder: Folder, calls: Iterable[str] | None = None) -> None:
+def clear(folder: Sink, calls: Iterable[str] | None = None) -> None:
     """Remove the records and waiting shards of calls, or of all; other files stay."""
     calls = sorted(filter(is_call, (folder / RESUME).names() if calls is None else calls))
     for call in calls:
         place = subfolder(folder, call)
-        place.remove(sorted(name for name in place.names() if _is_ours(name)))
+        ours = (".safetensors" + RECORD, ".tmp")
+        place.remove(sorted(name for name in place.names() if is_weight_file(name) or name.endswith(ours)))
     remove_empty(folder, calls)
 
 
-def _is_ours(name: str) -> bool:
-    return is_weight_file(name) or name.endswith((".safetensors" + RECORD, ".tmp"))
-
-
-def remove_empty(folder: Folder, calls: Sequence[str]) -> None:
+def remove_empty(folder: Sink, calls: Sequence[str]) -> None:
     """Remove the subfolders of calls if they have no file."""
     if calls:
         (folder / RESUME).remove([call + "/" for call in calls])
@@ -120,7 +117,7 @@ def remove_empty(folder: Folder, calls: Sequence[str]) -> None:
         folder.remove([RESUME + "/"])
 
 
-def check_unfinished(folder: Folder, names: Collection[str]) -> None:
+def check_unfinished(folder: Sink, names: Collection[str]) -> None:
     """Refuse a folder with an unfinished conversion, and say how to continue it."""
     if INDEX in names:
         return

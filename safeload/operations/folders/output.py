@@ -8,8 +8,8 @@ import stat
 from collections.abc import Callable, Iterable
 
 from ...base import url as urls
-from ...engine.run.atomic_file import check_place, write_text
-from .folder import refuse_inputs
+from ...engine.run.atomic_file import AtomicFile, check_place
+from .destinations import refuse_inputs
 
 # Bytes at the start of a file that identify safeload as its writer.
 _HEAD = 4096
@@ -57,8 +57,10 @@ class Output:
     def write(self, text: str, sources: Iterable[str] = ()) -> int:
         """Write the file atomically and return its size in bytes."""
         replaces = self.check(sources)
+        encoded = text.encode("utf-8", "backslashreplace")  # lone surrogates come from paths
         try:
-            return write_text(self._path, text, overwrite=replaces)
+            with AtomicFile(self._path, len(encoded), overwrite=replaces) as file, file.stream() as stream:
+                return stream.write(encoded)
         except FileExistsError:  # created since
             raise self._exists() from None
 

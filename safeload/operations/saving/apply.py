@@ -20,8 +20,8 @@ from ...errors import FormatError, SafeloadError, UnsupportedError, public, unsa
 from ...formats.safetensors.file import parse_head
 from ...formats.safetensors.header import MAX_HEADER, Header
 from ...stores.places import places_of
-from ..folders.file_object import SaveDestination
-from ..folders.folder import refuse_inputs
+from ..folders.destinations import refuse_inputs
+from ..folders.targets import FileSink, SaveDestination, target_of
 from .edit_base import resolved
 from .patch import HEADER, INDICES, KEY, VALUES, VERSION, PatchFacts, own_digest
 from .patch_sides import (
@@ -36,7 +36,6 @@ from .patch_sides import (
     side_of,
     unsigned,
 )
-from .targets import FileTarget, SaveOptions, target_of
 
 _INDEX_CODES = ("I32", "I64")
 
@@ -97,11 +96,15 @@ def apply_patch(
         raise ValueError("a dict of arrays is changed in place, so it takes no dst")
     refuse_inputs(base if dst is None else dst, [patch])
     with opened(patch, storage_options) as delta, side_of(base, "base", storage_options) as old:
-        target: FileTarget | None = None
+        target: FileSink | None = None
         if not isinstance(base, Mapping):
-            options = SaveOptions(None, overwrite or dst is None, durable, storage_options)
-            chosen = target_of(_own(base, storage_options) if dst is None else dst, options)
-            if not isinstance(chosen, FileTarget):
+            chosen = target_of(
+                _own(base, storage_options) if dst is None else dst,
+                overwrite=overwrite or dst is None,
+                durable=durable,
+                storage_options=storage_options,
+            )
+            if not isinstance(chosen, FileSink):
                 raise ValueError("the result is a file: use the suffix .safetensors")
             target = chosen
         facts = _facts_of(delta, check=check)
@@ -114,7 +117,7 @@ def apply_patch(
         if isinstance(base, Mapping):
             _change_arrays(base, change)
         elif target is not None:
-            _write(change, target.file, facts.result if check and facts is not None else None)
+            _write(change, target.open, facts.result if check and facts is not None else None)
     return None if facts is None else facts.result
 
 

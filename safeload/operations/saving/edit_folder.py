@@ -16,8 +16,8 @@ from ...formats.folder import parse_index
 from ...formats.numbered import PART
 from ...stores.files import LOCAL
 from ...stores.json_file import read_json
-from ..folders.folder import LocalFolder
-from ..folders.replacement import free_names, remove_killed
+from ..folders.disk_sink import DiskSink, remove_killed
+from ..folders.sink import free_names
 from .edit_base import Edit, EditedMetadata, resolved
 from .edit_file import SafetensorsEdit, edit_file
 
@@ -95,7 +95,7 @@ class FolderEdit(Edit):
         numbered = {
             file: file if PART.fullmatch(file) else "-00001-of-00001".join(os.path.splitext(file)) for file in replaced
         }
-        free = free_names(LocalFolder(folder), numbered.values())
+        free = free_names(DiskSink(LOCAL, folder), numbered.values())
         names = {file: free[name] for file, name in numbered.items()}
         with ExitStack() as stack:
             # If this process is killed, the temporary index names the new shards, and the hidden one the old shards.
@@ -115,7 +115,7 @@ class FolderEdit(Edit):
                 index.put(swap)
             finished = swap.finish([os.path.join(folder, file) for file in replaced])
         if finished and replaced:
-            remove_killed(LocalFolder(folder))
+            remove_killed(DiskSink(LOCAL, folder))
 
     def _new_index(self, stack: ExitStack, names: dict[str, str]) -> AtomicFile:
         """Return the sealed index with the new names of shards."""

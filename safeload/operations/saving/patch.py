@@ -24,8 +24,8 @@ from ...engine.read.lazy import Lazy
 from ...engine.run.memory import address_of
 from ...errors import exported, public
 from ...formats.safetensors.file import Memory
-from ..folders.file_object import SaveDestination
-from ..folders.folder import refuse_inputs
+from ..folders.destinations import refuse_inputs
+from ..folders.targets import FileSink, SaveDestination, target_of
 from .patch_sides import (
     ContentDigest,
     DictSide,
@@ -37,7 +37,6 @@ from .patch_sides import (
     side_of,
     unsigned,
 )
-from .targets import FolderTarget, SaveOptions, target_of
 from .writer import checked_metadata
 
 KEY, VERSION = "safeload.patch", 1
@@ -128,8 +127,8 @@ def make_patch(
         np.float32(10.0)
     """
     texts = checked_metadata(metadata) or {}
-    target = target_of(dst, SaveOptions(None, overwrite, durable, storage_options))
-    if isinstance(target, FolderTarget):
+    target = target_of(dst, overwrite=overwrite, durable=durable, storage_options=storage_options)
+    if not isinstance(target, FileSink):
         raise ValueError("a patch is a file: use the suffix .safetensors")
     refuse_inputs(dst, (base, new))
     with side_of(base, "base", storage_options) as old, side_of(new, "new", storage_options) as changed:

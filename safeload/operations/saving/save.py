@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, TypeAlias, overload
 
@@ -19,8 +19,10 @@ from ...engine.run.memory import ALIGNMENT, address_of, aligned_bytes
 from ...errors import public
 from ...formats.safetensors.file import FileWriter, Memory, source_of
 from ...formats.safetensors.quantized import pack
-from ..folders.file_object import SaveDestination
-from .targets import FileTarget, FolderTarget, SaveOptions, target_of
+from ..folders.destinations import limit_of
+from ..folders.shards import write_folder
+from ..folders.sink import Sink
+from ..folders.targets import FileSink, SaveDestination, target_of
 from .values import check_name, value_of
 from .writer import Writer, checked_metadata
 
@@ -104,26 +106,26 @@ def save(
         >>> safeload.load("w.safetensors")["w"].sum()
         np.float32(4.0)
     """
-    options = SaveOptions(max_shard_size, overwrite, durable, storage_options)
-    if background:
-        return _in_background(tensors, target_of(dst, options), checked_metadata(metadata))
-    if _is_mapping(tensors) or not isinstance(tensors, Iterable):
-        keep: list[Any] = []
-        values = {check_name(name): value_of(name, value, keep) for name, value in _items(tensors)}
-        texts = checked_metadata(metadata)
-        target_of(dst, options).write(values, texts)
+    options: dict[str, Any] = {"overwrite": overwrite, "durable": durable, "storage_options": storage_options}
+    if not background and isinstance(tensors, Iterable) and not _is_mapping(tensors):
+        with Writer(dst, metadata=metadata, max_shard_size=max_shard_size, **options) as writer:
+            for item in tensors:
+                writer.add(*_pair(item))
+                del item  # the generator may reuse its memory
         return None
-    with Writer(
-        dst,
-        metadata=metadata,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-        durable=durable,
-        storage_options=storage_options,
-    ) as writer:
-        for item in tensors:
-            writer.add(*_pair(item))
-            del item  # the generator may reuse its memory
+    target, texts = target_of(dst, max_shard_size, **options), checked_metadata(metadata)
+    limit = limit_of(max_shard_size)
+
+    def write(values: Mapping[str, Any]) -> None:
+        if isinstance(target, FileSink):
+            target.write(values, texts)
+        else:
+            write_folder(target, values, texts, limit=limit, overwrite=overwrite)
+
+    if background:
+        return _in_background(tensors, target, texts, write)
+    keep: list[Any] = []
+    write({check_name(name): value_of(name, value, keep) for name, value in _items(tensors)})
     return None
 
 
@@ -225,7 +227,12 @@ _buffer, _buffer_lock = _Buffer(), ProcessLock()
 _owner = os.getpid()
 
 
-def _in_background(tensors: Saved, target: FileTarget | FolderTarget, metadata: dict[str, str] | None) -> Future[None]:
+def _in_background(
+    tensors: Saved,
+    target: FileSink | Sink,
+    metadata: Mapping[str, str] | None,
+    write: Callable[[Mapping[str, Any]], None],
+) -> Future[None]:
     """Copy the tensors into the buffer, and write them in a thread that ends with the save."""
     global _buffer, _owner
     lock = _buffer_lock.own
@@ -241,7 +248,7 @@ def _in_background(tensors: Saved, target: FileTarget | FolderTarget, metadata: 
                 raise ValueError(f"tensor {show(name)} occurs twice")
             keep: list[Any] = []
             copies[name] = buffer.copy(name, value_of(name, value, keep))
-        if isinstance(target, FileTarget):
+        if isinstance(target, FileSink):
             FileWriter(*pack(copies, metadata))  # refuses what cannot be written
         future = SaveFuture()
         future.set_running_or_notify_cancel()
@@ -252,7 +259,7 @@ def _in_background(tensors: Saved, target: FileTarget | FolderTarget, metadata: 
     def run() -> None:
         try:
             try:
-                target.write(copies, metadata)
+                write(copies)
             finally:
                 lock.release()
         except BaseException as error:  # the future raises it

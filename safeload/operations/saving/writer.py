@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count
 from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,15 @@ from ...base.messages import error_about
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import UnsupportedError, exported, public, unsaved
+from ...formats.folder import INDEX, SINGLE
 from ...formats.safetensors.file import TensorToWrite, source_of
 from ...formats.safetensors.header import text
-from ..folders.file_object import SaveDestination
-from .spool import DeclaredFile, Spool
-from .targets import FileTarget, FolderTarget, SaveOptions, target_of
+from ..folders import journal
+from ..folders.destinations import limit_of
+from ..folders.shards import index_text
+from ..folders.sink import Sink, free_names
+from ..folders.targets import FileSink, SaveDestination, target_of
+from .spool import Spool, declared_header
 from .values import Packer, check_name, value_of
 
 if TYPE_CHECKING:
@@ -78,17 +83,22 @@ class Writer:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._metadata = checked_metadata(metadata)
-        declared = None if tensors is None else _declared(tensors)
-        options = SaveOptions(max_shard_size, overwrite, durable, storage_options)
-        self._target = target_of(dst, options)
-        if isinstance(self._target, FileTarget) and self._target.in_order and declared is None:
+        self._declared = None if tensors is None else _declared(tensors)
+        self._missing = dict.fromkeys(self._declared or ())  # declared tensors that have not come
+        self._target = target_of(
+            dst, max_shard_size, overwrite=overwrite, durable=durable, storage_options=storage_options
+        )
+        self._in_folder = isinstance(self._target, Sink)
+        self._in_order = isinstance(self._target, FileSink) and self._target.in_order
+        if self._in_order and self._declared is None:
             raise ValueError("the destination cannot seek: pass tensors={name: (dtype, shape)} with all its tensors")
-        self._in_folder = isinstance(self._target, FolderTarget)
-        self._plan = None if declared is None else DeclaredFile(declared, self._metadata)
+        self._limit, self._overwrite = limit_of(max_shard_size), overwrite
         self._packer = Packer(self._metadata, in_folder=self._in_folder)
         self._stack = ExitStack()
         self._names: set[str] = set()
-        self._file: Spool | DeclaredFile | None = None  # open
+        self._file: Spool | None = None  # open
+        self._shards: list[Spool] = []  # complete
+        self._weight_map: dict[str, str] = {}  # of the shards that have names
         self._state = "open"
 
     @public
@@ -116,7 +126,7 @@ class Writer:
             raise ValueError(f"tensor {show(name)} was added before")
         keep: list[Any] = []
         value = value_of(name, array, keep)
-        if self._plan is not None and isinstance(value, QuantizedTensor):
+        if self._declared is not None and isinstance(value, QuantizedTensor):
             raise error_about(
                 UnsupportedError, "is quantized, which Writer supports only without tensors=", tensor=name
             )
@@ -134,11 +144,10 @@ class Writer:
         for part in sources:
             if part in self._names:
                 raise ValueError(f"tensor {show(part)} was added before; it also stores a part of {show(name)}")
-        if isinstance(self._target, FolderTarget):
+        if isinstance(self._target, Sink):
             self._begin_shard(self._target, sum(source.nbytes for source in sources.values()))
         else:
             self._begin_file(self._target)
-        assert self._file is not None
         self._put(sources)
         if isinstance(value, QuantizedTensor):
             self._packer.parts(name, value)
@@ -146,39 +155,93 @@ class Writer:
     def _put(self, sources: Mapping[str, TensorToWrite]) -> None:
         assert self._file is not None
         for part, source in sources.items():
-            if self._plan is not None and self._file is not self._plan:
-                self._plan.check(part, source)
             try:
+                if self._declared is not None:
+                    self._check_declared(self._declared, part, source)
                 self._file.add(part, source)
             except BaseException:
                 # Bytes of an unfinished tensor are in the way if the file cannot seek, and parts belong together.
-                if len(sources) > 1 or (isinstance(self._target, FileTarget) and self._target.in_order):
+                if len(sources) > 1 or self._in_order:
                     self._state = "broken by an earlier error"
                 raise
-            if self._plan is not None:
-                self._plan.added(part)
+            self._missing.pop(part, None)
             self._names.add(part)
 
-    def _begin_file(self, target: FileTarget) -> None:
-        """Create the file before its first tensor."""
-        if self._file is not None:
-            return
-        if self._plan is None:
-            self._file = Spool(self._stack.enter_context(target.spool()))
-        else:
-            self._plan.open(self._stack.enter_context(target.file(self._plan.begin(target.in_order))))
-            self._file = self._plan
+    def _check_declared(self, declared: Mapping[str, tuple[dtypes.Dtype, Any]], name: str, source: Any) -> None:
+        """Compare a tensor with its declaration."""
+        if name not in declared:
+            raise ValueError(f"tensor {show(name)} is not in tensors=")
+        row, shape = declared[name]
+        if (row.number, tuple(shape)) != (source.row.number, tuple(source.shape)):
+            raise ValueError(
+                f"tensor {show(name)} is {source.row.code} {show(list(source.shape))}, but tensors= has "
+                f"{row.code} {show(list(shape))}"
+            )
+        expected = next(iter(self._missing), None)
+        if self._in_order and name != expected:
+            text = f"the file cannot seek, so tensors come in the order of tensors=: expected {show(expected)}"
+            raise ValueError(f"{text}, got {show(name)}")
 
-    def _begin_shard(self, target: FolderTarget, nbytes: int) -> None:
+    def _check_complete(self) -> None:
+        if self._missing:
+            first = show(next(iter(self._missing)))
+            names = f"{first} and {len(self._missing) - 1:,} more" if len(self._missing) > 1 else first
+            raise ValueError(f"the file is incomplete: tensors= declares {names}; add every tensor before the end")
+
+    def _begin_file(self, target: FileSink) -> None:
+        """Create the file before its first tensor."""
+        if self._file is None:
+            header, size = None, None
+            if self._declared is not None:
+                header, size = declared_header(self._declared, self._metadata, keeps_order=target.in_order)
+            self._file = Spool(self._stack.enter_context(target.open(size)), header, [*(self._declared or ())])
+
+    def _begin_shard(self, sink: Sink, nbytes: int) -> None:
         """Create a shard unless the current one has space for this many bytes."""
         if self._file is None:
-            target.begin(self._stack)
-        elif isinstance(self._file, Spool) and self._file.nbytes + nbytes > target.limit and self._file.names:
-            target.complete(self._file, self._packer.texts)
+            self._stack.enter_context(sink.begin(overwrite=self._overwrite))
+        elif self._file.nbytes + nbytes > self._limit and self._file.names:
+            self._complete_shard(self._file)
+            if sink.location.files.remote:
+                self._upload_shard(sink)
         else:
             return
-        self._file = target.next_spool(self._stack)
+        self._file = Spool(sink.spool(len(self._shards) + 1))
         self._packer = Packer(self._metadata, in_folder=self._in_folder)
+
+    def _complete_shard(self, spool: Spool) -> None:
+        spool.complete(self._packer.texts)
+        spool.file.seal()
+        self._shards.append(spool)
+
+    def _upload_shard(self, sink: Sink) -> None:
+        """Upload the last shard of a folder whose number of shards is unknown."""
+        taken = sink.names()
+        names = (f"model-{k:05}.safetensors" for k in count(1))
+        self._name_shard(sink, self._shards[-1], next(name for name in names if name not in taken))
+
+    def _name_shard(self, sink: Sink, spool: Spool, name: str) -> None:
+        sink.add(name, spool.file)
+        self._weight_map.update(dict.fromkeys(spool.names, name))
+
+    def _finish_folder(self, sink: Sink) -> None:
+        """Put the shards and their index in place."""
+        if self._file is None:
+            self._begin_shard(sink, 0)
+        assert self._file is not None
+        self._complete_shard(self._file)
+        total, names = len(self._shards), [SINGLE]
+        if self._weight_map:
+            self._upload_shard(sink)
+        else:
+            usual = [f"model-{k + 1:05}-of-{total:05}.safetensors" for k in range(total)] if total > 1 else names
+            names = [*free_names(sink, usual).values()]
+            for spool, name in zip(self._shards, names, strict=True):
+                self._name_shard(sink, spool, name)
+        index = index_text(self._weight_map, sum(spool.nbytes for spool in self._shards))
+        sink.commit({} if total == 1 and names == [SINGLE] else {INDEX: index})
+        if self._overwrite:
+            journal.clear(sink)
 
     @public
     def close(self) -> None:
@@ -201,20 +264,13 @@ class Writer:
             raise unsaved(error) from None
 
     def _finish(self) -> None:
-        if self._plan is not None:
-            self._plan.check_complete()
-        if isinstance(self._target, FolderTarget):
-            if self._file is None:
-                self._begin_shard(self._target, 0)
-            assert isinstance(self._file, Spool)
-            self._target.complete(self._file, self._packer.texts)
-            self._target.finish()
+        self._check_complete()
+        if isinstance(self._target, Sink):
+            self._finish_folder(self._target)
             return
         self._begin_file(self._target)
-        if isinstance(self._file, DeclaredFile):
-            self._file.finish()
-        elif self._file is not None:
-            self._file.complete(self._packer.texts)
+        assert self._file is not None
+        self._file.complete(self._packer.texts)
 
     def __enter__(self) -> Self:
         if self._state != "open":

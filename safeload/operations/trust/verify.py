@@ -26,7 +26,7 @@ from ...stores.places import Located, places_of
 from ...stores.store import WINDOW, ByteStore
 from ...stores.thread_group import each
 from ...stores.verified import verify_content
-from ..folders.folder import is_extra
+from ..folders.sink import is_extra
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 
