@@ -101,23 +101,13 @@ def facts(pairs: Iterable[tuple[str, str]], kind: str) -> str:
     return f'<dl class="{kind}">{items}</dl>' if items else ""
 
 
-def head(title: str, verdict: str, mood: str, checked: str, about: str) -> str:
-    """Return the head of the page; ``mood`` is "good", "calm" (parts are unchecked), "odd" or "bad"."""
-    return (
-        f'<header><p class="brand"><b>safeload</b> report</p><h1>{escaped(title)}</h1>'
-        f'<div class="verdict {mood}"><strong><span aria-hidden="true">{_MARKS[mood]}</span> '
-        f"{escaped(verdict)}</strong>"
-        f'<span class="soft">{escaped(checked)}</span></div>{about}</header>'
-    )
-
-
 def is_page(head: bytes) -> bool:
     """Return True if a file with these first bytes is a report page."""
     return head.startswith(b"<!doctype html>") and _GENERATOR.encode() in head
 
 
-def page(title: str, header: str, sections: Iterable[str]) -> str:
-    """Return the whole page."""
+def page(title: str, verdict: str, mood: str, *, checked: str, about: str, sections: Iterable[str]) -> str:
+    """Return the whole page; ``mood`` is "good", "calm" (parts are unchecked), "odd" or "bad"."""
     style = files(__package__).joinpath("report.css").read_text("utf-8")
     style = re.sub(r"\s+", " ", re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)).strip()
     return (
@@ -127,7 +117,10 @@ def page(title: str, header: str, sections: Iterable[str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'{_GENERATOR}{__version__}">'
         f"<title>{escaped(title)}: safeload report</title><style>{style}</style></head>"
-        f'<body><div class="page">{header}<main>{"".join(sections)}</main>'
+        f'<body><div class="page"><header><p class="brand"><b>safeload</b> report</p><h1>{escaped(title)}</h1>'
+        f'<div class="verdict {mood}"><strong><span aria-hidden="true">{_MARKS[mood]}</span> '
+        f'{escaped(verdict)}</strong><span class="soft">{escaped(checked)}</span></div>{about}</header>'
+        f"<main>{''.join(sections)}</main>"
         f"<footer>Written by safeload {__version__}. This page is self-contained: it loads nothing and runs no "
         "script.</footer></div></body></html>\n"
     )

@@ -92,10 +92,10 @@ def content(sizes: Mapping[str, int], stats: Mapping[str, Any]) -> ReportContent
 
 def by_size(tensors: Iterable[ReportRow]) -> dict[str, int]:
     """Sum the bytes of each kind, largest first."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for row in tensors:
-        totals[row.kind] = totals.get(row.kind, 0) + row.nbytes
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+        totals[row.kind] += row.nbytes
+    return dict(totals.most_common())
 
 
 def by_kind(tensors: Iterable[ReportRow], limit: int = KINDS) -> dict[str, list[ReportRow]]:
@@ -121,11 +121,9 @@ def _layer(name: str) -> int | None:
 
 
 def _layered(tensors: Iterable[ReportRow]) -> list[ReportRow]:
-    families: dict[str, list[ReportRow]] = {}
-    for row in tensors:
-        if row.layer is not None:
-            families.setdefault(row.kind.partition("{}")[0], []).append(row)
-    largest = max(families.values(), key=lambda family: sum(row.nbytes for row in family), default=[])
+    numbered = [row._replace(kind=row.kind.partition("{}")[0]) for row in tensors if row.layer is not None]
+    family = next(iter(by_size(numbered)), None)
+    largest = [row for row in tensors if row.layer is not None and row.kind.partition("{}")[0] == family]
     return largest if len({row.layer for row in largest}) > 1 else []
 
 
@@ -158,12 +156,10 @@ def bars(shown: ReportContent) -> str:
     if rest := rows[KINDS:]:
         others = f"{len(rest):,} other{'' if len(rest) == 1 else 's'}"
         rows[KINDS:] = [(others, plain, sum(total for *_, total in rest))]
-    drawn = _bars([(*row, _share(row[-1] / total_bytes)) for row in rows], "name mono")
+    shares = [100 * total / total_bytes for *_, total in rows]
+    texts = ["< 0.1 %" if 0 < share < 0.1 else f"{share:.1f} %" for share in shares]
+    drawn = _bars([(*row, text) for row, text in zip(rows, texts, strict=True)], "name mono")
     return f'<table class="bars"><thead><tr>{_BARS_HEAD}</tr></thead>{drawn}</table>'
-
-
-def _share(part: float) -> str:
-    return "< 0.1 %" if 0 < part < 0.001 else f"{100 * part:.1f} %"
 
 
 def measures(rows: Sequence[tuple[str, int]]) -> str:

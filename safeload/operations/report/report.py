@@ -32,7 +32,7 @@ from ..sources.catalog import Catalog
 from ..validate.check import settings, validate_path
 from ..validate.findings import CheckReport, gather
 from . import plots
-from .page import collapsible, facts, finding, head, is_page, page, part, section, soft, table
+from .page import collapsible, facts, finding, is_page, page, part, section, soft, table
 from .plots import Line, ReportContent, content
 
 # Maximum number of table rows, and of tensors in a group of findings; browsers are slow with more.
@@ -172,7 +172,7 @@ def page_of(
     name = os.path.abspath(report.source) if local else report.source.rstrip("/")
     title = os.path.basename(name) or report.source
     about = facts(_about(report.source, files, date), "meta")
-    return page(title, head(title, report.verdict, mood, checked, about), parts), report
+    return page(title, report.verdict, mood, checked=checked, about=about, sections=parts), report
 
 
 # ---- sections ----

@@ -25,7 +25,7 @@ from ...base.paths import PathLike, os_error
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, Selection
 from ...base.table import Unknown
-from ...base.text import show
+from ...base.text import plural, show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
@@ -314,7 +314,7 @@ class Model(NamedTuple):
 
     tensors: Mapping[str, TensorDescription]
     codes: frozenset[str]  # tensors with codes; their values are not checked
-    quantized: Quantized | None
+    quantized: Quantized
     schema: Schema | None
     config: Mapping[str, Any] | None  # of the part that the schema covers
 
@@ -367,20 +367,22 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     quantization = quantization_of(config)
     codes = catalog.find_codes(quantization)
     quantized = structure.quantized_parts(quantization, schema, tensors, codes)
-    if quantized is not None:
-        report.add([structure.note_quantized(quantized, values=report.values)])
+    if quantized.names:
+        unchecked = "names, shapes and values" if options.values else "names and shapes"
+        count = plural(len(quantized.names), "tensor")
+        report.add([find("quantization.unchecked", label=quantized.label, checks=unchecked, tensors=count)])
     model = Model(tensors, frozenset(codes), quantized, schema, config if inner is None else inner.config)
     if choice is None:
-        report.add(structure.check_layers(tensors, frozenset() if quantized is None else quantized.modules))
+        report.add(structure.check_layers(tensors, quantized.modules))
     elif tensors:
         report.schema = choice.schema.name
-        parts = quantized if quantized is None or named is tensors else quantized.unwrapped()
+        parts = quantized if named is tensors else quantized.unwrapped()
         findings, report.compared = structure.check_schema(choice, model.config, named, quantized=parts, inner=inner)
         report.add(findings)
     expected = options.limits.parameters
     if expected is not None and report.parameters != expected:
         report.add([find("model.parameters", parameters=report.parameters, expected=expected)])
-    report.add(structure.check_dtypes(tensors, config, quantized))
+    report.add(structure.check_dtypes(tensors, config, quantized.names))
     report.add(_check_unknown(catalog.about(name), unknown) for name, unknown in catalog.unknown().items())
     return model
 
@@ -455,7 +457,7 @@ def _check_contents(
     names = [name for name in model.tensors if name in selected and name not in model.codes]
     pairs = model.tied(selected - zero)
     tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
-    codes: Set[str] = frozenset() if model.quantized is None else model.quantized.names
+    codes = model.quantized.names
     with report.readable():
         for k, entry in enumerate(entries):
             for fault in _rows(tables, _CRC, [str(k)]).values():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -63,23 +63,21 @@ _KEYS, _TRIALS, _LOOKED_AT = 4, 4, 1000
 _Expected = Mapping[str, ExpectedTensor]
 # The name of a tensor and an axis; -1 if its number of axes is wrong.
 _Axis = tuple[str, int]
+# The names of its tensors up to the layer number, and the number.
+_Layer = tuple[str, int]
 
 
-def check_sizes(tensors: Mapping[str, TensorDescription], schema: Schema | None = None) -> Iterator[Finding]:
+def check_sizes(tensors: Mapping[str, TensorDescription], schema: Schema | None) -> Iterator[Finding]:
     """Find models without tensors, tensors without elements, and unexpected scalars."""
     if not tensors:
         yield find("model.empty")
     for name, about in tensors.items():
         if 0 in about.shape:
             yield find("tensor.empty", name, shape=list(about.shape))
-        elif not about.shape and not _is_scalar(name, schema):
-            yield find("tensor.scalar", name, dtype=about.dtype)
-
-
-def _is_scalar(name: str, schema: Schema | None) -> bool:
-    """True if the tensor has no axes in the schema."""
-    match = None if schema is None else schema.find(name)
-    return match is not None and match.entry.shape == ()
+        elif not about.shape:
+            match = None if schema is None else schema.find(name)
+            if match is None or match.entry.shape != ():
+                yield find("tensor.scalar", name, dtype=about.dtype)
 
 
 # ---- quantized weights ----
@@ -88,10 +86,10 @@ def _is_scalar(name: str, schema: Schema | None) -> bool:
 class Quantized(NamedTuple):
     """The quantized weights of a checkpoint."""
 
-    label: str  # how they were recognized, for messages
-    names: frozenset[str]  # codes, scales, zero points and similar tensors
-    modules: frozenset[str]  # modules with quantized weights
-    configured: bool  # True if the config declares them
+    label: str = ""  # how they were recognized, for messages
+    names: frozenset[str] = frozenset()  # codes, scales, zero points and similar tensors; empty without any
+    modules: frozenset[str] = frozenset()  # modules with quantized weights
+    configured: bool = False  # True if the config declares them
 
     def unwrapped(self) -> Quantized:
         """Return the weights under names without wrappers."""
@@ -99,13 +97,16 @@ class Quantized(NamedTuple):
         return self._replace(names=names, modules=modules)
 
 
+NOT_QUANTIZED = Quantized()
+
+
 def quantized_parts(
     quantization: Quantization | None,
     schema: Schema | None,
     tensors: Mapping[str, TensorDescription],
     codes: Mapping[str, Codes],
-) -> Quantized | None:
-    """Return the tensors of quantized weights, or None if there are none; a schema does not apply to any."""
+) -> Quantized:
+    """Return the tensors of quantized weights; a schema does not apply to any."""
     # Their names, shapes and values depend on the quantization method.
     names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
     if quantization is not None:  # includes methods with plain integers as codes
@@ -115,19 +116,12 @@ def quantized_parts(
             if unlisted or (role is None and _PART.fullmatch(_last(name))):
                 names.add(name)
     if not names:
-        return None
+        return NOT_QUANTIZED
     modules = frozenset(map(module_of, names)) - {""}
     inside = [name for name in tensors if module_of(name) in modules]
     names |= {name for name in inside if name.endswith(".weight") or _PART.fullmatch(_last(name))}
     label = "codes with separate scales" if quantization is None else str(quantization)
     return Quantized(label, frozenset(names), modules, quantization is not None)
-
-
-def note_quantized(quantized: Quantized, *, values: bool) -> Finding:
-    """Return the note about unchecked quantized weights."""
-    checks = "names, shapes and values" if values else "names and shapes"
-    count = plural(len(quantized.names), "tensor")
-    return find("quantization.unchecked", label=quantized.label, checks=checks, tensors=count)
 
 
 def module_of(name: str) -> str:
@@ -144,7 +138,7 @@ def _last(name: str) -> str:
 # ---- without a schema ----
 
 
-def check_layers(tensors: Mapping[str, TensorDescription], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
+def check_layers(tensors: Mapping[str, TensorDescription], modules: Set[str]) -> Iterator[Finding]:
     """Find gaps in layer numbers, and layers without some tensors of most layers; quantized ``modules`` can differ."""
     for prefix, layers in _stacks(tensors).items():
         if len(layers) < 2 or max(map(len, layers.values())) < 2:
@@ -185,11 +179,10 @@ def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
 
 
 def check_dtypes(
-    tensors: Mapping[str, TensorDescription], config: Mapping[str, Any] | None, quantized: Quantized | None = None
+    tensors: Mapping[str, TensorDescription], config: Mapping[str, Any] | None, parts: Set[str]
 ) -> Iterator[Finding]:
-    """Find tensors with a different dtype in other layers, and a wrong dtype in the config."""
+    """Find tensors with a different dtype in other layers, and a wrong dtype in the config; skip quantized parts."""
     groups: dict[str, list[str]] = {}
-    parts: frozenset[str] = frozenset() if quantized is None else quantized.names
     for name, about in tensors.items():
         if about.floating and not about.quantized and name not in parts:
             groups.setdefault(pattern_of(name), []).append(name)
@@ -219,13 +212,12 @@ def check_schema(
     config: Mapping[str, Any] | None,  # its part for the language model if the schema covers that part only
     tensors: Mapping[str, TensorDescription],
     *,
-    quantized: Quantized | None = None,  # tensors outside the schema
+    quantized: Quantized = NOT_QUANTIZED,  # tensors outside the schema
     inner: Inner | None = None,  # the part of the model that the schema covers; None for the whole model
 ) -> tuple[list[Finding], int]:
     """Compare names and shapes with a schema; return findings, and the number of compared tensors."""
     schema = choice.schema
-    parts: frozenset[str] = frozenset() if quantized is None else quantized.names
-    modules: frozenset[str] = frozenset() if quantized is None else quantized.modules
+    parts, modules = quantized.names, quantized.modules
 
     def unchecked(why: str) -> tuple[list[Finding], int]:
         return [find("schema.unchecked", why=why)], 0
@@ -240,7 +232,7 @@ def check_schema(
     if inner is not None and _mostly_absent(expected, tensors, modules):
         return unchecked(f"{inner.key}: more than half of the tensors of schema {schema.name} are missing")
     if tensors and (len(names) + len(parts)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
-        if quantized is not None and quantized.configured:
+        if quantized.configured:
             return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         first = next((f"its first name is {show(name)}" for name in expected), "it has no tensors for this config")
         facts: dict[str, Any] = {"schema": schema.name, "first": first, "known": len(names), "tensors": len(tensors)}
@@ -293,7 +285,7 @@ def _check_missing(
         return
     counts, lost = Counter(map(_layer_of, required)), Counter(map(_layer_of, missing))
     gone = {layer for layer in lost if layer is not None and lost[layer] == counts[layer]}
-    layers = Counter(layer.stack for layer in counts if layer is not None)
+    layers = Counter(layer[0] for layer in counts if layer is not None)
     usual, everywhere = _remaining(required, gone), _remaining(missing, gone)
     reported: set[Any] = set()
     for w in missing:
@@ -301,8 +293,9 @@ def _check_missing(
         if layer is not None and layer in gone:
             if layer not in reported:
                 reported.add(layer)
-                facts: dict[str, Any] = {"layer": layer.number, "layers": layers[layer.stack], "tensors": counts[layer]}
-                yield find("schema.layer_missing", f"{layer.stack}{layer.number}", **facts)
+                stack, number = layer
+                facts: dict[str, Any] = {"layer": number, "layers": layers[stack], "tensors": counts[layer]}
+                yield find("schema.layer_missing", f"{stack}{number}", **facts)
         elif layer is not None and len(usual[name]) > 1 and everywhere[name] == usual[name]:
             if name not in reported:
                 reported.add(name)
@@ -315,15 +308,8 @@ def _check_missing(
             yield find("schema.missing", w.name, why=why)
 
 
-class _Layer(NamedTuple):
-    """A layer of a model."""
-
-    stack: str  # names of its tensors up to the layer number
-    number: int
-
-
 def _layer_of(expected: ExpectedTensor) -> _Layer | None:
-    return None if expected.layer is None else _Layer(expected.stack, expected.layer)
+    return None if expected.layer is None else (expected.stack, expected.layer)
 
 
 def _remaining(tensors: Sequence[ExpectedTensor], gone: set[_Layer]) -> dict[str, Counter[_Layer]]:
@@ -342,7 +328,7 @@ def _check_unexpected(
     expected: Mapping[str, ExpectedTensor],
     tensors: Mapping[str, TensorDescription],
     *,
-    quantized: Quantized | None,
+    quantized: Quantized,
     inner: Inner | None,
 ) -> Iterator[Finding]:
     """Find tensors outside the schema; note heads and other parts as unchecked."""
@@ -350,12 +336,12 @@ def _check_unexpected(
     unexpected = [name for name in tensors if name not in expected]
     if not unexpected:
         return
-    counts = Counter(layer.stack for layer in {_layer_of(w) for w in expected.values()} if layer is not None)
+    counts = Counter(layer[0] for layer in {_layer_of(w) for w in expected.values()} if layer is not None)
     beyond: Counter[_Layer] = Counter()
     is_head = _heads_of(choice, expected)
     heads, outside, unknown = [], [], []
     for name in unexpected:
-        if quantized is not None and (name in quantized.names or module_of(name) in quantized.modules):
+        if name in quantized.names or module_of(name) in quantized.modules:
             continue
         match = schema.find(name)
         if match is None or (match.entry.architectures and is_head(name)):
@@ -363,20 +349,20 @@ def _check_unexpected(
                 outside.append(name)
             elif is_head(name):
                 heads.append(name)
-            elif quantized is not None and quantized.configured:
+            elif quantized.configured:
                 unknown.append(name)
             else:
                 why = f"is not a tensor of schema {schema.name}"
                 yield find("schema.unexpected", name, severity=severity, why=why)
         elif match.layer is not None and match.layer >= counts[match.stack]:
-            beyond[_Layer(match.stack, match.layer)] += 1
+            beyond[match.stack, match.layer] += 1
         elif _is_written_by_gptq(name, tensors):
             yield find("schema.unexpected:gptq", name, why=_why_unexpected(match, schema))
         else:
             yield find("schema.unexpected", name, severity=severity, why=_why_unexpected(match, schema))
-    for layer, count in sorted(beyond.items()):
-        facts = {"layer": layer.number, "layers": counts[layer.stack], "tensors": plural(count, "tensor")}
-        yield find("schema.layer_extra", f"{layer.stack}{layer.number}", severity=severity, **facts)
+    for (stack, layer), count in sorted(beyond.items()):
+        facts = {"layer": layer, "layers": counts[stack], "tensors": plural(count, "tensor")}
+        yield find("schema.layer_extra", f"{stack}{layer}", severity=severity, **facts)
     if heads:
         yield _note_heads(config, heads)
     if unknown:
