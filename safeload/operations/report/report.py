@@ -31,9 +31,8 @@ from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog
 from ..validate.check import settings, validate_path
 from ..validate.findings import CheckReport, gather
-from . import plots
-from .page import collapsible, facts, finding, is_page, page, part, section, soft, table
-from .plots import Line, ReportContent, content
+from . import page
+from .page import Line, ReportContent, collapsible, content, facts, is_page, section, table
 
 # Maximum number of table rows, and of tensors in a group of findings; browsers are slow with more.
 _ROWS = 5000
@@ -172,7 +171,7 @@ def page_of(
     name = os.path.abspath(report.source) if local else report.source.rstrip("/")
     title = os.path.basename(name) or report.source
     about = facts(_about(report.source, files, date), "meta")
-    return page(title, report.verdict, mood, checked=checked, about=about, sections=parts), report
+    return page.page(title, report.verdict, mood, checked=checked, about=about, sections=parts), report
 
 
 # ---- sections ----
@@ -184,7 +183,7 @@ def _findings(report: CheckReport) -> str:
     items = []
     for first, more in groups[:_GROUPS]:
         similar = [(item.tensor or "file", item.message) for item in more[:_LISTED]]
-        items.append(finding(first, similar=similar, left=max(0, len(more) - _LISTED)))
+        items.append(page.finding(first, similar=similar, left=max(0, len(more) - _LISTED)))
     if not items:
         return ""
     left = len(groups) - len(items)
@@ -206,14 +205,14 @@ def _sections(
         return
     layered = bool(shown.layered)
     layers = len({row.layer for row in shown.layered})
-    cut = f"The first {plots.LAYERS} of {layers:,} layers." if layers > plots.LAYERS else ""
-    by_layer = part("By layer", soft(cut) + plots.stacks(shown)) if layered else ""
-    yield section("Size breakdown", plots.bars(shown), by_layer, note=_BARS if layered else "")
+    cut = f"The first {page.LAYERS} of {layers:,} layers." if layers > page.LAYERS else ""
+    by_layer = page.part("By layer", page.soft(cut) + page.stacks(shown)) if layered else ""
+    yield section("Size breakdown", page.bars(shown), by_layer, note=_BARS if layered else "")
     yield _sizes(opened)
     lines = [row for row in shown.layered if row.stats is not None]
-    yield section("Values by layer", plots.panels(lines, _SPREAD, log=True), note=cut)
+    yield section("Values by layer", page.panels(lines, _SPREAD, log=True), note=cut)
     measured = [row for row in shown.tensors if row.stats is not None]
-    yield section("Magnitude distribution", plots.heat(measured, round(math.log2(HISTOGRAM_EDGES[0]))), note=_HEAT)
+    yield section("Magnitude distribution", page.heat(measured, round(math.log2(HISTOGRAM_EDGES[0]))), note=_HEAT)
     if scheme is not None:
         yield _quantized(opened, shown, scheme, threads, bars)
     header = ("tensor", "dtype", "shape", "size", "min", "max", "mean", "std", "NaN, Inf")
@@ -267,7 +266,7 @@ def _sizes(opened: Checkpoint) -> str:
     schemes = {name: total for name, total in loaded.schemes.items() if total != unquantized}
     note = f"{_SIZES} {_QUANTIZED}" if schemes else _SIZES
     rows = [*loaded.dtypes.items(), *schemes.items()]
-    return section("Size when loaded", plots.measures([("as stored", loaded.stored), *rows]), note=note) if rows else ""
+    return section("Size when loaded", page.measures([("as stored", loaded.stored), *rows]), note=note) if rows else ""
 
 
 # ---- quantization error ----
@@ -290,7 +289,7 @@ def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, thr
     title = f"{_some(len(errors) + len(refused), len(rows), 'tensor', 'tensors')}, worst first"
     return section(
         f"Error when quantized to {scheme}",
-        plots.panels([row for row in shown.layered if row.name in errors], [line], log=False),
+        page.panels([row for row in shown.layered if row.name in errors], [line], log=False),
         table(title, header, rows, label=f"quantization error of {scheme}"),
     )
 

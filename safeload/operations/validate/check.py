@@ -578,7 +578,7 @@ def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[ReadingPiece]:
             file = entries[k].file
             where = file.files.public(file.files.absolute(file.place)), file.files.public_options()
             archive = archives.setdefault(file.place, [*where, *file.identity[:2], {}])
-            archive[-1][str(k)] = entries[k].name
+            archive[-1][str(k)] = entries[k].info.name
         content = {"operation": "validate", "check": _CRC, "version": __version__, "archives": [*archives.values()]}
         yield ReadingPiece(content, sum(sizes[k] for k in group))
 
