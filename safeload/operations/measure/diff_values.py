@@ -104,7 +104,7 @@ def compare_values(
             del sources  # before the next tensors are decoded
             for name in batch:
                 log.debug("diff of %s: %s", name, rows[name])
-    return {name: rows[name] for name in names}
+    return rows
 
 
 # ---- tensors that are not plain, or not in local files ----

@@ -7,9 +7,9 @@ import math
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ..._version import __version__
 from ...base.layout import figure
@@ -146,10 +146,8 @@ def page_of(
         report = validate_path(path, opening, settings(threads=threads, progress=progress, histogram=True))
     parts = [_findings(report)]
     local = isinstance(path, (str, os.PathLike)) and not is_url(report.source)
-    files: list[_PageFile] = []
-    if local:
-        files = [_PageFile(file, _size_of(file)) for file in report.files or [report.source]]
-        files = _with_digests(files, threads, bars) if digest else files
+    sizes = {file: _size_of(file) for file in report.files or [report.source]} if local else {}
+    digests = _digests(sizes, threads, bars) if local and digest else {}
     try:
         checkpoint = loading.open(path, **opening) if report.files else None
     except (SafeloadError, OSError):
@@ -160,9 +158,9 @@ def page_of(
         with checkpoint as opened:
             parts += _sections(opened, report, scheme, threads, bars)
             if not local:  # read only once
-                files = [_PageFile(file.path, file.identity[0]) for file in opened.weight_files]
-    rows = [(os.path.basename(file.path), file.digest, f"{file.nbytes:,}") for file in files if file.digest is not None]
-    if len(files) > 1 and rows:
+                sizes = {file.path: file.identity[0] for file in opened.weight_files}
+    rows = [(os.path.basename(file), value, f"{sizes[file]:,}") for file, value in digests.items()]
+    if len(sizes) > 1 and rows:
         title = _some(len(rows), _ROWS, "file", "files")
         listed = table(title, ("file", "SHA-256", "bytes"), rows[:_ROWS], label="SHA-256 of each file", words=2)
         parts.append(section("Files", listed))
@@ -170,7 +168,7 @@ def page_of(
     checked = f"checked: {report.checked}" if report.tensors else ""
     name = os.path.abspath(report.source) if local else report.source.rstrip("/")
     title = os.path.basename(name) or report.source
-    about = facts(_about(report.source, files, date), "meta")
+    about = facts(_about(report.source, sizes, digests, date), "meta")
     return page.page(title, report.verdict, mood, checked=checked, about=about, sections=parts), report
 
 
@@ -327,33 +325,28 @@ def _errors(
 # ---- source files ----
 
 
-class _PageFile(NamedTuple):
-    """A file of the source."""
-
-    path: str
-    nbytes: int | None  # None if it cannot be read
-    digest: str | None = None  # SHA-256; None if it cannot be read or was not requested
-
-
-def _with_digests(files: Sequence[_PageFile], threads: int | None, bars: Bars) -> list[_PageFile]:
-    """Add the SHA-256 of files, hashing several files at a time."""
-    total = sum(file.nbytes or 0 for file in files)
+def _digests(sizes: Mapping[str, int | None], threads: int | None, bars: Bars) -> dict[str, str]:
+    """Return the SHA-256 of files, without those that cannot be read, hashing several files at a time."""
+    files = [file for file, nbytes in sizes.items() if nbytes is not None]
+    total = sum(filter(None, sizes.values()))
     with bars("sha256") as progress:
         meter = Meter(progress, total)
         digests = in_order(lambda file: _sha256(file, meter), files, threads, total)
-        return [file._replace(digest=value) for file, value in zip(files, digests, strict=True)]
+        return {file: value for file, value in zip(files, digests, strict=True) if value is not None}
 
 
-def _about(path: str, files: Sequence[_PageFile], seconds: int) -> Iterator[tuple[str, str]]:
+def _about(
+    path: str, nbytes: Mapping[str, int | None], digests: Mapping[str, str], seconds: int
+) -> Iterator[tuple[str, str]]:
     """Yield names and values of the head: path, date, size, digest, version."""
     yield "Path", path
     yield "Date", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    sizes = [file.nbytes for file in files if file.nbytes is not None]
+    sizes = [size for size in nbytes.values() if size is not None]
     if sizes:
         count = f" in {plural(len(sizes), 'file')}" if len(sizes) > 1 else ""
         yield "Size", f"{size(sum(sizes))}{count} ({sum(sizes):,} bytes)"
-    if any(file.digest for file in files):
-        yield "SHA-256", (len(files) == 1 and files[0].digest) or "see the table of files at the end"
+    if digests:
+        yield "SHA-256", next(iter(digests.values())) if len(nbytes) == 1 else "see the table of files at the end"
     yield "Written by", f"safeload {__version__}"
 
 
@@ -375,13 +368,11 @@ def _size_of(path: str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None  # reading a pipe would block
 
 
-def _sha256(file: _PageFile, meter: Meter) -> str | None:
-    if file.nbytes is None:
-        return None
+def _sha256(file: str, meter: Meter) -> str | None:
     digest = hashlib.sha256()
     memory = memoryview(bytearray(_PIECE))
     try:
-        with open(file.path, "rb", buffering=0) as stream:
+        with open(file, "rb", buffering=0) as stream:
             while count := stream.readinto(memory):
                 digest.update(memory[:count])
                 meter.add(count)

@@ -52,7 +52,7 @@ from . import files, structure, values, zeros
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
 from .gguf_rules import check_gguf
-from .structure import Quantized
+from .structure import Descriptions, Quantized
 from .values import Limits
 
 # Codes of findings that hold without the other shards.
@@ -312,7 +312,7 @@ def _validate_array(
 class Model(NamedTuple):
     """Description of a model, known before its values are read."""
 
-    tensors: Mapping[str, TensorDescription]
+    tensors: Descriptions
     codes: frozenset[str]  # tensors with codes; their values are not checked
     quantized: Quantized
     schema: Schema | None
@@ -353,7 +353,7 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     report.values = options.values
     config = _config(report, catalog, options)
     report.add(files.check_index(catalog))
-    named: Mapping[str, TensorDescription] = tensors
+    named: Descriptions = tensors
     inner = None
     if catalog.format == GGUF and options.choose and config is None:
         findings, choice, config = check_gguf(catalog.metadata, tensors)
@@ -398,9 +398,7 @@ def _config(report: CheckReport, catalog: Catalog, options: CheckSettings) -> Ma
         return None
 
 
-def _without_wrappers(
-    report: CheckReport, tensors: Mapping[str, TensorDescription], title: str
-) -> Mapping[str, TensorDescription]:
+def _without_wrappers(report: CheckReport, tensors: Descriptions, title: str) -> Descriptions:
     """Leave out wrappers inside names, which no schema has; a prefix is found by `choose_prefix`."""
     wrapped = next(filter(wrapped_inside, tensors), None)
     if wrapped is None:
@@ -415,7 +413,7 @@ def _without_wrappers(
 
 
 def _choose_schema(
-    config: Mapping[str, Any] | None, format: str | None, named: Mapping[str, TensorDescription], options: CheckSettings
+    config: Mapping[str, Any] | None, format: str | None, named: Descriptions, options: CheckSettings
 ) -> tuple[Choice | None, Inner | None]:
     """Return the schema, and the covered part of the model; None for the whole model."""
     row = BY_NAME.get(format or "")
@@ -558,7 +556,7 @@ def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
     return any(severity == ERROR for severity, *_ in findings)
 
 
-def _readable(names: Sequence[str], tensors: Mapping[str, TensorDescription], bad: set[str]) -> list[str]:
+def _readable(names: Sequence[str], tensors: Descriptions, bad: set[str]) -> list[str]:
     """Return the tensors to compute statistics of. Packed tensors with bad scales would only repeat the error."""
     return [name for name in names if not (name in bad and tensors[name].packed)]
 

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ...base import dtypes
 from ...base.names import pattern_of
@@ -60,14 +60,16 @@ _TENSORS_AT_LEAST = 2
 # Maximum numbers of wrong keys to find, of keys to try for each, and of wrong tensors to look at.
 _KEYS, _TRIALS, _LOOKED_AT = 4, 4, 1000
 
-_Expected = Mapping[str, ExpectedTensor]
+# Descriptions of tensors, and expected tensors, by name.
+Descriptions: TypeAlias = Mapping[str, TensorDescription]
+_Expected: TypeAlias = Mapping[str, ExpectedTensor]
 # The name of a tensor and an axis; -1 if its number of axes is wrong.
 _Axis = tuple[str, int]
 # The names of its tensors up to the layer number, and the number.
 _Layer = tuple[str, int]
 
 
-def check_sizes(tensors: Mapping[str, TensorDescription], schema: Schema | None) -> Iterator[Finding]:
+def check_sizes(tensors: Descriptions, schema: Schema | None) -> Iterator[Finding]:
     """Find models without tensors, tensors without elements, and unexpected scalars."""
     if not tensors:
         yield find("model.empty")
@@ -103,7 +105,7 @@ NOT_QUANTIZED = Quantized()
 def quantized_parts(
     quantization: Quantization | None,
     schema: Schema | None,
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     codes: Mapping[str, Codes],
 ) -> Quantized:
     """Return the tensors of quantized weights; a schema does not apply to any."""
@@ -138,7 +140,7 @@ def _last(name: str) -> str:
 # ---- without a schema ----
 
 
-def check_layers(tensors: Mapping[str, TensorDescription], modules: Set[str]) -> Iterator[Finding]:
+def check_layers(tensors: Descriptions, modules: Set[str]) -> Iterator[Finding]:
     """Find gaps in layer numbers, and layers without some tensors of most layers; quantized ``modules`` can differ."""
     for prefix, layers in _stacks(tensors).items():
         if len(layers) < 2 or max(map(len, layers.values())) < 2:
@@ -178,9 +180,7 @@ def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
 # ---- dtypes ----
 
 
-def check_dtypes(
-    tensors: Mapping[str, TensorDescription], config: Mapping[str, Any] | None, parts: Set[str]
-) -> Iterator[Finding]:
+def check_dtypes(tensors: Descriptions, config: Mapping[str, Any] | None, parts: Set[str]) -> Iterator[Finding]:
     """Find tensors with a different dtype in other layers, and a wrong dtype in the config; skip quantized parts."""
     groups: dict[str, list[str]] = {}
     for name, about in tensors.items():
@@ -210,7 +210,7 @@ def check_dtypes(
 def check_schema(
     choice: Choice,
     config: Mapping[str, Any] | None,  # its part for the language model if the schema covers that part only
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     *,
     quantized: Quantized = NOT_QUANTIZED,  # tensors outside the schema
     inner: Inner | None = None,  # the part of the model that the schema covers; None for the whole model
@@ -248,12 +248,7 @@ def check_schema(
     return findings, len(names)
 
 
-def _check_shapes(
-    names: Sequence[str],
-    expected: Mapping[str, ExpectedTensor],
-    tensors: Mapping[str, TensorDescription],
-    source: str,
-) -> Iterator[Finding]:
+def _check_shapes(names: Sequence[str], expected: _Expected, tensors: Descriptions, source: str) -> Iterator[Finding]:
     """Find wrong shapes; ``source`` names the origin of the expected sizes."""
     for name in names:
         shape = expected[name].shape
@@ -264,9 +259,7 @@ def _check_shapes(
             yield find("schema.shape", name, shape=stored, formula=formula, sizes=sizes, source=source)
 
 
-def _mostly_absent(
-    expected: Mapping[str, ExpectedTensor], tensors: Mapping[str, TensorDescription], modules: frozenset[str]
-) -> bool:
+def _mostly_absent(expected: _Expected, tensors: Descriptions, modules: frozenset[str]) -> bool:
     """True if more than half of the required tensors are missing."""
     required = [w.name for w in expected.values() if w.required and module_of(w.name) not in modules]
     return 2 * sum(name in tensors for name in required) < len(required)
@@ -274,8 +267,8 @@ def _mostly_absent(
 
 def _check_missing(
     choice: Choice,
-    expected: Mapping[str, ExpectedTensor],
-    tensors: Mapping[str, TensorDescription],
+    expected: _Expected,
+    tensors: Descriptions,
     modules: frozenset[str],
 ) -> Iterator[Finding]:
     """Find missing tensors; report whole layers, and tensors missing in all layers, only once."""
@@ -325,8 +318,8 @@ def _remaining(tensors: Sequence[ExpectedTensor], gone: set[_Layer]) -> dict[str
 def _check_unexpected(
     choice: Choice,
     config: Mapping[str, Any] | None,
-    expected: Mapping[str, ExpectedTensor],
-    tensors: Mapping[str, TensorDescription],
+    expected: _Expected,
+    tensors: Descriptions,
     *,
     quantized: Quantized,
     inner: Inner | None,
@@ -374,7 +367,7 @@ def _check_unexpected(
         yield find("schema.unchecked:inner", outside[0], key=inner.key, schema=schema.name, tensors=rest)
 
 
-def _is_written_by_gptq(name: str, tensors: Mapping[str, TensorDescription]) -> bool:
+def _is_written_by_gptq(name: str, tensors: Descriptions) -> bool:
     """True for the bias of a GPTQ weight: early writers store a bias for every layer."""
     weight = tensors.get(f"{module_of(name)}.weight")
     return name.endswith(".bias") and weight is not None and weight.packed and weight.dtype.startswith("gptq")
@@ -393,7 +386,7 @@ def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
     return "is a duplicate of a tensor under another name"
 
 
-def _heads_of(choice: Choice, expected: Mapping[str, ExpectedTensor]) -> Callable[[str], bool]:
+def _heads_of(choice: Choice, expected: _Expected) -> Callable[[str], bool]:
     """Return a predicate for the names of head tensors outside the schema."""
     if choice.complete:
         return lambda name: _HEAD.fullmatch(name) is not None
@@ -433,7 +426,7 @@ def fits(shape: tuple[int, ...], expected: tuple[int | None, ...] | None) -> boo
 def _find_causes(
     schema: Schema,
     config: Mapping[str, Any] | None,
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     names: Sequence[str],
     expected: _Expected,
 ) -> tuple[list[Finding], _Expected]:
@@ -456,7 +449,7 @@ def _find_causes(
 def _trials(
     schema: Schema,
     config: Mapping[str, Any],
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     names: Sequence[str],
     wrong: set[_Axis],
 ) -> Iterator[_Trial]:
@@ -478,7 +471,7 @@ def _trials(
             yield _Trial(key, value, count, corrected, off)
 
 
-def _wrong(tensors: Mapping[str, TensorDescription], names: Sequence[str], expected: _Expected) -> set[_Axis]:
+def _wrong(tensors: Descriptions, names: Sequence[str], expected: _Expected) -> set[_Axis]:
     """Return the axes with other sizes than expected."""
     wrong: set[_Axis] = set()
     for name in names:

@@ -24,6 +24,7 @@ from ..measure.stats import HISTOGRAM_EDGES, TensorStats, measure
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .findings import Finding, find
+from .structure import Descriptions
 
 # A value is an outlier if it is above this, the largest float16, and far above the 99.9th percentile of the tensor's
 # magnitudes without zeros. Smaller tensors are not judged.
@@ -120,7 +121,7 @@ def is_norm(name: str, about: TensorDescription, role: str | None) -> bool:
 
 def check_values(
     stats: Mapping[str, TensorStats],
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     limits: Limits,
     *,
     skip: Collection[str],  # tensors with bad scales
