@@ -177,9 +177,9 @@ def page_of(
 
 def _findings(report: CheckReport) -> str:
     """Return the findings of `safeload.check`; equal findings about several tensors form a group."""
-    groups = [group for listed in (report.errors, report.warnings, report.notes) for group in gather(listed)]
+    groups = gather(report)
     items = []
-    for first, more in groups[:_GROUPS]:
+    for first, *more in groups[:_GROUPS]:
         similar = [(item.tensor or "file", item.message) for item in more[:_LISTED]]
         items.append(page.finding(first, similar=similar, left=max(0, len(more) - _LISTED)))
     if not items:
