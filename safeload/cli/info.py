@@ -7,7 +7,6 @@ import json
 import sys
 
 from ..base.gc_pause import paused
-from ..base.selecting import select
 from ..errors import SafeloadError
 from ..operations.inspect import adapters, listing
 from ..operations.inspect.info import ROWS, Info, View, describe, lines, title_of
@@ -93,9 +92,15 @@ def _show(path: str, options: argparse.Namespace) -> int:
 def _info(path: str, options: argparse.Namespace) -> Info:
     """Describe a checkpoint; JSON always has the memory sizes."""
     with open_path(path, options) as opened:
-        adapter = adapters.about(shown(path), opened, options.base, storage_options(options))
-        names = select(opened.tensors, options.only, options.drop) if options.only or options.drop else None
-        return describe(shown(path), opened, names=names, adapter=adapter, memory=options.memory or options.json)
+        return describe(
+            shown(path),
+            opened,
+            only=options.only or None,
+            drop=options.drop or None,
+            base=options.base,
+            storage_options=storage_options(options),
+            memory=options.memory or options.json,
+        )
 
 
 def _view(path: str, options: argparse.Namespace) -> View:

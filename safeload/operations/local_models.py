@@ -9,7 +9,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from ..base.layout import table
 from ..base.names import natural_key
@@ -65,8 +65,8 @@ class LocalModel(NamedTuple):
 
 
 @exported()
-class LocalModels(Report, Sequence[LocalModel]):
-    """The result of `safeload.local_models`: a sequence of `LocalModel`, sorted by name. ``str()`` is a table.
+class LocalModels(Report, list[LocalModel]):
+    """The result of `safeload.local_models`: a list of `LocalModel`, sorted by name. ``str()`` is a table.
 
     Attributes:
         notes: folders that could not be read, with the reasons.
@@ -82,36 +82,25 @@ class LocalModels(Report, Sequence[LocalModel]):
     _json = (("models", list), "notes")
 
     def __init__(self, models: Iterable[LocalModel], notes: Iterable[str] = ()) -> None:
-        self._models = sorted(models, key=lambda model: (natural_key(model.name), model.path))
+        super().__init__(sorted(models, key=lambda model: (natural_key(model.name), model.path)))
         self.notes = list(notes)
 
-    @overload
-    def __getitem__(self, index: int) -> LocalModel: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LocalModel]: ...
-    def __getitem__(self, index: int | slice) -> LocalModel | Sequence[LocalModel]:
-        return self._models[index]
-
-    def __len__(self) -> int:
-        return len(self._models)
-
     def _values(self) -> Iterable[LocalModel]:
-        return self._models
+        return self
 
     def _about(self) -> Sequence[str]:
         return [plural(len(self), "model"), *self.notes]
 
     def lines(self, columns: int | None = 80) -> list[str]:
-        if not self._models:
+        if not self:
             return ["no models found", *map(printable, self.notes)]
-        rows = [(printable(m.name), m.format, size(m.nbytes), _shown(m)) for m in self._models]
+        rows = []
+        for name, _, form, nbytes, path, note in self:
+            opens = printable(path) + (f" ({printable(note)})" if note else "")
+            rows.append((printable(name), form, size(nbytes), opens))
         lines = table(_HEAD, rows, right=frozenset((2,)), columns=columns)
-        total = sum(model.nbytes for model in self._models)
+        total = sum(model.nbytes for model in self)
         return [*lines, "", f"{plural(len(self), 'model')}, {size(total)}", *map(printable, self.notes)]
-
-
-def _shown(model: LocalModel) -> str:
-    return printable(model.path) + (f" ({printable(model.note)})" if model.note else "")
 
 
 @public

@@ -325,28 +325,25 @@ def info(
         stored=stored,
         storage_options=storage_options,
     ) as opened:
-        text = spelled(path) if isinstance(path, (str, os.PathLike)) else opened.path
-        adapter = adapters.about(text, opened, base, storage_options)
-        names = None if only is drop is None else select(opened.tensors, only, drop)
-        return describe(text, opened, names=names, adapter=adapter)
-
-
-def spelled(path: str | os.PathLike[str]) -> str:
-    """Return a path for people; a URL loses its secrets."""
-    text = os.fspath(path)
-    return shown(text) if is_url(text) else text
+        text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else opened.path
+        text = shown(text) if is_url(text) else text  # without the secrets of a URL
+        return describe(text, opened, only=only, drop=drop, base=base, storage_options=storage_options)
 
 
 def describe(
     path: str,
     opened: Checkpoint,
     *,
-    names: Iterable[str] | None = None,
-    adapter: adapters.Found = None,
+    only: Patterns,
+    drop: Patterns,
+    base: Paths | None,
+    storage_options: Mapping[str, Any] | None,
     memory: bool = True,
 ) -> Info:
     """Describe an open checkpoint; its ``memory`` takes milliseconds to compute."""
     infos = opened.tensors
+    adapter = adapters.about(path, opened, base, storage_options)
+    names = None if only is drop is None else select(infos, only, drop)
     return Info(
         path=path,
         format=opened.format,

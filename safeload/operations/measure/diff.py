@@ -408,13 +408,13 @@ def diff(
             sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
             pieces = pieces_of(sizes, *catalogs, operation="diff")
             results = run_pieces(diff_values.run, pieces, executor, threads=threads, progress=progress)
-            rows = results.get("differences", {})
+            rows = {
+                name: (largest, None if index is None else tuple(index), *numbers)
+                for name, (largest, index, *numbers) in results.get("differences", {}).items()
+            }
         with paused(len(rows)):
             names = [name for name in shapes if name in rows]
-            fields = (
-                (largest, None if index is None else tuple(index), *numbers)
-                for largest, index, *numbers in map(rows.__getitem__, names)
-            )
+            fields = map(rows.__getitem__, names)
             differences = dict(zip(names, map(tuple.__new__, repeat(TensorDiff), fields), strict=True))
         report.common_rows = {name: differences.pop(name) for name in report.shapes if name in differences}
         report.tensors = differences

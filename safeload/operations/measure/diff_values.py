@@ -104,7 +104,7 @@ def compare_values(
             del sources  # before the next tensors are decoded
             for name in batch:
                 log.debug("diff of %s: %s", name, rows[name])
-    return {name: rows[name] for name in names}
+    return rows
 
 
 # ---- tensors that are not plain, or not in local files ----
@@ -417,9 +417,10 @@ def _exact_sums(x: Array, y: Array) -> tuple[float, tuple[float, ...]]:
         for values in (a, b)
     ]
     differences = np.abs(exact[0] - exact[1])
-    at = int(np.argmax(differences))
-    largest = differences[at] if isinstance(differences[at], int) else float(differences[at])
     distances, a, b = (values.astype(np.float64) for values in (differences, a, b))
+    sizes = distances if "f" in (x.dtype.kind, y.dtype.kind) else differences
+    at = int(np.argmax(sizes))
+    largest = sizes.item(at)
     with np.errstate(over="ignore", invalid="ignore"):
         sums = [float((p * q).sum()) for p, q in ((distances, distances), (a, b), (a, a), (b, b))]
     nonfinite = int(np.count_nonzero(~finite))

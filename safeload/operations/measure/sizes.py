@@ -24,7 +24,6 @@ from ..sources.description import TensorDescription
 
 #: The dtypes to predict sizes for.
 DTYPES = ("float32", "float16", "bfloat16")
-_F32_BYTES = 4
 
 
 class Sizes(NamedTuple):
@@ -50,14 +49,7 @@ class _Kind(NamedTuple):
 
 
 def sizes(source: Given) -> Sizes:
-    """Predict the memory of a checkpoint, as stored, converted and quantized, from names and shapes alone.
-
-    Example:
-        >>> import numpy as np
-        >>> from safeload.operations.measure.sizes import sizes
-        >>> sizes({"weight": np.ones((64, 64), np.float16)}).schemes["q8_0"]
-        4352
-    """
+    """Predict the memory of a checkpoint, as stored, converted and quantized, from names and shapes alone."""
     with Catalog.of(source) as catalog:
         model = ModelRules.of(catalog)
         kinds = _kinds(catalog, model.schema)
@@ -66,8 +58,7 @@ def sizes(source: Given) -> Sizes:
             return Sizes(stored, {}, {})
 
         def converted(dtype: str) -> int:
-            width = dtypes.BY_NAME[dtype].bits // 8
-            return sum(kind.number * _converted(kind, width) for kind in kinds)
+            return sum(kind.number * _converted(kind, dtypes.BY_NAME[dtype]) for kind in kinds)
 
         def quantized(scheme: str) -> int:
             rules = Rules(cast(SchemeName, scheme), None)
@@ -115,14 +106,14 @@ def _has_number(schema: Schema) -> bool:
     return any(NUMBER.search(text) for text in (*texts, *schema.prefixes))
 
 
-def _converted(kind: _Kind, width: int) -> int:
-    """Return the bytes of a tensor with real numbers of ``width`` bytes."""
+def _converted(kind: _Kind, target: dtypes.Dtype) -> int:
+    """Return the bytes of a tensor that is converted to a dtype, if it has real numbers."""
     about = kind.about
     if about.scheme is None and not about.floating:
         return about.nbytes
     if about.scheme is not None and not about.packed:
         check_restorable(kind.name, about.scheme)
-    return width * math.prod(about.shape)
+    return target.nbytes(math.prod(about.shape))
 
 
 def _encoded(kinds: Iterable[_Kind], rules: EngineRules, model: ModelRules, catalog: Catalog) -> int:
@@ -153,4 +144,4 @@ def _quantized(kind: _Kind, rules: Rules) -> int:
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in filter(None, stored))
     if about.scheme is not None and not about.packed:
         return about.nbytes  # blocks and int8 stay as stored
-    return _converted(kind, _F32_BYTES)
+    return _converted(kind, dtypes.BY_CODE["F32"])

@@ -1,15 +1,25 @@
-"""Parts of the report page: one HTML file without scripts or external resources."""
+"""The report page, one HTML file without scripts or external resources: its parts, and the charts.
+
+Text is HTML, so that it keeps its size on a phone; only marks are SVG, stretched to the available width. Colours are
+classes of report.css, which has both modes. Charts show groups of tensors: by kind over the layers, or by module.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..._version import __version__
 from ...base.html import escaped
-from ...base.text import plural
+from ...base.names import pattern_of
+from ...base.text import clip, plural, size, unit
 from ..validate.findings import Finding
 
 # Content security policy: only the page's own style.
@@ -23,6 +33,46 @@ _OPEN = 20
 _GENERATOR = '<meta name="generator" content="safeload '
 
 _MARKS = {"good": "✓", "calm": "✓", "odd": "!", "bad": "✗"}
+
+# Maximum number of kinds with their own bar or panel; the rest share one.
+KINDS = 12
+
+# Number of layer kinds with their own colour.
+COLOURS = 9
+
+# At most nine digits: larger numbers are not layers, and Python refuses to parse thousands of digits.
+_FIRST_NUMBER = re.compile(r"(?:^|\.)([0-9]{1,9})(?=\.|$)", re.ASCII)
+
+_DIGITS = re.compile(r"[0-9]+", re.ASCII)
+
+# Maximum length of a label in a chart.
+_LABEL = 48
+
+# Maximum number of name parts in a module: names in hostile files have thousands of dots.
+_DEPTH = 8
+
+# Maximum number of layers in a chart.
+LAYERS = 512
+
+# Maximum number of rows in the heat map.
+_ROWS = 16
+
+# Opacity of the shades; the palest must stay visible.
+_SHADES = (0.16, 0.32, 0.5, 0.72, 1.0)
+
+# Maximum number of layers with a dot at each point of a line.
+_DOTS = 40
+
+# Height of a drawing in SVG units; the page stretches it.
+_HEIGHT = 1000
+
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+_BARS_HEAD = (
+    '<th scope="col" class="name">tensors</th><td></td><th scope="col" class="number">size</th>'
+    '<th scope="col" class="number share">share</th>'
+)
 
 
 def breakable(name: str) -> str:
@@ -101,23 +151,13 @@ def facts(pairs: Iterable[tuple[str, str]], kind: str) -> str:
     return f'<dl class="{kind}">{items}</dl>' if items else ""
 
 
-def head(title: str, verdict: str, mood: str, checked: str, about: str) -> str:
-    """Return the head of the page; ``mood`` is "good", "calm" (parts are unchecked), "odd" or "bad"."""
-    return (
-        f'<header><p class="brand"><b>safeload</b> report</p><h1>{escaped(title)}</h1>'
-        f'<div class="verdict {mood}"><strong><span aria-hidden="true">{_MARKS[mood]}</span> '
-        f"{escaped(verdict)}</strong>"
-        f'<span class="soft">{escaped(checked)}</span></div>{about}</header>'
-    )
-
-
 def is_page(head: bytes) -> bool:
     """Return True if a file with these first bytes is a report page."""
     return head.startswith(b"<!doctype html>") and _GENERATOR.encode() in head
 
 
-def page(title: str, header: str, sections: Iterable[str]) -> str:
-    """Return the whole page."""
+def page(title: str, verdict: str, mood: str, *, checked: str, about: str, sections: Iterable[str]) -> str:
+    """Return the whole page; ``mood`` is "good", "calm" (parts are unchecked), "odd" or "bad"."""
     style = files(__package__).joinpath("report.css").read_text("utf-8")
     style = re.sub(r"\s+", " ", re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)).strip()
     return (
@@ -127,7 +167,337 @@ def page(title: str, header: str, sections: Iterable[str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'{_GENERATOR}{__version__}">'
         f"<title>{escaped(title)}: safeload report</title><style>{style}</style></head>"
-        f'<body><div class="page">{header}<main>{"".join(sections)}</main>'
+        f'<body><div class="page"><header><p class="brand"><b>safeload</b> report</p><h1>{escaped(title)}</h1>'
+        f'<div class="verdict {mood}"><strong><span aria-hidden="true">{_MARKS[mood]}</span> '
+        f'{escaped(verdict)}</strong><span class="soft">{escaped(checked)}</span></div>{about}</header>'
+        f"<main>{''.join(sections)}</main>"
         f"<footer>Written by safeload {__version__}. This page is self-contained: it loads nothing and runs no "
         "script.</footer></div></body></html>\n"
     )
+
+
+# ---- groups of tensors ----
+
+
+class ReportRow(NamedTuple):
+    """A tensor in a chart."""
+
+    name: str
+    kind: str  # its name with ``{}`` for numbers, or its module
+    layer: int | None  # the first number in its name
+    nbytes: int
+    stats: Any  # `safeload.TensorStats` or None
+
+
+class ReportContent(NamedTuple):
+    """The tensors of a checkpoint."""
+
+    tensors: Sequence[ReportRow]
+    layered: Sequence[ReportRow]  # tensors of the family of layers with the most bytes
+    colours: Mapping[str, int]  # kind to colour number
+
+
+def content(sizes: Mapping[str, int], stats: Mapping[str, Any]) -> ReportContent:
+    """Sort tensors into kinds."""
+    tensors = [ReportRow(name, pattern_of(name), _layer(name), n, stats.get(name)) for name, n in sizes.items()]
+    layered = _layered(tensors)
+    if not layered:
+        modules = _modules([row.name for row in tensors])
+        tensors = [row._replace(kind=modules[row.name]) for row in tensors]
+    colours = {kind: k for k, kind in enumerate(list(by_size(layered))[:COLOURS])}
+    return ReportContent(tensors, layered, colours)
+
+
+def by_size(tensors: Iterable[ReportRow]) -> dict[str, int]:
+    """Sum the bytes of each kind, largest first."""
+    totals: Counter[str] = Counter()
+    for row in tensors:
+        totals[row.kind] += row.nbytes
+    return dict(totals.most_common())
+
+
+def by_kind(tensors: Iterable[ReportRow], limit: int = KINDS) -> dict[str, list[ReportRow]]:
+    """Group tensors by kind, for the largest kinds only, largest first."""
+    tensors = list(tensors)
+    groups: dict[str, list[ReportRow]] = {kind: [] for kind in list(by_size(tensors))[:limit]}
+    for row in tensors:
+        if row.kind in groups:
+            groups[row.kind].append(row)
+    return groups
+
+
+def labels(kinds: Iterable[str]) -> dict[str, str]:
+    """Shorten kinds to labels without layer path and ".weight", unless two labels would be equal."""
+    short = {kind: (kind.rpartition("{}.")[2] or kind).removesuffix(".weight") or kind for kind in kinds}
+    times = Counter(short.values())
+    return {kind: clip(text if times[text] == 1 else kind, _LABEL) for kind, text in short.items()}
+
+
+def _layer(name: str) -> int | None:
+    number = _FIRST_NUMBER.search(name)
+    return None if number is None else int(number[1])
+
+
+def _layered(tensors: Iterable[ReportRow]) -> list[ReportRow]:
+    numbered = [row._replace(kind=row.kind.partition("{}")[0]) for row in tensors if row.layer is not None]
+    family = next(iter(by_size(numbered)), None)
+    largest = [row for row in tensors if row.layer is not None and row.kind.partition("{}")[0] == family]
+    return largest if len({row.layer for row in largest}) > 1 else []
+
+
+def _modules(names: Sequence[str]) -> dict[str, str]:
+    """Map names to modules, cutting names until there are at most `KINDS` modules."""
+    modules = {name: name for name in names}
+    depth = min(_DEPTH, max((name.count(".") for name in names), default=0))
+    while len(set(modules.values())) > KINDS and depth > 0:
+        modules = {name: ".".join(name.split(".", depth)[:depth]) for name in names}
+        depth -= 1
+    if len(set(modules.values())) > KINDS:  # "t{}" for "t1234"
+        return {name: _DIGITS.sub("{}", module) for name, module in modules.items()}
+    return modules
+
+
+class Line(NamedTuple):
+    """A line of a panel."""
+
+    title: str
+    colour: int
+    value: Callable[[ReportRow], float]
+
+
+def bars(shown: ReportContent) -> str:
+    """Bar chart of the bytes of each kind of tensor, in the colours of `stacks`."""
+    totals = by_size(shown.tensors)
+    total_bytes = max(1, sum(totals.values()))
+    names, plain = labels(totals), "o" if shown.colours else 0
+    rows = [(breakable(names[kind]), shown.colours.get(kind, plain), total) for kind, total in totals.items()]
+    if rest := rows[KINDS:]:
+        others = f"{len(rest):,} other{'' if len(rest) == 1 else 's'}"
+        rows[KINDS:] = [(others, plain, sum(total for *_, total in rest))]
+    shares = [100 * total / total_bytes for *_, total in rows]
+    texts = ["< 0.1 %" if 0 < share < 0.1 else f"{share:.1f} %" for share in shares]
+    drawn = _bars([(*row, text) for row, text in zip(rows, texts, strict=True)], "name mono")
+    return f'<table class="bars"><thead><tr>{_BARS_HEAD}</tr></thead>{drawn}</table>'
+
+
+def measures(rows: Sequence[tuple[str, int]]) -> str:
+    """Bar chart of sizes, each with its ratio to the first."""
+    first = max(1, rows[0][1])
+    bars = [(escape(name), 0 if k else "o", total, f"{total / first:.2f}x") for k, (name, total) in enumerate(rows)]
+    return f'<table class="bars">{_bars(bars, "name")}</table>'
+
+
+def _bars(rows: Sequence[tuple[str, int | str, int, str]], kind: str) -> str:
+    """Return the body of a bar chart: HTML of the title, colour, bytes and a remark for each bar."""
+    largest = max([1, *(total for _, _, total, _ in rows)])
+    lines = [
+        f'<tr><th scope="row" class="{kind}">{title}</th><td class="bar">'
+        + (f'<span class="f{colour}" style="width:{100 * total / largest:.2f}%"></span>' if total else "")
+        + f'</td><td class="number">{size(total)}</td><td class="number share soft">{escaped(remark)}</td></tr>'
+        for title, colour, total, remark in rows
+    ]
+    return f"<tbody>{''.join(lines)}</tbody>"
+
+
+def stacks(shown: ReportContent) -> str:
+    """Stacked bar chart of the bytes of each layer, by kind."""
+    layers = _layers(shown.layered)
+    place = {layer: k for k, layer in enumerate(layers)}
+    names = labels(by_size(shown.layered))
+    heights = {kind: np.zeros(len(layers)) for kind in (*shown.colours, None)}
+    for row in shown.layered:
+        if row.layer in place:
+            heights[row.kind if row.kind in shown.colours else None][place[row.layer]] += row.nbytes
+    top = max(1.0, float(sum(heights.values(), np.zeros(len(layers))).max(initial=0)))
+    gap = 0.1 if len(layers) <= 128 else 0
+    sums, marks = np.zeros(len(layers)), []
+    for kind, own in heights.items():
+        boxes = [
+            f"M{k + gap:g} {_HEIGHT * (1 - low / top):.0f}h{1 - 2 * gap:g}v{-_HEIGHT * height / top:.1f}H{k + gap:g}z"
+            for k, (low, height) in enumerate(zip(sums, own, strict=True))
+            if height
+        ]
+        colour, title = ("o", "others") if kind is None else (shown.colours[kind], names[kind])
+        if boxes:
+            marks.append(f'<path class="f{colour}" d="{"".join(boxes)}"><title>{escaped(title)}</title></path>')
+        sums += own
+    per_unit, unit_name = unit(int(top))
+    ticks = [(tick / top * per_unit, f"{tick:g} {unit_name}") for tick in _steps(top / per_unit, 4)]
+    label = f"Bytes of {plural(len(layers), 'layer')}: {size(int(sums.min(initial=top)))} to {size(int(top))} each."
+    axis = f"{_layer_axis(layers, 12)}<p class=caption>layer</p>"
+    return _plot("".join(marks), len(layers), ticks, label=label, axis=axis)
+
+
+def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) -> str:
+    """Line charts of values over the layers with a legend, a chart per kind, all on one scale."""
+    layers = _layers(tensors)
+    place = {layer: k for k, layer in enumerate(layers)}
+    groups = by_kind([row for row in tensors if row.layer in place])
+    series = [(kind, [_points(rows, line, place, log=log) for line in lines]) for kind, rows in groups.items()]
+    every = [y for _, drawn in series for points in drawn for _, y in points]
+    if not every:
+        return ""
+    bottom, top, ticks = _scale(min(every), max(every), log=log)
+    names, axis = labels(groups), _layer_axis(layers, 3)
+    figures = []
+    for kind, drawn in series:
+        marks, extents = [], []
+        for line, points in zip(lines, drawn, strict=True):
+            marks.append(_line(points, line.colour, lambda y: _HEIGHT * (top - y) / (top - bottom)))
+            values = [10**y if log else y for _, y in points]
+            extents.append(f"{line.title} {min(values):.3g} to {max(values):.3g}" if values else f"no {line.title}")
+        label = f"{names[kind]}, {plural(len(layers), 'layer')}: {', '.join(extents)}"
+        figures.append(_plot("".join(marks), len(layers), ticks, title=names[kind], label=label, axis=axis))
+    legend = "".join(f'<span><i class="f{line.colour}"></i>{escape(line.title)}</span>' for line in lines)
+    return f'<p class="legend">{legend}</p><div class="panels">{"".join(figures)}</div>'
+
+
+def _layers(tensors: Iterable[ReportRow]) -> list[int]:
+    return sorted({row.layer for row in tensors if row.layer is not None})[:LAYERS]
+
+
+def _points(
+    tensors: Iterable[ReportRow], line: Line, place: Mapping[int, int], *, log: bool
+) -> list[tuple[int, float]]:
+    """Return places and heights of a line, without values outside the scale."""
+    points = []
+    for row in tensors:
+        value = line.value(row)
+        if row.layer is not None and math.isfinite(value) and (value > 0 or not log):
+            points.append((place[row.layer], math.log10(value) if log else value))
+    return sorted(points)
+
+
+def _line(points: Sequence[tuple[int, float]], colour: int, height: Callable[[float], float]) -> str:
+    at = [(k + 0.5, height(y)) for k, y in points]
+    steps = "".join(
+        f"{'L' if k and points[k][0] - points[k - 1][0] <= 1 else 'M'}{x:g} {y:.0f}" for k, (x, y) in enumerate(at)
+    )
+    drawn = f'<path class="line s{colour}" d="{steps}"/>' if at else ""
+    if len(at) <= _DOTS:
+        drawn += f'<path class="dots s{colour}" d="{"".join(f"M{x:g} {y:.0f}h0" for x, y in at)}"/>'
+    return drawn
+
+
+def _plot(marks: str, width: int, ticks: Sequence[tuple[float, str]], *, title: str = "", label: str, axis: str) -> str:
+    """Return a chart; ticks are positions on the vertical axis, between 0 and 1, and their texts."""
+    rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{width}"/>' for at, _ in ticks)
+    scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{escaped(text)}</span>' for at, text in ticks)
+    heading = f"<figcaption class=mono>{breakable(title)}</figcaption>" if title else ""
+    return (
+        f'<figure class="plot">{heading}<div class="y">{scale}</div>'
+        f'<div class="area">{_svg(label, width, _HEIGHT, rules + marks)}</div>{axis}</figure>'
+    )
+
+
+def _svg(label: str, width: int, height: int, marks: str, options: str = "") -> str:
+    """Return a drawing that is stretched to its place, with a description for screen readers."""
+    return (
+        f'<svg role="img" aria-label="{escaped(label)}" viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
+        f"{options}><title>{escaped(label)}</title>{marks}</svg>"
+    )
+
+
+def _layer_axis(layers: Sequence[int], limit: int) -> str:
+    """Return an axis with layer numbers, including the first and the last."""
+    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(layers) <= n * limit or n == 500)
+    last = len(layers) - 1
+    shown = [k for k in range(0, len(layers), step) if k == 0 or last - k >= 0.8 * step]
+    places = [*shown, *([last] if last and last not in shown else [])]
+    return _axis([((k + 0.5) / len(layers), str(layers[k])) for k in places], edges=len(layers) > _DOTS)
+
+
+def _axis(ticks: Sequence[tuple[float, str]], *, edges: bool = False) -> str:
+    """Return the texts below a chart; a phone omits every second text if there are many."""
+    last = len(ticks) - 1
+    spans = []
+    for k, (at, text) in enumerate(ticks):
+        edge = {last: "last", 0: "first"}.get(k) if edges else None
+        kinds = ["between"] if last > 3 and k % 2 and edge != "last" else []
+        if edge is not None:  # stays within the chart
+            kinds.append(edge)
+            at = float(k > 0)
+        chosen = f' class="{" ".join(kinds)}"' if kinds else ""
+        spans.append(f'<span{chosen} style="left:{100 * at:.2f}%">{escaped(text)}</span>')
+    return f'<div class="x">{"".join(spans)}</div>'
+
+
+def _steps(top: float, limit: int) -> list[float]:
+    """Return 0 and at most ``limit`` round numbers up to ``top``."""
+    power = 10.0 ** (math.log10(top) // 1)
+    step = next(n * power / 10 for n in (1, 2, 2.5, 5, 10, 20, 25, 50, 100) if top <= limit * n * power / 10)
+    return [k * step for k in range(int(top / step + 1e-9) + 1)]
+
+
+def _scale(low: float, high: float, *, log: bool) -> tuple[float, float, list[tuple[float, str]]]:
+    """Return the ends of the vertical axis, and its ticks as positions between 0 and 1 with texts."""
+    room = max(0.06 * (high - low), 0.05 if log else 1e-3 * max(abs(low), abs(high), 1e-3))
+    bottom, top = low - room, high + room
+    if log:  # values and ends are exponents of ten; ticks at 1, 10, 100 or, if fewer than two, at 1, 2, 5, 10
+        at = [float(power) for power in _decades(bottom, top, 4)]
+        if len(at) < 2:
+            fine = range(int(bottom // 1), math.ceil(top))
+            at = [power + math.log10(n) for power in fine for n in (1, 2, 5)]
+            at = [tick for tick in at if bottom <= tick <= top] or [(bottom + top) / 2]
+        shown = [(tick, _power(int(tick)) if tick.is_integer() else f"{10**tick:.3g}") for tick in at]
+    else:
+        apart = _steps(top - bottom, 4)[1]
+        shown = [(k * apart, f"{k * apart:g}") for k in range(math.ceil(bottom / apart), int(top // apart) + 1)]
+    return bottom, top, [((tick - bottom) / (top - bottom), text) for tick, text in shown]
+
+
+def _decades(low: float, high: float, limit: int) -> list[int]:
+    """Return at most ``limit`` integers in a range, or a few more, at equal distances."""
+    every = range(math.ceil(low), int(high // 1) + 1)
+    step = -(-len(every) // limit) or 1
+    return [power for power in every if power % step == 0]
+
+
+def _power(exponent: int) -> str:
+    """Format a power of ten: "0.01", "10⁻⁶"."""
+    if -3 <= exponent <= 4:
+        return f"{10.0**exponent:g}"
+    return f"10{str(exponent).translate(_RAISED)}"
+
+
+# ---- heat map ----
+
+
+def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
+    """Heat map of the values of each kind by order of magnitude, with a legend; the first bin starts at 2**lowest."""
+    groups = by_kind([row for row in tensors if row.stats.histogram is not None], _ROWS)
+    counts = {kind: np.sum([row.stats.histogram for row in rows], axis=0, dtype=float) for kind, rows in groups.items()}
+    counts = {kind: bins for kind, bins in counts.items() if bins.any()}
+    if not counts:
+        return ""
+    filled = np.flatnonzero(np.sum(list(counts.values()), axis=0))
+    first, last = int(filled[0]), int(filled[-1]) + 1
+    names = labels(counts)
+    rows = []
+    for kind, bins in counts.items():
+        middle = np.searchsorted(np.cumsum(bins) / bins.sum(), (0.1, 0.9))
+        low, high = (f"{2.0 ** (lowest + int(k)):.3g}" for k in (middle[0], middle[1] + 1))
+        label = f"{names[kind]}: most absolute values lie between {low} and {high}"
+        drawing = _svg(label, last - first, 1, _cells(bins[first:last]), ' shape-rendering="crispEdges"')
+        name = f'<th scope="row" class="name mono">{breakable(names[kind])}</th>'
+        rows.append(f'<tr>{name}<td class="map">{drawing}</td></tr>')
+    axis = f'<tr class="axis"><td></td><td>{_axis(_powers(first + lowest, last + lowest))}</td></tr>'
+    steps = "".join(f'<i class="step" style="opacity:{shade:g}"></i>' for shade in _SHADES)
+    legend = f'<p class="legend"><span>few values {steps} many</span></p>'
+    return f'{legend}<table class="heat"><tbody>{"".join(rows)}{axis}</tbody></table>'
+
+
+def _cells(bins: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
+    """Draw the bins of a row in a few shades, relative to its fullest bin."""
+    levels = np.ceil(np.sqrt(bins / bins.max()) * len(_SHADES)).astype(int)
+    return "".join(
+        f'<path fill-opacity="{shade:g}" d="{"".join(f"M{k} 0h1v1h-1z" for k in places)}"/>'
+        for level, shade in enumerate(_SHADES, 1)
+        if (places := np.flatnonzero(levels == level)).size
+    )
+
+
+def _powers(low: int, high: int) -> list[tuple[float, str]]:
+    """Return the powers of ten between two powers of two, as positions between 0 and 1 with texts."""
+    log = math.log10(2)
+    return [((k / log - low) / (high - low), _power(k)) for k in _decades(low * log, high * log, 6)]

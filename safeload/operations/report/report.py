@@ -7,9 +7,9 @@ import math
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ..._version import __version__
 from ...base.layout import figure
@@ -31,9 +31,8 @@ from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog
 from ..validate.check import settings, validate_path
 from ..validate.findings import CheckReport, gather
-from . import plots
-from .page import collapsible, facts, finding, head, is_page, page, part, section, soft, table
-from .plots import Line, ReportContent, content
+from . import page
+from .page import Line, ReportContent, collapsible, content, facts, is_page, section, table
 
 # Maximum number of table rows, and of tensors in a group of findings; browsers are slow with more.
 _ROWS = 5000
@@ -147,10 +146,8 @@ def page_of(
         report = validate_path(path, opening, settings(threads=threads, progress=progress, histogram=True))
     parts = [_findings(report)]
     local = isinstance(path, (str, os.PathLike)) and not is_url(report.source)
-    files: list[_PageFile] = []
-    if local:
-        files = [_PageFile(file, _size_of(file)) for file in report.files or [report.source]]
-        files = _with_digests(files, threads, bars) if digest else files
+    sizes = {file: _size_of(file) for file in report.files or [report.source]} if local else {}
+    digests = _digests(sizes, threads, bars) if local and digest else {}
     try:
         checkpoint = loading.open(path, **opening) if report.files else None
     except (SafeloadError, OSError):
@@ -161,9 +158,9 @@ def page_of(
         with checkpoint as opened:
             parts += _sections(opened, report, scheme, threads, bars)
             if not local:  # read only once
-                files = [_PageFile(file.path, file.identity[0]) for file in opened.weight_files]
-    rows = [(os.path.basename(file.path), file.digest, f"{file.nbytes:,}") for file in files if file.digest is not None]
-    if len(files) > 1 and rows:
+                sizes = {file.path: file.identity[0] for file in opened.weight_files}
+    rows = [(os.path.basename(file), value, f"{sizes[file]:,}") for file, value in digests.items()]
+    if len(sizes) > 1 and rows:
         title = _some(len(rows), _ROWS, "file", "files")
         listed = table(title, ("file", "SHA-256", "bytes"), rows[:_ROWS], label="SHA-256 of each file", words=2)
         parts.append(section("Files", listed))
@@ -171,8 +168,8 @@ def page_of(
     checked = f"checked: {report.checked}" if report.tensors else ""
     name = os.path.abspath(report.source) if local else report.source.rstrip("/")
     title = os.path.basename(name) or report.source
-    about = facts(_about(report.source, files, date), "meta")
-    return page(title, head(title, report.verdict, mood, checked, about), parts), report
+    about = facts(_about(report.source, sizes, digests, date), "meta")
+    return page.page(title, report.verdict, mood, checked=checked, about=about, sections=parts), report
 
 
 # ---- sections ----
@@ -180,11 +177,11 @@ def page_of(
 
 def _findings(report: CheckReport) -> str:
     """Return the findings of `safeload.check`; equal findings about several tensors form a group."""
-    groups = [group for listed in (report.errors, report.warnings, report.notes) for group in gather(listed)]
+    groups = gather(report)
     items = []
-    for first, more in groups[:_GROUPS]:
+    for first, *more in groups[:_GROUPS]:
         similar = [(item.tensor or "file", item.message) for item in more[:_LISTED]]
-        items.append(finding(first, similar=similar, left=max(0, len(more) - _LISTED)))
+        items.append(page.finding(first, similar=similar, left=max(0, len(more) - _LISTED)))
     if not items:
         return ""
     left = len(groups) - len(items)
@@ -206,14 +203,14 @@ def _sections(
         return
     layered = bool(shown.layered)
     layers = len({row.layer for row in shown.layered})
-    cut = f"The first {plots.LAYERS} of {layers:,} layers." if layers > plots.LAYERS else ""
-    by_layer = part("By layer", soft(cut) + plots.stacks(shown)) if layered else ""
-    yield section("Size breakdown", plots.bars(shown), by_layer, note=_BARS if layered else "")
+    cut = f"The first {page.LAYERS} of {layers:,} layers." if layers > page.LAYERS else ""
+    by_layer = page.part("By layer", page.soft(cut) + page.stacks(shown)) if layered else ""
+    yield section("Size breakdown", page.bars(shown), by_layer, note=_BARS if layered else "")
     yield _sizes(opened)
     lines = [row for row in shown.layered if row.stats is not None]
-    yield section("Values by layer", plots.panels(lines, _SPREAD, log=True), note=cut)
+    yield section("Values by layer", page.panels(lines, _SPREAD, log=True), note=cut)
     measured = [row for row in shown.tensors if row.stats is not None]
-    yield section("Magnitude distribution", plots.heat(measured, round(math.log2(HISTOGRAM_EDGES[0]))), note=_HEAT)
+    yield section("Magnitude distribution", page.heat(measured, round(math.log2(HISTOGRAM_EDGES[0]))), note=_HEAT)
     if scheme is not None:
         yield _quantized(opened, shown, scheme, threads, bars)
     header = ("tensor", "dtype", "shape", "size", "min", "max", "mean", "std", "NaN, Inf")
@@ -267,7 +264,7 @@ def _sizes(opened: Checkpoint) -> str:
     schemes = {name: total for name, total in loaded.schemes.items() if total != unquantized}
     note = f"{_SIZES} {_QUANTIZED}" if schemes else _SIZES
     rows = [*loaded.dtypes.items(), *schemes.items()]
-    return section("Size when loaded", plots.measures([("as stored", loaded.stored), *rows]), note=note) if rows else ""
+    return section("Size when loaded", page.measures([("as stored", loaded.stored), *rows]), note=note) if rows else ""
 
 
 # ---- quantization error ----
@@ -290,7 +287,7 @@ def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, thr
     title = f"{_some(len(errors) + len(refused), len(rows), 'tensor', 'tensors')}, worst first"
     return section(
         f"Error when quantized to {scheme}",
-        plots.panels([row for row in shown.layered if row.name in errors], [line], log=False),
+        page.panels([row for row in shown.layered if row.name in errors], [line], log=False),
         table(title, header, rows, label=f"quantization error of {scheme}"),
     )
 
@@ -328,33 +325,28 @@ def _errors(
 # ---- source files ----
 
 
-class _PageFile(NamedTuple):
-    """A file of the source."""
-
-    path: str
-    nbytes: int | None  # None if it cannot be read
-    digest: str | None = None  # SHA-256; None if it cannot be read or was not requested
-
-
-def _with_digests(files: Sequence[_PageFile], threads: int | None, bars: Bars) -> list[_PageFile]:
-    """Add the SHA-256 of files, hashing several files at a time."""
-    total = sum(file.nbytes or 0 for file in files)
+def _digests(sizes: Mapping[str, int | None], threads: int | None, bars: Bars) -> dict[str, str]:
+    """Return the SHA-256 of files, without those that cannot be read, hashing several files at a time."""
+    files = [file for file, nbytes in sizes.items() if nbytes is not None]
+    total = sum(filter(None, sizes.values()))
     with bars("sha256") as progress:
         meter = Meter(progress, total)
         digests = in_order(lambda file: _sha256(file, meter), files, threads, total)
-        return [file._replace(digest=value) for file, value in zip(files, digests, strict=True)]
+        return {file: value for file, value in zip(files, digests, strict=True) if value is not None}
 
 
-def _about(path: str, files: Sequence[_PageFile], seconds: int) -> Iterator[tuple[str, str]]:
+def _about(
+    path: str, nbytes: Mapping[str, int | None], digests: Mapping[str, str], seconds: int
+) -> Iterator[tuple[str, str]]:
     """Yield names and values of the head: path, date, size, digest, version."""
     yield "Path", path
     yield "Date", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    sizes = [file.nbytes for file in files if file.nbytes is not None]
+    sizes = [size for size in nbytes.values() if size is not None]
     if sizes:
         count = f" in {plural(len(sizes), 'file')}" if len(sizes) > 1 else ""
         yield "Size", f"{size(sum(sizes))}{count} ({sum(sizes):,} bytes)"
-    if any(file.digest for file in files):
-        yield "SHA-256", (len(files) == 1 and files[0].digest) or "see the table of files at the end"
+    if digests:
+        yield "SHA-256", next(iter(digests.values())) if len(nbytes) == 1 else "see the table of files at the end"
     yield "Written by", f"safeload {__version__}"
 
 
@@ -376,13 +368,11 @@ def _size_of(path: str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None  # reading a pipe would block
 
 
-def _sha256(file: _PageFile, meter: Meter) -> str | None:
-    if file.nbytes is None:
-        return None
+def _sha256(file: str, meter: Meter) -> str | None:
     digest = hashlib.sha256()
     memory = memoryview(bytearray(_PIECE))
     try:
-        with open(file.path, "rb", buffering=0) as stream:
+        with open(file, "rb", buffering=0) as stream:
             while count := stream.readinto(memory):
                 digest.update(memory[:count])
                 meter.add(count)

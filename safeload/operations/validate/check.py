@@ -25,7 +25,7 @@ from ...base.paths import PathLike, os_error
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, Selection
 from ...base.table import Unknown
-from ...base.text import show
+from ...base.text import plural, show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
@@ -52,7 +52,7 @@ from . import files, structure, values, zeros
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
 from .gguf_rules import check_gguf
-from .structure import Quantized
+from .structure import Descriptions, Quantized
 from .values import Limits
 
 # Codes of findings that hold without the other shards.
@@ -312,9 +312,9 @@ def _validate_array(
 class Model(NamedTuple):
     """Description of a model, known before its values are read."""
 
-    tensors: Mapping[str, TensorDescription]
+    tensors: Descriptions
     codes: frozenset[str]  # tensors with codes; their values are not checked
-    quantized: Quantized | None
+    quantized: Quantized
     schema: Schema | None
     config: Mapping[str, Any] | None  # of the part that the schema covers
 
@@ -353,7 +353,7 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     report.values = options.values
     config = _config(report, catalog, options)
     report.add(files.check_index(catalog))
-    named: Mapping[str, TensorDescription] = tensors
+    named: Descriptions = tensors
     inner = None
     if catalog.format == GGUF and options.choose and config is None:
         findings, choice, config = check_gguf(catalog.metadata, tensors)
@@ -367,20 +367,22 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     quantization = quantization_of(config)
     codes = catalog.find_codes(quantization)
     quantized = structure.quantized_parts(quantization, schema, tensors, codes)
-    if quantized is not None:
-        report.add([structure.note_quantized(quantized, values=report.values)])
+    if quantized.names:
+        unchecked = "names, shapes and values" if options.values else "names and shapes"
+        count = plural(len(quantized.names), "tensor")
+        report.add([find("quantization.unchecked", label=quantized.label, checks=unchecked, tensors=count)])
     model = Model(tensors, frozenset(codes), quantized, schema, config if inner is None else inner.config)
     if choice is None:
-        report.add(structure.check_layers(tensors, frozenset() if quantized is None else quantized.modules))
+        report.add(structure.check_layers(tensors, quantized.modules))
     elif tensors:
         report.schema = choice.schema.name
-        parts = quantized if quantized is None or named is tensors else quantized.unwrapped()
+        parts = quantized if named is tensors else quantized.unwrapped()
         findings, report.compared = structure.check_schema(choice, model.config, named, quantized=parts, inner=inner)
         report.add(findings)
     expected = options.limits.parameters
     if expected is not None and report.parameters != expected:
         report.add([find("model.parameters", parameters=report.parameters, expected=expected)])
-    report.add(structure.check_dtypes(tensors, config, quantized))
+    report.add(structure.check_dtypes(tensors, config, quantized.names))
     report.add(_check_unknown(catalog.about(name), unknown) for name, unknown in catalog.unknown().items())
     return model
 
@@ -396,9 +398,7 @@ def _config(report: CheckReport, catalog: Catalog, options: CheckSettings) -> Ma
         return None
 
 
-def _without_wrappers(
-    report: CheckReport, tensors: Mapping[str, TensorDescription], title: str
-) -> Mapping[str, TensorDescription]:
+def _without_wrappers(report: CheckReport, tensors: Descriptions, title: str) -> Descriptions:
     """Leave out wrappers inside names, which no schema has; a prefix is found by `choose_prefix`."""
     wrapped = next(filter(wrapped_inside, tensors), None)
     if wrapped is None:
@@ -413,7 +413,7 @@ def _without_wrappers(
 
 
 def _choose_schema(
-    config: Mapping[str, Any] | None, format: str | None, named: Mapping[str, TensorDescription], options: CheckSettings
+    config: Mapping[str, Any] | None, format: str | None, named: Descriptions, options: CheckSettings
 ) -> tuple[Choice | None, Inner | None]:
     """Return the schema, and the covered part of the model; None for the whole model."""
     row = BY_NAME.get(format or "")
@@ -455,7 +455,7 @@ def _check_contents(
     names = [name for name in model.tensors if name in selected and name not in model.codes]
     pairs = model.tied(selected - zero)
     tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
-    codes: Set[str] = frozenset() if model.quantized is None else model.quantized.names
+    codes = model.quantized.names
     with report.readable():
         for k, entry in enumerate(entries):
             for fault in _rows(tables, _CRC, [str(k)]).values():
@@ -556,7 +556,7 @@ def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
     return any(severity == ERROR for severity, *_ in findings)
 
 
-def _readable(names: Sequence[str], tensors: Mapping[str, TensorDescription], bad: set[str]) -> list[str]:
+def _readable(names: Sequence[str], tensors: Descriptions, bad: set[str]) -> list[str]:
     """Return the tensors to compute statistics of. Packed tensors with bad scales would only repeat the error."""
     return [name for name in names if not (name in bad and tensors[name].packed)]
 
@@ -576,7 +576,7 @@ def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[ReadingPiece]:
             file = entries[k].file
             where = file.files.public(file.files.absolute(file.place)), file.files.public_options()
             archive = archives.setdefault(file.place, [*where, *file.identity[:2], {}])
-            archive[-1][str(k)] = entries[k].name
+            archive[-1][str(k)] = entries[k].info.name
         content = {"operation": "validate", "check": _CRC, "version": __version__, "archives": [*archives.values()]}
         yield ReadingPiece(content, sum(sizes[k] for k in group))
 

@@ -108,11 +108,6 @@ class FileEntry(NamedTuple):
     tensors: list[str]  # names of the tensors in the entry
 
     @property
-    def name(self) -> str:
-        """The name in `Archive.entries`."""
-        return self.info.name
-
-    @property
     def stored(self) -> bool:
         """True if the entry is not compressed."""
         return self.info.method == STORED

@@ -279,19 +279,18 @@ class CheckReport(Report):
             details.append(f"schema {self.schema}")
         head = printable(self.source) + (f": {', '.join(details)}" if details else "")
         lines = [*wrap(head, columns, hanging="  "), self.verdict]
-        groups = [group for findings in (self.errors, self.warnings, self.notes) for group in gather(findings)]
+        groups = gather(self)
         if groups:
             lines.append("")
-        fixed = 11 + max((len(group.first.code) for group in groups), default=0)  # width of severity and code
-        names = [printable(group.first.tensor or "file") for group in groups]
+        fixed = 11 + max((len(first.code) for first, *_ in groups), default=0)  # width of severity and code
+        names = [printable(first.tensor or "file") for first, *_ in groups]
         apart = columns is not None and columns - fixed < min(NARROW, max(map(len, names), default=0))
         names = shorten(names, None if columns is None else columns - (9 if apart else fixed))
-        for name, group in zip(names, groups, strict=True):
-            finding = group.first
+        for name, (finding, *more) in zip(names, groups, strict=True):
             lines.append(f"{finding.severity:7}  {name}" + ("" if apart else f"  {finding.code}"))
             if apart:
                 lines.append(f"{'':9}{finding.code}")
-            text = printable(finding.message) + (f"; {group.summary}" if group.more else "")
+            text = printable(finding.message) + (f"; {_summary(finding, more)}" if more else "")
             lines += wrap(text, columns, " " * 9)
         return lines
 
@@ -307,42 +306,33 @@ class CheckReport(Report):
     to_json = Report.to_dict
 
 
-class FindingGroup(NamedTuple):
-    """Findings with equal messages about different tensors."""
-
-    first: Finding  # the finding to show
-    more: Sequence[Finding] = ()
-
-    @property
-    def summary(self) -> str:
-        """A line about the remaining findings: "and 6 more like it", with names unless only the layer differs."""
-        text = f"and {len(self.more):,} more like it"
-        names: dict[str, list[str]] = {}
-        for finding in self.more:
-            name = finding.tensor or ""
-            names.setdefault(pattern_of(name), []).append(name)
-        if set(names) <= {pattern_of(self.first.tensor or "")}:
-            return text
-        patterns = [pattern if len(alike) > 1 else alike[0] for pattern, alike in names.items()]
-        rest = len(patterns) - _LISTED
-        listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in patterns[:_LISTED])
-        return f"{text}: {listed}" + (f" and {rest:,} other names" if rest > 0 else "")
+def _summary(first: Finding, more: Sequence[Finding]) -> str:
+    """Return a line about the rest of a group: "and 6 more like it", with names unless only the layer differs."""
+    text = f"and {len(more):,} more like it"
+    names: dict[str, list[str]] = {}
+    for finding in more:
+        name = finding.tensor or ""
+        names.setdefault(pattern_of(name), []).append(name)
+    if names.keys() <= {pattern_of(first.tensor or "")}:
+        return text
+    patterns = [pattern if len(alike) > 1 else alike[0] for pattern, alike in names.items()]
+    rest = len(patterns) - _LISTED
+    listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in patterns[:_LISTED])
+    return f"{text}: {listed}" + (f" and {rest:,} other names" if rest > 0 else "")
 
 
-def gather(findings: Sequence[Finding]) -> list[FindingGroup]:
-    """Group findings with equal messages about four or more tensors, keeping the order."""
-    by_message: dict[tuple[str, str], list[Finding]] = {}
-    counts = Counter(finding.code for finding in findings if finding.tensor is None)
-    for finding in findings:
-        if finding.tensor is not None:
-            message = _DETAILS.sub("#", finding.message)
-        else:  # every file is named, unless there are very many
-            message = finding.message if counts[finding.code] <= _MOST_FILES else ""
-        by_message.setdefault((finding.code, message), []).append(finding)
-    groups: list[FindingGroup] = []
-    for alike in by_message.values():
-        if len(alike) < _GROUP_FROM:
-            groups += map(FindingGroup, alike)
-        else:
-            groups.append(FindingGroup(alike[0], alike[1:]))
+def gather(report: CheckReport) -> list[list[Finding]]:
+    """Return all findings in order; four or more with equal messages about different tensors form a group."""
+    groups: list[list[Finding]] = []
+    for findings in (report.errors, report.warnings, report.notes):
+        by_message: dict[tuple[str, str], list[Finding]] = {}
+        counts = Counter(finding.code for finding in findings if finding.tensor is None)
+        for finding in findings:
+            if finding.tensor is not None:
+                message = _DETAILS.sub("#", finding.message)
+            else:  # every file is named, unless there are very many
+                message = finding.message if counts[finding.code] <= _MOST_FILES else ""
+            by_message.setdefault((finding.code, message), []).append(finding)
+        for alike in by_message.values():
+            groups += [alike] if len(alike) >= _GROUP_FROM else [[finding] for finding in alike]
     return groups

@@ -14,8 +14,8 @@ from ...models import gguf as rows
 from ...models.choosing import Choice
 from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, DiffusionModel, has_marks, model_of, original_shape, prefix_of
 from ...models.family import gguf_architectures
-from ..sources.description import TensorDescription
 from .findings import Finding, find
+from .structure import Descriptions
 
 _TYPE, _TOKENIZER = "general.type", "tokenizer.ggml.model"
 _TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
@@ -26,7 +26,7 @@ _OTHER_TYPES = ("adapter", "imatrix", "mmproj", "vocab")
 
 
 def check_gguf(
-    metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescription]
+    metadata: Mapping[Any, Any], tensors: Descriptions
 ) -> tuple[list[Finding], Choice | None, Mapping[str, Any] | None]:
     """Check the metadata and the vectors of a GGUF file.
 
@@ -56,9 +56,7 @@ def check_gguf(
     return findings, Choice(form.schema, True), _config(metadata, architecture, tensors)
 
 
-def _check_diffusion(
-    metadata: Mapping[Any, Any], tensors: Mapping[str, TensorDescription], model: DiffusionModel
-) -> Iterator[Finding]:
+def _check_diffusion(metadata: Mapping[Any, Any], tensors: Descriptions, model: DiffusionModel) -> Iterator[Finding]:
     """Check the names and the original shapes of a diffusion model."""
     architecture = metadata[ARCHITECTURE]
     if not has_marks(tensors.keys(), model, prefix_of(tensors.keys())):
@@ -118,14 +116,14 @@ def _type_of(value: Any) -> str:
     return "string" if isinstance(value, str) else type(value).__name__.lower()
 
 
-def _check_vectors(tensors: Mapping[str, TensorDescription]) -> Iterator[Finding]:
+def _check_vectors(tensors: Descriptions) -> Iterator[Finding]:
     for name, about in tensors.items():
         if (len(about.shape) == 1 or name.endswith(".bias")) and about.dtype != "float32":
             kind = "bias" if name.endswith(".bias") else "vector"
             yield find("gguf.vector", name, kind=kind, dtype=about.dtype)
 
 
-def _config(metadata: Mapping[Any, Any], architecture: str, tensors: Mapping[str, TensorDescription]) -> dict[str, Any]:
+def _config(metadata: Mapping[Any, Any], architecture: str, tensors: Descriptions) -> dict[str, Any]:
     """Return the integers of the metadata under the names of a schema."""
     prefix = f"{architecture}."
     config: dict[str, Any] = {}

@@ -113,7 +113,7 @@ def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
 def _settings_digest(packed: Packed) -> str:
     """Return the SHA-256 of the settings for decoding a packed tensor."""
     # Default values are left out: a new field must not change existing digests.
-    settings = {key: _plain(value) for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
+    settings = {key: value for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
     parts = {
         role: [dtypes.array_dtype(part.row.number).name, part.end - part.begin] for role, part in packed.parts.items()
     }
@@ -122,13 +122,10 @@ def _settings_digest(packed: Packed) -> str:
 
 
 def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:
-    """Return the fields of a named tuple without default values."""
-    defaults = fields._field_defaults
-    return {key: value for key, value in fields._asdict().items() if key not in defaults or value != defaults[key]}
-
-
-def _plain(value: Any) -> Any:
-    return _set_fields(value) if isinstance(value, (Grid, Zeros)) else value
+    """Return the fields of a named tuple without default values, as plain values."""
+    defaults, values = fields._field_defaults, fields._asdict()
+    changed = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
+    return {key: _set_fields(value) if isinstance(value, (Grid, Zeros)) else value for key, value in changed.items()}
 
 
 def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ...base import dtypes
 from ...base.names import pattern_of
@@ -60,26 +60,26 @@ _TENSORS_AT_LEAST = 2
 # Maximum numbers of wrong keys to find, of keys to try for each, and of wrong tensors to look at.
 _KEYS, _TRIALS, _LOOKED_AT = 4, 4, 1000
 
-_Expected = Mapping[str, ExpectedTensor]
+# Descriptions of tensors, and expected tensors, by name.
+Descriptions: TypeAlias = Mapping[str, TensorDescription]
+_Expected: TypeAlias = Mapping[str, ExpectedTensor]
 # The name of a tensor and an axis; -1 if its number of axes is wrong.
 _Axis = tuple[str, int]
+# The names of its tensors up to the layer number, and the number.
+_Layer = tuple[str, int]
 
 
-def check_sizes(tensors: Mapping[str, TensorDescription], schema: Schema | None = None) -> Iterator[Finding]:
+def check_sizes(tensors: Descriptions, schema: Schema | None) -> Iterator[Finding]:
     """Find models without tensors, tensors without elements, and unexpected scalars."""
     if not tensors:
         yield find("model.empty")
     for name, about in tensors.items():
         if 0 in about.shape:
             yield find("tensor.empty", name, shape=list(about.shape))
-        elif not about.shape and not _is_scalar(name, schema):
-            yield find("tensor.scalar", name, dtype=about.dtype)
-
-
-def _is_scalar(name: str, schema: Schema | None) -> bool:
-    """True if the tensor has no axes in the schema."""
-    match = None if schema is None else schema.find(name)
-    return match is not None and match.entry.shape == ()
+        elif not about.shape:
+            match = None if schema is None else schema.find(name)
+            if match is None or match.entry.shape != ():
+                yield find("tensor.scalar", name, dtype=about.dtype)
 
 
 # ---- quantized weights ----
@@ -88,10 +88,10 @@ def _is_scalar(name: str, schema: Schema | None) -> bool:
 class Quantized(NamedTuple):
     """The quantized weights of a checkpoint."""
 
-    label: str  # how they were recognized, for messages
-    names: frozenset[str]  # codes, scales, zero points and similar tensors
-    modules: frozenset[str]  # modules with quantized weights
-    configured: bool  # True if the config declares them
+    label: str = ""  # how they were recognized, for messages
+    names: frozenset[str] = frozenset()  # codes, scales, zero points and similar tensors; empty without any
+    modules: frozenset[str] = frozenset()  # modules with quantized weights
+    configured: bool = False  # True if the config declares them
 
     def unwrapped(self) -> Quantized:
         """Return the weights under names without wrappers."""
@@ -99,13 +99,16 @@ class Quantized(NamedTuple):
         return self._replace(names=names, modules=modules)
 
 
+NOT_QUANTIZED = Quantized()
+
+
 def quantized_parts(
     quantization: Quantization | None,
     schema: Schema | None,
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     codes: Mapping[str, Codes],
-) -> Quantized | None:
-    """Return the tensors of quantized weights, or None if there are none; a schema does not apply to any."""
+) -> Quantized:
+    """Return the tensors of quantized weights; a schema does not apply to any."""
     # Their names, shapes and values depend on the quantization method.
     names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
     if quantization is not None:  # includes methods with plain integers as codes
@@ -115,19 +118,12 @@ def quantized_parts(
             if unlisted or (role is None and _PART.fullmatch(_last(name))):
                 names.add(name)
     if not names:
-        return None
+        return NOT_QUANTIZED
     modules = frozenset(map(module_of, names)) - {""}
     inside = [name for name in tensors if module_of(name) in modules]
     names |= {name for name in inside if name.endswith(".weight") or _PART.fullmatch(_last(name))}
     label = "codes with separate scales" if quantization is None else str(quantization)
     return Quantized(label, frozenset(names), modules, quantization is not None)
-
-
-def note_quantized(quantized: Quantized, *, values: bool) -> Finding:
-    """Return the note about unchecked quantized weights."""
-    checks = "names, shapes and values" if values else "names and shapes"
-    count = plural(len(quantized.names), "tensor")
-    return find("quantization.unchecked", label=quantized.label, checks=checks, tensors=count)
 
 
 def module_of(name: str) -> str:
@@ -144,7 +140,7 @@ def _last(name: str) -> str:
 # ---- without a schema ----
 
 
-def check_layers(tensors: Mapping[str, TensorDescription], modules: frozenset[str] = frozenset()) -> Iterator[Finding]:
+def check_layers(tensors: Descriptions, modules: Set[str]) -> Iterator[Finding]:
     """Find gaps in layer numbers, and layers without some tensors of most layers; quantized ``modules`` can differ."""
     for prefix, layers in _stacks(tensors).items():
         if len(layers) < 2 or max(map(len, layers.values())) < 2:
@@ -184,12 +180,9 @@ def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
 # ---- dtypes ----
 
 
-def check_dtypes(
-    tensors: Mapping[str, TensorDescription], config: Mapping[str, Any] | None, quantized: Quantized | None = None
-) -> Iterator[Finding]:
-    """Find tensors with a different dtype in other layers, and a wrong dtype in the config."""
+def check_dtypes(tensors: Descriptions, config: Mapping[str, Any] | None, parts: Set[str]) -> Iterator[Finding]:
+    """Find tensors with a different dtype in other layers, and a wrong dtype in the config; skip quantized parts."""
     groups: dict[str, list[str]] = {}
-    parts: frozenset[str] = frozenset() if quantized is None else quantized.names
     for name, about in tensors.items():
         if about.floating and not about.quantized and name not in parts:
             groups.setdefault(pattern_of(name), []).append(name)
@@ -217,15 +210,14 @@ def check_dtypes(
 def check_schema(
     choice: Choice,
     config: Mapping[str, Any] | None,  # its part for the language model if the schema covers that part only
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     *,
-    quantized: Quantized | None = None,  # tensors outside the schema
+    quantized: Quantized = NOT_QUANTIZED,  # tensors outside the schema
     inner: Inner | None = None,  # the part of the model that the schema covers; None for the whole model
 ) -> tuple[list[Finding], int]:
     """Compare names and shapes with a schema; return findings, and the number of compared tensors."""
     schema = choice.schema
-    parts: frozenset[str] = frozenset() if quantized is None else quantized.names
-    modules: frozenset[str] = frozenset() if quantized is None else quantized.modules
+    parts, modules = quantized.names, quantized.modules
 
     def unchecked(why: str) -> tuple[list[Finding], int]:
         return [find("schema.unchecked", why=why)], 0
@@ -240,7 +232,7 @@ def check_schema(
     if inner is not None and _mostly_absent(expected, tensors, modules):
         return unchecked(f"{inner.key}: more than half of the tensors of schema {schema.name} are missing")
     if tensors and (len(names) + len(parts)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
-        if quantized is not None and quantized.configured:
+        if quantized.configured:
             return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         first = next((f"its first name is {show(name)}" for name in expected), "it has no tensors for this config")
         facts: dict[str, Any] = {"schema": schema.name, "first": first, "known": len(names), "tensors": len(tensors)}
@@ -256,12 +248,7 @@ def check_schema(
     return findings, len(names)
 
 
-def _check_shapes(
-    names: Sequence[str],
-    expected: Mapping[str, ExpectedTensor],
-    tensors: Mapping[str, TensorDescription],
-    source: str,
-) -> Iterator[Finding]:
+def _check_shapes(names: Sequence[str], expected: _Expected, tensors: Descriptions, source: str) -> Iterator[Finding]:
     """Find wrong shapes; ``source`` names the origin of the expected sizes."""
     for name in names:
         shape = expected[name].shape
@@ -272,9 +259,7 @@ def _check_shapes(
             yield find("schema.shape", name, shape=stored, formula=formula, sizes=sizes, source=source)
 
 
-def _mostly_absent(
-    expected: Mapping[str, ExpectedTensor], tensors: Mapping[str, TensorDescription], modules: frozenset[str]
-) -> bool:
+def _mostly_absent(expected: _Expected, tensors: Descriptions, modules: frozenset[str]) -> bool:
     """True if more than half of the required tensors are missing."""
     required = [w.name for w in expected.values() if w.required and module_of(w.name) not in modules]
     return 2 * sum(name in tensors for name in required) < len(required)
@@ -282,8 +267,8 @@ def _mostly_absent(
 
 def _check_missing(
     choice: Choice,
-    expected: Mapping[str, ExpectedTensor],
-    tensors: Mapping[str, TensorDescription],
+    expected: _Expected,
+    tensors: Descriptions,
     modules: frozenset[str],
 ) -> Iterator[Finding]:
     """Find missing tensors; report whole layers, and tensors missing in all layers, only once."""
@@ -293,7 +278,7 @@ def _check_missing(
         return
     counts, lost = Counter(map(_layer_of, required)), Counter(map(_layer_of, missing))
     gone = {layer for layer in lost if layer is not None and lost[layer] == counts[layer]}
-    layers = Counter(layer.stack for layer in counts if layer is not None)
+    layers = Counter(layer[0] for layer in counts if layer is not None)
     usual, everywhere = _remaining(required, gone), _remaining(missing, gone)
     reported: set[Any] = set()
     for w in missing:
@@ -301,8 +286,9 @@ def _check_missing(
         if layer is not None and layer in gone:
             if layer not in reported:
                 reported.add(layer)
-                facts: dict[str, Any] = {"layer": layer.number, "layers": layers[layer.stack], "tensors": counts[layer]}
-                yield find("schema.layer_missing", f"{layer.stack}{layer.number}", **facts)
+                stack, number = layer
+                facts: dict[str, Any] = {"layer": number, "layers": layers[stack], "tensors": counts[layer]}
+                yield find("schema.layer_missing", f"{stack}{number}", **facts)
         elif layer is not None and len(usual[name]) > 1 and everywhere[name] == usual[name]:
             if name not in reported:
                 reported.add(name)
@@ -315,15 +301,8 @@ def _check_missing(
             yield find("schema.missing", w.name, why=why)
 
 
-class _Layer(NamedTuple):
-    """A layer of a model."""
-
-    stack: str  # names of its tensors up to the layer number
-    number: int
-
-
 def _layer_of(expected: ExpectedTensor) -> _Layer | None:
-    return None if expected.layer is None else _Layer(expected.stack, expected.layer)
+    return None if expected.layer is None else (expected.stack, expected.layer)
 
 
 def _remaining(tensors: Sequence[ExpectedTensor], gone: set[_Layer]) -> dict[str, Counter[_Layer]]:
@@ -339,10 +318,10 @@ def _remaining(tensors: Sequence[ExpectedTensor], gone: set[_Layer]) -> dict[str
 def _check_unexpected(
     choice: Choice,
     config: Mapping[str, Any] | None,
-    expected: Mapping[str, ExpectedTensor],
-    tensors: Mapping[str, TensorDescription],
+    expected: _Expected,
+    tensors: Descriptions,
     *,
-    quantized: Quantized | None,
+    quantized: Quantized,
     inner: Inner | None,
 ) -> Iterator[Finding]:
     """Find tensors outside the schema; note heads and other parts as unchecked."""
@@ -350,12 +329,12 @@ def _check_unexpected(
     unexpected = [name for name in tensors if name not in expected]
     if not unexpected:
         return
-    counts = Counter(layer.stack for layer in {_layer_of(w) for w in expected.values()} if layer is not None)
+    counts = Counter(layer[0] for layer in {_layer_of(w) for w in expected.values()} if layer is not None)
     beyond: Counter[_Layer] = Counter()
     is_head = _heads_of(choice, expected)
     heads, outside, unknown = [], [], []
     for name in unexpected:
-        if quantized is not None and (name in quantized.names or module_of(name) in quantized.modules):
+        if name in quantized.names or module_of(name) in quantized.modules:
             continue
         match = schema.find(name)
         if match is None or (match.entry.architectures and is_head(name)):
@@ -363,20 +342,20 @@ def _check_unexpected(
                 outside.append(name)
             elif is_head(name):
                 heads.append(name)
-            elif quantized is not None and quantized.configured:
+            elif quantized.configured:
                 unknown.append(name)
             else:
                 why = f"is not a tensor of schema {schema.name}"
                 yield find("schema.unexpected", name, severity=severity, why=why)
         elif match.layer is not None and match.layer >= counts[match.stack]:
-            beyond[_Layer(match.stack, match.layer)] += 1
+            beyond[match.stack, match.layer] += 1
         elif _is_written_by_gptq(name, tensors):
             yield find("schema.unexpected:gptq", name, why=_why_unexpected(match, schema))
         else:
             yield find("schema.unexpected", name, severity=severity, why=_why_unexpected(match, schema))
-    for layer, count in sorted(beyond.items()):
-        facts = {"layer": layer.number, "layers": counts[layer.stack], "tensors": plural(count, "tensor")}
-        yield find("schema.layer_extra", f"{layer.stack}{layer.number}", severity=severity, **facts)
+    for (stack, layer), count in sorted(beyond.items()):
+        facts = {"layer": layer, "layers": counts[stack], "tensors": plural(count, "tensor")}
+        yield find("schema.layer_extra", f"{stack}{layer}", severity=severity, **facts)
     if heads:
         yield _note_heads(config, heads)
     if unknown:
@@ -388,7 +367,7 @@ def _check_unexpected(
         yield find("schema.unchecked:inner", outside[0], key=inner.key, schema=schema.name, tensors=rest)
 
 
-def _is_written_by_gptq(name: str, tensors: Mapping[str, TensorDescription]) -> bool:
+def _is_written_by_gptq(name: str, tensors: Descriptions) -> bool:
     """True for the bias of a GPTQ weight: early writers store a bias for every layer."""
     weight = tensors.get(f"{module_of(name)}.weight")
     return name.endswith(".bias") and weight is not None and weight.packed and weight.dtype.startswith("gptq")
@@ -407,7 +386,7 @@ def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
     return "is a duplicate of a tensor under another name"
 
 
-def _heads_of(choice: Choice, expected: Mapping[str, ExpectedTensor]) -> Callable[[str], bool]:
+def _heads_of(choice: Choice, expected: _Expected) -> Callable[[str], bool]:
     """Return a predicate for the names of head tensors outside the schema."""
     if choice.complete:
         return lambda name: _HEAD.fullmatch(name) is not None
@@ -447,7 +426,7 @@ def fits(shape: tuple[int, ...], expected: tuple[int | None, ...] | None) -> boo
 def _find_causes(
     schema: Schema,
     config: Mapping[str, Any] | None,
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     names: Sequence[str],
     expected: _Expected,
 ) -> tuple[list[Finding], _Expected]:
@@ -470,7 +449,7 @@ def _find_causes(
 def _trials(
     schema: Schema,
     config: Mapping[str, Any],
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     names: Sequence[str],
     wrong: set[_Axis],
 ) -> Iterator[_Trial]:
@@ -492,7 +471,7 @@ def _trials(
             yield _Trial(key, value, count, corrected, off)
 
 
-def _wrong(tensors: Mapping[str, TensorDescription], names: Sequence[str], expected: _Expected) -> set[_Axis]:
+def _wrong(tensors: Descriptions, names: Sequence[str], expected: _Expected) -> set[_Axis]:
     """Return the axes with other sizes than expected."""
     wrong: set[_Axis] = set()
     for name in names:

@@ -11,8 +11,7 @@ import numpy as np
 from ...base import dtypes, packing
 from ...base.arrays import Array, index_of
 from ...base.layout import figure
-from ...base.packing import Packed, Packing
-from ...base.scheme import INT8
+from ...base.packing import Packed
 from ...base.text import show
 from ...engine.codes.pieces import source_pieces
 from ...engine.codes.quantized_tensor import QuantizedTensor
@@ -25,6 +24,7 @@ from ..measure.stats import HISTOGRAM_EDGES, TensorStats, measure
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from .findings import Finding, find
+from .structure import Descriptions
 
 # A value is an outlier if it is above this, the largest float16, and far above the 99.9th percentile of the tensor's
 # magnitudes without zeros. Smaller tensors are not judged.
@@ -121,7 +121,7 @@ def is_norm(name: str, about: TensorDescription, role: str | None) -> bool:
 
 def check_values(
     stats: Mapping[str, TensorStats],
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     limits: Limits,
     *,
     skip: Collection[str],  # tensors with bad scales
@@ -177,20 +177,15 @@ def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = 
         first = int(np.searchsorted(HISTOGRAM_EDGES, limit, side="right")) - 1  # the bin of the limit
         bins = len(histogram)
         if first >= 0 and int(histogram[min(first, bins - 1) :].sum()) <= allowed:
+            beyond = np.cumsum(histogram[::-1])[::-1]
+            edge = int((beyond > allowed).sum())  # the smallest with at most `allowed` larger values
             # A power of two, or the largest magnitude that is not an outlier divided by 10,000.
-            bounds[name] = _bound(histogram, allowed, limit)
+            bounds[name] = min(float(HISTOGRAM_EDGES[edge]), limit)
         elif int(histogram[min(first + 1, bins) :].sum()) <= allowed:
             array = catalog.array(name, threads).reshape(-1)
             if sum(_count_from(array[at : at + _CHUNK], limit) for at in range(0, array.size, _CHUNK)) <= allowed:
                 bounds[name] = limit
     return bounds
-
-
-def _bound(histogram: Array, allowed: int, limit: float) -> float:
-    """Return the smallest edge of the histogram with at most ``allowed`` larger values."""
-    beyond = np.cumsum(histogram[::-1])[::-1]
-    edge = int((beyond > allowed).sum())
-    return min(float(HISTOGRAM_EDGES[edge]), limit)
 
 
 def _count_from(values: Array, limit: float) -> int:
@@ -206,26 +201,24 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
     """Find bad scales of a quantized or packed tensor. For tensors in files, only scales and blocks are read."""
     about, place = catalog.about(name), catalog.place(name)
     packed = None if place.file is None else packed_of(place.file, place.number)
+    names: Mapping[str, str]
+    scales: Mapping[str, Array]
     if packed is not None:
+        names = packed.names(name)
         scales = {role: read_array(packed.parts[role]) for role in _SCALES if role in packed.parts}
-        if about.packed:
-            yield from _check_packed(name, packed.packing, packed.names(name), scales)
-            yield from _check_zeros(name, packed)
-        else:
-            yield from _check_int8(name, scales[packing.SCALE], about.axis, limits)
-        return
-    value = catalog.value(name, threads)
-    assert isinstance(value, QuantizedTensor)
-    if value.packing is not None:
-        yield from _check_packed(name, value.packing, value.names, value.roles)
-        in_memory = value.restoring()
-        assert in_memory is not None
-        yield from _check_zeros(name, in_memory[0])
-    elif value.scheme == INT8:
-        assert value.scale is not None
-        yield from _check_int8(name, value.scale, value.axis, limits)
     else:
-        yield from _check_blocks(name, value)
+        value = catalog.value(name, threads)
+        assert isinstance(value, QuantizedTensor)
+        restoring = value.restoring()  # with the owner of the memory of its parts
+        if restoring is None:
+            yield from _check_blocks(name, value)
+            return
+        packed, names = restoring[0], value.names
+        scales = value.roles if about.packed or value.scale is None else {packing.SCALE: value.scale}
+    if about.packed:
+        yield from _check_packed(name, packed, names, scales)
+    else:
+        yield from _check_int8(name, scales[packing.SCALE], about.axis, limits)
 
 
 def _check_blocks(name: str, value: QuantizedTensor) -> Iterator[Finding]:
@@ -247,31 +240,27 @@ def _bad_scales(name: str, bad: Array, fault: str, first: str) -> Finding:
     return find("quantization.scale", name, bad=int(bad.sum()), total=bad.size, fault=fault, first=first)
 
 
-def _check_packed(
-    name: str, packed: Packing, names: Mapping[str, str], parts: Mapping[str, Array]
-) -> Iterator[Finding]:
-    """Find bad scales: not finite, or negative in a family without negative scales."""
+def _check_packed(name: str, packed: Packed, names: Mapping[str, str], parts: Mapping[str, Array]) -> Iterator[Finding]:
+    """Find bad scales: not finite, or negative in a family without negative scales; and zero points of 0.
+
+    For a zero point of 0, AutoGPTQ stores -1, with an overflow into the rest of the word.
+    """
     for role in _SCALES:
         array = parts.get(role)
         if array is None or array.size == 0:
             continue
-        stored = names[role]
         if array.dtype == np.uint8:
-            if packed.scale_dtype is None:
+            if packed.packing.scale_dtype is None:
                 continue
-            array = array.view(dtypes.element_dtype(dtypes.BY_CODE[packed.scale_dtype].number))
+            array = array.view(dtypes.element_dtype(dtypes.BY_CODE[packed.packing.scale_dtype].number))
         scales = array.astype(np.float32)
         bad = ~np.isfinite(scales)
-        if role != packing.BIAS and packed.family not in _SIGNED:
+        if role != packing.BIAS and packed.packing.family not in _SIGNED:
             bad |= scales < 0
         if bad.any():
             at = [int(k) for k in np.argwhere(bad)[0]]
-            fault = f"values of {show(stored)} are not finite numbers >= 0"
+            fault = f"values of {show(names[role])} are not finite numbers >= 0"
             yield _bad_scales(name, bad, fault, f"{scales[tuple(at)]:g} at {at}")
-
-
-def _check_zeros(name: str, packed: Packed) -> Iterator[Finding]:
-    """Find zero points of 0: AutoGPTQ stores -1, with an overflow into the rest of the word."""
     count = wrapped_zeros(packed)
     if count:
         yield find("quantization.zero", name, zeros=f"{count:,} zero {'point is' if count == 1 else 'points are'}")
@@ -303,8 +292,11 @@ def _check_int8(name: str, stored: Array, axis: int | None, limits: Limits) -> I
 
 def check_tied(catalog: Catalog, head: str, embedding: str) -> Finding | None:
     """Return a finding if a head differs from the embedding that the config ties it to."""
-    a, b = _source(catalog, head), _source(catalog, embedding)
-    if a is None or b is None or a.row is not b.row or a.shape != b.shape:
+    abouts = [catalog.about(name) for name in (head, embedding)]
+    if any(about.quantized or (about.element is not None and about.element.packed) for about in abouts):
+        return None
+    a, b = catalog.source(head), catalog.source(embedding)
+    if not (isinstance(a, Source) and isinstance(b, Source)) or a.row is not b.row or a.shape != b.shape:
         return None
     begin = 0
     for pieces in zip(source_pieces(a), source_pieces(b), strict=True):
@@ -316,12 +308,3 @@ def check_tied(catalog: Catalog, head: str, embedding: str) -> Finding | None:
             return find("head.tied", head, embedding=show(embedding), index=index)
         begin += x.size
     return None
-
-
-def _source(catalog: Catalog, name: str) -> Source | None:
-    """Return a tensor as a source, or None if it is quantized or packed."""
-    about = catalog.about(name)
-    if about.quantized or (about.element is not None and about.element.packed):
-        return None
-    source = catalog.source(name)
-    return source if isinstance(source, Source) else None

@@ -94,11 +94,10 @@ def _places(file: WeightFile) -> list[StoredRange]:
     for k, (name, (begin, end)) in enumerate(zip(table.names, table.byte_ranges(), strict=True)):
         packed = table.packed(k) if table.quantized else None
         if packed is not None:
-            parts = [part for part in packed.parts.values() if part.file is file and part.begin < part.end]
-            places += [
-                StoredRange(part.begin, part.end, part.name, name, _row_size(part.end - part.begin, part.shape), 1)
-                for part in parts
-            ]
+            for part in packed.parts.values():
+                if part.file is file and part.begin < part.end:
+                    row_size = _row_size(part.end - part.begin, part.shape)
+                    places.append(StoredRange(part.begin, part.end, part.name, name, row_size, 1))
         elif begin < end:
             row = table.row(k)
             item = 1 if row.blocked or row.bits < 8 else row.bits // 8
@@ -134,11 +133,8 @@ class ZeroRun(NamedTuple):
     @property
     def on_blocks(self) -> bool:
         """True if both ends are on block boundaries of the file, up to elements that happen to be 0 in part."""
-        first, last = self.places[0], self.places[-1]
-        slack = max(first.item - 1, _SLACK if first.item == 1 else 0)
-        early = -self.begin % _BLOCK
-        slack_after = max(last.item - 1, _SLACK if last.item == 1 else 0)
-        return early <= slack and self.end % _BLOCK <= slack_after
+        before, after = (place.item - 1 or _SLACK for place in (self.places[0], self.places[-1]))
+        return -self.begin % _BLOCK <= before and self.end % _BLOCK <= after
 
     @property
     def on_rows(self) -> bool:
@@ -152,24 +148,17 @@ class ZeroRun(NamedTuple):
 def _finding(run: ZeroRun, unwritten: bool, where: str, role: Callable[[str], str | None]) -> Finding | None:
     """Judge a run of zeros; return None if it does not indicate damage."""
     whole = {place.name for place in run.whole}
-    touched = [
-        place
-        for place in run.places
-        if min(place.end, run.end) - max(place.begin, run.begin) >= _BLOCK or place.name in whole
-    ]
-    weighty = [
-        place for place in touched if not may_be_zero(place.name) and role(place.tensor) not in ("bias", "buffer")
-    ]
-    if not weighty:
+    cut = [place for place in run.places if place.name not in whole]
+    touched = run.whole + [p for p in cut if min(p.end, run.end) - max(p.begin, run.begin) >= _BLOCK]
+    if all(may_be_zero(place.name) or role(place.tensor) in ("bias", "buffer") for place in touched):
         return None
     several = len(touched) > 1
     long = run.size >= _LONG
     never = ", never written," if unwritten else ""
     first = run.places[0].name
+    inside = show(first)
     if several:
-        inside = f"{plural(len(run.places), 'tensor')}, {show(first)} to {show(run.places[-1].name)}"
-    else:
-        inside = show(first)
+        inside = f"{plural(len(run.places), 'tensor')}, {inside} to {show(run.places[-1].name)}"
     zeros = f"{where}{run.size:,} bytes from byte {run.begin:,} are zero{never} in {inside}"
     if long and (several or unwritten):
         return find("file.hole" if several or not run.on_rows else "file.hole:unwritten", zeros=zeros)
