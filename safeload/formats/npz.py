@@ -141,8 +141,7 @@ def _entry(name: str) -> zipfile.ZipInfo:
     if "\0" in name:
         raise SafeloadError(f"tensor name {show(name)} contains NUL, where npz readers would truncate it", tensor=name)
     if size > limit:
-        text = f"has a name of {size} bytes, but npz allows at most {limit}"
-        raise error_about(SafeloadError, text, tensor=name)
+        raise error_about(SafeloadError, f"has a name of {size} bytes, but npz allows at most {limit}", tensor=name)
     import zipfile
 
     info = zipfile.ZipInfo(SUFFIX, _NO_TIME)

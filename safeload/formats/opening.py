@@ -183,7 +183,11 @@ def reopen(recipe: Recipe, seen: Seen) -> Opened:
     for path, identity in seen:
         recipe.files.check_unchanged(path, identity)
     with rather_changed(recipe.files, seen):
-        opened = _open_again(recipe)
+        if recipe.files is LOCAL:
+            paths, listed, format, root, unknown_globals, stored, _ = recipe
+            opened = open_paths(list(paths) if listed else paths[0], format, root, unknown_globals, stored)
+        else:
+            opened = _open_list(recipe.paths, recipe) if recipe.listed else _open_shards(recipe.paths[0], recipe)
     try:
         again = seen_of(opened.files, opened.index_file)
         if [path for path, _ in again] != [path for path, _ in seen]:
@@ -196,13 +200,6 @@ def reopen(recipe: Recipe, seen: Seen) -> Opened:
         _close(opened)
         raise
     return opened
-
-
-def _open_again(recipe: Recipe) -> Opened:
-    if recipe.files is not LOCAL:
-        return _open_list(recipe.paths, recipe) if recipe.listed else _open_shards(recipe.paths[0], recipe)
-    paths, listed, format, root, unknown_globals, stored, _ = recipe
-    return open_paths(list(paths) if listed else paths[0], format, root, unknown_globals, stored)
 
 
 def reopen_subset(

@@ -345,8 +345,8 @@ def place_beside(file: WeightFile, name: str) -> str | None:
 # ---- the rows ----
 
 
-def _begins(magic: bytes) -> Callable[[bytes], bool]:
-    return lambda head: head[: len(magic)] == magic
+def _begins(*magic: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(magic)
 
 
 def _only(suffix: str, *preferred: str) -> Callable[[Sequence[str]], Sequence[str]]:
@@ -384,8 +384,8 @@ ROWS = (
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), ".npy", (".npy",), writes=True),
     Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, ".dcp",
             ambiguous=True, nested=True, parts=foreign.is_safetensors),
-    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, ".zero", nested=True, parts=foreign.is_zip),
-    Format("fsdp", "FSDP rank files", _ZIP, foreign.never, ".fsdp", nested=True, parts=foreign.is_zip),
+    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, _begins(), ".zero", nested=True, parts=foreign.is_zip),
+    Format("fsdp", "FSDP rank files", _ZIP, _begins(), ".fsdp", nested=True, parts=foreign.is_zip),
     Format("orbax", "Orbax checkpoints", "the metadata of an Orbax checkpoint", foreign.is_orbax, ".orbax.file",
            nested=True, parts=foreign.is_object),
     Format("keras", "Keras", "an HDF5 file", _begins(b"\x89HDF\r\n\x1a\n"), ".keras.file",
@@ -594,15 +594,18 @@ def _holds_gguf(names: Collection[str]) -> bool:
     return not torch and any(name.lower().endswith(".gguf") for name in names)
 
 
-def _holds_keras(names: Collection[str]) -> bool:
-    return "model.weights.h5" in names or "model.weights.npz" in names
-
-
+# Programs of Windows, Linux and macOS, and Actually Portable Executables.
+_PROGRAM = _begins(b"MZ", b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 CONTAINERS = (
     Container("a tar archive", foreign.is_tar, ".tar"),
-    Container("a program with a zip archive (llamafile)", foreign.is_program, ".llamafile"),
+    Container("a program with a zip archive (llamafile)", _PROGRAM, ".llamafile"),
     Container("a zip archive with a GGUF file", foreign.is_zip, ".llamafile", _holds_gguf),
-    Container("a zip archive of Keras", foreign.is_zip, ".keras.file", _holds_keras),
+    Container(
+        "a zip archive of Keras",
+        foreign.is_zip,
+        ".keras.file",
+        lambda names: "model.weights.h5" in names or "model.weights.npz" in names,
+    ),
 )
 
 

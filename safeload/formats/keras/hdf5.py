@@ -264,7 +264,8 @@ class _Walk:
         if dataset is not None:
             return dataset
         shape, kind = item.shape or (), item.get_type()
-        label, before = _described(self._h5py, kind), (self._stored, self._chunks)
+        titles = {getattr(self._h5py.h5t, name): title for name, title in _TITLES.items()}
+        label, before = titles.get(kind.get_class(), "an unknown type"), (self._stored, self._chunks)
         try:
             if item.shape is None:
                 raise UnsupportedError("has no shape (a null dataspace)")
@@ -405,12 +406,6 @@ def _listed(attributes: Mapping[str, bytes | list[bytes]], key: str) -> Iterator
 def _usual(h5t: Any, kind: Any) -> bool:
     """Return True if the bytes of a number are in one of the two usual orders."""
     return kind.get_size() == 1 or kind.get_order() in (h5t.ORDER_LE, h5t.ORDER_BE)
-
-
-def _described(h5py: Any, kind: Any) -> str:
-    """Describe a type for a message."""
-    titles = {getattr(h5py.h5t, name): title for name, title in _TITLES.items()}
-    return titles.get(kind.get_class(), "an unknown type")
 
 
 # ---- attributes ----
