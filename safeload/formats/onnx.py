@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -222,11 +222,7 @@ _DATA_FIELDS = {
 _NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared by tensors: a file can have a million
 
 
-class ByteSpan(NamedTuple):
-    """Bytes of numbers in the file."""
-
-    begin: int
-    end: int
+ByteSpan: TypeAlias = tuple[int, int]  # the first byte of numbers in the file, and one past the last
 
 
 class TensorProto:
@@ -402,7 +398,7 @@ class OnnxModel:
             elif number == 9:
                 if field.wire != BYTES:
                     raise reader.fault(f"raw_data must be bytes, got wire type {field.wire}", field.begin)
-                tensor.raw = ByteSpan(field.begin, field.end)
+                tensor.raw = (field.begin, field.end)
             elif number in _DATA_FIELDS:
                 self._add_piece(tensor, *_DATA_FIELDS[number], field)
             elif number == 13:
@@ -422,7 +418,7 @@ class OnnxModel:
             tensor.pieces = {}
         pieces = tensor.pieces.setdefault(name, [])  # type: ignore[attr-defined]
         if field.begin < field.end:
-            pieces.append(ByteSpan(field.begin, field.end))
+            pieces.append((field.begin, field.end))
             self._pieces += 1
         self._check_count(self._pieces, MAX_PIECES, "fields with numbers, which ONNX packs into one a tensor", field)
 
@@ -586,8 +582,8 @@ class TensorPlacer:
             text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but raw_data has {end - begin}"
             raise self._fault(text, tensor)
         if type_.small and count:
-            pieces = [ByteSpan(begin, end)]
-            return file, in_one_box(row, shape, partial(_unpacked, file, pieces, type_, count, varints=False))
+            unpack = partial(_unpacked, file, [(begin, end)], type_, count, varints=False)
+            return file, in_one_box(row, shape, unpack)
         return file, Listing(tensor.name, row, shape, begin, end)
 
     def _of_numbers(self, tensor: TensorProto, type_: ElementType, count: int) -> Listing | BoxedListing:
@@ -634,7 +630,7 @@ class TensorPlacer:
         if begin + nbytes > file.size:
             text = f": needs bytes {begin} to {begin + nbytes} of {show(location)}, which has {file.size}"
             raise self._fault(text, tensor)
-        return file, ByteSpan(begin, begin + nbytes)
+        return file, (begin, begin + nbytes)
 
     def _number(self, tensor: TensorProto, key: str) -> int | None:
         text = tensor.external.get(key)
@@ -683,7 +679,7 @@ def _unpacked(file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, 
             if len(values) != expected:
                 raise FormatError(f"{type_.field} has {len(values)} numbers, expected {expected}")
         except FormatError as error:
-            raise FormatError(error.args[0], file.path, pieces[0].begin) from None
+            raise FormatError(error.args[0], file.path, pieces[0][0]) from None
         if type_.bits == 6:
             bits = np.unpackbits(values.astype(np.uint8)[:, None], axis=1, bitorder="little")[:, :6]
             return np.packbits(bits, bitorder="little")

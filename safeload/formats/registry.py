@@ -34,7 +34,7 @@ from ..base.paths import is_bare
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table, places_in
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported
-from ..stores.files import LOCAL, Files
+from ..stores.files import LOCAL, Files, rather_changed
 from ..stores.store import WINDOW
 from . import foreign
 
@@ -665,11 +665,15 @@ class Opened(NamedTuple):
 def opened_file(format: str, content: Content) -> Opened:
     """Return what a reader has opened."""
     file, others, names, notes = content
-    where = None
-    if others:
-        places = {name: (each, k) for each in (file, *others) for k, name in enumerate(each.table.names)}
-        where = {name: places[name] for name in names}
-    return Opened(file.path, format, [file, *others], where, file.table.metadata() or {}, notes=notes)
+    files = [file, *others]
+    where = joined_places(files, names) if others else None
+    return Opened(file.path, format, files, where, file.table.metadata() or {}, notes=notes)
+
+
+def joined_places(files: Sequence[WeightFile], names: Iterable[str]) -> dict[str, tuple[WeightFile, int]]:
+    """Return the places of tensors that are in one of several files each, in the order of the names."""
+    places = {name: (file, k) for file in files for k, name in enumerate(file.table.names)}
+    return {name: places[name] for name in names}
 
 
 # Formats whose readers take only the table from a file.
@@ -696,6 +700,15 @@ def open_file(path: str, request: OpenRequest) -> Opened:
             if file.verified and isinstance(error, SafeloadError):
                 file.store.verify()  # type: ignore[attr-defined]  # a file that differs is the better reason
         raise
+    return opened
+
+
+def reopen_file(path: str, identity: tuple[Any, ...], request: OpenRequest) -> Opened:
+    """Open a file again, if it is still the same."""
+    request.files.check_unchanged(path, identity)
+    with rather_changed(request.files, [(path, identity)]):
+        opened = open_file(path, request)
+    opened.file.check_identity(identity)
     return opened
 
 

@@ -88,9 +88,8 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
                 direct.append(unreadable(name, dataset.row.name, dataset.shape, str(error)))
     file.table = ListedTable(direct, _metadata(structure))
     if not boxed:
-        return Content(file, notes=structure.notes)
-    beside = boxed_file(file, boxed, [file.store])
-    return Content(file, (beside,), list(datasets), structure.notes)
+        return Content(file)
+    return Content(file, (boxed_file(file, boxed, [file.store]),), list(datasets))
 
 
 def _named(structure: Structure, root: str | None, path: str) -> dict[str, Dataset]:

@@ -118,14 +118,6 @@ class Dataset:
         return prod(self.chunk_shape) * self.itemsize
 
 
-class Structure(NamedTuple):
-    """The content of a file."""
-
-    datasets: dict[tuple[str, ...], Dataset]  # by the names of a path
-    attributes: dict[tuple[str, ...], dict[str, str]]  # texts, by path of the group
-    notes: list[str]  # what was left out
-
-
 def read_structure(file: WeightFile) -> Structure:
     """Return the groups and datasets of a file."""
     try:
@@ -140,7 +132,7 @@ def read_structure(file: WeightFile) -> Structure:
             if plist.get_userblock() or tuple(plist.get_sizes()) != (8, 8):
                 text = "the HDF5 file has a user block, or addresses of another size than 8 bytes"
                 raise error_about(UnsupportedError, text, path=file.path)
-            return _Walk(h5py, file).read(opened.id)
+            return Structure(h5py, file, opened.id)
     except (SafeloadError, OSError, KeyError, ValueError, RuntimeError, TypeError, OverflowError, MemoryError) as error:
         if stream.failures:
             raise stream.failures.pop() from None
@@ -150,18 +142,20 @@ def read_structure(file: WeightFile) -> Structure:
         raise FormatError(f"this is an HDF5 file that libhdf5 cannot read: {cause}", file.path, 0) from None
 
 
-class _Walk:
-    """A walk over the hard links of a file."""
+class Structure:
+    """The content of a file, found by a walk over its hard links."""
 
-    def __init__(self, h5py: Any, file: WeightFile) -> None:
+    def __init__(self, h5py: Any, file: WeightFile, root: Any) -> None:
+        self.datasets: dict[tuple[str, ...], Dataset] = {}  # by the names of a path
+        self.attributes: dict[tuple[str, ...], dict[str, str]] = {}  # texts, by path of the group
         self._h5py, self._file, self._path = h5py, file, file.path
-        self._structure = Structure({}, {}, [])
         self._groups: set[int] = set()  # addresses
         self._known: dict[int, Dataset] = {}  # by address
         self._links: dict[tuple[str, ...], str] = {}  # kinds of links, which are not followed
         self._objects = self._chunks = self._stored = 0
+        self._read(root)
 
-    def read(self, root: Any) -> Structure:
+    def _read(self, root: Any) -> None:
         self._groups.add(self._h5py.h5o.get_info(root).addr)
         levels = [iter(self._children((), root))]
         while levels:  # a stack instead of recursion: files choose the depth
@@ -179,13 +173,12 @@ class _Walk:
                     raise self._limit(f"groups are nested more than {MAX_DEPTH} deep")
                 levels.append(iter(self._children(path, item)))
             elif item is None or isinstance(item, self._h5py.h5d.DatasetID):
-                self._structure.datasets[path] = self._dataset(path, item)
+                self.datasets[path] = self._dataset(path, item)
             elif not isinstance(item, self._h5py.h5t.TypeID):  # named types hold no values
                 raise self._unsupported(path, "is neither a group nor a dataset")
         if self._stored > self._file.size:
             text = f"its datasets need {self._stored:,} bytes, but it has {self._file.size:,}: they overlap"
             raise FormatError(text, self._path)
-        return self._structure
 
     def _unsupported(self, path: tuple[str, ...], text: str) -> UnsupportedError:
         return error_about(UnsupportedError, f"{show('/'.join(path))} {text}", path=self._path)
@@ -228,7 +221,7 @@ class _Walk:
         attributes = texts_of(self._file, self._h5py.h5o.get_info(group).addr, _GROUP_TEXTS)
         texts = {key: value.decode("utf-8", "replace") for key, value in attributes.items() if type(value) is bytes}
         if texts and len(path) < 2:
-            self._structure.attributes[path] = texts
+            self.attributes[path] = texts
         known = dict.fromkeys(names)
         first: dict[bytes, None] = {}
         for key in _LISTS:
