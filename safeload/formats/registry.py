@@ -388,7 +388,7 @@ ROWS = (
     Format("fsdp", "FSDP rank files", _ZIP, _begins(), ".fsdp", nested=True, parts=foreign.is_zip),
     Format("orbax", "Orbax checkpoints", "the metadata of an Orbax checkpoint", foreign.is_orbax, ".orbax.file",
            nested=True, parts=foreign.is_object),
-    Format("keras", "Keras", "an HDF5 file", _begins(b"\x89HDF\r\n\x1a\n"), ".keras.file",
+    Format("keras", "Keras", "an HDF5 file", _begins(b"\x89HDF\r\n\x1a\n"), ".keras",
            (".h5", ".hdf5", ".keras"), nested=True),
     Format("flax", "Flax weights", "Flax weights in MessagePack", foreign.is_flax, ".flax", (".msgpack",), nested=True,
            own_names=True, chooses=_only(".msgpack", "flax_model.msgpack.index.json", "flax_model.msgpack")),
@@ -603,7 +603,7 @@ CONTAINERS = (
     Container(
         "a zip archive of Keras",
         foreign.is_zip,
-        ".keras.file",
+        ".keras",
         lambda names: "model.weights.h5" in names or "model.weights.npz" in names,
     ),
 )
