@@ -416,7 +416,6 @@ def test_a_plug_in_that_fails_to_read_gives_an_error_of_ours(install, case, tmp_
 
 
 def test_moon_is_a_row_of_the_same_class():
-    from builders.inside import FORMATS_BY_NAME as BY_NAME
 
-    assert type(BY_NAME["moon"]) is safeload.plugins.Format
-    assert BY_NAME["moon"].source == ""
+    assert type(registry.BY_NAME["moon"]) is safeload.plugins.Format
+    assert registry.BY_NAME["moon"].source == ""

@@ -9,7 +9,7 @@ from importlib.metadata import metadata
 import numpy as np
 import pytest
 from builders.doc_examples import examples_of, failure_of
-from builders.inside import ROWS
+from builders.inside import registry
 from builders.paths import ROOT
 
 pytestmark = pytest.mark.no_core
@@ -55,7 +55,7 @@ def test_pages_show_the_stored_measurements(monkeypatch):
 def test_its_table_has_every_format_and_says_what_is_written():
     section = README.partition("## Formats")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")]
-    for format in ROWS:
+    for format in registry.ROWS:
         word = {"pickle": "pickles", "torch zip": "torch", "torch legacy": "before 1.6"}.get(format.name, format.name)
         row = next(row for row in rows if word in row.lower())
         written = row.split("|")[5].strip()

@@ -141,8 +141,7 @@ def checked(
             for offset, count, n in zip(offsets, sizes, shape, strict=True)
         )
         if not inside:
-            text = f": a chunk of {list(sizes)} at {list(offsets)} is not inside shape {list(shape)}"
-            raise error(FormatError, text)
+            raise error(FormatError, f": a chunk of {list(sizes)} at {list(offsets)} is not inside shape {list(shape)}")
         if 0 not in sizes:
             distinct.setdefault((offsets, sizes), box)
     if len(distinct) > 1:
@@ -245,18 +244,12 @@ class AssembledStore(RemoteStore):
                     break
                 first, last = max(at, tensor.begin), min(end, tensor.begin + tensor.nbytes)
                 target[at - begin : first - begin] = 0  # between tensors
-                if first < last:
-                    self._read_range(tensor, first - tensor.begin, target[first - begin : last - begin])
-                at = max(first, last)
+                at = first
+                for low, sizes in _divided(tensor.shape, first - tensor.begin, last - tensor.begin):
+                    part = target[at - begin : at - begin + prod(sizes)]
+                    self._read_box(tensor, low, part.reshape(sizes))
+                    at += part.size
             target[at - begin :] = 0
-
-    def _read_range(self, tensor: BoxedTensor, begin: int, target: Array) -> None:
-        """Read consecutive bytes of a tensor."""
-        at = 0
-        for low, sizes in _divided(tensor.shape, begin, begin + len(target)):
-            part = target[at : at + prod(sizes)].reshape(sizes)
-            self._read_box(tensor, low, part)
-            at += part.size
 
     def has_boxes(self, begin: int, shape: tuple[int, ...]) -> bool:
         """Return True if `read_box` can read the tensor here: its boxes divide these axes, not a flat vector."""

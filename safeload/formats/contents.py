@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from ..base.text import plural, show
 from ..errors import SafeloadError
-from .keras.code import MAX_CONFIG, configs
+from .keras_code import MAX_CONFIG, configs
 from .npy import HEADER_ERRORS, find_header, parse_header
 from .tar import is_header, number, records
 from .torch.globals import ALLOWED, replaced_modules

@@ -399,8 +399,7 @@ class Description:
             if transforms is None:
                 transforms = ()
             if type(transforms) not in (list, tuple) or any(type(text) is not str for text in transforms):
-                text = f"transform_descriptors must be a list of texts, got {describe(transforms)}"
-                raise self._fault(name, text)
+                raise self._fault(name, f"transform_descriptors must be a list of texts, got {describe(transforms)}")
             places[name, at] = ChunkPlace(file, offset, length, tuple(transforms))
         return places
 

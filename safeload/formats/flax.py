@@ -143,8 +143,7 @@ class MessagePackReader:
         values = token.size * (2 if token.kind is _MAP else 1)
         left = self._file.size - self._reader.position
         if values > left:
-            text = f"{token.kind} of {token.size:,} entries, but only {left} bytes follow"
-            raise self._reader.fault(text, begin)
+            raise self._reader.fault(f"{token.kind} of {token.size:,} entries, but only {left} bytes follow", begin)
         if token.kind is _LIST:
             return [self._value(depth + 1) for _ in range(token.size)]
         entries: dict[str, Any] = {}

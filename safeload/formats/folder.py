@@ -590,11 +590,6 @@ def _consolidated(folder: _Folder) -> list[str]:
     return parts
 
 
-def _dcp(folder: _Folder) -> list[str]:
-    """Choose the metadata of a torch.distributed checkpoint: the common file, or that of the first process."""
-    return in_order(DCP_RANK, folder.names, 1)[:1] or [DCP_METADATA] if folder.ending(DCP_SUFFIX) else []
-
-
 def _zero_step(folder: _Folder) -> list[str]:
     """Choose the folder of ZeRO's states that ``latest`` names."""
     if _LATEST not in folder.names:
@@ -623,11 +618,6 @@ def _gguf(folder: _Folder) -> list[str]:
     return firsts
 
 
-def _keras(folder: _Folder) -> list[str]:
-    """Choose the index of sharded Keras weights, or the only Keras file of a folder."""
-    return folder.only(folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(*_KERAS_SUFFIXES), "Keras files")
-
-
 def _paddle(folder: _Folder) -> list[str]:
     """Choose Paddle's index, its single file, its shards, or the only ``.pdparams`` of a folder."""
     for name in (PADDLE_INDEX, "model_state.pdparams"):
@@ -639,11 +629,6 @@ def _paddle(folder: _Folder) -> list[str]:
         return sets[0].in_order
     _refuse_incomplete(sets, folder.shown)
     return folder.only(chosen, "Paddle files")
-
-
-def _archive(folder: _Folder) -> list[str]:
-    archives = folder.ending(*_ARCHIVES)
-    return archives if len(archives) == 1 else []
 
 
 def _orbax_step(folder: _Folder) -> list[str]:
@@ -659,9 +644,10 @@ def _orbax_step(folder: _Folder) -> list[str]:
         if found:
             checkpoints.append(name)
     if len(checkpoints) > 1:
-        ordered = sorted(checkpoints, key=_step_number)
+        numbers = {name: match for name in checkpoints if (match := _STEP.fullmatch(name)) is not None}
+        ordered = sorted(checkpoints, key=lambda name: (int(numbers[name][1]) if name in numbers else -1, name))
         shown = ", ".join(printable(name) for name in ordered[-_MAX_LISTED:])
-        what = "steps" if all(map(_STEP.fullmatch, ordered)) else "checkpoints"
+        what = "steps" if len(numbers) == len(ordered) else "checkpoints"
         text = f"this folder has {len(ordered):,} Orbax {what}: {'... ' if len(ordered) > _MAX_LISTED else ''}{shown}; "
         raise folder.unsupported(f"{text}open one of them, such as {printable(ordered[-1])}")
     return checkpoints
@@ -685,11 +671,6 @@ def _listing(path: str, files: Files) -> list[tuple[str, bool]]:
         return []
 
 
-def _step_number(name: str) -> tuple[int, str]:
-    match = _STEP.fullmatch(name)
-    return (-1 if match is None else int(match[1]), name)
-
-
 def _by_row(row: Format, folder: _Folder) -> list[str]:
     """Choose the only file that the row of a format chooses."""
     with row.guarded(f"choose a file of {show(folder.shown)}"):
@@ -708,7 +689,8 @@ LAYOUTS = (
     FolderLayout((SAFETENSORS, *_TORCH), "*.safetensors, pytorch_model*.bin",
                  lambda folder: _whole(folder, Location(folder.files, folder.path)), _open_files),
     FolderLayout(_TORCH, "consolidated.*.pth", _consolidated, _open_files),
-    FolderLayout((DCP,), "*.distcp", _dcp, _open_files),
+    FolderLayout((DCP,), "*.distcp", lambda folder: folder.ending(DCP_SUFFIX) and (
+                 in_order(DCP_RANK, folder.names, 1)[:1] or [DCP_METADATA]), _open_files),
     FolderLayout((DEEPSPEED,), "latest", _zero_step, partial(_open_step, config=True)),
     FolderLayout((DEEPSPEED,), "*_model_states.pt", _zero, partial(_open_training, format=DEEPSPEED)),
     FolderLayout((FSDP,), "model_world_size_*.pt", lambda folder: in_order(FSDP_RANK, folder.names, 1, 2),
@@ -716,9 +698,11 @@ LAYOUTS = (
     FolderLayout((ORBAX,), ORBAX_METADATA, lambda folder: [ORBAX_METADATA] * (ORBAX_METADATA in folder.names),
                  partial(_open_training, format=ORBAX)),
     FolderLayout((GGUF,), "*.gguf", _gguf, _open_files),
-    FolderLayout((KERAS,), "*.keras, *.h5", _keras, _open_files),
+    FolderLayout((KERAS,), "*.keras, *.h5", lambda folder: folder.only(
+                 folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(*_KERAS_SUFFIXES), "Keras files"), _open_files),
     FolderLayout((PICKLE,), "*.pdparams", _paddle, _open_files),
-    FolderLayout((), "*.nemo, *.llamafile", _archive, _open_files),
+    FolderLayout((), "*.nemo, *.llamafile",
+                 lambda folder: names if len(names := folder.ending(*_ARCHIVES)) == 1 else [], _open_files),
     FolderLayout((ORBAX,), "STEP/_METADATA", _orbax_step, partial(_open_step, config=False)),
 )
 # fmt: on

@@ -82,11 +82,6 @@ _FOREIGN = (
 )  # fmt: skip
 
 
-def never(head: bytes) -> bool:
-    """Return False, for formats that only the names in a folder tell."""
-    return False
-
-
 def is_safetensors(head: bytes) -> bool:
     """Return True if a file can be safetensors: a header size within the limit, then JSON."""
     return (
@@ -104,11 +99,6 @@ def is_zip(head: bytes) -> bool:
 def is_tar(head: bytes) -> bool:
     """Return True if a file is a tar archive, but no torch checkpoint from before 2017."""
     return head[257:262] == b"ustar" and not head.startswith(_OLD_TORCH_NAMES)
-
-
-def is_program(head: bytes) -> bool:
-    """Return True if a file begins like a program of Windows, Linux or macOS, or an Actually Portable Executable."""
-    return head[:2] == b"MZ" or head[:4] in (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 def is_torch_legacy(head: bytes) -> bool:

@@ -148,8 +148,7 @@ def _parts(name: str, value: Any, rank: RankFile) -> Iterator[BoxedListing]:
         elif kind == "ShardedTensor":
             yield from _sharded_tensor(name, value, rank)
         else:
-            text = f"is a {show(kind or describe(value))}, which safeload does not know"
-            raise rank.unsupported(name, text)
+            raise rank.unsupported(name, f"is a {show(kind or describe(value))}, which safeload does not know")
 
 
 def _kind(value: Any) -> str:
@@ -168,8 +167,7 @@ def _state(value: Any) -> Mapping[Any, Any]:
 def _shape(value: Any, name: str, rank: RankFile) -> tuple[int, ...]:
     valid = isinstance(value, (tuple, list)) and len(value) <= MAX_RANK
     if not valid or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
-        text = f": a shape or position must be up to {MAX_RANK} numbers, got {describe(value)}"
-        raise rank.fault(name, text)
+        raise rank.fault(name, f": a shape or position must be up to {MAX_RANK} numbers, got {describe(value)}")
     return tuple(value)
 
 
@@ -184,8 +182,7 @@ def _dtensor(name: str, value: Inert, rank: RankFile) -> BoxedListing:
     sizes, position = _mesh_sizes(mesh, name, rank), _shape(mesh.get("_coordinate_on_dim"), name, rank)
     placements = spec.get("placements")
     if type(placements) is not tuple or not len(placements) == len(sizes) == len(position):
-        text = f": {describe(placements)} placements on a mesh of {list(sizes)} at {list(position)}"
-        raise rank.fault(name, text)
+        raise rank.fault(name, f": {describe(placements)} placements on a mesh of {list(sizes)} at {list(position)}")
     _check_order(spec.get("shard_order"), name, rank)
     offsets, lengths = [0] * len(shape), list(shape)
     for placement, parts, index in zip(placements, sizes, position, strict=True):
@@ -202,8 +199,7 @@ def _dtensor(name: str, value: Inert, rank: RankFile) -> BoxedListing:
         offsets[dim] += begin
         lengths[dim] = min(step, lengths[dim] - begin)
     if listing.shape != tuple(lengths):
-        text = f": this process should have {lengths} of {list(shape)}, but has {list(listing.shape)}"
-        raise rank.fault(name, text)
+        raise rank.fault(name, f": this process should have {lengths} of {list(shape)}, but has {list(listing.shape)}")
     return BoxedListing(listing.row, shape, [Box(tuple(offsets), tuple(lengths), rank.stored(listing))])
 
 
@@ -231,16 +227,14 @@ def _check_order(order: Any, name: str, rank: RankFile) -> None:
             or any(type(axis) is not int for axis in axes)
             or list(axes) != sorted(axes)
         ):
-            text = "divides an axis in another order than its mesh, which safeload does not join"
-            raise rank.unsupported(name, text)
+            raise rank.unsupported(name, "divides an axis in another order than its mesh, which safeload does not join")
 
 
 def _sharded_tensor(name: str, value: Inert, rank: RankFile) -> Iterator[BoxedListing]:
     """Yield the local shards of a ShardedTensor."""
     state = value.args[3]
     if type(state) is not tuple or len(state) < 2 or type(state[0]) is not list:
-        text = f": the state of a ShardedTensor must begin with its shards, got {describe(state)}"
-        raise rank.fault(name, text)
+        raise rank.fault(name, f": the state of a ShardedTensor must begin with its shards, got {describe(state)}")
     shape = _shape(_state(state[1]).get("size"), name, rank)
     for shard in state[0]:
         fields = _state(shard)
@@ -248,6 +242,5 @@ def _sharded_tensor(name: str, value: Inert, rank: RankFile) -> Iterator[BoxedLi
         about = _state(fields.get("metadata"))
         offsets = _shape(about.get("shard_offsets"), name, rank)
         if listing.shape != _shape(about.get("shard_sizes"), name, rank):
-            text = f": its shard should be {about.get('shard_sizes')}, but is {list(listing.shape)}"
-            raise rank.fault(name, text)
+            raise rank.fault(name, f": its shard should be {about.get('shard_sizes')}, but is {list(listing.shape)}")
         yield BoxedListing(listing.row, shape, [Box(offsets, listing.shape, rank.stored(listing))])

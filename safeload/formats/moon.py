@@ -147,8 +147,7 @@ def _entry(name: Any, value: Any) -> bytes:
     if value.dtype.newbyteorder("=") != np.float16:
         row = dtypes.row_of(value.dtype)
         advice = 'pass dtype="float16"' if row is not None and row.floating else "leave it out"
-        text = f"is {value.dtype.name}; MOON holds only float16: {advice}"
-        raise error_about(UnsupportedError, text, tensor=name)
+        raise error_about(UnsupportedError, f"is {value.dtype.name}; MOON holds only float16: {advice}", tensor=name)
     raw = encode(name, "tensor name", tensor=name)
     count = math.prod(value.shape)
     for fits, text in (

@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -57,23 +57,8 @@ _DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.AS
 # ---- read ----
 
 
-class _Header(NamedTuple):
-    dtype: np.dtype[Any]
-    fortran: bool
-    shape: tuple[Any, ...]
-
-
-class ArraySource(NamedTuple):
-    """Where an array is stored: an npy file, or an entry of an npz archive."""
-
-    subject: str  # the array, for messages
-    holder: str  # the file or entry, for messages
-    begin: int  # first byte of the header
-    size: int  # bytes of header and data together
-
-
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an open file; see `read_table`."""
+    """Read the table of an open file: one tensor, or those in a pickle of Python objects."""
     file = candidate.file
     begin = _objects_at(file)
     if begin is not None:
@@ -81,7 +66,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         from .torch.tensors import content_of
 
         return content_of(file, request, lambda request: read_tables(file, request, begin))
-    file.table = read_table(file)
+    file.table = ListedTable([read_array(file, NAME, 0, file.size)])
     return Content(file)
 
 
@@ -94,14 +79,9 @@ def _objects_at(file: WeightFile) -> int | None:
         return None
 
 
-def read_table(file: WeightFile) -> ListedTable:
-    """Return the array of an open file as a table of one tensor."""
-    return ListedTable([read_array(file, NAME, ArraySource("the array", "the file", 0, file.size))])
-
-
-def read_array(file: WeightFile, name: str, source: ArraySource) -> Listing:
-    """Parse the header of an array and check it against the bytes that follow."""
-    subject, holder, begin, size = source
+def read_array(file: WeightFile, name: str, begin: int, size: int, *, entry: bool = False) -> Listing:
+    """Parse the header of an array, in a file or an ``entry`` of an archive, and check the bytes that follow it."""
+    subject, holder = (f"array {show(name)}", "its entry") if entry else ("the array", "the file")
     try:
         raw, header_size = find_header(file, begin, size)
         dtype, fortran, shape = parse_header(raw)
@@ -157,8 +137,8 @@ def _start(head: bytes) -> int:
 
 # Cached because archives hold many arrays of few shapes.
 @lru_cache(maxsize=256)
-def parse_header(head: bytes) -> _Header:
-    """Parse a header. Headers of Python 2, which numpy repairs with a warning, are refused."""
+def parse_header(head: bytes) -> tuple[np.dtype[Any], bool, tuple[Any, ...]]:
+    """Return dtype, Fortran order and shape. Headers of Python 2, which numpy repairs with a warning, are refused."""
     fields = ast.literal_eval(head[_start(head) :].decode("latin1" if head[6] < 3 else "utf-8"))
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("it must have the keys descr, fortran_order and shape")
@@ -167,7 +147,7 @@ def parse_header(head: bytes) -> _Header:
     descr = fields["descr"]
     if isinstance(descr, str) and not _DESCR.fullmatch(descr):
         raise ValueError(f"unsupported descr {show(descr)}")
-    return _Header(np.lib.format.descr_to_dtype(descr), fields["fortran_order"], fields["shape"])
+    return np.lib.format.descr_to_dtype(descr), fields["fortran_order"], fields["shape"]
 
 
 # ---- write ----

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ..base.arrays import check_mapping
-from ..base.listed_table import ListedTable, Listing
+from ..base.listed_table import ListedTable
 from ..base.messages import encode, error_about
 from ..base.paths import PathLike
 from ..base.text import show
@@ -20,7 +20,7 @@ from ..engine.read.lazy import materialize
 from ..engine.run.atomic_file import AtomicFile, reserve
 from ..engine.run.weight_file import WeightFile, open_temporary
 from ..errors import SafeloadError
-from .npy import SUFFIX, ArraySource, check_writable, read_array
+from .npy import SUFFIX, check_writable, read_array
 from .registry import Candidate, Content, OpenRequest, check_whole
 from .zip import STORED, Archive
 
@@ -70,7 +70,8 @@ def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
     for name in names:
         archive.check_stored(name)
         begin = archive.locate(name)
-        arrays.append(_read_array(file, name, begin, archive.entries[name].size))
+        size = archive.entries[name].size
+        arrays.append(read_array(file, name.removesuffix(SUFFIX), begin, size, entry=True))
     archive.check_overlap()
     file.table = ListedTable(arrays)
     return file
@@ -93,17 +94,12 @@ def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFil
 
     unpacked = open_temporary("safeload-npz-", write, shown=file.path)
     arrays = [
-        _read_array(unpacked, name, begin, archive.entries[name].size)
+        read_array(unpacked, name.removesuffix(SUFFIX), begin, archive.entries[name].size, entry=True)
         for name, begin in zip(names, places, strict=True)
     ]
     unpacked.table = ListedTable(arrays)
     file.close()
     return unpacked
-
-
-def _read_array(file: WeightFile, entry: str, begin: int, size: int) -> Listing:
-    name = entry.removesuffix(SUFFIX)
-    return read_array(file, name, ArraySource(f"array {show(name)}", "its entry", begin, size))
 
 
 # ---- write ----
@@ -141,8 +137,7 @@ def _entry(name: str) -> zipfile.ZipInfo:
     if "\0" in name:
         raise SafeloadError(f"tensor name {show(name)} contains NUL, where npz readers would truncate it", tensor=name)
     if size > limit:
-        text = f"has a name of {size} bytes, but npz allows at most {limit}"
-        raise error_about(SafeloadError, text, tensor=name)
+        raise error_about(SafeloadError, f"has a name of {size} bytes, but npz allows at most {limit}", tensor=name)
     import zipfile
 
     info = zipfile.ZipInfo(SUFFIX, _NO_TIME)

@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -54,7 +54,7 @@ from ..base.messages import error_about
 from ..base.text import plural, show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError
-from .boxed import BoxedListing, Region, Stored, boxed_file, in_one_box, in_pieces
+from .boxed import BoxedListing, Region, boxed_file, in_one_box, in_pieces
 from .byte_reader import ByteReader
 from .registry import Candidate, Content, OpenRequest, place_beside
 
@@ -108,15 +108,12 @@ class WireReader(ByteReader):
                 if not first and len(data) < rest and low:
                     break  # the field continues beyond the block
                 stop = self._end_of(tag, first, value, message, (at + low, rest))
-                self._count(at + low)
+                self._fields += 1
+                if self._fields > MAX_FIELDS:
+                    raise self.limit(f"the file has more than {MAX_FIELDS:,} fields", at + low)
                 yield Field(tag >> 3, wire, value, at + begin, at + stop)
                 low = stop
             at += low
-
-    def _count(self, position: int) -> None:
-        self._fields += 1
-        if self._fields > MAX_FIELDS:
-            raise self.limit(f"the file has more than {MAX_FIELDS:,} fields", position)
 
     def _end_of(self, tag: int, first: int, value: int, message: str, block: tuple[int, int]) -> int:
         """Return the end of a field in its block, after checking the field."""
@@ -131,8 +128,7 @@ class WireReader(ByteReader):
             raise self.fault(f"field {number} of {message} has the wire type {wire}, which is not in use", position)
         size = value if wire == BYTES else _SIZES[wire]
         if first + size > rest:
-            text = f"field {number} of {message} needs {size} bytes, but {rest - first} are left"
-            raise self.fault(text, position)
+            raise self.fault(f"field {number} of {message} needs {size} bytes, but {rest - first} are left", position)
         return first + size
 
     def text(self, field: Field, what: str) -> str:
@@ -226,11 +222,7 @@ _DATA_FIELDS = {
 _NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared by tensors: a file can have a million
 
 
-class ByteSpan(NamedTuple):
-    """Bytes of numbers in the file."""
-
-    begin: int
-    end: int
+ByteSpan: TypeAlias = tuple[int, int]  # the first byte of numbers in the file, and one past the last
 
 
 class TensorProto:
@@ -280,7 +272,10 @@ class OnnxModel:
                 key, value = self._pair(field, "an entry of metadata_props")
                 self.metadata.setdefault("metadata_props", {})[str(key or "")] = str(value or "")
             elif field.number == 20:
-                self._training(field, f"training_info.{trainings}.")
+                for graph in self._messages(field, "a training_info"):
+                    if graph.number in (1, 2):
+                        kind = "initialization" if graph.number == 1 else "algorithm"
+                        self._graph(graph, f"training_info.{trainings}.{kind}.", 0)
                 trainings += 1
             elif field.number == 25:
                 self._function(field)
@@ -304,11 +299,6 @@ class OnnxModel:
         return self._reader.fields(field.begin, field.end, what)
 
     # ---- graphs ----
-
-    def _training(self, message: Field, prefix: str) -> None:
-        for field in self._messages(message, "a training_info"):
-            if field.number in (1, 2):
-                self._graph(field, f"{prefix}{'initialization' if field.number == 1 else 'algorithm'}.", 0)
 
     def _function(self, message: Field) -> None:
         """Walk the nodes of a function, whose attributes can have graphs."""
@@ -345,6 +335,7 @@ class OnnxModel:
             raise self._reader.fault(f"two tensors are named {show(name)}", tensor.at)
         if len(tensors) == MAX_TENSORS:
             raise self._reader.limit(f"the model has more than {MAX_TENSORS:,} tensors", tensor.at)
+        tensor.name = name
         tensors[name] = tensor
 
     def _refuse_sparse(self, message: Field, prefix: str) -> None:
@@ -407,7 +398,7 @@ class OnnxModel:
             elif number == 9:
                 if field.wire != BYTES:
                     raise reader.fault(f"raw_data must be bytes, got wire type {field.wire}", field.begin)
-                tensor.raw = ByteSpan(field.begin, field.end)
+                tensor.raw = (field.begin, field.end)
             elif number in _DATA_FIELDS:
                 self._add_piece(tensor, *_DATA_FIELDS[number], field)
             elif number == 13:
@@ -427,7 +418,7 @@ class OnnxModel:
             tensor.pieces = {}
         pieces = tensor.pieces.setdefault(name, [])  # type: ignore[attr-defined]
         if field.begin < field.end:
-            pieces.append(ByteSpan(field.begin, field.end))
+            pieces.append((field.begin, field.end))
             self._pieces += 1
         self._check_count(self._pieces, MAX_PIECES, "fields with numbers, which ONNX packs into one a tensor", field)
 
@@ -504,21 +495,18 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         text = f"no container {show(request.root)}; an ONNX model has {show(CONSTANTS)}, the tensors of Constant nodes"
         raise error_about(TensorNotFoundError, text, path=file.path)
     tensors = model.initializers if request.root is None else model.constants
+    notes = []
+    if request.root is None and model.constants:
+        count = plural(len(model.constants), "tensor")
+        notes.append(f'Constant nodes hold {count} that are not opened: pass root="{CONSTANTS}" for these instead')
     places = TensorPlacer(file)
     try:
-        for name, tensor in tensors.items():
-            places.add(name, tensor)
-        return places.content(model, list(tensors), _notes(model, request))
+        for tensor in tensors.values():
+            places.add(tensor)
+        return places.content(model, list(tensors), notes)
     except BaseException:
         places.close()
         raise
-
-
-def _notes(model: OnnxModel, request: OpenRequest) -> list[str]:
-    if request.root is not None or not model.constants:
-        return []
-    count = plural(len(model.constants), "tensor")
-    return [f'Constant nodes hold {count} that are not opened: pass root="{CONSTANTS}" for these instead']
 
 
 class TensorPlacer:
@@ -548,25 +536,30 @@ class TensorPlacer:
             files.append(boxed_file(self._file, self._boxed, stores))
         return Content(self._file, files, names if files else (), notes)
 
-    def add(self, name: str, tensor: TensorProto) -> None:
+    def add(self, tensor: TensorProto) -> None:
         """Check a tensor against its elements and list it."""
         type_ = TYPES.get(tensor.data_type)
-        label = f"data type {tensor.data_type}" if type_ is None else type_.name
+        file, listing = self._file, None
         try:
             if type_ is None or not type_.code or tensor.strings:
                 raise UnsupportedError("is not a dtype of weights")
-            self._add(name, tensor, type_)
+            file, listing = self._listed(tensor, type_)
         except UnsupportedError as error:
-            is_tensor = type_ is None or bool(type_.code)
-            missing = _location(tensor) in self._missing
-            listing = unreadable(name, label, tuple(tensor.dims), str(error), is_tensor=is_tensor, is_missing=missing)
-            self._listings[self._file].append(listing)
+            label = f"data type {tensor.data_type}" if type_ is None else type_.name
+            is_tensor, is_missing = type_ is None or bool(type_.code), _location(tensor) in self._missing
+            listing = unreadable(
+                tensor.name, label, tensor.dims, str(error), is_tensor=is_tensor, is_missing=is_missing
+            )
+        if isinstance(listing, Listing):
+            self._listings.setdefault(file, []).append(listing)
+        else:
+            self._boxed[tensor.name] = listing
 
-    def _add(self, name: str, tensor: TensorProto, type_: ElementType) -> None:
-        row = dtypes.BY_CODE[type_.code]
-        shape = tuple(tensor.dims)
+    def _listed(self, tensor: TensorProto, type_: ElementType) -> tuple[WeightFile, Listing | BoxedListing]:
+        """Return the file and the place of a tensor."""
+        row, shape = dtypes.BY_CODE[type_.code], tensor.dims
         if not array_fits(shape, max(1, type_.bits // 8)):
-            raise self._fault(f": no array can have the shape {show(list(shape))}", name, tensor)
+            raise self._fault(f": no array can have the shape {show(list(shape))}", tensor)
         count = prod(shape)
         if row.packed and count % row.block:
             raise UnsupportedError(f"has {count} elements of {row.bits} bits, which end inside a byte")
@@ -574,113 +567,95 @@ class TensorPlacer:
         if tensor.segment:
             raise UnsupportedError("is a segment of a tensor")
         if tensor.location not in (0, 1):
-            raise self._fault(f": data_location is {tensor.location}, expected 0 or 1", name, tensor)
+            raise self._fault(f": data_location is {tensor.location}, expected 0 or 1", tensor)
         file, place = self._file, tensor.raw
         if tensor.location == 1:
             if tensor.raw is not None or any(tensor.pieces.values()):
-                raise self._fault(" has elements both in the model and in another file", name, tensor)
-            file, place = self._external_place(name, tensor, nbytes)
+                raise self._fault(" has elements both in the model and in another file", tensor)
+            file, place = self._external_place(tensor, nbytes)
         elif tensor.raw is not None and any(tensor.pieces.values()):
-            raise self._fault(f" has raw_data and {', '.join(tensor.pieces)}", name, tensor)
+            raise self._fault(f" has raw_data and {', '.join(tensor.pieces)}", tensor)
         if place is None and count:
-            self._add_numbers(name, tensor, type_, shape)
-            return
-        if place is None:
-            place = ByteSpan(0, 0)
-        if place.end - place.begin != nbytes:
-            text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but raw_data has {place.end - place.begin}"
-            raise self._fault(text, name, tensor)
+            return file, self._of_numbers(tensor, type_, count)
+        begin, end = place or (0, 0)
+        if end - begin != nbytes:
+            text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but raw_data has {end - begin}"
+            raise self._fault(text, tensor)
         if type_.small and count:
-            self._box(name, row, shape, partial(_unpacked, file, [place], type_, count, varints=False))
-        else:
-            self._listings.setdefault(file, []).append(Listing(name, row, shape, *place))
+            unpack = partial(_unpacked, file, [(begin, end)], type_, count, varints=False)
+            return file, in_one_box(row, shape, unpack)
+        return file, Listing(tensor.name, row, shape, begin, end)
 
-    def _add_numbers(self, name: str, tensor: TensorProto, type_: ElementType, shape: tuple[int, ...]) -> None:
-        """List a tensor whose elements are in the field of its type."""
-        count = prod(shape)
+    def _of_numbers(self, tensor: TensorProto, type_: ElementType, count: int) -> Listing | BoxedListing:
+        """Return a tensor whose elements are in the field of its type."""
+        file, row, shape = self._file, dtypes.BY_CODE[type_.code], tensor.dims
         if any(pieces for field, pieces in tensor.pieces.items() if field != type_.field):
             text = f": {type_.name} has its elements in {type_.field}, got {', '.join(tensor.pieces)}"
-            raise self._fault(text, name, tensor)
+            raise self._fault(text, tensor)
         pieces = tensor.pieces.get(type_.field, [])
-        stored = sum(piece.end - piece.begin for piece in pieces)
-        row = dtypes.BY_CODE[type_.code]
+        stored = sum(end - begin for begin, end in pieces)
         if type_.field in ("float_data", "double_data"):
-            nbytes = row.nbytes(count)
+            nbytes, itemsize = row.nbytes(count), row.nbytes(1)
             if stored != nbytes:
                 text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but {type_.field} has {stored}"
-                raise self._fault(text, name, tensor)
+                raise self._fault(text, tensor)
             if len(pieces) == 1:
-                self._listings[self._file].append(Listing(name, row, shape, *pieces[0]))
-            else:
-                self._box_pieces(name, row, shape, pieces)
-            return
+                return Listing(tensor.name, row, shape, *pieces[0])
+            if any((end - begin) % itemsize for begin, end in pieces):
+                raise UnsupportedError("is stored in pieces that end inside an element")
+            regions = ((Region(file.store, begin), (end - begin) // itemsize) for begin, end in pieces)
+            return in_pieces(row, shape, regions)
         numbers = type_.numbers(count)
         if not numbers <= stored <= 10 * numbers:
             text = f": {type_.name} {list(shape)} needs {numbers} numbers, but {type_.field} has {stored} bytes"
-            raise self._fault(text, name, tensor)
-        self._box(name, row, shape, partial(_unpacked, self._file, pieces, type_, count, varints=True))
-
-    def _box(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], stored: Stored) -> None:
+            raise self._fault(text, tensor)
+        if row.packed and (not shape or shape[-1] % row.block):
+            raise UnsupportedError(f"{list(shape)} is stored as numbers, and its rows end inside a byte")
         if row.packed:
-            if not shape or shape[-1] % row.block:
-                raise UnsupportedError(f"{list(shape)} is stored as numbers, and its rows end inside a byte")
             shape = (*shape[:-1], row.nbytes(shape[-1]))
-        self._boxed[name] = in_one_box(row, shape, stored)
-
-    def _box_pieces(self, name: str, row: dtypes.Dtype, shape: tuple[int, ...], pieces: Sequence[ByteSpan]) -> None:
-        """List a tensor whose elements are in several places; a piece must hold whole elements."""
-        itemsize = row.nbytes(1)
-        if any((end - begin) % itemsize for begin, end in pieces):
-            raise UnsupportedError("is stored in pieces that end inside an element")
-        stored = ((Region(self._file.store, begin), (end - begin) // itemsize) for begin, end in pieces)
-        self._boxed[name] = in_pieces(row, shape, stored)
+        return in_one_box(row, shape, partial(_unpacked, file, pieces, type_, count, varints=True))
 
     # ---- external data ----
 
-    def _external_place(self, name: str, tensor: TensorProto, nbytes: int) -> tuple[WeightFile, ByteSpan]:
+    def _external_place(self, tensor: TensorProto, nbytes: int) -> tuple[WeightFile, ByteSpan]:
         """Return the file of external data and the place of a tensor in it."""
         location = _location(tensor)
         if location in self._missing:
             raise UnsupportedError(self._missing[location])
-        file = self._external.get(location) or self._open(location, name, tensor)
-        begin = self._number(tensor, "offset", name) or 0
-        length = self._number(tensor, "length", name)
+        file = self._external.get(location) or self._open(location, tensor)
+        begin, length = self._number(tensor, "offset") or 0, self._number(tensor, "length")
         if length is not None and length != nbytes:
             text = f": {list(tensor.dims)} needs {nbytes} bytes, but external_data says length {length}"
-            raise self._fault(text, name, tensor)
+            raise self._fault(text, tensor)
         if begin + nbytes > file.size:
             text = f": needs bytes {begin} to {begin + nbytes} of {show(location)}, which has {file.size}"
-            raise self._fault(text, name, tensor)
-        return file, ByteSpan(begin, begin + nbytes)
+            raise self._fault(text, tensor)
+        return file, (begin, begin + nbytes)
 
-    def _number(self, tensor: TensorProto, key: str, name: str) -> int | None:
+    def _number(self, tensor: TensorProto, key: str) -> int | None:
         text = tensor.external.get(key)
-        if text is None:
-            return None
-        if not (text.isascii() and text.isdigit() and len(text) < 20):
-            raise self._fault(f": {key} in external_data must be a number, got {show(text)}", name, tensor)
-        return int(text)
+        if text is not None and not (text.isascii() and text.isdigit() and len(text) < 20):
+            raise self._fault(f": {key} in external_data must be a number, got {show(text)}", tensor)
+        return None if text is None else int(text)
 
-    def _open(self, location: str, name: str, tensor: TensorProto) -> WeightFile:
+    def _open(self, location: str, tensor: TensorProto) -> WeightFile:
         """Open a file of external data, which must be in the model's folder or below."""
         path = place_beside(self._file, location)
         if path is None:
-            text = f": its location must be a file in the model's folder, got {show(location)}"
-            raise self._fault(text, name, tensor)
+            raise self._fault(f": its location must be a file in the model's folder, got {show(location)}", tensor)
         if len(self._external) + len(self._missing) == MAX_FILES:
-            raise self._fault(f": external data in more than {MAX_FILES:,} files", name, tensor)
+            raise self._fault(f": external data in more than {MAX_FILES:,} files", tensor)
         try:
-            file = open_without_table(path, files=self._file.files)
+            file = self._external[location] = open_without_table(path, files=self._file.files)
         except FileNotFoundError as error:
             self._missing[location] = f"is stored in {error.filename}, which is missing: was the download finished?"
             raise UnsupportedError(self._missing[location]) from None
         except IsADirectoryError:
-            raise self._fault(f": its location {show(location)} is a folder", name, tensor) from None
-        self._external[location] = file
+            raise self._fault(f": its location {show(location)} is a folder", tensor) from None
         return file
 
-    def _fault(self, text: str, name: str, tensor: TensorProto) -> FormatError:
-        return error_about(FormatError, text, path=self._file.path, offset=tensor.at, tensor=name)
+    def _fault(self, text: str, tensor: TensorProto) -> FormatError:
+        return error_about(FormatError, text, path=self._file.path, offset=tensor.at, tensor=tensor.name)
 
 
 def _location(tensor: TensorProto) -> str:
@@ -704,7 +679,7 @@ def _unpacked(file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, 
             if len(values) != expected:
                 raise FormatError(f"{type_.field} has {len(values)} numbers, expected {expected}")
         except FormatError as error:
-            raise FormatError(error.args[0], file.path, pieces[0].begin) from None
+            raise FormatError(error.args[0], file.path, pieces[0][0]) from None
         if type_.bits == 6:
             bits = np.unpackbits(values.astype(np.uint8)[:, None], axis=1, bitorder="little")[:, :6]
             return np.packbits(bits, bitorder="little")

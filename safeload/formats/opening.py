@@ -183,7 +183,11 @@ def reopen(recipe: Recipe, seen: Seen) -> Opened:
     for path, identity in seen:
         recipe.files.check_unchanged(path, identity)
     with rather_changed(recipe.files, seen):
-        opened = _open_again(recipe)
+        if recipe.files is LOCAL:
+            paths, listed, format, root, unknown_globals, stored, _ = recipe
+            opened = open_paths(list(paths) if listed else paths[0], format, root, unknown_globals, stored)
+        else:
+            opened = _open_list(recipe.paths, recipe) if recipe.listed else _open_shards(recipe.paths[0], recipe)
     try:
         again = seen_of(opened.files, opened.index_file)
         if [path for path, _ in again] != [path for path, _ in seen]:
@@ -198,13 +202,6 @@ def reopen(recipe: Recipe, seen: Seen) -> Opened:
     return opened
 
 
-def _open_again(recipe: Recipe) -> Opened:
-    if recipe.files is not LOCAL:
-        return _open_list(recipe.paths, recipe) if recipe.listed else _open_shards(recipe.paths[0], recipe)
-    paths, listed, format, root, unknown_globals, stored, _ = recipe
-    return open_paths(list(paths) if listed else paths[0], format, root, unknown_globals, stored)
-
-
 def reopen_subset(
     seen: Seen, config: dict[str, Any] | None, recipe: Recipe, unlisted: Mapping[str, Sequence[str]]
 ) -> Opened:
@@ -214,16 +211,7 @@ def reopen_subset(
     shards: list[Opened] = []
     try:
         where: dict[str, tuple[WeightFile, int]] = {}
-
-        def open_shard(place: tuple[str, tuple[Any, ...]]) -> Opened:
-            path, identity = place
-            recipe.files.check_unchanged(path, identity)
-            with rather_changed(recipe.files, [place]):
-                shard = registry.open_file(path, recipe.options)
-            compare(shard.file.identity, identity, shard.file.path)
-            return shard
-
-        shards = recipe.files.each(open_shard, seen)
+        shards = recipe.files.each(lambda place: registry.reopen_file(*place, recipe.options), seen)
         alone = len(shards) == 1 and not unlisted
         for shard, (path, _) in zip(shards, seen, strict=True) if not alone else ():
             excluded = frozenset(unlisted.get(path, ()))
@@ -314,12 +302,13 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
     if not weights:
         text = f"this is {kind} without weights: it holds {_listed([files.join(*place) for place in inside])}"
         raise error_about(UnsupportedError, text, path=container.path)
-    depths = {folder: folder.count("/") + 1 if folder else 0 for folder in weights}
-    nearest = [folder for folder in weights if depths[folder] == min(depths.values())]
-    if len(nearest) > 1:
+    by_depth: dict[int, list[str]] = {}
+    for folder in weights:
+        by_depth.setdefault(folder.count("/") + 1 if folder else 0, []).append(folder)
+    folder, *others = nearest = by_depth[min(by_depth)]
+    if others:
         text = f"weights in {len(nearest):,} folders: {_listed(nearest)}; choose one with root="
         raise error_about(UnsupportedError, text, path=container.path)
-    folder = nearest[0]
     names = weights[folder]
     if len(names) == 1 and not names[0].endswith(_PARTS):
         return files.join(folder, names[0]), request
@@ -350,24 +339,17 @@ def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
         for name, (file, index) in opened.places.items()
         if isinstance(file.store, MemberStore)
     ]
-    named: dict[str, bool] = {}
-    unknown: dict[str, Any] = {}
-    ternary: dict[str, tuple[int, ...]] = {}
-    for file in opened.files:
-        named.update(file.table.named_globals)
-        unknown.update(file.table.unknown)
-        ternary.update(file.table.ternary)
-    table = ListedTable(listings, opened.metadata, named_globals=named)
-    table.unknown, table.ternary = unknown, ternary
-    container.table = table
+    tables = [file.table for file in opened.files]
+    named = {name: harmless for table in tables for name, harmless in table.named_globals.items()}
+    container.table = ListedTable(listings, opened.metadata, named_globals=named)
+    container.table.unknown = {name: unknown for table in tables for name, unknown in table.unknown.items()}
+    container.table.ternary = {name: shape for table in tables for name, shape in table.ternary.items()}
     for file in beside:
         file.path = container.path
         file.stand_for(container, unpacked=file.unpacked)
-    where: dict[str, tuple[WeightFile, int]] | None = None
-    if beside:
-        places = {name: (file, k) for file in (container, *beside) for k, name in enumerate(file.table.names)}
-        where = {name: places[name] for name in opened.places}
-    return opened._replace(title=container.path, files=[container, *beside], where=where, index_file=None)
+    files = [container, *beside]
+    where = registry.joined_places(files, opened.places) if beside else None
+    return opened._replace(title=container.path, files=files, where=where, index_file=None)
 
 
 def _listing(name: str, file: WeightFile, index: int, shift: int) -> Listing:
@@ -375,7 +357,6 @@ def _listing(name: str, file: WeightFile, index: int, shift: int) -> Listing:
     table = file.table
     if table.scale(index) is not None or table.packed(index) is not None:
         raise FormatError("a member has scales before they were looked for", file.path)
-    begin, end = table.byte_range(index)
-    strides, big_endian = table.strides(index), table.big_endian(index)
-    row, shape = table.row(index), table.shape(index)
-    return Listing(name, row, shape, begin + shift, end + shift, strides, big_endian=big_endian)
+    begin, end = (byte + shift for byte in table.byte_range(index))
+    row, shape, strides = table.row(index), table.shape(index), table.strides(index)
+    return Listing(name, row, shape, begin, end, strides, big_endian=table.big_endian(index))

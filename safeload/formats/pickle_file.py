@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from ..base import dtypes
 from ..base.listed_table import ListedTable
@@ -153,11 +153,8 @@ NAMES, PARTS = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
 _SUFFIXES = (".pdparams", ".pdopt")
 
 
-class _StoredArray(NamedTuple):
-    """An array of the pickle, and where it is."""
-
-    file: WeightFile
-    position: int  # in its table
+# The file of an array, and its position in the table.
+_Place: TypeAlias = tuple[WeightFile, int]
 
 
 def _is_paddle(value: Any, path: str) -> bool:
@@ -189,9 +186,9 @@ def _adapt(value: Mapping[Any, Any], tables: PickleTables, file: WeightFile, *, 
     if not whole or PARTS not in value:
         return tables
     sources = [file] if tables.beside is None else [file, tables.beside]
-    places: dict[str, _StoredArray] = {}
+    places: dict[str, _Place] = {}
     for source, table in zip(sources, [tables.table, *(s.table for s in sources[1:])], strict=True):
-        places.update({name: _StoredArray(source, position) for position, name in enumerate(table.names)})
+        places.update({name: (source, position) for position, name in enumerate(table.names)})
     file.table = tables.table
     listings = dict(_joined(value[PARTS], places, tables.names, file.path))
     beside = boxed_file(file, listings, [source.store for source in sources])
@@ -202,7 +199,7 @@ def _adapt(value: Mapping[Any, Any], tables: PickleTables, file: WeightFile, *, 
 
 
 def _joined(
-    about: Any, places: Mapping[str, _StoredArray], names: list[str], path: str
+    about: Any, places: Mapping[str, _Place], names: list[str], path: str
 ) -> Iterator[tuple[str, BoxedListing]]:
     """Yield all tensors: large ones in the place of their first part."""
     if type(about) is not dict:
@@ -231,9 +228,10 @@ def _joined(
             yield part, _alone(part, places[part], path)
 
 
-def _join(name: str, parts: list[_StoredArray], shape: tuple[int, ...], path: str) -> BoxedListing:
+def _join(name: str, parts: list[_Place], shape: tuple[int, ...], path: str) -> BoxedListing:
     """Describe a tensor as consecutive parts of a vector."""
-    row = parts[0].file.table.row(parts[0].position)
+    file, position = parts[0]
+    row = file.table.row(position)
     pieces: list[tuple[Any, int]] = []
     for place in parts:
         part = _alone(name, place, path)
@@ -248,11 +246,12 @@ def _join(name: str, parts: list[_StoredArray], shape: tuple[int, ...], path: st
     return in_pieces(row, shape, pieces)
 
 
-def _alone(name: str, place: _StoredArray, path: str) -> BoxedListing:
+def _alone(name: str, place: _Place, path: str) -> BoxedListing:
     """Describe an array as a single box."""
-    table, index = place.file.table, place.position
+    file, index = place
+    table = file.table
     if table.big_endian(index):
         raise error_about(UnsupportedError, "is big-endian, beside arrays in parts", path=path, tensor=name)
     shape = table.shape(index)
-    stored = Region(place.file.store, table.byte_range(index)[0], table.strides(index))
+    stored = Region(file.store, table.byte_range(index)[0], table.strides(index))
     return in_one_box(table.row(index), shape, stored)

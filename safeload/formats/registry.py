@@ -34,7 +34,7 @@ from ..base.paths import is_bare
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table, places_in
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported
-from ..stores.files import LOCAL, Files
+from ..stores.files import LOCAL, Files, rather_changed
 from ..stores.store import WINDOW
 from . import foreign
 
@@ -345,8 +345,8 @@ def place_beside(file: WeightFile, name: str) -> str | None:
 # ---- the rows ----
 
 
-def _begins(magic: bytes) -> Callable[[bytes], bool]:
-    return lambda head: head[: len(magic)] == magic
+def _begins(*magic: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(magic)
 
 
 def _only(suffix: str, *preferred: str) -> Callable[[Sequence[str]], Sequence[str]]:
@@ -384,11 +384,11 @@ ROWS = (
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), ".npy", (".npy",), writes=True),
     Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, ".dcp",
             ambiguous=True, nested=True, parts=foreign.is_safetensors),
-    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, foreign.never, ".zero", nested=True, parts=foreign.is_zip),
-    Format("fsdp", "FSDP rank files", _ZIP, foreign.never, ".fsdp", nested=True, parts=foreign.is_zip),
+    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, _begins(), ".zero", nested=True, parts=foreign.is_zip),
+    Format("fsdp", "FSDP rank files", _ZIP, _begins(), ".fsdp", nested=True, parts=foreign.is_zip),
     Format("orbax", "Orbax checkpoints", "the metadata of an Orbax checkpoint", foreign.is_orbax, ".orbax.file",
            nested=True, parts=foreign.is_object),
-    Format("keras", "Keras", "an HDF5 file", _begins(b"\x89HDF\r\n\x1a\n"), ".keras.file",
+    Format("keras", "Keras", "an HDF5 file", _begins(b"\x89HDF\r\n\x1a\n"), ".keras",
            (".h5", ".hdf5", ".keras"), nested=True),
     Format("flax", "Flax weights", "Flax weights in MessagePack", foreign.is_flax, ".flax", (".msgpack",), nested=True,
            own_names=True, chooses=_only(".msgpack", "flax_model.msgpack.index.json", "flax_model.msgpack")),
@@ -594,15 +594,18 @@ def _holds_gguf(names: Collection[str]) -> bool:
     return not torch and any(name.lower().endswith(".gguf") for name in names)
 
 
-def _holds_keras(names: Collection[str]) -> bool:
-    return "model.weights.h5" in names or "model.weights.npz" in names
-
-
+# Programs of Windows, Linux and macOS, and Actually Portable Executables.
+_PROGRAM = _begins(b"MZ", b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 CONTAINERS = (
     Container("a tar archive", foreign.is_tar, ".tar"),
-    Container("a program with a zip archive (llamafile)", foreign.is_program, ".llamafile"),
+    Container("a program with a zip archive (llamafile)", _PROGRAM, ".llamafile"),
     Container("a zip archive with a GGUF file", foreign.is_zip, ".llamafile", _holds_gguf),
-    Container("a zip archive of Keras", foreign.is_zip, ".keras.file", _holds_keras),
+    Container(
+        "a zip archive of Keras",
+        foreign.is_zip,
+        ".keras",
+        lambda names: "model.weights.h5" in names or "model.weights.npz" in names,
+    ),
 )
 
 
@@ -662,11 +665,15 @@ class Opened(NamedTuple):
 def opened_file(format: str, content: Content) -> Opened:
     """Return what a reader has opened."""
     file, others, names, notes = content
-    where = None
-    if others:
-        places = {name: (each, k) for each in (file, *others) for k, name in enumerate(each.table.names)}
-        where = {name: places[name] for name in names}
-    return Opened(file.path, format, [file, *others], where, file.table.metadata() or {}, notes=notes)
+    files = [file, *others]
+    where = joined_places(files, names) if others else None
+    return Opened(file.path, format, files, where, file.table.metadata() or {}, notes=notes)
+
+
+def joined_places(files: Sequence[WeightFile], names: Iterable[str]) -> dict[str, tuple[WeightFile, int]]:
+    """Return the places of tensors that are in one of several files each, in the order of the names."""
+    places = {name: (file, k) for file in files for k, name in enumerate(file.table.names)}
+    return {name: places[name] for name in names}
 
 
 # Formats whose readers take only the table from a file.
@@ -693,6 +700,15 @@ def open_file(path: str, request: OpenRequest) -> Opened:
             if file.verified and isinstance(error, SafeloadError):
                 file.store.verify()  # type: ignore[attr-defined]  # a file that differs is the better reason
         raise
+    return opened
+
+
+def reopen_file(path: str, identity: tuple[Any, ...], request: OpenRequest) -> Opened:
+    """Open a file again, if it is still the same."""
+    request.files.check_unchanged(path, identity)
+    with rather_changed(request.files, [(path, identity)]):
+        opened = open_file(path, request)
+    opened.file.check_identity(identity)
     return opened
 
 

@@ -15,7 +15,6 @@ from ..engine.run.cast import astype
 from ..engine.run.slice import TAKE, read_slice
 from ..engine.run.weight_file import WeightFile
 from ..errors import UnsupportedError, exported, public
-from ..stores.files import rather_changed
 from . import registry
 from .registry import OpenRequest
 
@@ -57,10 +56,7 @@ class TensorSlice:
         cls, path: str, request: tuple[Any, ...], name: str, seen: tuple[int, ...], dtype: str | None
     ) -> TensorSlice:
         options = OpenRequest(*request)
-        options.files.check_unchanged(path, seen)
-        with rather_changed(options.files, [(path, seen)]):
-            files = registry.open_file(path, options).files
-        files[0].check_identity(seen)
+        files = registry.reopen_file(path, seen, options).files
         file = next((file for file in files if file.table.find(name) >= 0), files[0])
         return cls(file, file.table.index(name), options, parse_target(dtype))
 

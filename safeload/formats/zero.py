@@ -199,8 +199,7 @@ class _Zero(RankFolder):
         stage = states[0].get("zero_stage")
         stage = stage.args[0] if type(stage) is Inert and len(stage.args) == 1 else stage
         if type(stage) is not int or not 0 <= stage <= 3 or (stage == 3) != self._stage3:
-            text = f"zero_stage {describe(stage)} does not fit the names of the files"
-            raise FormatError(text, ranks[0].file.path)
+            raise FormatError(f"zero_stage {describe(stage)} does not fit the names of the files", ranks[0].file.path)
         count = states[0].get("partition_count")
         if isinstance(count, (list, tuple)) and count and all(type(n) is int for n in count):
             count = max(count)

@@ -87,15 +87,11 @@ def decompressed(
         while piece := stream.read(min(_STEP, limit + 1 - len(content))):
             content += piece
             if len(content) > limit:
-                raise _too_large(limit, path, name)
+                text = f"its zstd frame holds more than {limit:,} bytes, the most that its shape needs"
+                raise error_about(LimitError, text if name is None else f": {text}", path=path, tensor=name)
     except errors as error:
         raise _malformed(error, path, begin, name) from None
     return content
-
-
-def _too_large(limit: int, path: str, name: str | None) -> LimitError:
-    text = f": its zstd frame holds more than {limit:,} bytes, the most that its shape needs"
-    return error_about(LimitError, text if name is not None else text[6:], path=path, tensor=name)
 
 
 def _malformed(error: Exception, path: str, begin: int, name: str | None) -> FormatError:

@@ -77,7 +77,7 @@ inside.preload(
 for row in registry.ROWS:
     row.load()
 for container in registry.CONTAINERS:
-    inside.module_of(container.module)
+    registry.module_of(container.module)
 os.environ["SAFELOAD_NO_PLUGINS"] = "1"  # looking for these reads files of other distributions
 families()
 

@@ -5,7 +5,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import ListedTable, Listing, Opened, c_strides, dtypes, open_without_table
+from builders.inside import ListedTable, Listing, c_strides, dtypes, open_without_table, registry
 from builders.torch_build import in_order
 
 from safeload import Checkpoint, astype, errors
@@ -55,7 +55,7 @@ class Builder:
         self.path.write_bytes(self.data)
         file = open_without_table(self.path)
         file.table = ListedTable(self.listings, {"made": "here"}, big_endian=self.big)
-        return Checkpoint(Opened(str(self.path), "test", [file], None, {}))
+        return Checkpoint(registry.Opened(str(self.path), "test", [file], None, {}))
 
 
 def build(path, **options):

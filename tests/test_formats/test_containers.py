@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 import pytest
 from builders import inside, torch_build
-from builders.inside import FORMATS_BY_NAME as BY_NAME
+from builders.inside import registry
 from builders.paths import ROOT
 from builders.random import rng
 from builders.remote import Served
@@ -65,7 +65,7 @@ def safetensors_bytes(weights):
 
 
 def gguf_bytes(weights, tmp_path, name="m.gguf"):
-    BY_NAME["gguf"].load().write(weights, {"general.name": "m"}, tmp_path / name)
+    registry.BY_NAME["gguf"].load().write(weights, {"general.name": "m"}, tmp_path / name)
     return (tmp_path / name).read_bytes()
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.format_files import make
-from builders.inside import FORMATS, ROWS, Lazy, foreign, registry
-from builders.inside import FORMATS_BY_NAME as BY_NAME
+from builders.inside import Lazy, foreign, registry
 from builders.paths import ROOT
 from builders.random import rng
 from builders.thorough import part_of
@@ -31,10 +30,10 @@ ODD_NAMES = ["schräg/é", "../x", "a b\tc", "\n", "'\"\\", "日本語", "🙂",
 
 # Rows of which only a folder's names tell, not the first bytes: their tests are files of their own.
 FOLDERS = ("deepspeed", "fsdp")
-FILES = [row for row in ROWS if row.name not in FOLDERS]
+FILES = [row for row in registry.ROWS if row.name not in FOLDERS]
 EVERY = pytest.mark.parametrize("row", FILES, ids=lambda row: row.name)
-NAMED = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-WRITTEN = pytest.mark.parametrize("row", [row for row in ROWS if row.writes], ids=lambda row: row.name)
+NAMED = pytest.mark.parametrize("row", registry.ROWS, ids=lambda row: row.name)
+WRITTEN = pytest.mark.parametrize("row", [row for row in registry.ROWS if row.writes], ids=lambda row: row.name)
 
 
 def held(row):
@@ -61,7 +60,7 @@ def test_a_file_opens_as_what_was_written(row, tmp_path):
     want = held(row)
     path = make(row, want, tmp_path / "file")
     for format in (None, row.name, row.family):
-        if format is None or format in FORMATS:
+        if format is None or format in registry.FORMATS:
             with safeload.open(path, format=format) as opened:
                 assert (opened.format, sorted(opened)) == (row.name, sorted(want))
                 for name, array in want.items():
@@ -74,8 +73,8 @@ def test_a_file_opens_as_what_was_written(row, tmp_path):
 @EVERY
 def test_a_file_says_what_it_is_where_another_format_is_wanted(row, tmp_path):
     path = make(row, held(row), tmp_path / "file")
-    for wanted, formats in FORMATS.items():
-        required = BY_NAME[formats[0]]
+    for wanted, formats in registry.FORMATS.items():
+        required = registry.BY_NAME[formats[0]]
         if row.name in formats or (required.parts is not None and required.parts(path.read_bytes()[:512])):
             continue  # such a file may stand for its folder
         with pytest.raises(FormatError) as caught:
@@ -122,10 +121,10 @@ def test_the_first_bytes_tell(row, tmp_path):
     path = make(row, held(row), tmp_path / "file")
     head = foreign.read_head(str(path))
     assert row.matches(head)
-    kinds = {other.kind for other in ROWS if other.matches(head)}
+    kinds = {other.kind for other in registry.ROWS if other.matches(head)}
     assert kinds == {row.kind}, "rows that share their first bytes say the same"
     for size in range(foreign.HEAD_SIZE + 1):
-        for other in ROWS:
+        for other in registry.ROWS:
             assert isinstance(other.matches(head[:size]), bool)
 
 
@@ -161,9 +160,13 @@ def test_its_module_says_what_the_format_is(row):
 
 
 def test_names_and_suffixes_are_there_once():
-    names = [row.name for row in ROWS]
-    assert len({*names, *(row.family for row in ROWS if row.family)}) == len(FORMATS) == len(set(names)) + 1
-    written = [suffix for row in ROWS if row.writes for suffix in row.suffixes]
+    names = [row.name for row in registry.ROWS]
+    assert (
+        len({*names, *(row.family for row in registry.ROWS if row.family)})
+        == len(registry.FORMATS)
+        == len(set(names)) + 1
+    )
+    written = [suffix for row in registry.ROWS if row.writes for suffix in row.suffixes]
     assert written == list(registry.SUFFIXES)
     assert all(re.fullmatch(r"\.[a-z]+", suffix) for suffix in written)
 
@@ -312,7 +315,7 @@ def test_a_format_is_where_its_row_says():
         },  # `scan` parses its header
     }
     for name, places in allowed.items():
-        assert name in BY_NAME
+        assert name in registry.BY_NAME
         found = {
             path.relative_to(package).as_posix()
             for path in package.rglob("*.py")

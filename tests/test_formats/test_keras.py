@@ -15,8 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import hdf5, open_without_table
-from builders.inside import keras_chunks as chunk_module
+from builders.inside import keras, open_without_table
 from builders.paths import ROOT
 from builders.random import rng
 from builders.remote import Served
@@ -530,7 +529,7 @@ def test_limits_are_kept(name, most, tmp_path, monkeypatch):
         file.attrs["layer_names"] = [b"x%d" % k for k in range(8)]
 
     path = write(tmp_path / "m.h5", make)
-    monkeypatch.setattr(hdf5, name, most)
+    monkeypatch.setattr(keras, name, most)
     with pytest.raises(LimitError, match=r"more than"):
         safeload.open(path)
 
@@ -600,7 +599,7 @@ def test_texts_of_attributes_are_those_of_h5py(tmp_path):
 
             path = write(tmp_path / "m.h5", make, libver=libver)
             with h5py.File(path) as file, open_store(path) as opened:
-                texts = hdf5.texts_of(opened, h5py.h5o.get_info(file.id).addr, hdf5._GROUP_TEXTS)
+                texts = keras.texts_of(opened, h5py.h5o.get_info(file.id).addr, keras._GROUP_TEXTS)
                 for key, value in values.items():
                     assert texts[key].decode() == (value if isinstance(value, str) else value.decode())
                 assert texts["layer_names"] == names[::-1]
@@ -683,9 +682,9 @@ def test_checksums_are_those_of_hdf5(size):
             file = h5py.File.in_memory() if hasattr(h5py.File, "in_memory") else h5py.File(io.BytesIO(), "w")
             item = file.create_dataset("x", data=content, chunks=(size,), fletcher32=True)
             stored = item.id.read_direct_chunk((0,))[1][-4:]
-            assert chunk_module.fletcher32(content).to_bytes(4, "little") == stored
+            assert keras.fletcher32(content).to_bytes(4, "little") == stored
         else:
-            assert chunk_module.fletcher32(content) == 0
+            assert keras.fletcher32(content) == 0
 
 
 @pytest.mark.parametrize("name", ["model.keras", "legacy.h5"])

@@ -155,10 +155,10 @@ def test_one_fault_at_a_time(path, data, offset, fragment):
 
 def open_as_moon(path):
     """Past the sniffing, which sees no MOON here."""
-    from builders.inside import Candidate, OpenRequest, open_without_table
+    from builders.inside import open_without_table, registry
     from builders.inside import read_moon as read
 
-    return read(Candidate(open_without_table(path)), OpenRequest())
+    return read(registry.Candidate(open_without_table(path)), registry.OpenRequest())
 
 
 def test_truncated_at_every_byte(path):

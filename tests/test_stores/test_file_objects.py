@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from builders.format_files import make
-from builders.inside import ROWS, LocalStore
+from builders.inside import LocalStore, registry
 from builders.random import rng
 
 import safeload
@@ -132,7 +132,7 @@ KINDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name not in FOLDERS], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in registry.ROWS if row.name not in FOLDERS], ids=lambda row: row.name)
 @pytest.mark.parametrize("kind", ["BytesIO", "buffered", "gzip", "reader", "pipe"])
 def test_every_format_is_read_from_every_kind_of_file_object(row, kind, tmp_path):
     weights = {"tensor": WEIGHTS["layers.0.w"]} if row.name == "npy" else WEIGHTS

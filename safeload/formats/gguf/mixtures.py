@@ -346,8 +346,7 @@ def choose_for_image(file_type: str, shapes: Mapping[str, tuple[int, ...]], arch
             continue
         part = next((part for part in data["foreign"] if part in name), None)
         if part is not None:
-            text = f"is no tensor of {architecture}, because of {part}"
-            raise error_about(UnsupportedError, text, tensor=name)
+            raise error_about(UnsupportedError, f"is no tensor of {architecture}, because of {part}", tensor=name)
         kind = next((kind for kind, parts in data["kinds"].items() if any(part in name for part in parts)), "")
         number = counters[kind]
         counters[kind] += 1

@@ -6,7 +6,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -127,9 +127,8 @@ def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> tuple[bytes, Ar
         if value.scheme == INT8:
             text = 'int8 with scales, which GGUF does not support: pass quantize="q8_0" or dtype="float32"'
             raise unsupported(text)
-        number, data = dtypes.BLOCK_TYPES[value.scheme].ggml, value.data
-    elif isinstance(value, _Ternary):
-        number, data = _I2_S, value.data
+        number = _I2_S if value.scheme == "i2_s" else dtypes.BLOCK_TYPES[value.scheme].ggml
+        data = value.data
     elif isinstance(value, (np.ndarray, Lazy)):
         refuse_masked(value, tensor_named(name))
         row, data = dtypes.row_of(value.dtype), value
@@ -162,13 +161,6 @@ def _is_image_model(metadata: Mapping[str, Any]) -> bool:
     return isinstance(architecture, str) and architecture not in gguf_architectures()
 
 
-class _Ternary(NamedTuple):
-    """An I2_S tensor."""
-
-    shape: tuple[int, ...]  # logical
-    data: Lazy  # codes followed by their scale
-
-
 def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Split a packed GGUF tensor into its blocks and their scale; other tensors stay whole."""
     packing = value.packing if isinstance(value, (LazyPacked, QuantizedTensor)) else None
@@ -189,7 +181,7 @@ def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[
         if metadata.get(FILE_TYPE) != _FILE_TYPE_I2_S:
             text = f"is I2_S of BitNet, so readers need {FILE_TYPE} {_FILE_TYPE_I2_S} in the metadata: "
             raise error_about(UnsupportedError, f"{text}keep it, or pass dtype=", tensor=name)
-        yield name, _Ternary(packing.shape, _with_scale(codes, scale))
+        yield name, LazyQuantized(packing.numbers, packing.shape, _with_scale(codes, scale))
         return
     beside = f"{name.removesuffix('.weight')}.scale"
     if not name.endswith(".weight") or beside in tensors:

@@ -218,8 +218,7 @@ def _leaf(text: str, entry: Any, path: str) -> _Leaf:
     if type(keys) is not list or type(value) is not dict:
         raise FormatError(f"leaf {show(text)} must have key_metadata and value_metadata", path)
     if len(keys) > MAX_STEPS:
-        text = f"a leaf is nested {len(keys):,} levels deep, more than {MAX_STEPS}"
-        raise error_about(LimitError, text, path=path)
+        raise error_about(LimitError, f"a leaf is nested {len(keys):,} levels deep, more than {MAX_STEPS}", path=path)
     steps: list[str | int] = []
     for key in keys:
         name, kind = (key.get("key"), key.get("key_type")) if type(key) is dict else (None, None)
@@ -278,8 +277,7 @@ def _database(folder: _Folder, notes: list[str]) -> Mapping[str, Value]:
             for key, value in _values(folder, f"{part}/").items():
                 other = values.setdefault(key, value)
                 if other is not value and folder.content(key, other) != folder.content(key, value):
-                    text = f"two processes have stored {show(key)}, and their values differ"
-                    raise FormatError(text, folder.shown)
+                    raise FormatError(f"two processes have stored {show(key)}, and their values differ", folder.shown)
         notes.append(f"{MANIFEST} is missing: joined the databases of {len(parts):,} processes")
     for stored in folder.opened.values():
         if isinstance(stored.store, RemoteStore):
@@ -321,8 +319,7 @@ def _paths(folder: _Folder, arrays: Sequence[str]) -> dict[str, Value]:
             inner, depth = folders.pop()
             listed += 1
             if listed > MAX_FOLDERS:
-                text = f"its chunks are in more than {MAX_FOLDERS:,} folders"
-                raise error_about(LimitError, text, path=folder.shown)
+                raise error_about(LimitError, f"its chunks are in more than {MAX_FOLDERS:,} folders", path=folder.shown)
             try:
                 listing = folder.files.listing(folder.join(inner))
             except (FileNotFoundError, NotADirectoryError):

@@ -141,8 +141,7 @@ class _Metadata:
         """Return a checked list of sizes."""
         valid = type(value) is list and all(type(n) is int and least <= n < _LARGEST for n in value)
         if not valid or len(value) > MAX_RANK:
-            text = f"{what} must be a list of up to {MAX_RANK} sizes, got {show(value)[:100]}"
-            raise self.error(text)
+            raise self.error(f"{what} must be a list of up to {MAX_RANK} sizes, got {show(value)[:100]}")
         return tuple(value)
 
     def dtype(self, text: Any, names: bool) -> tuple[dtypes.Dtype, int | None, bool]:

@@ -6,7 +6,7 @@ import gguf as peer
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import F32, F64, I8, I64, NUMBERS, U8, U16, U32, Lazy, LazyQuantized, dtypes
+from builders.inside import Lazy, LazyQuantized, dtypes, gguf_values
 from builders.paths import SHARED
 from builders.random import rng
 
@@ -277,8 +277,8 @@ def test_a_tensor_that_cannot_be_made_leaves_the_old_file(path):
         (np.float32(0.1), [T.FLOAT32]),
         (np.float64(0.5), [T.FLOAT64]),
         (np.array(7, np.uint16), [T.UINT16]),
-        (U32(3), [T.UINT32]),
-        (F64(0.5), [T.FLOAT64]),
+        (gguf_values.U32(3), [T.UINT32]),
+        (gguf_values.F64(0.5), [T.FLOAT64]),
         (["a", "", "ü"], [T.ARRAY, T.STRING]),
         (("a",), [T.ARRAY, T.STRING]),
         (np.array(["a", "bc"]), [T.ARRAY, T.STRING]),
@@ -291,8 +291,8 @@ def test_a_tensor_that_cannot_be_made_leaves_the_old_file(path):
         ([1, 2**63], [T.ARRAY, T.UINT64]),
         ([1, 0.5], [T.ARRAY, T.FLOAT32]),
         ([0.5, 0.1], [T.ARRAY, T.FLOAT64]),
-        ([U8(1), U8(2)], [T.ARRAY, T.UINT8]),
-        ([U8(1), 2], [T.ARRAY, T.INT32]),
+        ([gguf_values.U8(1), gguf_values.U8(2)], [T.ARRAY, T.UINT8]),
+        ([gguf_values.U8(1), 2], [T.ARRAY, T.INT32]),
         ([np.int64(1)], [T.ARRAY, T.INT64]),
         *((np.arange(3).astype(t), [T.ARRAY, T[t.upper()]]) for t in ("int8", "uint8", "int16", "uint16")),
         *((np.arange(3).astype(t), [T.ARRAY, T[t.upper()]]) for t in ("int32", "uint32", "int64", "uint64")),
@@ -325,7 +325,7 @@ def test_metadata_types(path, value, types):
         np.arange(6, dtype=np.int16).reshape(2, 3),
         float("nan"),
         [0.5, float("nan")],
-        F32(0.1),
+        gguf_values.F32(0.1),
         "broken \udcff",  # a byte that is no UTF-8, as it is read
     ],
     ids=repr,
@@ -343,10 +343,10 @@ def test_metadata_that_gguf_py_cannot_show(path, value):
 
 
 def test_every_number_class_keeps_its_type(path):
-    want = {f"n.{kind.__name__}": kind(3) for kind in NUMBERS.values()}
+    want = {f"n.{kind.__name__}": kind(3) for kind in gguf_values.NUMBERS.values()}
     gguf.save_file({}, path, want)
     first = types_of(path)
-    assert len({str(types) for types in first.values()}) == len(NUMBERS)
+    assert len({str(types) for types in first.values()}) == len(gguf_values.NUMBERS)
     metadata = safeload.open(path).metadata
     gguf.save_file({}, path, {**metadata, "general.name": "another"})
     assert types_of(path) == {**first, "general.name": [T.STRING]}
@@ -369,10 +369,10 @@ def test_every_number_class_keeps_its_type(path):
         ({"k": 2**64}, SafeloadError, "metadata 'k': 18446744073709551616 does not fit"),
         ({"k": -(2**63) - 1}, SafeloadError, "does not fit"),
         ({"k": [-1, 2**63]}, SafeloadError, "does not fit"),
-        ({"k": I8(200)}, SafeloadError, "does not fit int8"),
-        ({"k": U16(-1)}, SafeloadError, "does not fit uint16"),
-        ({"k": I64(2**63)}, SafeloadError, "does not fit int64"),
-        ({"k": F32(1e300)}, SafeloadError, "does not fit float32"),
+        ({"k": gguf_values.I8(200)}, SafeloadError, "does not fit int8"),
+        ({"k": gguf_values.U16(-1)}, SafeloadError, "does not fit uint16"),
+        ({"k": gguf_values.I64(2**63)}, SafeloadError, "does not fit int64"),
+        ({"k": gguf_values.F32(1e300)}, SafeloadError, "does not fit float32"),
         ({"k": "\ud800"}, SafeloadError, "metadata 'k': .*lone surrogate"),
         ({"k": ["\ud800"]}, SafeloadError, "lone surrogate"),
         ({3: "x"}, TypeError, "a metadata key must be str"),

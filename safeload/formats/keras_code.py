@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..zip import Readable
+from .zip import Readable
 
 # Largest config, in bytes.
 MAX_CONFIG = 16 << 20

@@ -1,1 +1,0 @@
-"""Keras files: HDF5 by its structure (hdf5.py), chunks (chunks.py), ``.keras`` archives and sharded weights."""
