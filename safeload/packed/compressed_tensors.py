@@ -42,9 +42,7 @@ def ct_packed(group: PackedGroup) -> Packing:
     if group.has(packing.GROUPS):
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
-        form = group.dtype(packing.GROUPS), group.shape(packing.GROUPS)
-        if form != ("I32", shape[-1:]):
-            raise Misfit(f"g_idx is {form[0]} {list(form[1])}, expected I32 [{shape[-1]}]")
+        group.check_form(packing.GROUPS, "g_idx", "I32", shape[-1:])
     label = label_of(f"int{bits}", grid, shape, group.has(packing.ZERO), configured_group_size(group) == shape[-1])
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
 

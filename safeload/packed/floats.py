@@ -35,11 +35,7 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
             matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
         grid = grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block, exact=exact)
     prefix = "fp8" if numbers in FP8 else "int8"
-    zeros = group.has(packing.ZERO)
-    if zeros and group.shape(packing.ZERO) != group.shape(packing.SCALE):
-        raise Misfit(
-            f"zero points {list(group.shape(packing.ZERO))} do not fit scales {list(group.shape(packing.SCALE))}"
-        )
+    zeros = group.has_zeros()
     exponents = scale_row.code in ("F8_E8M0", "U8")
     label = label_of(prefix, grid, shape, zeros)
     bits = configured_bits(group) if prefix == "int8" else None

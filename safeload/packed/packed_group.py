@@ -243,6 +243,29 @@ class PackedGroup:
         }  # fmt: skip
         return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
 
+    def transposed(
+        self, family: str, label: str, shape: tuple[int, int], bits: int, numbers: str, *, size: int, **fields: object
+    ) -> Packing:
+        """Return a `Packing` of a matrix stored as columns by rows, with scales for groups of ``size`` columns."""
+        (rows, columns), scales = shape, self.parts[packing.SCALE].shape
+        grid = Grid(size, 1, scales[0], scales[1])
+        return self.packing(
+            family, label, shape, bits, numbers, transpose=True, rows=columns, columns=rows, grid=grid, **fields
+        )
+
+    def has_zeros(self) -> bool:
+        """Return True if there are zero points; refuse another shape than that of the scales."""
+        zeros, scales = self.parts.get(packing.ZERO), self.parts[packing.SCALE]
+        if zeros is not None and zeros.shape != scales.shape:
+            raise Misfit(f"zero points {list(zeros.shape)} do not fit scales {list(scales.shape)}")
+        return zeros is not None
+
+    def check_form(self, role: str, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Refuse a part of another dtype or shape."""
+        form = self.dtype(role), self.shape(role)
+        if form != (dtype, shape):
+            raise Misfit(f"{name} is {form[0]} {list(form[1])}, expected {dtype} {list(shape)}")
+
     def described(self, family: Family) -> Packing:
         """Return the checked packing of the group as a family describes it."""
         assert family.describe is not None
@@ -301,7 +324,7 @@ def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
     """Return the grid of scales in ``config_groups`` for codes of a shape, or None."""
     if group.config is None or group.config.method != "compressed-tensors":
         return None
-    described, scale = group.weights(), group.shape(packing.SCALE)
+    described, scale = group.weights(), group.parts[packing.SCALE].shape
     if len(described) != 1:
         return described_grid(described, shape, scale)
     key, grids = (id(described[0]), shape, scale), group.config.once(_no_grids)
@@ -345,29 +368,31 @@ def check(group: PackedGroup, packed: Packing) -> Packing:
         raise Misfit(f"codes {list(group.shape())} are too few for {list(packed.shape)}")
     if packed.grid is not None:
         _check_grid(group, packed)
-    _check_bits(group, packed)
+    described = group.weights()
+    if described:
+        _check_bits(packed, described)
     if packing.ZERO not in group.parts:
-        _check_symmetric(group, packed)
-    elif all(weights.get("symmetric") is True for weights in group.weights()) and group.weights():
+        _check_symmetric(group, packed, described)
+    elif described and all(weights.get("symmetric") is True for weights in described):
         return packed._replace(symmetric=True)
     return packed
 
 
-def _check_bits(group: PackedGroup, packed: Packing) -> None:
+def _check_bits(packed: Packing, described: list[Mapping[str, Any]]) -> None:
     """Refuse codes of other bits than ``num_bits``. A byte per code can hold an integer of fewer bits."""
     if packed.numbers in NUMBERS:
         return  # values of compressed-tensors' sparse tensors
-    configured = [weights["num_bits"] for weights in group.weights() if weights.get("num_bits") is not None]
+    configured = [weights["num_bits"] for weights in described if weights.get("num_bits") is not None]
     fitting = range(1, 9) if packed.numbers in ("I8", "U8") else (packed.bits,)
     if configured and not any(type(bits) is int and bits in fitting for bits in configured):
         raise Misfit(f"its codes have {packed.bits} bits, but num_bits is {brief(show(configured[0]))} (config_groups)")
 
 
-def _check_symmetric(group: PackedGroup, packed: Packing) -> None:
+def _check_symmetric(group: PackedGroup, packed: Packing, described: list[Mapping[str, Any]]) -> None:
     """Refuse codes without zero points if the configuration requires zero points."""
     setting = None
-    if group.weights():
-        if all(weights.get("symmetric") is False for weights in group.weights()):
+    if described:
+        if all(weights.get("symmetric") is False for weights in described):
             setting = "symmetric is false in config_groups"
     elif group.config is not None and packed.numbers in _INTEGERS and not group.has(packing.BIAS):
         values = group.config.values
