@@ -29,7 +29,7 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     matrices, rows, columns = matrices_of(shape)
     grid = configured_grid(group, shape) or _flat_grid(group)
     if grid is None:
-        exact = block is not None or (group.config is not None and group.config.block is not None)
+        exact = block is not None or group.config.block is not None
         block = block or _block_of(group)
         if has_halves(shape, scale, block):
             matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
@@ -86,7 +86,7 @@ def smoothed(group: PackedGroup) -> Packing:
 
 def _block_of(group: PackedGroup) -> tuple[int, int]:
     """Return the configured rows and columns of a block of scales."""
-    if group.config is None:
+    if not group.is_configured:
         return 128, 128
     scale, codes = group.shape(packing.SCALE), group.shape()
     grouped = len(scale) == len(codes) > 1 and scale[:-1] == codes[:-1]
@@ -121,7 +121,7 @@ def fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: str
     if group.dtype(packing.SCALE) not in ("U8", exponents) and not (label == "mxfp4" and group.dtype() == "I8"):
         raise Misfit(f"scales of {label} must be {exponents}, got {group.dtype(packing.SCALE)}")
     shape = (*stored[:-1], stored[-1] * 2)
-    sizes = [weights["group_size"] for weights in group.weights() if weights.get("group_size") is not None]
+    sizes = [weights["group_size"] for weights in group.weights if weights.get("group_size") is not None]
     if sizes and block not in sizes:
         raise Misfit(f"{label} has groups of {block}, but group_size is {brief(show(sizes[0]))} (config_groups)")
     if group.shape(packing.SCALE) != (*shape[:-1], -(-shape[-1] // block)) or shape[-1] % block:

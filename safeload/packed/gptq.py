@@ -64,7 +64,7 @@ def _version(settings: Mapping[str, Any]) -> str:
 
 def _refuse(group: PackedGroup, settings: Mapping[str, Any]) -> None:
     """Refuse layouts for special kernels."""
-    why = None if group.config is None else group.config.unread_layout
+    why = group.config.unread_layout
     if why is not None:
         raise Refused(f"{why} is not supported")
     if group.dtype() != "I32":
@@ -132,7 +132,7 @@ def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
     if not bits or zeros[0] != scale[0] or rest or not 2 <= bits <= 8 or stored[0] % _words(bits):
         raise Misfit(f"words {list(stored)}, qzeros {list(zeros)} and scales {list(scale)} do not fit each other")
     _check_bits(group, settings, bits)
-    if group.config is None:
+    if not group.is_configured:
         raise Refused("its zero points are ambiguous without the quantization of its config.json")
     if bits in (5, 6, 7) and group.method == "gptq" and "autoround_version" not in settings:
         raise Refused(f"GPTQModel's layout of {bits} bits is not supported")

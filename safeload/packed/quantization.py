@@ -94,12 +94,17 @@ class Quantization:
         return method if why is None or why.startswith("quant_method") else f"{method}, {why}"
 
     def text(self, model_type: str | None = None) -> str:
-        """Return the description as JSON for a file of packed tensors, without lists of other modules."""
+        """Return the description as JSON for a file of packed tensors, without lists of other modules; "" for none."""
         # Sort only these keys: the order of the patterns of `dynamic` matters.
         values = {key: value for key, value in sorted(self.values.items()) if key not in _OTHER_MODULES}
+        described: dict[str, Any] = {self.key: values} if self.key else {}
+        if model_type is not None:
+            described["model_type"] = model_type
+        if not described:
+            return ""
         import json  # as in stores/json_file
 
-        return json.dumps({self.key: values, **({} if model_type is None else {"model_type": model_type})})
+        return json.dumps(described)
 
     # ---- support ----
 
@@ -243,6 +248,10 @@ class Quantization:
                 rest = {name: value for name, value in group.items() if name not in _BESIDE_WEIGHTS}
                 pairs.append(({**group["weights"], **rest}, group.get("targets")))
         return pairs[:1] if all(weights == pairs[0][0] for weights, _ in pairs) else pairs
+
+
+# The configuration of a checkpoint that has none.
+UNCONFIGURED = Quantization("", None, {})
 
 
 def _setting_text(setting: tuple[str, Any] | None) -> str | None:

@@ -62,7 +62,6 @@ def in_fp8(group: PackedGroup) -> Packing:
 
 def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """Return the settings of the first stage, empty if missing, and of the second stage, or None."""
-    assert group.config is not None  # the family requires Quark's method
     try:
         specs = quark_specs(group.config, group.logical)
     except UnsupportedError as error:
@@ -207,8 +206,7 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
 
 def _layout(group: PackedGroup) -> int:
     """Return the order of the codes in a word."""
-    export = None if group.config is None else group.config.get("export")
-    order = export.get("pack_method") if isinstance(export, Mapping) else None
+    order = mapping(group.config.get("export")).get("pack_method")
     layout = QUARK_ORDERS.get(order) if isinstance(order, str) else None
     if layout is None:
         raise Misfit(f"unknown export.pack_method {show(str(order))}, expected one of {', '.join(QUARK_ORDERS)}")
