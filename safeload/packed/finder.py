@@ -435,7 +435,9 @@ def find(
     present = _present({suffix for _, suffix, _ in _companions()}, (*tensors, *elsewhere)) if coded else set()
     rows = [row for row in _companions() if row[1] in present]
     companions = {name: _companion(name, stored, tensors, elsewhere, rows) for name, stored in coded.items()}
-    bare = {name: name for name, companion in companions.items() if companion is None and _is_fp8_matrix(tensors[name])}
+    # Any companion with the name of a scale identifies a matrix of fp8.
+    matrices = (name for name, stored in coded.items() if stored.row.code in FP8 and len(stored.shape) > 1)
+    bare = {name: name for name in matrices if companions[name] is None}
     if bare:
         beside = ((name, other) for name, other in unread(tensors, bare) if not other.endswith(_AMBIGUOUS))
         companions.update(
@@ -468,11 +470,6 @@ def _identifying(name: str, stored: Stored, families: Iterable[Family]) -> Itera
         if name.endswith(family.main) and (not family.wide or stored.shape[1:] == (1,)):
             stem = name.removesuffix(family.main)
             yield from (stem + suffix for suffix in family.telling)
-
-
-def _is_fp8_matrix(stored: Stored) -> bool:
-    """Return True if any companion with the name of a scale is enough to identify codes."""
-    return stored.row.code in FP8 and len(stored.shape) > 1
 
 
 def _is_named(name: str, stored: Stored) -> bool:

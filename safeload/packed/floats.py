@@ -16,7 +16,7 @@ from ..base.text import show
 from .families import FP8, Engine, Family, Preset, parts_of
 from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
 from .methods import AUTO_ROUND
-from .packed_group import PackedGroup, configured_bits, configured_grid, configured_group_size
+from .packed_group import PackedGroup, configured, configured_grid, configured_group_size
 from .quantization import brief, is_length, with_quantization
 
 # ---- fp8 and int8 ----
@@ -38,8 +38,8 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     zeros = group.has_zeros()
     exponents = scale_row.code in ("F8_E8M0", "U8")
     label = label_of(prefix, grid, shape, zeros)
-    bits = configured_bits(group) if prefix == "int8" else None
-    if bits is not None:  # naive-quantized: a byte per code, even for codes of fewer bits
+    bits = configured(group, "num_bits") if prefix == "int8" else None
+    if bits in range(1, 9):  # naive-quantized: a byte per code, even for codes of fewer bits
         label = label.replace("int8", f"int{bits}", 1)
     if exponents and (grid.row_block, grid.column_block) == (1, 32):
         label = "mxfp8"

@@ -285,19 +285,13 @@ def packing_of(name: str, names: Mapping[str, str], parts: Mapping[str, Array], 
 # ---- settings of config_groups ----
 
 
-def configured_bits(group: PackedGroup) -> int | None:
-    """Return the ``num_bits`` of the configuration if all descriptions agree."""
-    bits = _common_setting(group, "num_bits")
-    return bits if bits is not None and 1 <= bits <= 8 else None
-
-
 def configured_group_size(group: PackedGroup) -> int | None:
     """Return the ``group_size`` of the configuration if all descriptions in groups agree."""
-    size = _common_setting(group, "group_size", "group")
+    size = configured(group, "group_size", "group")
     return size if size is not None and size > 0 else None
 
 
-def _common_setting(group: PackedGroup, key: str, strategy: str | None = None) -> int | None:
+def configured(group: PackedGroup, key: str, strategy: str | None = None) -> int | None:
     """Return an integer on which all descriptions (of a strategy) agree, or None."""
     if not group.weights:
         return None

@@ -145,14 +145,11 @@ class Quantization:
         exporter = method_of(QUARK)
         if setting is None and exporter is not None and isinstance(export, Mapping):  # also written for method AWQ
             setting = unknown_setting(export, exporter)
-        return _setting_text(setting) or self._unknown_sparsity
-
-    @property
-    def _unknown_sparsity(self) -> str | None:
-        """The format of sparse tensors, as text, if it is unknown; its other settings describe the model."""
-        layout = {"format": mapping(self.get("sparsity_config")).get("format")}
-        text = _setting_text(unknown_setting(layout, part_of("sparsity")))
-        return None if text is None else f"sparsity_config {text}"
+        if setting is None:  # only the format of sparse tensors; the other settings describe the model
+            layout = {"format": mapping(self.get("sparsity_config")).get("format")}
+            text = _setting_text(unknown_setting(layout, part_of("sparsity")))
+            return None if text is None else f"sparsity_config {text}"
+        return _setting_text(setting)
 
     @cached_property
     def is_uniform(self) -> bool:
