@@ -42,9 +42,7 @@ def ct_packed(group: PackedGroup) -> Packing:
     if group.has(packing.GROUPS):
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
-        form = group.dtype(packing.GROUPS), group.shape(packing.GROUPS)
-        if form != ("I32", shape[-1:]):
-            raise Misfit(f"g_idx is {form[0]} {list(form[1])}, expected I32 [{shape[-1]}]")
+        group.check_form(packing.GROUPS, "g_idx", "I32", shape[-1:])
     label = label_of(f"int{bits}", grid, shape, group.has(packing.ZERO), configured_group_size(group) == shape[-1])
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
 
@@ -76,7 +74,7 @@ def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
 def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
     """Return the logical shape, bits of a code, and codes per word before compressed-tensors 0.17 (since then 0)."""
     stored, scale = group.shape(), group.shape(packing.SCALE)
-    described = [(weights.get("num_bits"), weights.get("group_size")) for weights in group.weights()] or [(None, None)]
+    described = [(weights.get("num_bits"), weights.get("group_size")) for weights in group.weights] or [(None, None)]
     grouped = math.prod(scale) > 1
     counts = [scale[-1] * size if grouped and is_length(size) else None for _, size in described]
     fits = _ct_fits(stored[-1], counts, described)
@@ -89,7 +87,7 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
         raise Misfit("it has no weight_shape, and config.json has no group_size")
     if not fits:
         rows = " or ".join(str(count) for count in sorted({count for count in counts if count is not None}))
-        configured = ", ".join(str(bits) for bits, _ in described) if group.weights() else "1 to 8"
+        configured = ", ".join(str(bits) for bits, _ in described) if group.weights else "1 to 8"
         raise Misfit(f"words {list(stored)} do not hold rows of {rows} codes of {configured} bits (config_groups)")
     if len(fits) > 1:
         raise Misfit(f"words {list(stored)} can hold codes of {', '.join(str(bits) for _, bits, _ in fits)} bits")
@@ -152,7 +150,7 @@ def _ct_small_floats(group: PackedGroup) -> Packing:
     if group.has(packing.GLOBAL):
         return check_global(group, fp4(group, "nvfp4", 16, _scale_of_nvfp4(group)))._replace(scale_rule=packing.DIVIDED)
     if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
-        if {weights.get("strategy") for weights in group.weights()} != {"group"}:  # NVFP4 has a global scale
+        if {weights.get("strategy") for weights in group.weights} != {"group"}:  # NVFP4 has a global scale
             raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.dtype(packing.SCALE)}")
         return fp4(group, "fp4 g16", 16, _scale_of_nvfp4(group))
     stored, scale = group.shape(), group.shape(packing.SCALE)

@@ -100,17 +100,23 @@ class Family(NamedTuple):
 
 
 @cache
+def _modules() -> list[Any]:
+    """Return the modules; they are imported here, because most checkpoints need none."""
+    return [import_module(f".{name}", __package__) for name in MODULES]
+
+
+@cache
 def families() -> tuple[Family, ...]:
-    """Return all rows; their modules are imported here, because most checkpoints need none."""
-    rows = [row for name in MODULES for row in import_module(f".{name}", __package__).FAMILIES]
+    """Return all rows of families."""
+    rows = [row for module in _modules() for row in module.FAMILIES]
     return (*rows, *map(_refused, read_data(__name__, "refused.json")["refused"]))
 
 
 @cache
 def settings_of_modules() -> dict[str, Callable[[Any, str], Mapping[str, Any] | None]]:
     """Return functions of a `Quantization` and a module that return its own settings, by ``quant_method``."""
-    modules = [import_module(f".{name}", __package__) for name in MODULES]
-    return {method: read for module in modules for method, read in getattr(module, "SETTINGS_OF_MODULES", {}).items()}
+    tables = [getattr(module, "SETTINGS_OF_MODULES", {}) for module in _modules()]
+    return {method: read for table in tables for method, read in table.items()}
 
 
 def _refused(row: Mapping[str, Any]) -> Family:
@@ -177,8 +183,7 @@ def parts_of(codes: str, codes_dtype: str, scale: str, scale_dtype: str | None) 
 @cache
 def presets() -> dict[str, Preset]:
     """Return the formats that we write for engines by name."""
-    modules = [import_module(f".{name}", __package__) for name in reversed(MODULES)]
-    return {row.name: row for module in modules for row in getattr(module, "PRESETS", ())}
+    return {row.name: row for module in reversed(_modules()) for row in getattr(module, "PRESETS", ())}
 
 
 def preset_of(scheme: object) -> Preset | None:

@@ -27,7 +27,14 @@ from .conv1d import as_stored, conv1d_model, is_named_conv1d
 from .families import FP8, SPARSE, Family, Stored, Strays, families
 from .grid import Misfit, Refused
 from .methods import QUARK
-from .quantization import Quantization, config_beside, config_inside, find_quantization, quantization_beside
+from .quantization import (
+    UNCONFIGURED,
+    Quantization,
+    config_beside,
+    config_inside,
+    find_quantization,
+    quantization_beside,
+)
 
 # Faults listed in an error.
 _LISTED = 5
@@ -155,8 +162,6 @@ class _Finder:
         comfy: bool,
         model_type: str | None,
     ) -> None:
-        import json  # only here: it takes a millisecond, and most checkpoints need no table
-
         from .gguf import IN_GGUF
         from .packed_group import GroupContext
 
@@ -167,18 +172,15 @@ class _Finder:
         self.faults: list[str] = []  # missing or misfitting parts
         self.refused: dict[str, str] = {}  # unsupported codes, with the reason
         self._companions: set[str] = set()  # of refused codes
-        self._places, self._quantization, self._in_gguf = places, quantization, in_gguf
-        self._comfy = comfy
+        self._places, self._in_gguf, self._comfy = places, in_gguf, comfy
+        self._quantization = quantization or UNCONFIGURED
         described_in = tuple([suffix for family in self._rows for suffix in family.described_in])
-        text = "" if model_type is None else json.dumps({"model_type": model_type})
-        text = text if quantization is None else quantization.text(model_type)
-        self._context = GroupContext(places, quantization, text, described_in)
+        self._context = GroupContext(places, self._quantization, model_type, described_in)
         self.part, self._tensors = self._context.part, self._context.tensors
 
     def run(self) -> None:
         """Find all packed tensors and faults."""
-        quantization = self._quantization
-        if quantization is not None and quantization.is_rotated:
+        if self._quantization.is_rotated:
             return  # weights in a rotated basis
         families = self._families()
         for name, stored in self._tensors.items():
@@ -196,16 +198,16 @@ class _Finder:
             for name in self._tensors:
                 if name.rpartition(".")[2] in IGNORED and name not in self.packed:
                     self.hidden.setdefault(name, "")
-        if quantization is not None and quantization.is_covered():
-            self._add_codes_without_scale(quantization)
+        if self._quantization.is_covered():
+            self._add_codes_without_scale(self._quantization)
             for family in self._rows:
-                if family.strays is not None and family.strays.method == quantization.method:
+                if family.strays is not None and family.strays.method == self._quantization.method:
                     self._add_strays(family.strays)
 
     def _families(self) -> dict[str, list[Family]]:
         """Return the families that the tensors can form, by the dtype of the codes."""
-        method = None if self._quantization is None else self._quantization.method
-        rows = [family for family in self._rows if family.describe is not None and family.method in (None, method)]
+        methods = None, self._quantization.method
+        rows = [family for family in self._rows if family.describe is not None and family.method in methods]
         by_code = {
             code: [family for family in rows if code in family.dtypes]
             for code in {stored.row.code for stored in self._tensors.values()}
@@ -241,7 +243,7 @@ class _Finder:
         """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""
         from .packed_group import PackedGroup
 
-        fault, quantization = None, self._quantization
+        fault = None
         for family in rows:
             names = family.parts_beside(name, self._tensors) if name.endswith(family.main) else None
             logical = family.logical_name(name)
@@ -269,7 +271,7 @@ class _Finder:
                 continue
             self.packed[name] = logical, Packed(packed, parts)  # type: ignore[arg-type]
             return
-        if fault is not None and (self._in_gguf or (quantization is not None and quantization.is_covered(name))):
+        if fault is not None and (self._in_gguf or self._quantization.is_covered(name)):
             self.faults.append(fault)
 
     def turn(self, names: Iterable[str]) -> None:
@@ -433,7 +435,9 @@ def find(
     present = _present({suffix for _, suffix, _ in _companions()}, (*tensors, *elsewhere)) if coded else set()
     rows = [row for row in _companions() if row[1] in present]
     companions = {name: _companion(name, stored, tensors, elsewhere, rows) for name, stored in coded.items()}
-    bare = {name: name for name, companion in companions.items() if companion is None and _is_fp8_matrix(tensors[name])}
+    # Any companion with the name of a scale identifies a matrix of fp8.
+    matrices = (name for name, stored in coded.items() if stored.row.code in FP8 and len(stored.shape) > 1)
+    bare = {name: name for name in matrices if companions[name] is None}
     if bare:
         beside = ((name, other) for name, other in unread(tensors, bare) if not other.endswith(_AMBIGUOUS))
         companions.update(
@@ -466,11 +470,6 @@ def _identifying(name: str, stored: Stored, families: Iterable[Family]) -> Itera
         if name.endswith(family.main) and (not family.wide or stored.shape[1:] == (1,)):
             stem = name.removesuffix(family.main)
             yield from (stem + suffix for suffix in family.telling)
-
-
-def _is_fp8_matrix(stored: Stored) -> bool:
-    """Return True if any companion with the name of a scale is enough to identify codes."""
-    return stored.row.code in FP8 and len(stored.shape) > 1
 
 
 def _is_named(name: str, stored: Stored) -> bool:

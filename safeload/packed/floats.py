@@ -16,7 +16,7 @@ from ..base.text import show
 from .families import FP8, Engine, Family, Preset, parts_of
 from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
 from .methods import AUTO_ROUND
-from .packed_group import PackedGroup, configured_bits, configured_grid, configured_group_size
+from .packed_group import PackedGroup, configured, configured_grid, configured_group_size
 from .quantization import brief, is_length, with_quantization
 
 # ---- fp8 and int8 ----
@@ -29,21 +29,17 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     matrices, rows, columns = matrices_of(shape)
     grid = configured_grid(group, shape) or _flat_grid(group)
     if grid is None:
-        exact = block is not None or (group.config is not None and group.config.block is not None)
+        exact = block is not None or group.config.block is not None
         block = block or _block_of(group)
         if has_halves(shape, scale, block):
             matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
         grid = grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block, exact=exact)
     prefix = "fp8" if numbers in FP8 else "int8"
-    zeros = group.has(packing.ZERO)
-    if zeros and group.shape(packing.ZERO) != group.shape(packing.SCALE):
-        raise Misfit(
-            f"zero points {list(group.shape(packing.ZERO))} do not fit scales {list(group.shape(packing.SCALE))}"
-        )
+    zeros = group.has_zeros()
     exponents = scale_row.code in ("F8_E8M0", "U8")
     label = label_of(prefix, grid, shape, zeros)
-    bits = configured_bits(group) if prefix == "int8" else None
-    if bits is not None:  # naive-quantized: a byte per code, even for codes of fewer bits
+    bits = configured(group, "num_bits") if prefix == "int8" else None
+    if bits in range(1, 9):  # naive-quantized: a byte per code, even for codes of fewer bits
         label = label.replace("int8", f"int{bits}", 1)
     if exponents and (grid.row_block, grid.column_block) == (1, 32):
         label = "mxfp8"
@@ -90,7 +86,7 @@ def smoothed(group: PackedGroup) -> Packing:
 
 def _block_of(group: PackedGroup) -> tuple[int, int]:
     """Return the configured rows and columns of a block of scales."""
-    if group.config is None:
+    if not group.is_configured:
         return 128, 128
     scale, codes = group.shape(packing.SCALE), group.shape()
     grouped = len(scale) == len(codes) > 1 and scale[:-1] == codes[:-1]
@@ -125,7 +121,7 @@ def fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: str
     if group.dtype(packing.SCALE) not in ("U8", exponents) and not (label == "mxfp4" and group.dtype() == "I8"):
         raise Misfit(f"scales of {label} must be {exponents}, got {group.dtype(packing.SCALE)}")
     shape = (*stored[:-1], stored[-1] * 2)
-    sizes = [weights["group_size"] for weights in group.weights() if weights.get("group_size") is not None]
+    sizes = [weights["group_size"] for weights in group.weights if weights.get("group_size") is not None]
     if sizes and block not in sizes:
         raise Misfit(f"{label} has groups of {block}, but group_size is {brief(show(sizes[0]))} (config_groups)")
     if group.shape(packing.SCALE) != (*shape[:-1], -(-shape[-1] // block)) or shape[-1] % block:

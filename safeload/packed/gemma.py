@@ -41,8 +41,6 @@ def gemma(group: PackedGroup) -> Packing:
 
 def _bits(group: PackedGroup) -> int:
     """Return the ``num_bits`` of a module: of the first pattern in its name, else the shared value."""
-    if group.config is None:
-        raise Misfit("config.json has no num_bits")
     shared = group.config.get("num_bits")
     default = _DEFAULT_BITS if shared is None else shared
     overrides = group.config.get("module_quant_configs")

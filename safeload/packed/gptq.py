@@ -64,7 +64,7 @@ def _version(settings: Mapping[str, Any]) -> str:
 
 def _refuse(group: PackedGroup, settings: Mapping[str, Any]) -> None:
     """Refuse layouts for special kernels."""
-    why = None if group.config is None else group.config.unread_layout
+    why = group.config.unread_layout
     if why is not None:
         raise Refused(f"{why} is not supported")
     if group.dtype() != "I32":
@@ -132,29 +132,18 @@ def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
     if not bits or zeros[0] != scale[0] or rest or not 2 <= bits <= 8 or stored[0] % _words(bits):
         raise Misfit(f"words {list(stored)}, qzeros {list(zeros)} and scales {list(scale)} do not fit each other")
     _check_bits(group, settings, bits)
-    if group.config is None:
+    if not group.is_configured:
         raise Refused("its zero points are ambiguous without the quantization of its config.json")
     if bits in (5, 6, 7) and group.method == "gptq" and "autoround_version" not in settings:
         raise Refused(f"GPTQModel's layout of {bits} bits is not supported")
     length = stored[0] * 32 // bits
     size = _group_size(group, settings, length, scale[0])
     if group.has(packing.GROUPS):
-        form = group.dtype(packing.GROUPS), group.shape(packing.GROUPS)
-        if form != ("I32", (length,)):
-            raise Misfit(f"g_idx is {form[0]} {list(form[1])}, expected I32 [{length}]")
-    return group.packing(
-        "gptq",
-        _label(f"gptq{bits}", size, length),
-        (scale[1], length),
-        bits,
-        "unsigned",
-        layout=packing.COLUMNS,
-        transpose=True,
-        rows=length,
-        columns=scale[1],
-        grid=Grid(size, 1, scale[0], scale[1]),
-        zeros=Zeros(packing.ROWS, bits, added=_added(group, settings), symmetric=settings.get("sym") is not False),
-    )
+        group.check_form(packing.GROUPS, "g_idx", "I32", (length,))
+    label, shape = _label(f"gptq{bits}", size, length), (scale[1], length)
+    symmetric = settings.get("sym") is not False
+    packed = Zeros(packing.ROWS, bits, added=_added(group, settings), symmetric=symmetric)
+    return group.transposed("gptq", label, shape, bits, "unsigned", size=size, layout=packing.COLUMNS, zeros=packed)
 
 
 def _words(bits: int) -> int:
@@ -227,19 +216,9 @@ def _gemm(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
         raise Misfit("AWQ weights must not have a g_idx")
     size = _group_size(group, settings, stored[0], scale[0])
     order, signed = _word_order(settings)
-    return group.packing(
-        "awq",
-        _label("awq4", size, stored[0]),
-        (scale[1], stored[0]),
-        4,
-        "signed" if signed else "offset" if zeros is None else "unsigned",
-        layout=order,
-        transpose=True,
-        rows=stored[0],
-        columns=scale[1],
-        grid=Grid(size, 1, scale[0], scale[1]),
-        zeros=None if zeros is None else Zeros(order, 4),
-    )
+    numbers = "signed" if signed else "offset" if zeros is None else "unsigned"
+    label, packed = _label("awq4", size, stored[0]), None if zeros is None else Zeros(order, 4)
+    return group.transposed("awq", label, (scale[1], stored[0]), 4, numbers, size=size, layout=order, zeros=packed)
 
 
 def _word_order(settings: Mapping[str, Any]) -> tuple[int, bool]:
@@ -266,15 +245,9 @@ def _gemv(group: PackedGroup, settings: Mapping[str, Any]) -> Packing:
     groups = -(-length // size)
     if length % size or -(-groups // (words * _CODES_IN_WORD)) * words * _CODES_IN_WORD != scale[1]:
         raise Misfit(f"scales {list(scale)} do not fit rows of {length} in groups of {size} (group_size)")
-    return group.packing(
-        "awq",
-        _label("awq4", size, length),
-        (stored[0], length),
-        4,
-        "unsigned",
-        grid=Grid(1, size, scale[0], scale[1]),
-        zeros=Zeros(packing.ROWS, 4),
-    )
+    grid, zeros = Grid(1, size, scale[0], scale[1]), Zeros(packing.ROWS, 4)
+    label = _label("awq4", size, length)
+    return group.packing("awq", label, (stored[0], length), 4, "unsigned", grid=grid, zeros=zeros)
 
 
 # ---- settings of modules ----
@@ -290,7 +263,9 @@ _MOST_BITS = 8
 def _overrides(quantization: Quantization, module: str) -> Mapping[str, Any] | None:
     """Return the overrides of GPTQModel or auto-round for a layer; None if the layer is not quantized."""
     key = overrides_key(quantization)
-    overrides = mapping(quantization.get(key))
+    overrides = quantization.get(key)
+    if not isinstance(overrides, Mapping):
+        return {}
     if key == "extra_config":
         own = overrides.get(module)
         own = mapping(_in_name(quantization, overrides, module) if own is None else own)

@@ -32,10 +32,8 @@ def mlx(group: PackedGroup) -> Packing:
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
-    settings: Mapping[str, Any] = {}
-    if group.config is not None:  # a module's own settings inherit nothing
-        own = group.config.get(group.module)
-        settings = own if isinstance(own, Mapping) else group.config.values
+    own = group.config.get(group.module)
+    settings = own if isinstance(own, Mapping) else group.config.values  # a module's own settings inherit nothing
     mode = settings.get("mode")
     if not group.has(packing.BIAS):
         if mode == "affine" or group.dtype(packing.SCALE) != "U8":
@@ -50,7 +48,7 @@ def mlx(group: PackedGroup) -> Packing:
         raise Misfit(f"unknown bits {brief(show(bits))}, expected 1 to 6 or 8 (quantization)")
     if bits is None or not is_length(size):
         fits = [(b, g) for b in (1, 2, 3, 4, 5, 6, 8) for g in (32, 64, 128) if scale[-1] * g * b == stored[-1] * 32]
-        if len(fits) > 1 and group.config is None:
+        if len(fits) > 1 and not group.is_configured:
             labels = " or ".join(f"mlx{b} g{g}" for b, g in fits)
             raise Refused(f"its shapes fit {labels}, and no config.json is there to decide")
         if len(fits) != 1:

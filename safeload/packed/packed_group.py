@@ -19,7 +19,7 @@ from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from .families import Family, Stored, families
 from .grid import Misfit, described_grid, matrices_of
-from .quantization import Quantization, brief, overrides_key
+from .quantization import UNCONFIGURED, Quantization, brief, overrides_key
 
 # Methods with descriptions of weights in ``config_groups``.
 _IN_GROUPS = frozenset(("compressed-tensors", "modelopt"))
@@ -56,11 +56,12 @@ class GroupContext:
     def __init__(
         self,
         places: Mapping[str, tuple[WeightFile, int]],
-        quantization: Quantization | None,
-        text: str,  # the quantization as JSON, for `Packing.config`
-        suffixes: tuple[str, ...],  # of small tensors with descriptions: a remote model can have hundreds
+        quantization: Quantization,
+        model_type: str | None = None,  # of a model with Conv1D layers
+        suffixes: tuple[str, ...] = (),  # of small tensors with descriptions: a remote model can have hundreds
     ) -> None:
-        self.quantization, self.text = quantization, text
+        self.quantization = quantization
+        self.text = quantization.text(model_type)  # for `Packing.config`
         self._places, self._suffixes = places, suffixes
         columns = {file: (file.table.rows, file.table.shapes) for file in {file for file, _ in places.values()}}
         self._ranges: dict[WeightFile, list[tuple[int, int]]] = {}
@@ -129,50 +130,37 @@ class PackedGroup:
         self.codes, self.logical, self.names = codes, logical, names
         self.module = logical.removesuffix(".weight")  # the name of the weight's module
         self.config = context.quantization
-        self.method = None if self.config is None else self.config.method  # ``quant_method``
+        self.method = self.config.method  # ``quant_method``
         self.parts = {role: context.tensors[name] for role, name in names.items()}  # by role
+        self.weights = self.config.weights(self.module)  # the descriptions in ``config_groups``
+        self._own = {} if self.config.is_uniform else self.config.own(self.module)
         self._context = context
-        self._weights: list[Mapping[str, Any]] | None = None
-        self._own: list[Mapping[str, Any] | None] = []  # the module's own settings once known
 
     # ---- configuration ----
 
-    def weights(self) -> list[Mapping[str, Any]]:
-        """Return the descriptions of the module's weights in ``config_groups``."""
-        if self._weights is None:
-            self._weights = [] if self.config is None else self.config.weights(self.module)
-        return self._weights
-
-    def _own_settings(self) -> Mapping[str, Any] | None:
-        if not self._own:
-            self._own.append({} if self.config is None else self.config.own(self.module))
-        return self._own[0]
+    @property
+    def is_configured(self) -> bool:
+        """True if the checkpoint has a configuration."""
+        return self.config is not UNCONFIGURED
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration of the module: the shared settings and its own."""
-        if self.config is None:
-            return {}
         if self.config.is_uniform:
             return self.config.values
-        own = self._own_settings()
-        if own is None:
+        if self._own is None:
             key = overrides_key(self.config)
             raise Misfit(f"its module has codes, but {key} excludes the module from quantization")
-        return {**self.config.values, **own}
+        return {**self.config.values, **self._own}
 
     def unknown(self) -> str | None:
         """Return a setting with an unknown effect on the values, as text, or None."""
-        config = self.config
-        if config is None:
-            return None
-        if config.is_uniform:
-            why = config.unknown
+        if self.config.is_uniform:
+            why = self.config.unknown
         else:
-            described = self.weights() if config.method in _IN_GROUPS else []
-            why = config.unknown_of(self._own_settings(), described)
-        if why is None and config.method == "compressed-tensors":
+            why = self.config.unknown_of(self._own, self.weights if self.method in _IN_GROUPS else [])
+        if why is None and self.method == "compressed-tensors":
             kind = "int" if self.dtype() in ("I8", "I32") else "float"
-            kinds = {str(weights["type"]) for weights in self.weights() if weights.get("type") is not None}
+            kinds = {str(weights["type"]) for weights in self.weights if weights.get("type") is not None}
             if kinds and kind not in kinds:
                 why = f"type {kinds.pop()} of {self.dtype()} codes"
         return why
@@ -243,6 +231,29 @@ class PackedGroup:
         }  # fmt: skip
         return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
 
+    def transposed(
+        self, family: str, label: str, shape: tuple[int, int], bits: int, numbers: str, *, size: int, **fields: object
+    ) -> Packing:
+        """Return a `Packing` of a matrix stored as columns by rows, with scales for groups of ``size`` columns."""
+        (rows, columns), scales = shape, self.parts[packing.SCALE].shape
+        grid = Grid(size, 1, scales[0], scales[1])
+        return self.packing(
+            family, label, shape, bits, numbers, transpose=True, rows=columns, columns=rows, grid=grid, **fields
+        )
+
+    def has_zeros(self) -> bool:
+        """Return True if there are zero points; refuse another shape than that of the scales."""
+        zeros, scales = self.parts.get(packing.ZERO), self.parts[packing.SCALE]
+        if zeros is not None and zeros.shape != scales.shape:
+            raise Misfit(f"zero points {list(zeros.shape)} do not fit scales {list(scales.shape)}")
+        return zeros is not None
+
+    def check_form(self, role: str, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Refuse a part of another dtype or shape."""
+        form = self.dtype(role), self.shape(role)
+        if form != (dtype, shape):
+            raise Misfit(f"{name} is {form[0]} {list(form[1])}, expected {dtype} {list(shape)}")
+
     def described(self, family: Family) -> Packing:
         """Return the checked packing of the group as a family describes it."""
         assert family.describe is not None
@@ -255,7 +266,7 @@ class PackedGroup:
 
 def packing_of(name: str, names: Mapping[str, str], parts: Mapping[str, Array], quantization: Quantization) -> Packing:
     """Return the packing of a weight that we have written, as a reader would find it; both mappings are by role."""
-    context = GroupContext({}, quantization, quantization.text(), ())
+    context = GroupContext({}, quantization)
     context.add({names[role]: array for role, array in parts.items()})
     codes, dtype = names[packing.CODES], dtypes.row_of(parts[packing.CODES].dtype)
     for family in families():
@@ -274,34 +285,26 @@ def packing_of(name: str, names: Mapping[str, str], parts: Mapping[str, Array], 
 # ---- settings of config_groups ----
 
 
-def configured_bits(group: PackedGroup) -> int | None:
-    """Return the ``num_bits`` of the configuration if all descriptions agree."""
-    bits = _common_setting(group, "num_bits")
-    return bits if bits is not None and 1 <= bits <= 8 else None
-
-
 def configured_group_size(group: PackedGroup) -> int | None:
     """Return the ``group_size`` of the configuration if all descriptions in groups agree."""
-    size = _common_setting(group, "group_size", "group")
+    size = configured(group, "group_size", "group")
     return size if size is not None and size > 0 else None
 
 
-def _common_setting(group: PackedGroup, key: str, strategy: str | None = None) -> int | None:
+def configured(group: PackedGroup, key: str, strategy: str | None = None) -> int | None:
     """Return an integer on which all descriptions (of a strategy) agree, or None."""
-    if not group.weights():
+    if not group.weights:
         return None
-    values = [
-        weights.get(key) for weights in group.weights() if strategy is None or weights.get("strategy") == strategy
-    ]
+    values = [weights.get(key) for weights in group.weights if strategy is None or weights.get("strategy") == strategy]
     first = values[0] if values else None
     return first if type(first) is int and all(value == first for value in values) else None
 
 
 def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
     """Return the grid of scales in ``config_groups`` for codes of a shape, or None."""
-    if group.config is None or group.config.method != "compressed-tensors":
+    if group.method != "compressed-tensors":
         return None
-    described, scale = group.weights(), group.shape(packing.SCALE)
+    described, scale = group.weights, group.parts[packing.SCALE].shape
     if len(described) != 1:
         return described_grid(described, shape, scale)
     key, grids = (id(described[0]), shape, scale), group.config.once(_no_grids)
@@ -345,31 +348,33 @@ def check(group: PackedGroup, packed: Packing) -> Packing:
         raise Misfit(f"codes {list(group.shape())} are too few for {list(packed.shape)}")
     if packed.grid is not None:
         _check_grid(group, packed)
-    _check_bits(group, packed)
+    described = group.weights
+    if described:
+        _check_bits(packed, described)
     if packing.ZERO not in group.parts:
-        _check_symmetric(group, packed)
-    elif all(weights.get("symmetric") is True for weights in group.weights()) and group.weights():
+        _check_symmetric(group, packed, described)
+    elif described and all(weights.get("symmetric") is True for weights in described):
         return packed._replace(symmetric=True)
     return packed
 
 
-def _check_bits(group: PackedGroup, packed: Packing) -> None:
+def _check_bits(packed: Packing, described: list[Mapping[str, Any]]) -> None:
     """Refuse codes of other bits than ``num_bits``. A byte per code can hold an integer of fewer bits."""
     if packed.numbers in NUMBERS:
         return  # values of compressed-tensors' sparse tensors
-    configured = [weights["num_bits"] for weights in group.weights() if weights.get("num_bits") is not None]
+    configured = [weights["num_bits"] for weights in described if weights.get("num_bits") is not None]
     fitting = range(1, 9) if packed.numbers in ("I8", "U8") else (packed.bits,)
     if configured and not any(type(bits) is int and bits in fitting for bits in configured):
         raise Misfit(f"its codes have {packed.bits} bits, but num_bits is {brief(show(configured[0]))} (config_groups)")
 
 
-def _check_symmetric(group: PackedGroup, packed: Packing) -> None:
+def _check_symmetric(group: PackedGroup, packed: Packing, described: list[Mapping[str, Any]]) -> None:
     """Refuse codes without zero points if the configuration requires zero points."""
     setting = None
-    if group.weights():
-        if all(weights.get("symmetric") is False for weights in group.weights()):
+    if described:
+        if all(weights.get("symmetric") is False for weights in described):
             setting = "symmetric is false in config_groups"
-    elif group.config is not None and packed.numbers in _INTEGERS and not group.has(packing.BIAS):
+    elif packed.numbers in _INTEGERS and not group.has(packing.BIAS):
         values = group.config.values
         setting = next((f"{key} is {value}" for key, value in _ASYMMETRIC if values.get(key) is value), None)
     if setting is not None:

@@ -56,8 +56,9 @@ class Pattern:
         for k, char in enumerate(name):
             if self._end in current:
                 return True
-            steps = [step for step in map(self._steps.__getitem__, current) if step is not None]
-            following = {after for chars, negated, after in steps if (char in chars) != negated}
+            following = {
+                step[2] for number in current if (step := self._steps[number]) and (char in step[0]) != step[1]
+            }
             current = self._closure(following, at_end=k == len(name) - 1)
             if not current:
                 return False

@@ -16,7 +16,6 @@ from ..base.cached import cached_property
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError, VerificationError
-from ..stores.files import Files
 from ..stores.json_file import parse_json, read_if_there
 from .families import settings_of_modules
 from .methods import (
@@ -95,12 +94,17 @@ class Quantization:
         return method if why is None or why.startswith("quant_method") else f"{method}, {why}"
 
     def text(self, model_type: str | None = None) -> str:
-        """Return the description as JSON for a file of packed tensors, without lists of other modules."""
+        """Return the description as JSON for a file of packed tensors, without lists of other modules; "" for none."""
         # Sort only these keys: the order of the patterns of `dynamic` matters.
         values = {key: value for key, value in sorted(self.values.items()) if key not in _OTHER_MODULES}
+        described: dict[str, Any] = {self.key: values} if self.key else {}
+        if model_type is not None:
+            described["model_type"] = model_type
+        if not described:
+            return ""
         import json  # as in stores/json_file
 
-        return json.dumps({self.key: values, **({} if model_type is None else {"model_type": model_type})})
+        return json.dumps(described)
 
     # ---- support ----
 
@@ -141,14 +145,11 @@ class Quantization:
         exporter = method_of(QUARK)
         if setting is None and exporter is not None and isinstance(export, Mapping):  # also written for method AWQ
             setting = unknown_setting(export, exporter)
-        return _setting_text(setting) or self._unknown_sparsity
-
-    @property
-    def _unknown_sparsity(self) -> str | None:
-        """The format of sparse tensors, as text, if it is unknown; its other settings describe the model."""
-        layout = {"format": mapping(self.get("sparsity_config")).get("format")}
-        text = _setting_text(unknown_setting(layout, part_of("sparsity")))
-        return None if text is None else f"sparsity_config {text}"
+        if setting is None:  # only the format of sparse tensors; the other settings describe the model
+            layout = {"format": mapping(self.get("sparsity_config")).get("format")}
+            text = _setting_text(unknown_setting(layout, part_of("sparsity")))
+            return None if text is None else f"sparsity_config {text}"
+        return _setting_text(setting)
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -156,15 +157,17 @@ class Quantization:
         own = any(map(self.get, _OF_MODULES)) or (
             self.method == "mlx" and any(isinstance(value, Mapping) for value in self.values.values())
         )
-        return not own and not any(unknown_setting(weights, part_of("weights")) for weights, _ in self._weights)
+        return not own and not any(unknown_setting(weights, part_of("weights")) for weights in self._described)
 
     def unknown_of(self, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
         """Like `unknown`, for a single module: of its own settings, and of its `weights`."""
         row = method_of(self.method) if self.method else None
         if self.unknown is not None or row is None:
             return self.unknown
-        settings = [(own or {}, row), *((weights, part_of("weights")) for weights in described)]
-        return _setting_text(next(filter(None, (unknown_setting(*each) for each in settings)), None))
+        setting = unknown_setting(own or {}, row)
+        for weights in described:
+            setting = setting or unknown_setting(weights, part_of("weights"))
+        return _setting_text(setting)
 
     @property
     def is_rotated(self) -> bool:
@@ -208,7 +211,7 @@ class Quantization:
         All descriptions are returned if no target names the module, or if a target is a pattern with unsupported
         syntax: shapes and dtypes then decide.
         """
-        described = [weights for weights, _ in self._weights]
+        described = self._described
         if len(described) < 2 or not self._can_match_targets:
             return described
         return [weights for weights, targets in self._weights if _is_targeted(targets, module)] or described
@@ -225,6 +228,10 @@ class Quantization:
         return True
 
     @cached_property
+    def _described(self) -> list[Mapping[str, Any]]:
+        return [weights for weights, _ in self._weights]
+
+    @cached_property
     def _weights(self) -> list[tuple[Mapping[str, Any], Any]]:
         """Weight descriptions with their targets; a single pair if all descriptions are alike."""
         groups = self.get("config_groups")
@@ -238,6 +245,10 @@ class Quantization:
                 rest = {name: value for name, value in group.items() if name not in _BESIDE_WEIGHTS}
                 pairs.append(({**group["weights"], **rest}, group.get("targets")))
         return pairs[:1] if all(weights == pairs[0][0] for weights, _ in pairs) else pairs
+
+
+# The configuration of a checkpoint that has none.
+UNCONFIGURED = Quantization("", None, {})
 
 
 def _setting_text(setting: tuple[str, Any] | None) -> str | None:
@@ -380,23 +391,17 @@ def _method(settings: Mapping[str, Any]) -> str | None:
 
 def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization | None:
     """Return the quantization in the metadata of files, else in their folders."""
-    inside: dict[str, Quantization | None] = {}
-    beside: dict[str, Quantization | None] = {}
+    parsed: dict[tuple[str | None, str], Quantization | None] = {}  # by the text in the file, or its folder
     pairs: list[tuple[str, Quantization | None]] = []
     for file in files:
         if not dtypes.may_hold_codes(file.table.numbers):
             continue
         text = (file.table.metadata() or {}).get(packing.CONFIG_KEY)
-        if text is not None:
-            if text not in inside:
-                inside[text] = quantization_of(parse_json(text.encode(), packing.CONFIG_KEY, file.path))
-            pairs.append((file.path, inside[text]))
-            continue
-        folder = _folder_of(file)
-        if folder not in beside:
-            beside[folder] = _quantization_in(folder, file.files)
-        if beside[folder] is not None:
-            pairs.append((file.path, beside[folder]))
+        key = text, _folder_of(file) if text is None else ""
+        if key not in parsed:
+            parsed[key] = quantization_beside(file) if text is None else quantization_of(config_inside(file))
+        if text is not None or parsed[key] is not None:
+            pairs.append((file.path, parsed[key]))
     if not pairs:
         return None
     first, quantization = pairs[0]
@@ -416,10 +421,10 @@ def config_inside(file: WeightFile) -> dict[str, Any] | None:
     return parse_json(text.encode(), packing.CONFIG_KEY, file.path) if isinstance(text, str) else None
 
 
-def config_beside(file: WeightFile) -> dict[str, Any] | None:
-    """Return the ``config.json`` in the folder of a file; None if it is missing or unreadable."""
+def config_beside(file: WeightFile, name: str = BESIDE[0]) -> dict[str, Any] | None:
+    """Return a JSON file in the folder of a file; None if it is missing or unreadable, because nobody requested it."""
     try:
-        return read_if_there(file.files.join(_folder_of(file), BESIDE[0]), BESIDE[0], file.files)
+        return read_if_there(file.files.join(_folder_of(file), name), name, file.files)
     except VerificationError:  # it could change values
         raise
     except (SafeloadError, OSError):
@@ -428,28 +433,19 @@ def config_beside(file: WeightFile) -> dict[str, Any] | None:
 
 def quantization_beside(file: WeightFile) -> Quantization | None:
     """Return the quantization in the folder of a file; None if missing or unreadable."""
-    return _quantization_in(_folder_of(file), file.files)
-
-
-def _folder_of(file: WeightFile) -> str:
-    return file.files.split(file.place if file.remote else file.path)[0]
-
-
-def _quantization_in(folder: str, files: Files) -> Quantization | None:
     for name in BESIDE:
-        try:
-            config = read_if_there(files.join(folder, name), name, files)
-        except VerificationError:  # it could change values
-            raise
-        except (SafeloadError, OSError):  # ignored: nobody requested this file
-            continue
+        config = config_beside(file, name)
         if config is None:
             continue
         if name in _METHODS_BESIDE and not {"bits", "w_bit"}.isdisjoint(config):
-            return quantization_of({"quantization_config": {"quant_method": _METHODS_BESIDE[name], **config}})
-        if name != "config.json" and isinstance(config.get("quantization"), Mapping):
-            return quantization_of({"quantization_config": {"quant_method": "modelopt", **config["quantization"]}})
+            config = {QUANTIZATION: {"quant_method": _METHODS_BESIDE[name], **config}}
+        elif name != BESIDE[0] and isinstance(config.get("quantization"), Mapping):
+            config = {QUANTIZATION: {"quant_method": "modelopt", **config["quantization"]}}
         quantization = quantization_of(config)
         if quantization is not None:
             return quantization
     return None
+
+
+def _folder_of(file: WeightFile) -> str:
+    return file.files.split(file.place if file.remote else file.path)[0]

@@ -62,7 +62,6 @@ def in_fp8(group: PackedGroup) -> Packing:
 
 def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """Return the settings of the first stage, empty if missing, and of the second stage, or None."""
-    assert group.config is not None  # the family requires Quark's method
     try:
         specs = quark_specs(group.config, group.logical)
     except UnsupportedError as error:
@@ -170,20 +169,10 @@ def _grouped_bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     stored, scale = group.shape(), group.shape(packing.SCALE)
     if len(stored) != 2 or len(scale) != 2 or scale[1] != stored[1] or 0 in stored:
         raise Misfit(f"codes {list(stored)} and scales {list(scale)} must be [in, out] and [groups, out]")
-    if group.has(packing.ZERO) and group.shape(packing.ZERO) != scale:
-        raise Misfit(f"zero points {list(group.shape(packing.ZERO))} do not fit scales {list(scale)}")
-    size = _group_size(spec, scale, stored[0], scale[0])
-    return group.packing(
-        "int8",
-        _label("int8", group, spec, Grid(1, size, stored[1], scale[0]), (stored[1], stored[0])),
-        (stored[1], stored[0]),
-        8,
-        group.dtype(),
-        transpose=True,
-        rows=stored[0],
-        columns=stored[1],
-        grid=Grid(size, 1, *scale),
-    )
+    group.has_zeros()  # of the same shape
+    size, shape = _group_size(spec, scale, stored[0], scale[0]), (stored[1], stored[0])
+    label = _label("int8", group, spec, Grid(1, size, stored[1], scale[0]), shape)
+    return group.transposed("int8", label, shape, 8, group.dtype(), size=size)
 
 
 # ---- 4-bit integers in words ----
@@ -210,25 +199,14 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
     if layout == packing.WORDS and out % _CODES_IN_WORD:
         raise Refused(f"its {out} rows do not fill whole words of permuted codes")
     size = _group_size(spec, scale, length, scale[0])
-    return group.packing(
-        "int",
-        _label("int4", group, spec, Grid(1, size, out, scale[0]), (out, length)),
-        (out, length),
-        4,
-        numbers,
-        layout=layout,
-        transpose=True,
-        rows=length,
-        columns=out,
-        grid=Grid(size, 1, *scale),
-        zeros=_zeros_in_groups(group, layout, (scale[0], stored[1])),
-    )
+    label = _label("int4", group, spec, Grid(1, size, out, scale[0]), (out, length))
+    zeros = _zeros_in_groups(group, layout, (scale[0], stored[1]))
+    return group.transposed("int", label, (out, length), 4, numbers, size=size, layout=layout, zeros=zeros)
 
 
 def _layout(group: PackedGroup) -> int:
     """Return the order of the codes in a word."""
-    export = None if group.config is None else group.config.get("export")
-    order = export.get("pack_method") if isinstance(export, Mapping) else None
+    order = mapping(group.config.get("export")).get("pack_method")
     layout = QUARK_ORDERS.get(order) if isinstance(order, str) else None
     if layout is None:
         raise Misfit(f"unknown export.pack_method {show(str(order))}, expected one of {', '.join(QUARK_ORDERS)}")

@@ -52,9 +52,7 @@ def torchao(group: PackedGroup) -> Packing:
         raise Refused("its act_pre_scale multiplies the activations, so weights alone do not give the model's results")
     if group.dtype(packing.SCALE) not in NUMBERS:
         raise Refused(f"its {group.dtype(packing.SCALE)} scales look like MXTensor's, which can be swizzled")
-    zeros = group.has(packing.ZERO)
-    if zeros and group.shape(packing.ZERO) != scale:
-        raise Misfit(f"zero points {list(group.shape(packing.ZERO))} do not fit scales {list(scale)}")
+    zeros = group.has_zeros()
     grid = _grid(shape, scale)
     prefix = "fp8" if numbers in FP8 else "int8"
     return group.packing(prefix, label_of(prefix, grid, shape, zeros), shape, 8, numbers, grid=grid)

@@ -318,13 +318,19 @@ def test_a_stack_is_ignored_as_a_whole(models, tmp_path):
     source, stack = models["qwen3_moe", "bfloat16"], "model.layers.0.mlp.switch_mlp.up_proj.weight"
     for ignore in ("*.switch_mlp.up_proj", "*.experts.*.up_proj", "re:.*experts.*up_proj"):
         report = safeload.convert(source, tmp_path / "out", quantize="mlx4", ignore=ignore, overwrite=True)
-        assert {name for name in report.summary.kept if "switch_mlp" in name} == {stack}
+        reasons = {name: reason for name, reason in report.summary.kept.items() if "switch_mlp" in name}
+        assert reasons == {stack: f"keep='{ignore}'"}
         assert safeload.load(tmp_path / "out")[stack].shape == (3, 128, 128)
     with pytest.raises(UnsupportedError, match="select all or none") as caught:
         safeload.convert(source, tmp_path / "out", quantize="mlx4", ignore="*.experts.1.*", overwrite=True)
     assert "switch_mlp" in caught.value.tensor
     kept = safeload.load_quantized(source, "mlx4", keep=lambda name: ".experts." in name).summary.kept
     assert sum("switch_mlp" in name for name in kept) == 3
+    assert kept[stack] == "excluded by keep="
+    names = []
+    safeload.load_quantized(source, "mlx4", keep=names.append)
+    assert stack in names
+    assert all(name.endswith(".weight") for name in names)  # of tensors, not of modules
 
 
 def broken_experts(fault):

@@ -54,17 +54,17 @@ class Encoding(NamedTuple):
         """Return dtype and shape of a part."""
         code = self.preset.parts[role].dtype
         row = self.row if code is None else dtypes.BY_CODE[code]
-        shape, constant = self.grid, self.constants().get(role)
-        if constant is not None:
-            shape = constant.shape
-        elif role == packing.CODES and self.preset.flat:
-            shape = -(-math.prod(self.shape) // 2), 1
+        if role == packing.CODES and self.preset.flat:
+            shape: tuple[int, ...] = (-(-math.prod(self.shape) // 2), 1)
         elif role == packing.CODES:
             shape = *self.shape[:-1], -(-self.shape[-1] * self.preset.bits // row.bits)
+        elif role in (packing.SCALE, packing.BIAS):
+            shape = self.grid
         elif role == packing.ZERO:
-            shape = -(-shape[0] * self.preset.bits // 32), shape[1]
-        elif role == packing.GLOBAL:
-            shape = (1,)
+            rows, columns = self.grid
+            shape = -(-rows * self.preset.bits // 32), columns
+        else:
+            shape = (1,) if role == packing.GLOBAL else self.constants()[role].shape
         return dtypes.array_dtype(row.number), shape
 
     @property

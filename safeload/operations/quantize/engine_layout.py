@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from ...base.messages import error_about
 from ...base.text import show
@@ -27,14 +26,6 @@ _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)
 _FUSED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)", re.ASCII)
 _FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _FUSED_TYPES = frozenset(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
-
-
-class SourcePart(NamedTuple):
-    """A matrix of the model that is a tensor of the source, or a part of it."""
-
-    source: str
-    view: TensorView
-    shape: tuple[int, ...]
 
 
 class EngineCatalog(RestructuredCatalog):
@@ -69,8 +60,10 @@ def arranged(catalog: Catalog, preset: Preset) -> Catalog:
     catalog.refuse_codes(catalog, f"convert to {preset.name}")
     parts = _parts(catalog, divides=divides)
     if experts is None:
-        return EngineCatalog(catalog, {name: _recipe(part) for name, part in parts.items()})
-    return EngineCatalog(catalog, _Stacks(catalog, preset, experts).recipes(parts))
+        return EngineCatalog(catalog, parts)
+    recipes = _stacked(catalog, preset, experts, parts)
+    _check_layers(recipes, _size(catalog, "num_hidden_layers"), preset, experts)
+    return EngineCatalog(catalog, recipes)
 
 
 def like(catalog: Catalog, other: Catalog) -> Catalog:
@@ -85,7 +78,7 @@ def like(catalog: Catalog, other: Catalog) -> Catalog:
 
 def restored(catalog: Catalog, recipes: Mapping[str, TensorRecipe], names: Iterable[str]) -> Catalog:
     """Return the catalog of a piece with all its ``names``; a name without a recipe is a tensor of the source."""
-    own = {name: TensorRecipe(tuple(catalog.about(name).shape), (Move(name),)) for name in names if name not in recipes}
+    own = {name: _moved(name, tuple(catalog.about(name).shape)) for name in names if name not in recipes}
     for name, recipe in recipes.items():
         shapes = {source: tuple(catalog.about(source).shape) for source in recipe.sources}
         if not recipe.fits(shapes):
@@ -93,14 +86,19 @@ def restored(catalog: Catalog, recipes: Mapping[str, TensorRecipe], names: Itera
     return EngineCatalog(catalog, {**own, **recipes})
 
 
-def _parts(catalog: Catalog, *, divides: bool) -> dict[str, SourcePart]:
+def _moved(name: str, shape: tuple[int, ...], *view: TensorView) -> TensorRecipe:
+    """Return the recipe of a tensor that is a tensor of the source, or a part of it."""
+    return TensorRecipe(shape, (Move(name, *view),))
+
+
+def _parts(catalog: Catalog, *, divides: bool) -> dict[str, TensorRecipe]:
     """Return all tensors of a model, with separate experts."""
     parts = {}
     for name in catalog:
         shape = tuple(catalog.about(name).shape)
         match = _FUSED.fullmatch(name) if divides else None
         if match is None or len(shape) != 3:
-            parts[name] = SourcePart(name, TensorView(), shape)
+            parts[name] = _moved(name, shape)
             continue
         modules = _FUSED_PARTS[match[2]]
         if shape[1] % len(modules) or not 0 < shape[0] <= MAX_EXPERTS:
@@ -112,112 +110,100 @@ def _parts(catalog: Catalog, *, divides: bool) -> dict[str, SourcePart]:
                 full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
                 if full in catalog:
                     raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
-                parts[full] = SourcePart(name, TensorView(expert, part), (rows, shape[2]))
+                parts[full] = _moved(name, (rows, shape[2]), TensorView(expert, part))
     return parts
 
 
-def _recipe(part: SourcePart) -> TensorRecipe:
-    return TensorRecipe(part.shape, (Move(part.source, part.view),))
+# ---- mlx-lm ----
 
 
-class _Stacks:
-    """Builds the recipes of a model for mlx-lm."""
+def _stacked(
+    catalog: Catalog, preset: Preset, experts: MlxExperts, parts: Mapping[str, TensorRecipe]
+) -> dict[str, TensorRecipe]:
+    """Return the recipes of a model for mlx-lm, in the order of their first source."""
+    names = "|".join(map(re.escape, experts.modules))
+    expert = re.compile(
+        rf"(model\.layers\.[0-9]+\.{re.escape(experts.block)})\.experts\.(0|[1-9][0-9]{{0,9}})\.({names})\.weight",
+        re.ASCII,
+    )
+    recipes: dict[str, TensorRecipe] = {}
+    stacks: dict[str, dict[int, TensorRecipe]] = {}
+    for name, part in parts.items():
+        match, layer = expert.fullmatch(name), _LAYER.match(name)
+        dropped = layer is not None and experts.dropped is not None and name.startswith(experts.dropped)
+        if dropped and layer is not None and int(layer[1]) >= _size(catalog, "num_hidden_layers"):
+            continue  # mlx-lm leaves out layers beyond the last
+        if match is not None:
+            stack = f"{match[1]}{STACK}{experts.modules[match[3]]}{_WEIGHT}"
+            recipes.setdefault(stack, TensorRecipe((), ()))
+            stacks.setdefault(stack, {})[int(match[2])] = part
+        elif experts.split_heads and name.endswith(".self_attn.kv_b_proj.weight"):
+            recipes.update(_heads(catalog, name, part))
+        elif ".experts." in name:
+            raise UnsupportedError(f"{preset.name}: mlx-lm has no tensor {show(name)}", tensor=name)
+        else:
+            recipes[name] = part
+    for stack, members in stacks.items():
+        recipes[stack] = _stack(catalog, experts, stack, members)
+    return recipes
 
-    def __init__(self, catalog: Catalog, preset: Preset, experts: MlxExperts) -> None:
-        self._title, self._preset, self._experts = catalog.title, preset, experts
-        self._config = catalog.config or {}
-        names = "|".join(map(re.escape, experts.modules))
-        self._expert = re.compile(
-            rf"(model\.layers\.[0-9]+\.{re.escape(experts.block)})\.experts\.(0|[1-9][0-9]{{0,9}})\.({names})\.weight",
-            re.ASCII,
+
+def _stack(catalog: Catalog, experts: MlxExperts, stack: str, members: Mapping[int, TensorRecipe]) -> TensorRecipe:
+    renamed = experts.renamed
+    count = _size(catalog, renamed if renamed is not None and renamed in (catalog.config or {}) else experts.experts)
+    missing = next((k for k in range(count) if k not in members), None)
+    if missing is not None or len(members) != count:
+        fault = f"expert {missing} is missing" if missing is not None else f"it has {len(members)}"
+        raise error_about(FormatError, f"needs {count} experts, but {fault}", path=catalog.title, tensor=stack)
+    shapes = {part.shape for part in members.values()}
+    if len(shapes) > 1:
+        text = "is a stack of experts, but these have different shapes"
+        raise error_about(FormatError, text, path=catalog.title, tensor=stack)
+    moves = tuple(members[k].moves[0]._replace(written=TensorView(k)) for k in range(count))
+    return TensorRecipe((count, *shapes.pop()), moves)
+
+
+def _heads(catalog: Catalog, name: str, part: TensorRecipe) -> dict[str, TensorRecipe]:
+    """Divide the up-projection of latent attention by heads."""
+    sizes = ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
+    heads, keys, values = (_size(catalog, key) for key in sizes)
+    if len(part.shape) != 2 or heads > MAX_EXPERTS or part.shape[0] != heads * (keys + values):
+        text = f"{list(part.shape)} does not have {heads} heads of {keys} + {values} rows"
+        raise error_about(FormatError, text, tensor=name)
+    module, columns, source = name.removesuffix("kv_b_proj.weight"), part.shape[1], part.moves[0].source
+    embed, unembed = [], []
+    for k in range(heads):
+        begin = k * (keys + values)
+        middle, end = begin + keys, begin + keys + values
+        embed.append(Move(source, TensorView(rows=RowRange(begin, middle)), TensorView(k, transposed=True)))
+        unembed.append(Move(source, TensorView(rows=RowRange(middle, end)), TensorView(k)))
+    return {
+        f"{module}embed_q.weight": TensorRecipe((heads, columns, keys), tuple(embed)),
+        f"{module}unembed_out.weight": TensorRecipe((heads, values, columns), tuple(unembed)),
+    }
+
+
+def _check_layers(recipes: Iterable[str], count: int, preset: Preset, experts: MlxExperts) -> None:
+    """Refuse layers that mlx-lm's model does not have."""
+    layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
+    beyond = next((layer for layer in sorted(layers) if layer >= count), None)
+    if beyond is not None:
+        raise UnsupportedError(
+            f"{preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
+            f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*",
+            tensor=layers[beyond],
+        )
+    sparse = {int(match[1]) for name in recipes if STACK in name and (match := _LAYER.match(name))}
+    dense = next((layer for layer in sorted(layers) if layer not in sparse), None)
+    if experts.in_every_layer and dense is not None:
+        raise UnsupportedError(
+            f"{preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer",
+            tensor=layers[dense],
         )
 
-    def recipes(self, parts: Mapping[str, SourcePart]) -> dict[str, TensorRecipe]:
-        """Return the recipes, in the order of their first source."""
-        recipes: dict[str, TensorRecipe] = {}
-        stacks: dict[str, dict[int, SourcePart]] = {}
-        for name, part in parts.items():
-            match = self._expert.fullmatch(name)
-            if self._is_dropped(name):
-                continue
-            if match is not None:
-                stack = f"{match[1]}{STACK}{self._experts.modules[match[3]]}{_WEIGHT}"
-                recipes.setdefault(stack, TensorRecipe((), ()))
-                stacks.setdefault(stack, {})[int(match[2])] = part
-            elif self._experts.split_heads and name.endswith(".self_attn.kv_b_proj.weight"):
-                recipes.update(self._heads(name, part))
-            elif ".experts." in name:
-                raise UnsupportedError(f"{self._preset.name}: mlx-lm has no tensor {show(name)}", tensor=name)
-            else:
-                recipes[name] = _recipe(part)
-        for stack, members in stacks.items():
-            recipes[stack] = self._stacked(stack, members)
-        self._check_layers(recipes)
-        return recipes
 
-    def _is_dropped(self, name: str) -> bool:
-        """Return True for a tensor of a layer that mlx-lm leaves out, because it lies beyond the last."""
-        prefix, match = self._experts.dropped, _LAYER.match(name)
-        if prefix is None or match is None or not name.startswith(prefix):
-            return False
-        return int(match[1]) >= self._size("num_hidden_layers")
-
-    def _stacked(self, stack: str, members: Mapping[int, SourcePart]) -> TensorRecipe:
-        renamed = self._experts.renamed
-        count = self._size(renamed if renamed is not None and renamed in self._config else self._experts.experts)
-        missing = next((k for k in range(count) if k not in members), None)
-        if missing is not None or len(members) != count:
-            fault = f"expert {missing} is missing" if missing is not None else f"it has {len(members)}"
-            raise error_about(FormatError, f"needs {count} experts, but {fault}", path=self._title, tensor=stack)
-        shapes = {part.shape for part in members.values()}
-        if len(shapes) > 1:
-            text = "is a stack of experts, but these have different shapes"
-            raise error_about(FormatError, text, path=self._title, tensor=stack)
-        moves = tuple(Move(members[k].source, members[k].view, TensorView(k)) for k in range(count))
-        return TensorRecipe((count, *shapes.pop()), moves)
-
-    def _heads(self, name: str, part: SourcePart) -> dict[str, TensorRecipe]:
-        """Divide the up-projection of latent attention by heads."""
-        heads, keys, values = map(self._size, ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
-        if len(part.shape) != 2 or heads > MAX_EXPERTS or part.shape[0] != heads * (keys + values):
-            text = f"{list(part.shape)} does not have {heads} heads of {keys} + {values} rows"
-            raise error_about(FormatError, text, tensor=name)
-        module, columns = name.removesuffix("kv_b_proj.weight"), part.shape[1]
-        first = [k * (keys + values) for k in range(heads)]
-        embed = tuple(
-            Move(part.source, TensorView(rows=RowRange(begin, begin + keys)), TensorView(k, transposed=True))
-            for k, begin in enumerate(first)
-        )
-        unembed = tuple(
-            Move(part.source, TensorView(rows=RowRange(begin + keys, begin + keys + values)), TensorView(k))
-            for k, begin in enumerate(first)
-        )
-        return {
-            f"{module}embed_q.weight": TensorRecipe((heads, columns, keys), embed),
-            f"{module}unembed_out.weight": TensorRecipe((heads, values, columns), unembed),
-        }
-
-    def _check_layers(self, recipes: Mapping[str, TensorRecipe]) -> None:
-        """Refuse layers that mlx-lm's model does not have."""
-        count = self._size("num_hidden_layers")
-        layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
-        beyond = next((layer for layer in sorted(layers) if layer >= count), None)
-        if beyond is not None:
-            raise UnsupportedError(
-                f"{self._preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
-                f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*",
-                tensor=layers[beyond],
-            )
-        sparse = {int(match[1]) for name in recipes if STACK in name and (match := _LAYER.match(name))}
-        dense = next((layer for layer in sorted(layers) if layer not in sparse), None)
-        if self._experts.in_every_layer and dense is not None:
-            raise UnsupportedError(
-                f"{self._preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer",
-                tensor=layers[dense],
-            )
-
-    def _size(self, key: str) -> int:
-        value = self._config.get(key)
-        if type(value) is not int or value <= 0:
-            raise FormatError(f"config.json: {key} must be a positive integer, got {show(value)}", self._title)
-        return value
+def _size(catalog: Catalog, key: str) -> int:
+    value = (catalog.config or {}).get(key)
+    if type(value) is not int or value <= 0:
+        raise FormatError(f"config.json: {key} must be a positive integer, got {show(value)}", catalog.title)
+    return value

@@ -210,19 +210,16 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
     scaled = [request for request in requests if request.is_int8 and request.maxima is None]
     first_bytes, all_bytes = (sum(request.source.size for request in each) for each in (scaled, requests))
     first, second = _halves(progress, first_bytes, all_bytes)
-    maxima = maxima_of([(each.source, each.result.axis) for each in scaled], threads, first)  # type: ignore[union-attr]
-    factors = {id(request): _set_scale(request.result, bits) for request, bits in zip(scaled, maxima, strict=True)}  # type: ignore[arg-type]
-    for request in requests:
-        if request.maxima is not None:
-            factors[id(request)] = _set_scale(request.result, request.maxima)  # type: ignore[arg-type]
+    maxima = iter(maxima_of([(each.source, each.result.axis) for each in scaled], threads, first))  # type: ignore[union-attr]
     # The second pass reads from the page cache.
     batch = jobs.Batch()
     for request in requests:
         source, result = request.source, request.result
         memory = address(result.data if isinstance(result, QuantizedTensor) else result)
-        if id(request) in factors:
+        if request.is_int8:
             assert isinstance(result, QuantizedTensor)
-            channels = channels_of(source.shape, result.axis, factors[id(request)])
+            factors = _set_scale(result, next(maxima) if request.maxima is None else request.maxima)
+            channels = channels_of(source.shape, result.axis, factors)
             batch.add(source.work(lib.SL_OP_INT8, memory, channels=channels))
         elif request.is_weighted:
             assert isinstance(result, QuantizedTensor)

@@ -12,7 +12,6 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...engine.codes.pieces import memory_of
-from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source
 from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
@@ -70,22 +69,41 @@ def in_memory(values: Array) -> Weights:
     return Weights(lambda begin, end: nullcontext(flat[begin:end]), _LOCAL)
 
 
-def weights_of(
-    value: Source | QuantizedTensor,
+def weights_in(
+    catalog: Catalog,
+    name: str,
     row: dtypes.Dtype,
     scratch: ScratchBuffers,
     whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],  # an array for values that have no ranges
+    *,
     threads: int | None,
 ) -> Weights:
-    """Return the values of a tensor as a dtype."""
+    """Return the values of a weight of a model as a dtype; weights with a merged adapter are computed first."""
+    base = catalog.base if isinstance(catalog, EngineCatalog) else catalog
+    if isinstance(catalog, EngineCatalog) and not catalog.is_unchanged(name):
+        items = catalog.items(name)
+        if len(items) > 1:
+            packed = any(base.about(source).packed for source in catalog.sources_of(name))
+            return _of_items(catalog, items, row, scratch, alone=packed or type(base) is not Catalog)
+    elif type(base) is Catalog and not catalog.about(name).quantized:
+        source = catalog.source(name)
+        assert isinstance(source, Source)
+        return _ranges_of(source, row, scratch)
+    values = whole(catalog.about(name).shape, dtypes.array_dtype(row.number))
+    catalog.read_into(name, row, values, threads)
+    return in_memory(jobs.native_order(values))
+
+
+def _ranges_of(source: Source, row: dtypes.Dtype, scratch: ScratchBuffers) -> Weights:
     dtype = dtypes.array_dtype(row.number)
-    if not isinstance(value, Source) or value.packed is not None:
-        return in_memory(jobs.native_order(read_values(value, row, whole(value.shape, dtype), threads)))
-    if value.file is None and value.row.number == row.number and value.size:
-        stored = memory_of(value)
-        if stored.nbytes == value.size and address_of(stored) == value.offset and value.offset % dtype.alignment == 0:
+    if source.file is None and source.row.number == row.number and source.size:
+        stored = memory_of(source)
+        if (
+            stored.nbytes == source.size
+            and address_of(stored) == source.offset
+            and source.offset % dtype.alignment == 0
+        ):
             return in_memory(stored.view(dtype))
-    source = value
 
     @contextmanager
     def read(begin: int, end: int) -> Iterator[Array]:
@@ -96,29 +114,6 @@ def weights_of(
     if source.file is not None and source.file.remote:
         return Weights(read, _REMOTE, _REMOTE_READERS)
     return Weights(read, _LOCAL)
-
-
-def weights_in(
-    catalog: Catalog,
-    name: str,
-    row: dtypes.Dtype,
-    scratch: ScratchBuffers,
-    whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],
-    *,
-    threads: int | None,
-) -> Weights:
-    """Return the values of a weight of a model; weights with a merged adapter are computed first."""
-    base = catalog.base if isinstance(catalog, EngineCatalog) else catalog
-    if isinstance(catalog, EngineCatalog) and not catalog.is_unchanged(name):
-        items = catalog.items(name)
-        if len(items) > 1:
-            packed = any(base.about(source).packed for source in catalog.sources_of(name))
-            return _of_items(catalog, items, row, scratch, alone=packed or type(base) is not Catalog)
-    elif type(base) is Catalog:
-        return weights_of(catalog.restoring(name) or catalog.source(name), row, scratch, whole, threads)
-    values = whole(catalog.about(name).shape, dtypes.array_dtype(row.number))
-    catalog.read_into(name, row, values, threads)
-    return in_memory(jobs.native_order(values))
 
 
 def _of_items(
