@@ -140,7 +140,12 @@ class Hasher:
         elif expected.algorithm == _GIT_BLOB:
             self._hash = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
         else:
-            self._hash = _blake3()
+            try:
+                from blake3 import blake3
+            except ImportError as error:
+                text = "BLAKE3 digests need blake3, which is not installed: pip install blake3"
+                raise not_installed(error, text, "blake3") from None
+            self._hash = blake3()
         self.update = self._hash.update  # releases the GIL
 
     def check(self, path: str, source: str) -> None:
@@ -150,15 +155,6 @@ class Hasher:
             where = "" if expected.end is None else f" in bytes [{expected.begin:,}, {expected.end:,})"
             digests = f"expected {expected.algorithm} {expected.digest[:16]}..., got {digest[:16]}..."
             raise refused(f"the file differs from {source}{where}: {digests}", path)
-
-
-def _blake3() -> Any:
-    try:
-        from blake3 import blake3
-    except ImportError as error:
-        text = "BLAKE3 digests need blake3, which is not installed: pip install blake3"
-        raise not_installed(error, text, "blake3") from None
-    return blake3()
 
 
 # ---- manifests by safeload ----

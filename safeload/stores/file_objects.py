@@ -257,13 +257,9 @@ def _descriptor(file: Any) -> int | None:
 def _seeks_cheaply(file: Any) -> bool:
     """Return whether an object that can seek is no device, whose size is unknown, and does not decompress."""
     kinds = (kind.__module__.partition(".")[0] for kind in type(file).__mro__)
-    return _DECOMPRESSORS.isdisjoint(kinds) and not _is_device(file)
-
-
-def _is_device(file: Any) -> bool:
-    """Return whether a file of Python's own classes is a device, whose size is unknown."""
     raw = getattr(file, "raw", file)
-    return type(raw) is io.FileIO and os.name != "nt" and stat.S_ISCHR(os.fstat(raw.fileno()).st_mode)
+    is_device = type(raw) is io.FileIO and os.name != "nt" and stat.S_ISCHR(os.fstat(raw.fileno()).st_mode)
+    return _DECOMPRESSORS.isdisjoint(kinds) and not is_device
 
 
 def temporary_copy(file: Any, head: bytes, name: str) -> IO[bytes]:

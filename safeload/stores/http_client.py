@@ -155,9 +155,13 @@ def connect(host: str, port: int, timeout: float, options: Any) -> socket.socket
             for option in options:
                 connecting.setsockopt(*option)
             connecting.setblocking(False)
-            code = connecting.connect_ex(address)
+            code, deadline = connecting.connect_ex(address), time.monotonic() + timeout
             if code in _PENDING:
-                code = _wait_connected(connecting, timeout)
+                while not wait_for_write(connecting, max(0.0, min(SLICE, deadline - time.monotonic()))):
+                    current().check()
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s")
+                code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, _TEXTS.get(code, "").rstrip(".") or os.strerror(code))
             connecting.settimeout(timeout)
@@ -171,16 +175,6 @@ def connect(host: str, port: int, timeout: float, options: Any) -> socket.socket
         raise failure
     finally:
         del failure  # it refers to this frame
-
-
-def _wait_connected(connecting: socket.socket, timeout: float) -> int:
-    """Wait until a connect has finished, and return its error code, or 0."""
-    deadline = time.monotonic() + timeout
-    while not wait_for_write(connecting, max(0.0, min(SLICE, deadline - time.monotonic()))):
-        current().check()
-        if time.monotonic() >= deadline:
-            raise TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s")
-    return connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
 
 class Exchange(http.client.HTTPResponse):
@@ -507,13 +501,9 @@ class _Scope:
 _of_thread = threading.local()
 
 
-def _is_foreign(record: logging.LogRecord) -> bool:
-    """Filter urllib3's log records of our requests: they contain URLs with queries, which may be secret."""
-    return not getattr(_of_thread, "ours", False)
-
-
 for _name in ("urllib3.connection", "urllib3.connectionpool"):
-    logging.getLogger(_name).addFilter(_is_foreign)
+    # These records of our requests contain URLs with queries, which may be secret.
+    logging.getLogger(_name).addFilter(lambda record: not getattr(_of_thread, "ours", False))
 
 
 class Client:

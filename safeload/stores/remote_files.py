@@ -124,19 +124,6 @@ def _key(url: str) -> tuple[str, str]:
     return scheme, (link.place or "").lower() if scheme in ("http", "https") else ""
 
 
-def _check_urllib3() -> None:
-    """Name the missing or old package before one of the modules that use it is imported."""
-    try:
-        from urllib3 import __version__ as version
-    except ImportError as error:
-        text = "http, https and hf URLs need urllib3, which is not installed: pip install urllib3"
-        raise not_installed(error, text, "urllib3") from None
-    if [*map(int, re.findall(r"\d+", version)[:2])] < [2, 3]:
-        raise UnsupportedError(
-            f"http, https and hf URLs need urllib3 2.3 or later, but {version} is installed: pip install -U urllib3"
-        )
-
-
 def need_fsspec(what: str) -> None:
     """Name the missing package before `filesystem` is imported."""
     try:
@@ -149,7 +136,14 @@ def need_fsspec(what: str) -> None:
 def _backend(url: str, options: Mapping[str, Any]) -> Backend:
     scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
     if not chained and scheme in ("http", "https", "hf"):
-        _check_urllib3()
+        try:
+            from urllib3 import __version__ as version
+        except ImportError as error:
+            text = "http, https and hf URLs need urllib3, which is not installed: pip install urllib3"
+            raise not_installed(error, text, "urllib3") from None
+        if [*map(int, re.findall(r"\d+", version)[:2])] < [2, 3]:
+            text = f"http, https and hf URLs need urllib3 2.3 or later, but {version} is installed"
+            raise UnsupportedError(f"{text}: pip install -U urllib3")
         if scheme == "hf":
             from .hub import Hub
 
