@@ -42,6 +42,10 @@ _COMMIT = "X-Repo-Commit"
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 # A signature or a redirect may have expired: each store has another status for that. 407 is the proxy's.
 _REFUSED = frozenset(range(400, 500)) - {407}
+# The end of a message if access is refused.
+_ADVICE = (
+    "a token may be missing or wrong (storage_options={'headers': {'Authorization': ...}}), or a signed URL has expired"
+)
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 # Bytes between two spans are received and discarded in pieces of this size.
@@ -260,7 +264,7 @@ class HttpStore(RemoteStore):
         origin = self._target.url.origin
         with answered(self._client, route.url, headers, self.path, origin=origin, note=note) as (exchange, url):
             try:
-                check_accepted(exchange, self.path, self._client.credentials)
+                check_accepted(exchange, self.path)
                 use(exchange, url)
             except Failure as failure:
                 failure.refused = url if exchange.status in _REFUSED else None
@@ -321,7 +325,7 @@ class HttpStore(RemoteStore):
             raise broken_off(self.path)
 
 
-def check_accepted(exchange: Exchange, path: str, credentials: str) -> None:
+def check_accepted(exchange: Exchange, path: str) -> None:
     """Refuse a response that holds no bytes of the file."""
     status = exchange.status
     if status in (200, 206, 412, 416):
@@ -334,7 +338,7 @@ def check_accepted(exchange: Exchange, path: str, credentials: str) -> None:
     if status in (404, 410):
         raise Failure(missing_file(path, f"No such file: {path} (the server returned {status})"))
     if status in (401, 403):
-        raise Failure(RemotePermissionError(f"the server refuses access ({status}): {credentials}", path))
+        raise Failure(RemotePermissionError(f"the server refuses access ({status}): {_ADVICE}", path))
     if status == 407:
         raise Failure(RemotePermissionError("the proxy requires a user and a password", path))
     raise of_status(status, requested_wait(status, exchange.headers), path)

@@ -470,10 +470,6 @@ _KNOWN = ("connect_timeout", "headers", "retries", "ssl_context", "timeout", "ve
 _IDLE = 32
 # Headers for the bytes of a range and their encoding, set by `HttpStore`.
 _OWN_HEADERS = frozenset(("accept-encoding", "if-match", "if-range", "if-none-match", "range"))
-# The end of a message if access is refused.
-_CREDENTIALS = (
-    "a token may be missing or wrong (storage_options={'headers': {'Authorization': ...}}), or a signed URL has expired"
-)
 
 
 class RequestTarget(NamedTuple):
@@ -510,18 +506,12 @@ class Client:
     """Connections, headers and limits shared by files opened with the same options, from any thread."""
 
     def __init__(
-        self,
-        options: Mapping[str, Any],
-        scheme: str = "https",
-        *,
-        credentials: str = _CREDENTIALS,
-        other_options: tuple[str, ...] = (),
+        self, options: Mapping[str, Any], scheme: str = "https", *, other_options: tuple[str, ...] = ()
     ) -> None:
         for key in options:
             if key not in _KNOWN:
                 known = ", ".join(sorted((*_KNOWN, *other_options)))
                 raise TypeError(f"{scheme}: unknown storage option {show(key)}, expected one of {known}")
-        self.credentials = credentials
         self.headers = checked_headers(options.get("headers") or {})
         self.timeout = _seconds(options, "timeout", TIMEOUT)
         self.retries = options.get("retries", RETRIES)
@@ -590,7 +580,13 @@ class Client:
     def _proxy_of(self, url: WebUrl) -> str | None:
         key = url.scheme, url.place
         if key not in self._proxies:  # asking the system can be slow
-            self._proxies[key] = _proxy_of(*key)
+            proxies = getproxies()
+            proxy = proxies.get(url.scheme) or proxies.get("all")
+            if not proxy or proxy_bypass(url.place):
+                proxy = None
+            elif "://" not in proxy:
+                proxy = f"http://{proxy}"
+            self._proxies[key] = proxy
         return self._proxies[key]
 
     def _make(self, scheme: str, proxy: str | None) -> Any:
@@ -626,15 +622,6 @@ def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
         manager = managers.pop(key, None)
         if manager is not None:
             manager.clear()
-
-
-def _proxy_of(scheme: str, place: str) -> str | None:
-    """Return the proxy for a host, from the environment or the system."""
-    proxies = getproxies()
-    proxy = proxies.get(scheme) or proxies.get("all")
-    if not proxy or proxy_bypass(place):
-        return None
-    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def _parsed_proxy(proxy: str) -> tuple[WebUrl, tuple[str, str] | None]:

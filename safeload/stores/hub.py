@@ -385,7 +385,7 @@ class Hub(Backend):
         """Refuse a response of the API that is no answer."""
         status, code = exchange.status, exchange.headers.get("X-Error-Code")
         if status in (200, 407):
-            return check_accepted(exchange, place.shown, self._client.credentials)
+            return check_accepted(exchange, place.shown)
         exchange.drain()
         text = cleaned(RuntimeError(exchange.headers.get("X-Error-Message", "")), self._secrets)
         if code not in ("GatedRepo", "RevisionNotFound"):
