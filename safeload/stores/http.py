@@ -24,7 +24,6 @@ from .http_client import (
     of_error,
     of_status,
     redirected,
-    requested_wait,
     target_of,
 )
 from .local import compare
@@ -341,7 +340,7 @@ def check_accepted(exchange: Exchange, path: str) -> None:
         raise Failure(RemotePermissionError(f"the server refuses access ({status}): {_ADVICE}", path))
     if status == 407:
         raise Failure(RemotePermissionError("the proxy requires a user and a password", path))
-    raise of_status(status, requested_wait(status, exchange.headers), path)
+    raise of_status(exchange, path)
 
 
 def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]:
@@ -350,7 +349,7 @@ def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]
     if exchange.status == 416 and total == 0:
         return 0, b""
     if exchange.status != 206:
-        raise of_status(exchange.status, None, path)
+        raise of_status(exchange, path)
     if total is None:
         place = show(exchange.headers.get("Content-Range"))
         raise Failure(RemoteError(f"the server does not report the file size (Content-Range: {place})", path))
@@ -383,7 +382,7 @@ def _check_range(exchange: Exchange, begin: int, end: int, path: str) -> None:
     if exchange.status == 200:
         what = "the server returned the whole file instead of a range"
     elif exchange.status != 206:
-        raise of_status(exchange.status, None, path)
+        raise of_status(exchange, path)
     elif headers.get("Content-Type", "").strip().lower().startswith("multipart/"):
         what = "the server returned several parts instead of one range"
     elif place is None or place[1] is None or (int(place[1]), int(place[2]) + 1) != (begin, end):

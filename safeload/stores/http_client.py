@@ -367,28 +367,24 @@ class Tries:
             del failure  # its error refers to this frame
 
 
-def of_status(status: int, retry_after: str | None, path: str) -> Failure:
-    """Return the failure for a status code."""
-    name = http.client.responses.get(status, "")
-    what = f"the server returned {status} {name}".rstrip()
+def of_status(exchange: Exchange, path: str) -> Failure:
+    """Return the failure for the status code of a response."""
+    status = exchange.status
+    what = f"the server returned {status} {http.client.responses.get(status, '')}".rstrip()
     if status not in _TRANSIENT:
         return Failure(RemoteError(what, path))
-    wait = seconds_of(retry_after)
+    wait = _requested_wait(exchange)
     if wait > RETRY_AFTER_MOST:
         text = f"{what} and asks to wait {wait:.0f} s, which is more than the limit of {RETRY_AFTER_MOST} s"
         return Failure(RemoteError(text, path))
     return Failure((RemoteTimeoutError if status in (408, 504) else RemoteError)(what, path), True, wait)
 
 
-def requested_wait(status: int, headers: Mapping[str, str]) -> str | None:
-    """Return the wait that a response asks for, as in Retry-After."""
-    quota = _QUOTA.search(headers.get("RateLimit", "")) if status == http.client.TOO_MANY_REQUESTS else None
-    return headers.get("Retry-After") or (None if quota is None else quota[1])
-
-
-def seconds_of(retry_after: str | None) -> float:
-    """Parse a Retry-After header, which holds seconds or a date; return 0 if it cannot be parsed."""
-    text = (retry_after or "").strip()
+def _requested_wait(exchange: Exchange) -> float:
+    """Return the seconds that a response asks to wait, as a number, a date or a quota; 0 if it does not."""
+    busy = exchange.status == http.client.TOO_MANY_REQUESTS
+    quota = _QUOTA.search(exchange.headers.get("RateLimit", "")) if busy else None
+    text: str = (exchange.headers.get("Retry-After") or (quota[1] if quota else "")).strip()
     if re.fullmatch(r"[0-9]+", text):
         return min(float(text), _WAIT_SHOWN)
     try:

@@ -41,7 +41,6 @@ from .http_client import (
     broken_off,
     checked_headers,
     of_status,
-    requested_wait,
     target_of,
 )
 from .hub_cache import COMMIT, CachedRepository
@@ -398,7 +397,7 @@ class Hub(Backend):
         error = self._error(code, status, text, place)
         if error is not None:
             raise Failure(error)
-        failure = of_status(status, requested_wait(status, exchange.headers), place.shown)
+        failure = of_status(exchange, place.shown)
         if text:
             failure.error.args = (f"{failure.error.args[0]}: {text}", *failure.error.args[1:])
         raise failure
