@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import VerificationError
@@ -138,12 +138,7 @@ class Hasher:
         elif expected.algorithm == _GIT_BLOB:
             self._hash = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
         else:
-            try:
-                from blake3 import blake3
-            except ImportError as error:
-                text = "BLAKE3 digests need blake3, which is not installed: pip install blake3"
-                raise not_installed(error, text, "blake3") from None
-            self._hash = blake3()
+            self._hash = needed("blake3", "BLAKE3 digests need blake3").blake3()
         self.update = self._hash.update  # releases the GIL
 
     def check(self, path: str, source: str) -> None:

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
@@ -36,7 +35,7 @@ from urllib3.util.wait import wait_for_write
 
 from .._version import __version__
 from ..base import url as urls
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.forking import ProcessLock, making_context
 from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided
@@ -301,7 +300,7 @@ POOLS = {
 @lru_cache(maxsize=1)
 def socks_pools() -> dict[str, Any]:
     """Return the pools for SOCKS proxies; connects through them do not wait in slices."""
-    import_module("socks")  # PySocks, without which urllib3 would warn too
+    needed("socks", "SOCKS proxies need PySocks", "pysocks")  # without which urllib3 would warn too
     from urllib3.contrib import socks
 
     return {
@@ -588,7 +587,12 @@ class Client:
     def _make(self, scheme: str, proxy: str | None) -> Any:
         options: dict[str, Any] = {"maxsize": _IDLE, "timeout": self._timeout}
         if proxy is not None and proxy.startswith("socks"):
-            return _socks(proxy, {**options, **(self._tls() if scheme == "https" else {})})
+            pools = socks_pools()
+            from urllib3.contrib.socks import SOCKSProxyManager
+
+            manager = SOCKSProxyManager(proxy, **options, **(self._tls() if scheme == "https" else {}))
+            manager.pool_classes_by_scheme = pools
+            return manager
         via, credentials = (None, None) if proxy is None else _parsed_proxy(proxy)
         if scheme == "https" or (via is not None and via.scheme == "https"):
             options.update(self._tls())
@@ -629,19 +633,6 @@ def _parsed_proxy(proxy: str) -> tuple[WebUrl, tuple[str, str] | None]:
         return parse_web(url)
     except UrlError as error:
         raise UnsupportedError(f"the proxy {url.shown} cannot be used: {error}") from None
-
-
-def _socks(proxy: str, options: Mapping[str, Any]) -> Any:
-    try:
-        pools = socks_pools()
-    except ImportError as error:
-        text = "SOCKS proxies need PySocks, which is not installed: pip install pysocks"
-        raise not_installed(error, text, "socks") from None
-    from urllib3.contrib.socks import SOCKSProxyManager
-
-    manager = SOCKSProxyManager(proxy, **options)
-    manager.pool_classes_by_scheme = pools
-    return manager
 
 
 def checked_headers(headers: Any) -> dict[str, str]:

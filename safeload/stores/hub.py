@@ -27,7 +27,7 @@ from urllib.parse import quote, unquote
 from .._version import __version__
 from ..base import log
 from ..base import url as urls
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
@@ -427,13 +427,8 @@ class Hub(Backend):
 
 
 def _library() -> Any:
-    """Import huggingface_hub."""
-    try:
-        import huggingface_hub  # only here: cached files need no requests, and the import takes 0.3 s
-    except ImportError as error:
-        text = "hf:// URLs need huggingface_hub, which is not installed: pip install huggingface_hub"
-        raise not_installed(error, text, "huggingface_hub") from None
-    return huggingface_hub
+    """Import huggingface_hub: only here, because cached files need no requests, and the import takes 0.3 s."""
+    return needed("huggingface_hub", "hf:// URLs need huggingface_hub")
 
 
 def _is_transient(error: Exception) -> bool:
