@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+TYPE_CHECKING = False  # without an import, as in `forking`
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def needed(package: str, text: str, pip: str = "", *others: str) -> Any:
+    """Import an optional package, or raise the error for one that is not installed: ``text`` says what needs it."""
+    from importlib import import_module
+
+    try:
+        return import_module(package)
+    except ImportError as error:
+        text = f"{text}, which is not installed: pip install {pip or package}"
+        raise not_installed(error, text, package, *others) from None
+
 
 def not_installed(error: ImportError, text: str, *packages: str) -> ImportError:
     """Return the error to raise after an import failed: how to install the package, or ``error`` if it is there.

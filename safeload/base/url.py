@@ -280,17 +280,6 @@ def unescaped(url: str) -> str:
     return f"{begin}{mark}{_decoded(path)}"
 
 
-def file_path(url: Url) -> str:
-    """Return the path of a ``file://`` URL, with slashes."""
-    if url.credentials is not None or (url.place or "").lower() not in ("", "localhost"):
-        raise UrlError("a file:// URL must have three slashes before an absolute path")
-    if url.tail:
-        raise UrlError("a file:// URL must not have a query or a fragment: escape ? as %3F and # as %23")
-    if re.search("%(?:2[Ff]|00)", url.path):
-        raise UrlError("a file:// URL must not have an escaped slash or NUL")
-    return _decoded(url.path)
-
-
 def _matched(text: str) -> re.Match[str]:
     match = _PARTS.fullmatch(text)
     assert match is not None  # it matches any str
@@ -490,12 +479,15 @@ def local_path(url: str) -> str:
         # fsspec's `unstrip_protocol` writes two slashes before a drive.
         url = re.sub(r"^(file://)([a-z]:/)", r"\1/\2", url, flags=re.IGNORECASE)
     link = divided(url)
-    try:
-        path = file_path(link)
-    except UrlError as error:
-        raise UnsupportedError(f"{shown(url)}: {error}") from None
+    if link.credentials is not None or (link.place or "").lower() not in ("", "localhost"):
+        raise UnsupportedError(f"{shown(url)}: a file:// URL must have three slashes before an absolute path")
+    if link.tail:
+        text = "a file:// URL must not have a query or a fragment: escape ? as %3F and # as %23"
+        raise UnsupportedError(f"{shown(url)}: {text}")
+    if re.search("%(?:2[Ff]|00)", link.path):
+        raise UnsupportedError(f"{shown(url)}: a file:// URL must not have an escaped slash or NUL")
     if os.name != "nt":
-        return path
+        return _decoded(link.path)
     from urllib.request import url2pathname
 
     return url2pathname(link.path)

@@ -21,9 +21,9 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import VerificationError
@@ -58,11 +58,8 @@ class ExpectedRange(NamedTuple):
     digest: str  # hexadecimal
 
 
-class ExpectedFile(NamedTuple):
-    """The expected content of a file."""
-
-    ranges: tuple[ExpectedRange, ...]  # ascending, without gaps
-    size: int | None = None  # in bytes, if known
+# The expected digests of a file: ascending ranges without gaps.
+ExpectedFile: TypeAlias = tuple[ExpectedRange, ...]
 
 
 class Expected(NamedTuple):
@@ -96,9 +93,10 @@ class Expected(NamedTuple):
 
     def of(self, path: str, files: Files, place: str | None) -> ExpectedFile:
         """Return the expected content of a file; ``place`` is its path on this machine."""
+        expected: ExpectedFile | None
         if self.files is None:
             blob = None if place is None else digest_in_cache(place)
-            expected, fault = None if blob is None else ExpectedFile((blob,)), "has no digest of this file"
+            expected, fault = None if blob is None else (blob,), "has no digest of this file"
         else:
             expected, fault = self.files.get(self.name_of(path, files) or ""), "does not cover this file"
         if expected is None:
@@ -133,32 +131,24 @@ class Hasher:
     """Hashes a range; `check` compares the digest."""
 
     def __init__(self, expected: ExpectedRange, size: int) -> None:
-        self._expected = expected
+        self._expected, self._size = expected, size
         self._hash: Any
         if expected.algorithm in ("sha256", "blake2b"):
             self._hash = hashlib.new(expected.algorithm)
         elif expected.algorithm == _GIT_BLOB:
             self._hash = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
         else:
-            self._hash = _blake3()
+            self._hash = needed("blake3", "BLAKE3 digests need blake3").blake3()
         self.update = self._hash.update  # releases the GIL
 
     def check(self, path: str, source: str) -> None:
         """Compare the digest."""
         digest, expected = self._hash.hexdigest(), self._expected
         if digest != expected.digest:
-            where = "" if expected.end is None else f" in bytes [{expected.begin:,}, {expected.end:,})"
+            part = (expected.begin, expected.end) not in ((0, None), (0, self._size))
+            where = f" in bytes [{expected.begin:,}, {expected.end:,})" if part else ""
             digests = f"expected {expected.algorithm} {expected.digest[:16]}..., got {digest[:16]}..."
             raise refused(f"the file differs from {source}{where}: {digests}", path)
-
-
-def _blake3() -> Any:
-    try:
-        from blake3 import blake3
-    except ImportError as error:
-        text = "BLAKE3 digests need blake3, which is not installed: pip install blake3"
-        raise not_installed(error, text, "blake3") from None
-    return blake3()
 
 
 # ---- manifests by safeload ----
@@ -188,7 +178,7 @@ def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, Expec
         size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, Mapping) else (None, None)
         if type(size) is not int or not 0 <= size < _LARGEST:
             raise refused(f"{show(name)}: size must be a number of bytes, got {show(size)}", path)
-        files[name] = ExpectedFile((ExpectedRange(0, None, "sha256", _digest(digest, "sha256", name, path)),), size)
+        files[name] = (ExpectedRange(0, size, "sha256", _digest(digest, "sha256", name, path)),)
     return files
 
 
@@ -248,7 +238,7 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> SignedFiles:
         raise refused("ignore_paths must be a list of paths", path)
     entries = frozenset((str(resource["name"]), str(resource["digest"]).lower()) for resource in resources)
     names = tuple(name.rstrip("/") for name in ignored if name.rstrip("/") not in ("", "."))
-    files = {name: ExpectedFile(_tiled(name, parts, path)) for name, parts in ranges.items()}
+    files = {name: _tiled(name, parts, path) for name, parts in ranges.items()}
     return SignedFiles(files, (*names, *GIT_PATHS), method == "shards", entries)
 
 
@@ -279,7 +269,7 @@ def _shard(name: Any, path: str) -> tuple[str, int, int]:
     return match[1], int(match[2]), int(match[3])
 
 
-def _tiled(name: str, ranges: list[ExpectedRange], path: str) -> tuple[ExpectedRange, ...]:
+def _tiled(name: str, ranges: list[ExpectedRange], path: str) -> ExpectedFile:
     """Return ranges in order; a gap would be bytes without a signature."""
     ranges = sorted(ranges, key=lambda part: part.begin)
     at = 0

@@ -15,7 +15,7 @@ import os
 import stat
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import IO, Any, NoReturn
 
@@ -26,8 +26,8 @@ from ..errors import FormatError, UnsupportedError, missing_file
 from .files import Files
 from .local import LocalStore, of_descriptor
 from .members import Member, MemberStore
-from .remote import RemoteStore, fill
-from .store import WINDOW, ByteStore, Span
+from .remote import RemoteStore
+from .store import WINDOW, ByteStore
 
 # Modules of classes that seek by decompressing again from the beginning.
 _DECOMPRESSORS = frozenset(
@@ -80,29 +80,27 @@ class FileObjectStore(RemoteStore):
         path: str,
         size: int,
         mark: object,
-        content: Callable[[int, int], memoryview],
+        read: Callable[[int, int], memoryview],
         check: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__()
         self.path, self.size, self.version = path, size, (size, mark)
-        self._content, self._check = content, check
+        self._read, self._check = read, check
 
-    def read_spans(self, spans: Sequence[Span]) -> None:
-        begin, end = spans[0].offset, spans[-1].end
-        content = self._content(begin, end)
-        if len(content) != end - begin:
-            at = begin + len(content)
-            raise FormatError(
-                f"the file ends at byte {at}, but had {self.size} bytes when it was opened", self.path, at
-            )
-        fill(spans, begin, content)
+    def content(self, begin: int, end: int) -> memoryview:
+        content = self._read(begin, end)
+        at = begin + len(content)
+        if at != end:
+            text = f"the file ends at byte {at}, but had {self.size} bytes when it was opened"
+            raise FormatError(text, self.path, at)
+        return content
 
     def confirm(self) -> None:
         self._check()
 
     def close(self) -> None:
         super().close()
-        self._content = self._check = self._refuse
+        self._read = self._check = self._refuse
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise ValueError(f"{self.path} is closed")
@@ -170,7 +168,7 @@ class _FileObject:
         end = end_of()
         self._refuse_end(end)
 
-        def content(begin: int, end: int) -> memoryview:
+        def read(begin: int, end: int) -> memoryview:
             with locked.at(start + begin):
                 return _read(file, end - begin, self.name)
 
@@ -178,7 +176,7 @@ class _FileObject:
             if end_of() != end:
                 raise FormatError("the file has changed since it was opened: its size differs", self.name)
 
-        return FileObjectStore(self.name, max(0, end - start), start, content, check)
+        return FileObjectStore(self.name, max(0, end - start), start, read, check)
 
     def _refuse_end(self, end: int) -> None:
         if self._start and self._start >= end:
@@ -257,13 +255,9 @@ def _descriptor(file: Any) -> int | None:
 def _seeks_cheaply(file: Any) -> bool:
     """Return whether an object that can seek is no device, whose size is unknown, and does not decompress."""
     kinds = (kind.__module__.partition(".")[0] for kind in type(file).__mro__)
-    return _DECOMPRESSORS.isdisjoint(kinds) and not _is_device(file)
-
-
-def _is_device(file: Any) -> bool:
-    """Return whether a file of Python's own classes is a device, whose size is unknown."""
     raw = getattr(file, "raw", file)
-    return type(raw) is io.FileIO and os.name != "nt" and stat.S_ISCHR(os.fstat(raw.fileno()).st_mode)
+    is_device = type(raw) is io.FileIO and os.name != "nt" and stat.S_ISCHR(os.fstat(raw.fileno()).st_mode)
+    return _DECOMPRESSORS.isdisjoint(kinds) and not is_device
 
 
 def temporary_copy(file: Any, head: bytes, name: str) -> IO[bytes]:

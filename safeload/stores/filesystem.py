@@ -67,8 +67,7 @@ class Filesystem(ObjectUrls):
         if _has_files(handle.fs):
             return open_local(_downloaded(handle, path, shown), shown=shown)
         _drop_outdated(handle, path, shown)
-        signed = self._signed(handle, path, shown, window) if _is_s3(handle.fs) else None
-        return StoredObject(handle, path, shown, window) if signed is None else signed
+        return self._signed(handle, path, shown, window) or StoredObject(handle, path, shown, window)
 
     def _signed(self, handle: FsspecHandle, place: str, shown: str, window: int) -> HttpStore | None:
         """Open an S3 object by a presigned URL; return None if s3fs has to read it, or may have a better error.
@@ -435,11 +434,6 @@ def _protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
-def _is_s3(fs: Any) -> bool:
-    """Return whether this is s3fs itself, not a cache of it."""
-    return "s3" in _protocols(fs) and hasattr(fs, "call_s3")
-
-
 def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
     """Copy options and the dicts inside, because fsspec changes nested dicts."""
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in options.items()}
@@ -479,8 +473,11 @@ def _settings(fs: Any, name: str) -> dict[str, Any]:
 
 
 def _signable(fs: Any) -> bool:
-    """Return whether a URL can carry the whole request: a customer's encryption key must be sent in headers."""
+    """Return whether URLs of s3fs itself, not a cache of it, can carry the whole request.
+
+    A customer's encryption key must be sent in headers.
+    """
+    if "s3" not in _protocols(fs) or not hasattr(fs, "call_s3") or _CONNECTION & {*_settings(fs, "config_kwargs")}:
+        return False
     keys = {*_settings(fs, "s3_additional_kwargs"), *_settings(fs, "req_kw"), *_settings(fs, "kwargs")}
-    return not any(key.startswith("SSECustomer") for key in keys) and not _CONNECTION & {
-        *_settings(fs, "config_kwargs")
-    }
+    return not any(key.startswith("SSECustomer") for key in keys)

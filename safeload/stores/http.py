@@ -24,7 +24,6 @@ from .http_client import (
     of_error,
     of_status,
     redirected,
-    requested_wait,
     target_of,
 )
 from .local import compare
@@ -42,6 +41,10 @@ _COMMIT = "X-Repo-Commit"
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 # A signature or a redirect may have expired: each store has another status for that. 407 is the proxy's.
 _REFUSED = frozenset(range(400, 500)) - {407}
+# The end of a message if access is refused.
+_ADVICE = (
+    "a token may be missing or wrong (storage_options={'headers': {'Authorization': ...}}), or a signed URL has expired"
+)
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 # Bytes between two spans are received and discarded in pieces of this size.
@@ -260,7 +263,7 @@ class HttpStore(RemoteStore):
         origin = self._target.url.origin
         with answered(self._client, route.url, headers, self.path, origin=origin, note=note) as (exchange, url):
             try:
-                check_accepted(exchange, self.path, self._client.credentials)
+                check_accepted(exchange, self.path)
                 use(exchange, url)
             except Failure as failure:
                 failure.refused = url if exchange.status in _REFUSED else None
@@ -321,7 +324,7 @@ class HttpStore(RemoteStore):
             raise broken_off(self.path)
 
 
-def check_accepted(exchange: Exchange, path: str, credentials: str) -> None:
+def check_accepted(exchange: Exchange, path: str) -> None:
     """Refuse a response that holds no bytes of the file."""
     status = exchange.status
     if status in (200, 206, 412, 416):
@@ -334,10 +337,10 @@ def check_accepted(exchange: Exchange, path: str, credentials: str) -> None:
     if status in (404, 410):
         raise Failure(missing_file(path, f"No such file: {path} (the server returned {status})"))
     if status in (401, 403):
-        raise Failure(RemotePermissionError(f"the server refuses access ({status}): {credentials}", path))
+        raise Failure(RemotePermissionError(f"the server refuses access ({status}): {_ADVICE}", path))
     if status == 407:
         raise Failure(RemotePermissionError("the proxy requires a user and a password", path))
-    raise of_status(status, requested_wait(status, exchange.headers), path)
+    raise of_status(exchange, path)
 
 
 def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]:
@@ -346,7 +349,7 @@ def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]
     if exchange.status == 416 and total == 0:
         return 0, b""
     if exchange.status != 206:
-        raise of_status(exchange.status, None, path)
+        raise of_status(exchange, path)
     if total is None:
         place = show(exchange.headers.get("Content-Range"))
         raise Failure(RemoteError(f"the server does not report the file size (Content-Range: {place})", path))
@@ -379,7 +382,7 @@ def _check_range(exchange: Exchange, begin: int, end: int, path: str) -> None:
     if exchange.status == 200:
         what = "the server returned the whole file instead of a range"
     elif exchange.status != 206:
-        raise of_status(exchange.status, None, path)
+        raise of_status(exchange, path)
     elif headers.get("Content-Type", "").strip().lower().startswith("multipart/"):
         what = "the server returned several parts instead of one range"
     elif place is None or place[1] is None or (int(place[1]), int(place[2]) + 1) != (begin, end):

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
@@ -36,7 +35,7 @@ from urllib3.util.wait import wait_for_write
 
 from .._version import __version__
 from ..base import url as urls
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.forking import ProcessLock, making_context
 from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided
@@ -155,9 +154,13 @@ def connect(host: str, port: int, timeout: float, options: Any) -> socket.socket
             for option in options:
                 connecting.setsockopt(*option)
             connecting.setblocking(False)
-            code = connecting.connect_ex(address)
+            code, deadline = connecting.connect_ex(address), time.monotonic() + timeout
             if code in _PENDING:
-                code = _wait_connected(connecting, timeout)
+                while not wait_for_write(connecting, max(0.0, min(SLICE, deadline - time.monotonic()))):
+                    current().check()
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s")
+                code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, _TEXTS.get(code, "").rstrip(".") or os.strerror(code))
             connecting.settimeout(timeout)
@@ -171,16 +174,6 @@ def connect(host: str, port: int, timeout: float, options: Any) -> socket.socket
         raise failure
     finally:
         del failure  # it refers to this frame
-
-
-def _wait_connected(connecting: socket.socket, timeout: float) -> int:
-    """Wait until a connect has finished, and return its error code, or 0."""
-    deadline = time.monotonic() + timeout
-    while not wait_for_write(connecting, max(0.0, min(SLICE, deadline - time.monotonic()))):
-        current().check()
-        if time.monotonic() >= deadline:
-            raise TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s")
-    return connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
 
 class Exchange(http.client.HTTPResponse):
@@ -307,7 +300,7 @@ POOLS = {
 @lru_cache(maxsize=1)
 def socks_pools() -> dict[str, Any]:
     """Return the pools for SOCKS proxies; connects through them do not wait in slices."""
-    import_module("socks")  # PySocks, without which urllib3 would warn too
+    needed("socks", "SOCKS proxies need PySocks", "pysocks")  # without which urllib3 would warn too
     from urllib3.contrib import socks
 
     return {
@@ -373,28 +366,24 @@ class Tries:
             del failure  # its error refers to this frame
 
 
-def of_status(status: int, retry_after: str | None, path: str) -> Failure:
-    """Return the failure for a status code."""
-    name = http.client.responses.get(status, "")
-    what = f"the server returned {status} {name}".rstrip()
+def of_status(exchange: Exchange, path: str) -> Failure:
+    """Return the failure for the status code of a response."""
+    status = exchange.status
+    what = f"the server returned {status} {http.client.responses.get(status, '')}".rstrip()
     if status not in _TRANSIENT:
         return Failure(RemoteError(what, path))
-    wait = seconds_of(retry_after)
+    wait = _requested_wait(exchange)
     if wait > RETRY_AFTER_MOST:
         text = f"{what} and asks to wait {wait:.0f} s, which is more than the limit of {RETRY_AFTER_MOST} s"
         return Failure(RemoteError(text, path))
     return Failure((RemoteTimeoutError if status in (408, 504) else RemoteError)(what, path), True, wait)
 
 
-def requested_wait(status: int, headers: Mapping[str, str]) -> str | None:
-    """Return the wait that a response asks for, as in Retry-After."""
-    quota = _QUOTA.search(headers.get("RateLimit", "")) if status == http.client.TOO_MANY_REQUESTS else None
-    return headers.get("Retry-After") or (None if quota is None else quota[1])
-
-
-def seconds_of(retry_after: str | None) -> float:
-    """Parse a Retry-After header, which holds seconds or a date; return 0 if it cannot be parsed."""
-    text = (retry_after or "").strip()
+def _requested_wait(exchange: Exchange) -> float:
+    """Return the seconds that a response asks to wait, as a number, a date or a quota; 0 if it does not."""
+    busy = exchange.status == http.client.TOO_MANY_REQUESTS
+    quota = _QUOTA.search(exchange.headers.get("RateLimit", "")) if busy else None
+    text: str = (exchange.headers.get("Retry-After") or (quota[1] if quota else "")).strip()
     if re.fullmatch(r"[0-9]+", text):
         return min(float(text), _WAIT_SHOWN)
     try:
@@ -476,10 +465,6 @@ _KNOWN = ("connect_timeout", "headers", "retries", "ssl_context", "timeout", "ve
 _IDLE = 32
 # Headers for the bytes of a range and their encoding, set by `HttpStore`.
 _OWN_HEADERS = frozenset(("accept-encoding", "if-match", "if-range", "if-none-match", "range"))
-# The end of a message if access is refused.
-_CREDENTIALS = (
-    "a token may be missing or wrong (storage_options={'headers': {'Authorization': ...}}), or a signed URL has expired"
-)
 
 
 class RequestTarget(NamedTuple):
@@ -507,31 +492,21 @@ class _Scope:
 _of_thread = threading.local()
 
 
-def _is_foreign(record: logging.LogRecord) -> bool:
-    """Filter urllib3's log records of our requests: they contain URLs with queries, which may be secret."""
-    return not getattr(_of_thread, "ours", False)
-
-
 for _name in ("urllib3.connection", "urllib3.connectionpool"):
-    logging.getLogger(_name).addFilter(_is_foreign)
+    # These records of our requests contain URLs with queries, which may be secret.
+    logging.getLogger(_name).addFilter(lambda record: not getattr(_of_thread, "ours", False))
 
 
 class Client:
     """Connections, headers and limits shared by files opened with the same options, from any thread."""
 
     def __init__(
-        self,
-        options: Mapping[str, Any],
-        scheme: str = "https",
-        *,
-        credentials: str = _CREDENTIALS,
-        other_options: tuple[str, ...] = (),
+        self, options: Mapping[str, Any], scheme: str = "https", *, other_options: tuple[str, ...] = ()
     ) -> None:
         for key in options:
             if key not in _KNOWN:
                 known = ", ".join(sorted((*_KNOWN, *other_options)))
                 raise TypeError(f"{scheme}: unknown storage option {show(key)}, expected one of {known}")
-        self.credentials = credentials
         self.headers = checked_headers(options.get("headers") or {})
         self.timeout = _seconds(options, "timeout", TIMEOUT)
         self.retries = options.get("retries", RETRIES)
@@ -600,13 +575,24 @@ class Client:
     def _proxy_of(self, url: WebUrl) -> str | None:
         key = url.scheme, url.place
         if key not in self._proxies:  # asking the system can be slow
-            self._proxies[key] = _proxy_of(*key)
+            proxies = getproxies()
+            proxy = proxies.get(url.scheme) or proxies.get("all")
+            if not proxy or proxy_bypass(url.place):
+                proxy = None
+            elif "://" not in proxy:
+                proxy = f"http://{proxy}"
+            self._proxies[key] = proxy
         return self._proxies[key]
 
     def _make(self, scheme: str, proxy: str | None) -> Any:
         options: dict[str, Any] = {"maxsize": _IDLE, "timeout": self._timeout}
         if proxy is not None and proxy.startswith("socks"):
-            return _socks(proxy, {**options, **(self._tls() if scheme == "https" else {})})
+            pools = socks_pools()
+            from urllib3.contrib.socks import SOCKSProxyManager
+
+            manager = SOCKSProxyManager(proxy, **options, **(self._tls() if scheme == "https" else {}))
+            manager.pool_classes_by_scheme = pools
+            return manager
         via, credentials = (None, None) if proxy is None else _parsed_proxy(proxy)
         if scheme == "https" or (via is not None and via.scheme == "https"):
             options.update(self._tls())
@@ -638,15 +624,6 @@ def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
             manager.clear()
 
 
-def _proxy_of(scheme: str, place: str) -> str | None:
-    """Return the proxy for a host, from the environment or the system."""
-    proxies = getproxies()
-    proxy = proxies.get(scheme) or proxies.get("all")
-    if not proxy or proxy_bypass(place):
-        return None
-    return proxy if "://" in proxy else f"http://{proxy}"
-
-
 def _parsed_proxy(proxy: str) -> tuple[WebUrl, tuple[str, str] | None]:
     """Parse the URL of a proxy. On Windows its user may contain a backslash, after a domain."""
     url = divided(proxy.replace("\\", "%5C"))
@@ -656,19 +633,6 @@ def _parsed_proxy(proxy: str) -> tuple[WebUrl, tuple[str, str] | None]:
         return parse_web(url)
     except UrlError as error:
         raise UnsupportedError(f"the proxy {url.shown} cannot be used: {error}") from None
-
-
-def _socks(proxy: str, options: Mapping[str, Any]) -> Any:
-    try:
-        pools = socks_pools()
-    except ImportError as error:
-        text = "SOCKS proxies need PySocks, which is not installed: pip install pysocks"
-        raise not_installed(error, text, "socks") from None
-    from urllib3.contrib.socks import SOCKSProxyManager
-
-    manager = SOCKSProxyManager(proxy, **options)
-    manager.pool_classes_by_scheme = pools
-    return manager
 
 
 def checked_headers(headers: Any) -> dict[str, str]:

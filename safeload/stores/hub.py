@@ -27,7 +27,7 @@ from urllib.parse import quote, unquote
 from .._version import __version__
 from ..base import log
 from ..base import url as urls
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
@@ -41,7 +41,6 @@ from .http_client import (
     broken_off,
     checked_headers,
     of_status,
-    requested_wait,
     target_of,
 )
 from .hub_cache import COMMIT, CachedRepository
@@ -83,6 +82,11 @@ _MISSING = {
     "RepoNotFound": "no such {}, or it is private; check the name, or log in with `hf auth login`",
 }
 _WRONG_TOKEN = "Invalid credentials"
+_REFUSALS = {
+    "GatedRepo": "access to this {kind} is restricted: accept its terms at {page}, and log in with `hf auth login`",
+    "NoToken": "there is no token on this machine; log in with `hf auth login`",
+    "WrongToken": f"the Hub refuses the token: {_WRONG_TOKEN}; log in with `hf auth login`, or set HF_TOKEN",
+}
 _DISABLED = "Access to this resource is disabled."
 
 
@@ -93,11 +97,17 @@ class HubPlace(NamedTuple):
     repo: str  # owner and name
     revision: str | None  # a branch, a tag or a commit; None for the main branch
     path: str  # in the repository; empty for the whole repository
+    shown: str = ""  # the URL in messages
 
     @property
     def key(self) -> tuple[str, str, str | None]:
         """The repository and the revision, equal for all their files."""
         return self[:3]
+
+    @property
+    def cached(self) -> CachedRepository | None:
+        """The repository in the cache, if its name can be there."""
+        return CachedRepository.of(self.kind, self.repo)
 
     @property
     def page(self) -> str:
@@ -117,7 +127,7 @@ def place_of(url: str) -> HubPlace:
     revision = None if match["revision"] is None else unquote(match["revision"])
     if revision is not None and not {"", ".", ".."}.isdisjoint(revision.split("/")):  # another URL of the Hub
         raise UnsupportedError(f"{urls.shown(url)}: {show(revision)} cannot be a branch, a tag or a commit")
-    return HubPlace(kind, match["repo"], revision, (match["path"] or "").strip("/"))
+    return HubPlace(kind, match["repo"], revision, (match["path"] or "").strip("/"), urls.shown(url))
 
 
 class Snapshot(NamedTuple):
@@ -150,24 +160,23 @@ class Hub(Backend):
 
     # ---- commits ----
 
-    def snapshot(self, place: HubPlace, url: str) -> Snapshot:
+    def snapshot(self, place: HubPlace) -> Snapshot:
         """Return the commit of a revision and its files."""
-        shown = urls.shown(url)
-        snapshot = self._known(place, shown)
+        snapshot = self._known(place)
         if snapshot is None:
             with self._asking.own:  # many threads open the shards of a folder
-                snapshot = self._known(place, shown) or self._keep(place, self._ask(place, shown), shown)
+                snapshot = self._known(place) or self._keep(place, self._ask(place))
         return snapshot
 
-    def _known(self, place: HubPlace, shown: str) -> Snapshot | None:
+    def _known(self, place: HubPlace) -> Snapshot | None:
         """Like `snapshot`, but return None instead of sending a request."""
         snapshot = self._snapshots.get(place.key)
-        if snapshot is None and (cached := _in_cache(place, shown)) is not None:
-            snapshot = self._keep(place, cached, shown)
+        if snapshot is None and (cached := _in_cache(place)) is not None:
+            snapshot = self._keep(place, cached)
         return snapshot
 
-    def _keep(self, place: HubPlace, snapshot: Snapshot, shown: str) -> Snapshot:
-        log.debug("%s: commit %s, %d files", shown, snapshot.commit, len(snapshot.files))
+    def _keep(self, place: HubPlace, snapshot: Snapshot) -> Snapshot:
+        log.debug("%s: commit %s, %d files", place.shown, snapshot.commit, len(snapshot.files))
         return self._snapshots.setdefault(place.key, snapshot)
 
     def _place(self, url: str) -> HubPlace:
@@ -178,15 +187,15 @@ class Hub(Backend):
         urls.check_online(url)
         shown, name = urls.shown(url), match["name"]
         try:
-            info = self._info(HubPlace("model", name, None, ""), shown)
+            info = self._info(HubPlace("model", name, None, "", shown))
         except FileNotFoundError:
             return place_of(url)  # raises
         full = info.get("id")
         full = full if isinstance(full, str) and _FULL_NAME.fullmatch(full) else f"OWNER/{name}"
         raise UnsupportedError(f"{shown}: names have an owner: open hf://{full}{match['revision'] or ''}")
 
-    def _ask(self, place: HubPlace, shown: str) -> Snapshot:
-        info = self._info(place, shown)
+    def _ask(self, place: HubPlace) -> Snapshot:
+        info, shown = self._info(place), place.shown
         commit, siblings = info.get("sha"), info.get("siblings") or []
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise RemoteError("the Hub did not report the commit", shown)
@@ -200,34 +209,33 @@ class Hub(Backend):
             if not isinstance(name, str) or not _is_path(name):
                 raise RemoteError(f"the Hub's list of files has an invalid path: {show(name)}", shown)
             names.add(name)
-        cached = CachedRepository.of(place.kind, place.repo)
-        sizes = None if cached is None else cached.tree(commit)
+        sizes = None if place.cached is None else place.cached.tree(commit)
         return Snapshot(commit, frozenset(names), sizes or {})
 
     # ---- Backend ----
 
     def open(self, url: str, window: int = WINDOW) -> ByteStore:
         """Open a file of a commit."""
-        place, shown = self._place(url), urls.shown(url)
-        snapshot = self._known(place, shown)
+        place = self._place(url)
+        snapshot, shown = self._known(place), place.shown
         if snapshot is None:
-            cached = _open_cached(place, place.revision or "", None, shown)  # of a full commit, a file is enough
+            cached = _open_cached(place, place.revision or "", None)  # of a full commit, a file is enough
             if cached is not None:
                 return cached
-            snapshot = self.snapshot(place, url)
+            snapshot = self.snapshot(place)
         if place.path not in snapshot.files:
             what = "this is a folder, not a file" if self.is_folder(url) else "the repository has no such file"
             raise missing_file(shown, f"{shown}: {what}, at commit {snapshot.commit}")
-        cached = _open_cached(place, snapshot.commit, snapshot.sizes.get(place.path), shown)
+        cached = _open_cached(place, snapshot.commit, snapshot.sizes.get(place.path))
         if cached is not None:
             return cached
         urls.check_online(url)
         try:
-            store = HttpStore(shown, lambda: self._file(place, snapshot.commit, shown), self._client, window)
+            store = HttpStore(shown, lambda: self._file(place, snapshot.commit), self._client, window)
             return _of_commit(store, snapshot.commit)
         except RemotePermissionError as error:
             refused: Exception = error
-        refused = self._reason(place, shown) or refused
+        refused = self._reason(place) or refused
         try:
             raise refused
         finally:
@@ -236,7 +244,7 @@ class Hub(Backend):
     def is_folder(self, url: str) -> bool:
         place = self._place(url)
         try:
-            files = self.snapshot(place, url).files
+            files = self.snapshot(place).files
         except FileNotFoundError:
             return False
         return not place.path or any(name.startswith(f"{place.path}/") for name in files)
@@ -246,7 +254,7 @@ class Hub(Backend):
         begin = f"{place.path}/" if place.path else ""
         entries = {
             (name[len(begin) :].partition("/")[0], "/" in name[len(begin) :])
-            for name in self.snapshot(place, url).files
+            for name in self.snapshot(place).files
             if name.startswith(begin)
         }
         return sorted(entries)
@@ -264,21 +272,21 @@ class Hub(Backend):
         urls.check_online(url)
         place = self._place(url)
         if not place.path:
-            raise UnsupportedError(f"{urls.shown(url)}: expected the path of a file in the repository")
+            raise UnsupportedError(f"{place.shown}: expected the path of a file in the repository")
         message = f"Upload {place.path.rpartition('/')[2]}"
-        self._commit(place, url, lambda hub: [hub.CommitOperationAdd(place.path, source)], message)
+        self._commit(place, lambda hub: [hub.CommitOperationAdd(place.path, source)], message)
 
     def remove(self, targets: Sequence[str]) -> None:
         """Remove all files in a single commit."""
-        place = place_of(targets[0])
         self.check_writable(targets[0])
-        files = self.snapshot(place, targets[0]).files
+        place = place_of(targets[0])
+        files = self.snapshot(place).files
         existing = sorted({path for url in targets if (path := place_of(url).path) in files})
         if existing:
             message = f"Remove {existing[0].rpartition('/')[2]}" + (" and others" if existing[1:] else "")
-            self._commit(place, targets[0], lambda hub: [hub.CommitOperationDelete(path) for path in existing], message)
+            self._commit(place, lambda hub: [hub.CommitOperationDelete(path) for path in existing], message)
 
-    def _commit(self, place: HubPlace, url: str, operations: Callable[[Any], list[Any]], message: str) -> None:
+    def _commit(self, place: HubPlace, operations: Callable[[Any], list[Any]], message: str) -> None:
         """Change a branch, which is resolved again on its next use."""
         library = _library()
 
@@ -291,10 +299,8 @@ class Hub(Backend):
                 place.repo, operations(library), commit_message=message, repo_type=place.kind, revision=place.revision
             )
 
-        checked(
-            commit, urls.shown(url), self._secrets,
-            tries=TRIES, transient=_is_transient, translate=self._translated,
-        )  # fmt: skip
+        translate = self._translated
+        checked(commit, place.shown, self._secrets, tries=TRIES, transient=_is_transient, translate=translate)
         self._snapshots.pop(place.key, None)
 
     def check_writable(self, url: str) -> None:
@@ -302,7 +308,7 @@ class Hub(Backend):
         urls.check_online(url)
         place = self._place(url)
         self._snapshots.pop(place.key, None)  # resolve the revision again
-        self.snapshot(place, url)
+        self.snapshot(place)
 
     # ---- requests ----
 
@@ -312,46 +318,46 @@ class Hub(Backend):
         _library()
         return self._endpoint or str(import_module("huggingface_hub.constants").ENDPOINT)
 
-    def _info(self, place: HubPlace, shown: str) -> dict[str, Any]:
+    def _info(self, place: HubPlace) -> dict[str, Any]:
         """Return the Hub's description of a revision."""
 
         def content_of(exchange: Exchange) -> bytes:
-            self._check_accepted(exchange, place, shown)
-            return _content(exchange, shown)
+            self._check_accepted(exchange, place)
+            return _content(exchange, place.shown)
 
         what = "" if place.revision is None else f"/revision/{quote(place.revision, safe='')}"
-        target = self._target(lambda: self._address(place, what), shown)
-        content = request(self._client, target, shown, content_of)
+        target = self._target(lambda: self._address(place, what), place.shown)
+        content = request(self._client, target, place.shown, content_of)
         try:
-            return parse_json(content, "the Hub's response", shown)
+            return parse_json(content, "the Hub's response", place.shown)
         except FormatError as error:
             text = f"{error.args[0]}" if error.offset is None else f"{error.args[0]} at byte {error.offset}"
-        raise RemoteError(text, shown)
+        raise RemoteError(text, place.shown)
 
-    def _reason(self, place: HubPlace, shown: str) -> Exception | None:
+    def _reason(self, place: HubPlace) -> Exception | None:
         """Return the Hub's own explanation for a refused file: a gated repository can be listed, but not read."""
 
         def check(exchange: Exchange) -> None:
             if exchange.status != 404 or "X-Error-Code" in exchange.headers:  # a mirror may lack this part of the API
-                self._check_accepted(exchange, place, shown)
+                self._check_accepted(exchange, place)
 
         try:
-            target = self._target(lambda: self._address(place, "/auth-check"), shown)
-            request(self._client, target, shown, check)
+            target = self._target(lambda: self._address(place, "/auth-check"), place.shown)
+            request(self._client, target, place.shown, check)
         except (RemotePermissionError, FileNotFoundError) as error:
             return error
         except OSError as error:
-            log.debug("%s: no reason for the refusal: %s", shown, error)  # the refusal itself is raised
+            log.debug("%s: no reason for the refusal: %s", place.shown, error)  # the refusal itself is raised
         return None
 
-    def _file(self, place: HubPlace, commit: str, shown: str) -> RequestTarget:
+    def _file(self, place: HubPlace, commit: str) -> RequestTarget:
         """Return the URL of a file and the headers for it."""
 
         def address() -> Any:
             url = _library().hf_hub_url
             return url(place.repo, place.path, repo_type=place.kind, revision=commit, endpoint=self._endpoint)
 
-        return self._target(address, shown)
+        return self._target(address, place.shown)
 
     def _address(self, place: HubPlace, what: str) -> str:
         import_module("huggingface_hub.utils").validate_repo_id(place.repo)
@@ -374,11 +380,11 @@ class Hub(Backend):
 
     # ---- refusals ----
 
-    def _check_accepted(self, exchange: Exchange, place: HubPlace, shown: str) -> None:
+    def _check_accepted(self, exchange: Exchange, place: HubPlace) -> None:
         """Refuse a response of the API that is no answer."""
         status, code = exchange.status, exchange.headers.get("X-Error-Code")
         if status in (200, 407):
-            return check_accepted(exchange, shown, self._client.credentials)
+            return check_accepted(exchange, place.shown)
         exchange.drain()
         text = cleaned(RuntimeError(exchange.headers.get("X-Error-Message", "")), self._secrets)
         if code not in ("GatedRepo", "RevisionNotFound"):
@@ -388,10 +394,10 @@ class Hub(Backend):
                 code = "RepoNotFound"
             elif text == _DISABLED:
                 code = "Disabled"
-        error = self._error(code, status, text, place, shown)
+        error = self._error(code, status, text, place)
         if error is not None:
             raise Failure(error)
-        failure = of_status(status, requested_wait(status, exchange.headers), shown)
+        failure = of_status(exchange, place.shown)
         if text:
             failure.error.args = (f"{failure.error.args[0]}: {text}", *failure.error.args[1:])
         raise failure
@@ -403,36 +409,26 @@ class Hub(Backend):
         if code is None and status is None:
             return translated(error, shown, self._secrets)
         code = "WrongToken" if code is None and status == 401 else code
-        return self._error(code, status, text, place_of(shown), shown) or RemoteError(text, shown)
+        return self._error(code, status, text, place_of(shown)) or RemoteError(text, shown)
 
-    def _error(self, code: str | None, status: int | None, text: str, place: HubPlace, shown: str) -> Exception | None:
+    def _error(self, code: str | None, status: int | None, text: str, place: HubPlace) -> Exception | None:
         """Return the error for a refusal that is no fault of the server."""
+        shown = place.shown
         if code in _MISSING:
             return missing_file(shown, f"{shown}: {_MISSING[code].format(place.kind)}")
         if code == "Invalid":
             return UnsupportedError(f"{shown}: {text}")
-        if code == "GatedRepo":
+        if code in _REFUSALS:
             page = f"{urls.shown(self._url)}/{place.page}"
-            what = f"access to this {place.kind} is restricted: accept its terms at {page}, and"
-            return RemotePermissionError(f"{what} log in with `hf auth login`", shown)
-        if code == "NoToken":
-            return RemotePermissionError("there is no token on this machine; log in with `hf auth login`", shown)
-        if code == "WrongToken":
-            what = f"the Hub refuses the token: {_WRONG_TOKEN}; log in with `hf auth login`, or set HF_TOKEN"
-            return RemotePermissionError(what, shown)
+            return RemotePermissionError(_REFUSALS[code].format(kind=place.kind, page=page), shown)
         if code == "Disabled" or status == 403:
             return RemotePermissionError(text or "the Hub refuses access (403)", shown)
         return None
 
 
 def _library() -> Any:
-    """Import huggingface_hub."""
-    try:
-        import huggingface_hub  # only here: cached files need no requests, and the import takes 0.3 s
-    except ImportError as error:
-        text = "hf:// URLs need huggingface_hub, which is not installed: pip install huggingface_hub"
-        raise not_installed(error, text, "huggingface_hub") from None
-    return huggingface_hub
+    """Import huggingface_hub: only here, because cached files need no requests, and the import takes 0.3 s."""
+    return needed("huggingface_hub", "hf:// URLs need huggingface_hub")
 
 
 def _is_transient(error: Exception) -> bool:
@@ -464,13 +460,13 @@ def _status(error: Exception) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _in_cache(place: HubPlace, shown: str) -> Snapshot | None:
+def _in_cache(place: HubPlace) -> Snapshot | None:
     """Return the snapshot of a revision if the cache has it and no request is allowed or necessary; else None."""
     revision, offline = place.revision or "main", urls.offline()
     full = COMMIT.fullmatch(revision) is not None
     if offline is None and not full:
         return None
-    cached = CachedRepository.of(place.kind, place.repo)
+    cached = place.cached
     commit = None if cached is None else cached.commit_of(revision)
     if cached is not None and commit is not None:
         tree = cached.tree(commit)
@@ -482,14 +478,14 @@ def _in_cache(place: HubPlace, shown: str) -> Snapshot | None:
     if offline is None:
         return None
     raise UnsupportedError(
-        f"{shown}: {offline} is set, which forbids network access, and the cache of huggingface_hub has no files of "
-        f"{show(revision)} of this repository"
+        f"{place.shown}: {offline} is set, which forbids network access, and the cache of huggingface_hub has no files "
+        f"of {show(revision)} of this repository"
     )
 
 
-def _open_cached(place: HubPlace, commit: str, nbytes: int | None, shown: str) -> LocalStore | None:
+def _open_cached(place: HubPlace, commit: str, nbytes: int | None) -> LocalStore | None:
     """Open a file in the cache; None if it was not downloaded, or if the network can replace a damaged copy."""
-    cached = CachedRepository.of(place.kind, place.repo)
+    cached, shown = place.cached, place.shown
     path = None if cached is None else cached.file(commit, place.path)
     if path is None:
         return None

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..base import url as urls
+from ..base.absent import needed
 from ..base.url import escaped
 from ..errors import UnsupportedError
 from .files import Location
 from .foreign_errors import changed, checked, secrets_of
 from .objects import ObjectStore, ObjectUrls
 from .remote import Backend, ForeignStore, RemoteStore, checked_size, digest_of, marks_of, strong_etag
-from .remote_files import RemoteFiles, need_fsspec
+from .remote_files import RemoteFiles
 from .store import WINDOW, ByteStore
 from .thread_group import left_behind
 
@@ -35,7 +36,7 @@ def of_fsspec(fs: Any, path: str) -> Location:
         raise TypeError(f"fs must be an fsspec filesystem, got {type(fs).__name__}")
     if not isinstance(path, str):
         raise TypeError(f"path must be a str, got {type(path).__name__}")
-    need_fsspec("a filesystem")
+    needed("fsspec", "a filesystem needs fsspec")
     from .filesystem import Filesystem, is_escaped  # only here: it imports fsspec
 
     url = path if urls.is_url(path) else fs.unstrip_protocol(fs._strip_protocol(path))

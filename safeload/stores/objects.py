@@ -16,8 +16,8 @@ from ..errors import RemoteError, UnsupportedError, missing_file
 from .files import LOCAL
 from .foreign_errors import TRIES, changed, checked
 from .local import LocalStore, open_local, replace
-from .remote import Backend, RemoteStore, checked_name, fill
-from .store import WINDOW, ByteStore, Span
+from .remote import Backend, RemoteStore, checked_name
+from .store import WINDOW, ByteStore
 from .thread_group import each
 
 
@@ -60,10 +60,9 @@ class StoredObject(RemoteStore):
         self.size: int = self.version[0]
         log.debug("%s: opened by %s", url, objects.name)
 
-    def read_spans(self, spans: Sequence[Span]) -> None:
-        begin, end = spans[0].offset, spans[-1].end
+    def content(self, begin: int, end: int) -> memoryview:
         secrets = self._objects.secrets
-        fill(spans, begin, checked(lambda: self._range(begin, end), self.path, secrets, begin, end, tries=TRIES))
+        return checked(lambda: self._range(begin, end), self.path, secrets, begin, end, tries=TRIES)
 
     def _range(self, begin: int, end: int) -> memoryview:
         content = memoryview(self._objects.read(self._place, self.path, begin, end, self.version))

@@ -125,8 +125,8 @@ class Backend(ABC):
         self.check_writable(targets[0])
 
 
-class RemoteStore(ABC):
-    """A file read by ranges, from any thread.
+class RemoteStore:
+    """A file read by ranges, from any thread. Subclasses have `read_spans`, or `content` if a read cannot be aborted.
 
     While the file is opened, small reads are served from windows, which are fetched on demand.
     """
@@ -148,7 +148,6 @@ class RemoteStore(ABC):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
-    @abstractmethod
     def read_spans(self, spans: Sequence[Span]) -> None:
         """Fill spans, if possible by a single request from the first span's first byte to the last span's last byte.
 
@@ -156,9 +155,15 @@ class RemoteStore(ABC):
 
         Spans are ascending and do not overlap.
         """
+        begin, end = spans[0].offset, spans[-1].end
+        fill(spans, begin, self.content(begin, end))
 
-    def confirm(self) -> None:  # noqa: B027  most stores do nothing, because each response states its version
-        """Check the version once a call has read everything, before the data is used."""
+    def content(self, begin: int, end: int) -> bytes | bytearray | memoryview:
+        """Return bytes in a buffer of their own."""
+        raise NotImplementedError
+
+    def confirm(self) -> None:
+        """Check the version once a call has read everything, unless each response states it."""
 
     def close(self) -> None:
         """Release resources and refuse all further reads, even from windows."""
@@ -285,15 +290,10 @@ class ForeignStore(RemoteStore):
         version = self._store.version
         return (self._store.size, *version) if isinstance(version, tuple) else (self._store.size, version)
 
-    def read_spans(self, spans: Sequence[Span]) -> None:
-        begin, end = spans[0].offset, spans[-1].end
-
-        def content() -> bytearray:
-            memory = bytearray(end - begin)
-            self._store.read_into(begin, memory)
-            return memory
-
-        fill(spans, begin, left_behind(content))
+    def content(self, begin: int, end: int) -> bytearray:
+        memory = bytearray(end - begin)
+        left_behind(lambda: self._store.read_into(begin, memory))
+        return memory
 
     def confirm(self) -> None:
         if self._version() != self.version:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from ..base import url as urls
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.text import show
 from ..base.url import divided
 from ..errors import UnsupportedError
@@ -124,32 +124,13 @@ def _key(url: str) -> tuple[str, str]:
     return scheme, (link.place or "").lower() if scheme in ("http", "https") else ""
 
 
-def _check_urllib3() -> None:
-    """Name the missing or old package before one of the modules that use it is imported."""
-    try:
-        from urllib3 import __version__ as version
-    except ImportError as error:
-        text = "http, https and hf URLs need urllib3, which is not installed: pip install urllib3"
-        raise not_installed(error, text, "urllib3") from None
-    if [*map(int, re.findall(r"\d+", version)[:2])] < [2, 3]:
-        raise UnsupportedError(
-            f"http, https and hf URLs need urllib3 2.3 or later, but {version} is installed: pip install -U urllib3"
-        )
-
-
-def need_fsspec(what: str) -> None:
-    """Name the missing package before `filesystem` is imported."""
-    try:
-        import fsspec  # noqa: F401
-    except ImportError as error:
-        text = f"{what} needs fsspec, which is not installed: pip install fsspec"
-        raise not_installed(error, text, "fsspec") from None
-
-
 def _backend(url: str, options: Mapping[str, Any]) -> Backend:
     scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
     if not chained and scheme in ("http", "https", "hf"):
-        _check_urllib3()
+        version = needed("urllib3", "http, https and hf URLs need urllib3").__version__
+        if [*map(int, re.findall(r"\d+", version)[:2])] < [2, 3]:
+            text = f"http, https and hf URLs need urllib3 2.3 or later, but {version} is installed"
+            raise UnsupportedError(f"{text}: pip install -U urllib3")
         if scheme == "hf":
             from .hub import Hub
 
@@ -161,7 +142,7 @@ def _backend(url: str, options: Mapping[str, Any]) -> Backend:
         from .objects import LocalUrls
 
         return LocalUrls()
-    need_fsspec(urls.shown(url))
+    needed("fsspec", f"{urls.shown(url)} needs fsspec")
     from .filesystem import Filesystem
 
     filesystem = Filesystem(None, options)

@@ -19,7 +19,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError, VerificationError, exported, one_line
@@ -77,13 +77,8 @@ class Signature:
 
 def library() -> Any:
     """Return the model-signing library."""
-    try:
-        import model_signing
-    except ImportError as error:
-        text = "model signatures need model-signing, which is not installed: pip install model-signing pyopenssl"
-        # Version 1.1.1 imports OpenSSL without requiring it.
-        raise not_installed(error, text, _PACKAGE, "OpenSSL") from None
-    return model_signing
+    # Version 1.1.1 imports OpenSSL without requiring it.
+    return needed(_PACKAGE, "model signatures need model-signing", "model-signing pyopenssl", "OpenSSL")
 
 
 def signed_files(content: bytes, signature: Signature, shown: str) -> SignedFiles:

@@ -187,16 +187,16 @@ class _Threads(Stop):
                 tick()
         raise ValueError("this iterator was closed while its next item was awaited")
 
-    def _has_ended(self) -> bool:
-        own = threading.get_ident()
-        return all(thread.ident in (None, own) or thread in self._ended for thread in [*self._threads])
-
     def end(self, grace: float = math.inf) -> None:
         """Stop the threads and wait up to ``grace`` seconds until they have ended, even if Ctrl-C is pressed again."""
         self.stopped = True
         if self.process != os.getpid():  # a forked child has none of the threads
             return
-        until, ended = time.monotonic() + grace, False
+        own, until, ended = threading.get_ident(), time.monotonic() + grace, False
+
+        def all_ended() -> bool:
+            return all(thread.ident in (None, own) or thread in self._ended for thread in [*self._threads])
+
         interrupted: KeyboardInterrupt | None = None
         while not ended:
             try:
@@ -205,7 +205,7 @@ class _Threads(Stop):
                     self._tasks.put(None)
                 # An interrupted `join` would take a running thread for one that has ended.
                 with self._condition:
-                    ended = self._condition.wait_for(self._has_ended, max(0.0, min(_TICK, until - time.monotonic())))
+                    ended = self._condition.wait_for(all_ended, max(0.0, min(_TICK, until - time.monotonic())))
                 if time.monotonic() >= until:
                     break
             except KeyboardInterrupt as error:

@@ -181,7 +181,7 @@ def compare_digests(pieces: Iterable[memoryview], expected: ExpectedFile, size: 
     """Hash the pieces of a file, and compare the digests."""
     waiting = filter(len, pieces)
     at, rest = 0, memoryview(b"")
-    for part in expected.ranges:
+    for part in expected:
         hasher = Hasher(part, size)
         while (part.end is None or at < part.end) and (rest := rest or next(waiting, rest)):
             count = len(rest) if part.end is None else min(len(rest), part.end - at)
@@ -194,8 +194,7 @@ def compare_digests(pieces: Iterable[memoryview], expected: ExpectedFile, size: 
 
 def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> None:
     """Compare the size of a file, which is known before it is read."""
-    last = expected.ranges[-1].end if expected.ranges else 0
-    stated = expected.size if last is None else last
+    stated = expected[-1].end if expected else 0
     if stated is not None and stated != size:
         text = f"the file has {size:,} bytes, but {stated:,} in {source}"
         raise refused(text, path)

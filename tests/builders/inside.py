@@ -241,7 +241,6 @@ NAMES = {
     "checked_boxes": "formats.boxed:checked",
     "SlicedSocket": "stores.http_client:SlicedSocket",
     "SlicedTlsSocket": "stores.http_client:SlicedTlsSocket",
-    "ExpectedFile": "stores.digests:ExpectedFile",
     "ExpectedFiles": "stores.digests:Expected",
     "ExpectedRange": "stores.digests:ExpectedRange",
     "Hasher": "stores.digests:Hasher",

@@ -716,8 +716,8 @@ def url(data):
             joined = urls.join(folder, "a?b#c %41::d")
             require(urls.split(joined)[1] == "a?b#c %41::d", f"{joined!r} has another name")
             require(len(urls.links(joined)) == len(urls.links(folder)), f"{joined!r} is another chain")
-    with contextlib.suppress(urls.UrlError):
-        urls.file_path(links[0])
+    with contextlib.suppress(safeload.UnsupportedError):
+        urls.local_path(text)
     try:
         web, _ = urls.web_url(urls.divided(text))
     except urls.UrlError as error:
@@ -751,8 +751,9 @@ def signed_list(data):
     for name, file in files.items():
         require(name == "." or not {"", ".", ".."} & {*name.split("/")}, f"the name {name!r}")
         at = 0
-        for part in file.ranges:
-            require(part.begin == at and (part.end is None or part.end > at), "ranges without gaps")
+        for part in file:
+            empty = len(file) == 1 and part.end == 0
+            require(part.begin == at and (part.end is None or part.end > at or empty), "ranges without gaps")
             require(bytes.fromhex(part.digest), "a digest")
             at = part.end
 

@@ -9,7 +9,6 @@ import pytest
 from builders.inside import (
     LOCAL,
     MAX_JSON,
-    ExpectedFile,
     ExpectedFiles,
     ExpectedRange,
     Hasher,
@@ -60,10 +59,10 @@ SHARDS = statement(
 def test_files_of_a_statement():
     signed = files_of_statement(GOOD, "x")
     assert list(signed.files) == ["a.txt", "d/b.txt"]
-    assert signed.files["d/b.txt"].ranges == (ExpectedRange(0, None, "sha256", B),)
+    assert signed.files["d/b.txt"] == (ExpectedRange(0, None, "sha256", B),)
     assert signed.ignored[:2] == ("model.sig", "d/c")
     shards = files_of_statement(SHARDS, "x")
-    assert shards.files["a"].ranges == (ExpectedRange(0, 5, "sha256", A), ExpectedRange(5, 7, "sha256", B))
+    assert shards.files["a"] == (ExpectedRange(0, 5, "sha256", A), ExpectedRange(5, 7, "sha256", B))
     backwards = copy.deepcopy(SHARDS)
     backwards["predicate"]["resources"].reverse()
     backwards["subject"][0]["digest"]["sha256"] = root_of(backwards["predicate"]["resources"])
@@ -145,7 +144,7 @@ def test_the_first_predicate_lists_files_as_subjects():
         "subject": [{"name": "a", "digest": {"sha256": A}}],
         "predicateType": "https://model_signing/Digests/v0.1",
     }
-    assert files_of_statement(content, "x").files == {"a": ExpectedFile((ExpectedRange(0, None, "sha256", A),))}
+    assert files_of_statement(content, "x").files == {"a": (ExpectedRange(0, None, "sha256", A),)}
     for subject in (None, [3], [{"name": "../a", "digest": {"sha256": A}}], [{"name": "a", "digest": {"sha1": A}}]):
         with pytest.raises(VerificationError):
             files_of_statement({**content, "subject": subject}, "x")
@@ -192,7 +191,7 @@ def listing(**files):
 
 def test_files_of_a_manifest():
     files = files_of_manifest(listing(a={"size": 3, "sha256": A.upper()}), "x")
-    assert files == {"a": ExpectedFile((ExpectedRange(0, None, "sha256", A),), 3)}
+    assert files == {"a": (ExpectedRange(0, 3, "sha256", A),)}
     assert files_of_manifest({"safeload_manifest": 1, "tensors": {}}, "x") is None
     assert is_manifest(b' {"safeload_manifest": 1')
     assert not is_manifest(b'{"dsseEnvelope": {}')
@@ -236,7 +235,7 @@ def test_other_names_are_fine(name):
 
 
 def test_names_are_relative_to_the_root(tmp_path):
-    files = {"a": ExpectedFile(()), "d/b": ExpectedFile(())}
+    files = {"a": (), "d/b": ()}
     listed = ExpectedFiles("list", "none", str(tmp_path), files, ("ig",), "")
     assert listed.name_of(str(tmp_path / "d" / "b"), LOCAL) == "d/b"
     assert listed.name_of(str(tmp_path / "d" / ".." / "a"), LOCAL) in ("a", "d/../a")
@@ -273,10 +272,10 @@ def test_ranges_and_pieces_need_not_agree(pieces):
         at += count
     ranges = [(0, 5), (5, 7)]
     expected = [ExpectedRange(b, e, "sha256", hashlib.sha256(content[b:e]).hexdigest()) for b, e in ranges]
-    compare_digests(parts, ExpectedFile(tuple(expected)), 7, path="x", source="y")
+    compare_digests(parts, tuple(expected), 7, path="x", source="y")
     expected[1] = expected[1]._replace(digest=A)
     with pytest.raises(VerificationError, match=r"in bytes \[5, 7\)"):
-        compare_digests(parts, ExpectedFile(tuple(expected)), 7, path="x", source="y")
+        compare_digests(parts, tuple(expected), 7, path="x", source="y")
 
 
 def test_only_names_of_blobs_are_digests(tmp_path):

@@ -60,23 +60,17 @@ class Fetch:
 
     def run(self, report: Callable[[int], object]) -> list[Job]:
         """Run all jobs that read from the network, and return the remaining jobs."""
-        windows = _windows(self._jobs, self._request_size)
-        first = list(islice(windows, 2))
-        tasks = self._tasks(chain(first, windows))
-        if len(first) < 2:
-            begun = list(tasks)
-            if len(begun) < 2:  # a single request needs no other thread
-                for task in begun:
-                    task()
-                begun = []
-            tasks = iter(begun)
-        run(tasks, RANGES, lambda: report(self.done))
+        tasks = self._tasks()
+        first = list(islice(tasks, 2))
+        if len(first) == 1:  # a single request needs no other thread
+            first.pop()()
+        run(chain(first, tasks), RANGES, lambda: report(self.done))
         stores = [file.store for file in self._files if isinstance(file.store, RemoteStore)]
         each(lambda store: store.confirm(), stores)
         return self._local
 
-    def _tasks(self, windows: Iterable[_Window]) -> Iterator[Callable[[], object]]:
-        for window in windows:
+    def _tasks(self) -> Iterator[Callable[[], object]]:
+        for window in _windows(self._jobs, self._request_size):
             for request in window.requests(self._request_size):
                 yield partial(self._serve, window, request)
 
