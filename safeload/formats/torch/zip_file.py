@@ -135,7 +135,11 @@ def run_pickle(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpi
         text = f"the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes"
         raise error_about(LimitError, text, path=file.path)
     data, base = archive.read(name)
-    persistent = partial(read_persistent_id, storages={})
+    storages: dict[str, Storage] = {}
+
+    def persistent(value: Any) -> Any:
+        return read_persistent_id(value, storages)
+
     try:
         pickled = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=inert)
         if any(name.startswith(SCRIPT) for name in pickled.foreign):
