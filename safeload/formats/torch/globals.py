@@ -247,22 +247,14 @@ def _unreadable(kind: str, reason: str) -> Callable[[tuple[Any, ...]], Any]:
 
 STORAGE, DTYPE, TENSOR, CONTAINER, VALUE, CLASS = "storage", "dtype", "tensor", "container", "value", "class"
 
+# By the names that rows have for them.
 _FUNCTIONS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    "ordered_dict": _ordered_dict,
-    "counter": _counter,
-    "set": _set,
-    "tuple": _tuple,
-    "complex": _complex,
-    "size": _size,
-    "device": _device,
-    "rebuild_tensor": _rebuild_tensor,
-    "rebuild_tensor_v2": _rebuild_tensor_v2,
-    "rebuild_tensor_v3": _rebuild_tensor_v3,
-    "rebuild_parameter": _rebuild_parameter,
-    "rebuild_from_type": _rebuild_from_type,
+    function.__name__.removeprefix("_"): function
+    for function in (
+        *(_ordered_dict, _counter, _set, _tuple, _complex, _size, _device, _rebuild_tensor, _rebuild_tensor_v2),
+        *(_rebuild_tensor_v3, _rebuild_parameter, _rebuild_from_type),
+    )
 }
-
-
 # The fields of each kind beside "kind".
 _FIELDS: dict[str, frozenset[str]] = {
     **dict.fromkeys((TENSOR, CONTAINER, VALUE), frozenset(("build",))),

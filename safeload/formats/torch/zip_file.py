@@ -365,18 +365,14 @@ class Package:
                 raise FormatError(f"the package has no entry for script {show(key)}", self._path)
             script = self._unpickle(name, self._storage)
             assert script is not None  # the name has `SUFFIX`
+            value = script.value
             for placeholder in placeholders:
-                _fill(placeholder, script.value)
+                if type(value) is Inert:
+                    placeholder.name, placeholder.args = value.name, value.args
+                    placeholder.items, placeholder.state = value.items, value.state
+                else:
+                    placeholder.state = value
             yield script
-
-
-def _fill(placeholder: Inert, value: Any) -> None:
-    """Replace the placeholder of a script with its object."""
-    if type(value) is Inert:
-        placeholder.name, placeholder.args = value.name, value.args
-        placeholder.items, placeholder.state = value.items, value.state
-    else:
-        placeholder.state = value
 
 
 def _package_entry(zipped: Archive, top: str, storage: Storage) -> str:
