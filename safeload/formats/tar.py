@@ -128,7 +128,11 @@ def _headers(file: WeightFile) -> Iterator[tuple[int, str, bytes, int]]:
             elif kind == b"L":
                 long_name = content.partition(b"\0")[0]
         else:
-            size = _size_of(pax, size, file.path, at)
+            if _SIZE in pax:
+                if not re.fullmatch(rb"[0-9]{1,18}", pax[_SIZE]):
+                    text = f"the size of a tar member must be a number, got {show(pax[_SIZE])}"
+                    raise FormatError(text, file.path, at)
+                size = int(pax[_SIZE])
             yield at, _name(block, pax, long_name, file.path, at), kind, size
             pax, long_name = {}, None
         if at + _BLOCK + size > file.size:
@@ -219,15 +223,6 @@ def records(content: bytes, path: str, at: int) -> dict[bytes, bytes]:
         parsed[key] = value
         begin = end
     return parsed
-
-
-def _size_of(pax: Mapping[bytes, bytes], size: int, path: str, at: int) -> int:
-    text = pax.get(_SIZE)
-    if text is None:
-        return size
-    if not re.fullmatch(rb"[0-9]{1,18}", text):
-        raise FormatError(f"the size of a tar member must be a number, got {show(text)}", path, at)
-    return int(text)
 
 
 def _check_end(file: WeightFile, at: int) -> None:

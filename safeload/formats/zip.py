@@ -571,13 +571,11 @@ def _zip64(extra: bytes, full: int, packed: int, local: int) -> tuple[int, int]:
         kind, size = struct.unpack_from("<HH", extra, at)
         if kind == 1:
             data = extra[at + 4 : at + 4 + size]
-            values = list(struct.unpack_from(f"<{len(data) // 8}Q", data))
-            if full == _LARGE and values:
-                values.pop(0)
-            if packed == _LARGE and values:
-                packed = values.pop(0)
-            if local == _LARGE and values:
-                local = values.pop(0)
+            values = iter(struct.unpack_from(f"<{len(data) // 8}Q", data))
+            if full == _LARGE:
+                next(values, None)
+            packed = next(values, packed) if packed == _LARGE else packed
+            local = next(values, local) if local == _LARGE else local
         at += 4 + size
     return packed, local
 

@@ -146,7 +146,6 @@ NAMES = {
     "torch_legacy": "formats.torch.legacy_file",
     "torch_tensors": "formats.torch.tensors",
     "torch_zip": "formats.torch.zip_file",
-    "pickle_keys": "formats.unpickle.keys",
     "pickle_machine": "formats.unpickle.machine",
     "Fault": "formats.unpickle.machine:Fault",
     "Foreign": "formats.unpickle.machine:Foreign",

@@ -18,9 +18,9 @@ from ...base import dtypes
 from ...base.data import read_data
 from ...base.text import show
 from ...errors import LimitError, UnsupportedError
-from ..unpickle.keys import add, put
 from ..unpickle.machine import FROM_TYPE, Fault, Foreign, Global, Inert, describe
 from ..unpickle.numpy_arrays import ROWS
+from ..unpickle.run import add_elements, put_items
 
 # Python attributes of a tensor. Real ones have two or three, and tensors can share a dict of them.
 MAX_ATTRIBUTES = 100
@@ -85,7 +85,7 @@ def _ordered_dict(args: tuple[Any, ...]) -> Any:
     if type(pairs) not in (list, tuple) or any(type(p) not in (list, tuple) or len(p) != 2 for p in pairs):
         raise Fault("OrderedDict takes a list of pairs")
     if pairs:
-        put(items, [x for pair in pairs for x in pair], {})
+        put_items(items, [x for pair in pairs for x in pair], {})
     return items
 
 
@@ -111,7 +111,7 @@ def _set(args: tuple[Any, ...]) -> Any:
     if type(args[0]) not in (list, tuple):
         raise Fault(f"set takes a list, got {describe(args[0])}")
     elements: set[Any] = set()
-    add(elements, args[0], {})
+    add_elements(elements, args[0], {})
     return elements
 
 
@@ -247,22 +247,14 @@ def _unreadable(kind: str, reason: str) -> Callable[[tuple[Any, ...]], Any]:
 
 STORAGE, DTYPE, TENSOR, CONTAINER, VALUE, CLASS = "storage", "dtype", "tensor", "container", "value", "class"
 
+# By the names that rows have for them.
 _FUNCTIONS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    "ordered_dict": _ordered_dict,
-    "counter": _counter,
-    "set": _set,
-    "tuple": _tuple,
-    "complex": _complex,
-    "size": _size,
-    "device": _device,
-    "rebuild_tensor": _rebuild_tensor,
-    "rebuild_tensor_v2": _rebuild_tensor_v2,
-    "rebuild_tensor_v3": _rebuild_tensor_v3,
-    "rebuild_parameter": _rebuild_parameter,
-    "rebuild_from_type": _rebuild_from_type,
+    function.__name__.removeprefix("_"): function
+    for function in (
+        *(_ordered_dict, _counter, _set, _tuple, _complex, _size, _device, _rebuild_tensor, _rebuild_tensor_v2),
+        *(_rebuild_tensor_v3, _rebuild_parameter, _rebuild_from_type),
+    )
 }
-
-
 # The fields of each kind beside "kind".
 _FIELDS: dict[str, frozenset[str]] = {
     **dict.fromkeys((TENSOR, CONTAINER, VALUE), frozenset(("build",))),

@@ -12,7 +12,6 @@ Strings can come from Python 2. Bytes after the last storage are ignored, as in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +41,10 @@ def pickle_at(
     table: Mapping[str, Global] = ALLOWED,
 ) -> Unpickled:
     """Run the pickle at an offset of the file; `Unpickled.size` tells where it ends."""
-    persistent = partial(read_persistent_id, storages=storages)
+
+    def persistent(value: Any) -> Any:
+        return read_persistent_id(value, storages)
+
     size = _WINDOW
     while True:
         data = file.read_at(offset, size)

@@ -135,7 +135,11 @@ def run_pickle(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpi
         text = f"the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes"
         raise error_about(LimitError, text, path=file.path)
     data, base = archive.read(name)
-    persistent = partial(read_persistent_id, storages={})
+    storages: dict[str, Storage] = {}
+
+    def persistent(value: Any) -> Any:
+        return read_persistent_id(value, storages)
+
     try:
         pickled = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=inert)
         if any(name.startswith(SCRIPT) for name in pickled.foreign):
@@ -361,18 +365,14 @@ class Package:
                 raise FormatError(f"the package has no entry for script {show(key)}", self._path)
             script = self._unpickle(name, self._storage)
             assert script is not None  # the name has `SUFFIX`
+            value = script.value
             for placeholder in placeholders:
-                _fill(placeholder, script.value)
+                if type(value) is Inert:
+                    placeholder.name, placeholder.args = value.name, value.args
+                    placeholder.items, placeholder.state = value.items, value.state
+                else:
+                    placeholder.state = value
             yield script
-
-
-def _fill(placeholder: Inert, value: Any) -> None:
-    """Replace the placeholder of a script with its object."""
-    if type(value) is Inert:
-        placeholder.name, placeholder.args = value.name, value.args
-        placeholder.items, placeholder.state = value.items, value.state
-    else:
-        placeholder.state = value
 
 
 def _package_entry(zipped: Archive, top: str, storage: Storage) -> str:

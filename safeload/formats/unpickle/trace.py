@@ -68,7 +68,7 @@ class _Computed:
 
     __slots__ = ("args", "name", "state")
 
-    def __init__(self, name: str, args: Any) -> None:
+    def __init__(self, name: str = "", args: tuple[Any, ...] = ()) -> None:
         self.name = name
         self.args = args
         self.state: Any = None  # set by BUILD; unknown after a second one
@@ -175,11 +175,12 @@ class _Tracer(Machine):
         self.at += size
         return data
 
-    def skip(self, size: int) -> None:
-        """Pass over bytes without a copy."""
+    def skip(self, size: int, value: Any = None) -> Any:
+        """Pass over bytes without a copy, and return the value that stands for them."""
         if size > self._content.size - self.at:
             raise Fault("an argument extends past the end")
         self.at += size
+        return value
 
     def line(self, limit: int = MAX_LINE) -> bytes:
         """Return a line without its end; of a line of more than `MAX_LINE` bytes, only the beginning."""
@@ -290,18 +291,14 @@ class _Tracer(Machine):
     def long(self, size: int) -> Any:
         if size < 0:
             raise Fault("a negative length")
-        return self.number(size, signed=True) if size <= 8 else self._skipped(size, _UNKNOWN)
-
-    def _skipped(self, size: int, value: Any) -> Any:
-        self.skip(size)
-        return value
+        return self.number(size, signed=True) if size <= 8 else self.skip(size, _UNKNOWN)
 
     def real(self, digits: bytes) -> Any:
         return _UNKNOWN
 
     def text(self, size: int) -> Any:
         if size > _LONGEST:
-            return self._skipped(size, _LONG_TEXT)
+            return self.skip(size, _LONG_TEXT)
         return self.take(size).decode("utf-8", "backslashreplace")
 
     string = text
@@ -320,7 +317,7 @@ class _Tracer(Machine):
             raise Fault("a text with a bad escape") from None
 
     def content(self, size: int, kind: type = bytes) -> Any:
-        return self._skipped(size, LargeBytes(self._content, self.at, size))
+        return self.skip(size, LargeBytes(self._content, self.at, size))
 
     # ---- containers ----
 
@@ -368,9 +365,9 @@ class _Tracer(Machine):
 
     def call(self, function: Any, args: Any) -> Any:
         name = function.name if isinstance(function, Foreign) else ""
-        args = args if isinstance(args, tuple) else None
-        if args is not None or not name.startswith(EXTENSION):  # a byte of chance is an extension code
+        if isinstance(args, tuple) or not name.startswith(EXTENSION):  # a byte of chance is an extension code
             self.called.add(name)
+        args = args if isinstance(args, tuple) else ()
         if name == FROM_TYPE:
             name, args = self._passed_call(args)
         if name in GETATTR:
@@ -379,32 +376,31 @@ class _Tracer(Machine):
             self.inner.append((args[0].at, len(args[0])))
         return _Computed(name, args)
 
-    def _passed_call(self, args: tuple[Any, ...] | None) -> tuple[str, tuple[Any, ...] | None]:
+    def _passed_call(self, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
         """Return the call that `FROM_TYPE` makes; a call of `FROM_TYPE` itself hides its target."""
         function = args[0] if args else None
         name = function.name if type(function) is Foreign else FROM_TYPE
         if name == FROM_TYPE:
             self.names.setdefault(f"{COMPUTED}.{FROM_TYPE}", self.start)
-            return name, None
+            return name, ()
         self.called.add(name)
-        inner = args[2] if args is not None and len(args) > 2 else None
-        return name, inner if isinstance(inner, tuple) else None
+        return name, args[2] if len(args) > 2 and isinstance(args[2], tuple) else ()
 
-    def _attribute(self, args: tuple[Any, ...] | None) -> Any:
+    def _attribute(self, args: tuple[Any, ...]) -> Any:
         """Return an attribute of a global or of an object that the pickle has built."""
-        owner, name = args[:2] if args is not None and len(args) > 1 else (None, None)
+        owner, name = args[:2] if len(args) > 1 else (None, None)
         plain = type(name) is str and not name.startswith("__") and name not in _HIDING
         if plain and type(owner) is Foreign:
             return self.named(owner.name, name)
         if plain and type(owner) is _Computed:
-            return _Computed("", None)
-        return self.named(_Computed("", None), name if type(name) is str else _Computed("", None))
+            return _Computed()
+        return self.named(_Computed(), name if type(name) is str else _Computed())
 
     def joined(self, args: Any, keywords: Any) -> Any:
         return args
 
     def stored(self, key: Any, *, is_line: bool = False) -> Any:
-        return _Computed("", None)
+        return _Computed()
 
     def buffer(self, value: Any) -> Any:
         return _UNKNOWN if value is None else value
@@ -433,8 +429,8 @@ def _wraps(value: _Computed) -> bool:
     """Return True if a call makes joblib's description of an array, after which come BUILD and the bytes."""
     if value.name.endswith(_WRAPPER):
         return True
-    args: tuple[Any, ...] = value.args or ()  # copyreg._reconstructor, in protocols 0 and 1
-    return bool(args) and isinstance(args[0], Foreign) and args[0].name.endswith(_WRAPPER)
+    made = value.args[0] if value.args else None  # by copyreg._reconstructor, in protocols 0 and 1
+    return isinstance(made, Foreign) and made.name.endswith(_WRAPPER)
 
 
 def _skip_array(t: _Tracer, state: Any) -> None:

@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from builders.inside import ALLOWED, pickle_keys, unpickler
+from builders.inside import ALLOWED, unpickler
 from builders.thorough import dealt
 from builders.torch_build import Storage, dump, tensor, zip_archive
 
@@ -273,7 +273,7 @@ def test_an_element_may_come_twice_in_a_set_also_in_a_large_one():
 
 
 def test_the_table_has_the_steps_that_cpython_has():
-    table = pickle_keys.KeyTable({})
+    table = unpickler.KeyTable({})
     for key in range(1000):
         table.add(key)
     assert table._steps == 1000  # in order: each finds its slot free
