@@ -14,10 +14,10 @@ from .base.arrays import TensorLike as TensorLike
 from .base.table import TensorInfo as TensorInfo
 from .checkpoint import Checkpoint as Checkpoint
 from .compat.alias import install_as_safetensors as install_as_safetensors
-from .compat.prefetch import PrefetchLoader as PrefetchLoader
+from .compat.safe_open import PrefetchLoader as PrefetchLoader
+from .compat.safe_open import SafeSlice as SafeSlice
 from .compat.safe_open import _safe_open_handle as _safe_open_handle
 from .compat.safe_open import safe_open as safe_open
-from .compat.safe_slice import SafeSlice as SafeSlice
 from .compat.serialize import TensorMeta as TensorMeta
 from .compat.serialize import TensorSpec as TensorSpec
 from .compat.serialize import deserialize as deserialize

@@ -180,18 +180,11 @@ def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:
     except Exception as error:
         if interrupts:  # an import that was interrupted raises ImportError
             return _INTERRUPTED
-        failure = _status(error)
-        if failure is None:
-            raise
+        if isinstance(error, (SafeloadError, OSError, MemoryError, ModuleNotFoundError)):  # a package for a URL scheme
+            status = 2 if isinstance(error, NoMatchError) else 1
+        elif isinstance(error, (ValueError, TypeError)):  # wrong arguments
+            status = 2
+        else:
+            raise  # a defect of safeload
         complain(error)
-        return failure
     return status
-
-
-def _status(error: Exception) -> int | None:
-    """Return the exit status for an error; None for a defect of safeload."""
-    if isinstance(error, NoMatchError):
-        return 2
-    if isinstance(error, (SafeloadError, OSError, MemoryError, ModuleNotFoundError)):  # a package for a URL scheme
-        return 1
-    return 2 if isinstance(error, (ValueError, TypeError)) else None  # wrong arguments

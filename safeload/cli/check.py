@@ -44,15 +44,6 @@ _READING = (*OPENING, THREADS, add_dask, JSON)
 
 # ---- check ----
 
-_CHECK = f"""examples:
-  safeload check Llama-3.2-1B/
-  safeload check model.safetensors --config config.json --schema llama
-  safeload check suspicious.pth --unknown-globals inert --range -10 10
-  safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
-  safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors
-
-{STATUS} With --strict, warnings other than value.constant and value.zero count as errors."""
-
 
 def _schemas() -> list[str]:
     from ..models.family import with_schema  # imported here: only completion needs it
@@ -65,7 +56,14 @@ def _schemas() -> list[str]:
     "wrong CRC-32 in zip archives, NaN and infinity, names and shapes that differ from config.json, missing "
     "layers, bad scales of quantized tensors. Warn about values out of range, matrices of a single value and mixed "
     "dtypes. List the parts that could not be checked.",
-    _CHECK,
+    f"""examples:
+  safeload check Llama-3.2-1B/
+  safeload check model.safetensors --config config.json --schema llama
+  safeload check suspicious.pth --unknown-globals inert --range -10 10
+  safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
+  safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors
+
+{STATUS} With --strict, warnings other than value.constant and value.zero count as errors.""",
     path(),
     argument("--config", metavar="FILE", help="use this config.json instead of the folder's own"),
     argument(
@@ -199,21 +197,19 @@ def _manifest(
 
 # ---- stats ----
 
-_STATS = f"""examples:
-  safeload stats model.safetensors
-  safeload stats Llama-3.2-1B/ --only '*norm*' --sort absmax
-  safeload stats model.safetensors --histogram --only 'h.0.*'
-  safeload stats model.safetensors --json | jq '.tensors[] | select(.nan > 0)'
-
-{STATUS}"""
-
 _STATS_ROWS = 100  # on a terminal
 
 
 @command(
     "Show minimum, maximum, mean and standard deviation of the finite values of each tensor, and the numbers of "
     "NaN, infinite and zero values. Quantized tensors are dequantized first.",
-    _STATS,
+    f"""examples:
+  safeload stats model.safetensors
+  safeload stats Llama-3.2-1B/ --only '*norm*' --sort absmax
+  safeload stats model.safetensors --histogram --only 'h.0.*'
+  safeload stats model.safetensors --json | jq '.tensors[] | select(.nan > 0)'
+
+{STATUS}""",
     path(),
     *selection(("name", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros"), _STATS_ROWS),
     flag("--histogram", "also show the distribution of absolute values by powers of two"),
@@ -251,14 +247,6 @@ def _sorted(results: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
 
 # ---- diff ----
 
-_DIFF = """examples:
-  safeload diff old.safetensors new.safetensors
-  safeload diff Llama-3.2-1B/ llama-q4_0.safetensors --only '*.mlp.*' --sort rms
-  safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close
-
-Exit status: 0 equal (with --tolerance: equal names and shapes, and values within the tolerance), 1 different, or a file
-is bad, 2 wrong usage."""
-
 _DIFF_ROWS = 40  # of each list on a terminal
 
 
@@ -275,7 +263,13 @@ def _not_negative(text: str) -> float:
     "tensor in both, show the largest difference, the RMS difference, the relative change and the cosine; for each "
     "layer, the relative change. Tensors that differ only in the size of their first axis are compared up to the "
     "last common row. Formats and dtypes may differ; quantized tensors are dequantized first.",
-    _DIFF,
+    """examples:
+  safeload diff old.safetensors new.safetensors
+  safeload diff Llama-3.2-1B/ llama-q4_0.safetensors --only '*.mlp.*' --sort rms
+  safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close
+
+Exit status: 0 equal (with --tolerance: equal names and shapes, and values within the tolerance), 1 different, or a file
+is bad, 2 wrong usage.""",
     path("a"),
     path("b"),
     argument("--tolerance", metavar="X", type=_not_negative, help="ignore differences up to X, and different dtypes"),
@@ -310,19 +304,17 @@ def diff(options: argparse.Namespace) -> int:
 
 # ---- report ----
 
-_REPORT = f"""examples:
-  safeload report model.safetensors -o report.html
-  safeload report Llama-3.2-1B/ --quantize q4_0 -o llama.html
-  safeload report 400GB/ --no-digest
-
-{STATUS} A bad file gets a page, too. If SOURCE_DATE_EPOCH is set, it is the date on the page."""
-
 
 @command(
     "Write one HTML page that works offline: findings of check, contents, size breakdown, size when "
     "loaded or quantized, absmax and standard deviation by layer, magnitude distribution, SHA-256 of the files, "
     "and with --quantize the quantization error.",
-    _REPORT,
+    f"""examples:
+  safeload report model.safetensors -o report.html
+  safeload report Llama-3.2-1B/ --quantize q4_0 -o llama.html
+  safeload report 400GB/ --no-digest
+
+{STATUS} A bad file gets a page, too. If SOURCE_DATE_EPOCH is set, it is the date on the page.""",
     path(),
     argument(
         "-o",

@@ -8,15 +8,6 @@ from typing import Any, TypeAlias
 
 from .parsers import COMMANDS, SUGGESTED, Parsers, argument, command
 
-_EPILOG = """examples:
-  safeload completion bash >> ~/.bashrc
-  safeload completion zsh > ~/.zfunc/_safeload      # a folder in $fpath
-  safeload completion fish > ~/.config/fish/completions/safeload.fish
-
-The script is static and starts no program. Print it again after an update.
-
-Exit status: 0 success, 2 wrong usage."""
-
 # The arguments of each command; "" has the options before a command.
 _Tree: TypeAlias = Mapping[str, list[Any]]
 
@@ -152,7 +143,14 @@ _SHELLS: dict[str, Callable[[_Tree], Iterator[str]]] = {"bash": _bash, "zsh": _z
 
 @command(
     "Print a script that makes bash, zsh or fish complete commands, options, values and paths.",
-    _EPILOG,
+    """examples:
+  safeload completion bash >> ~/.bashrc
+  safeload completion zsh > ~/.zfunc/_safeload      # a folder in $fpath
+  safeload completion fish > ~/.config/fish/completions/safeload.fish
+
+The script is static and starts no program. Print it again after an update.
+
+Exit status: 0 success, 2 wrong usage.""",
     argument("shell", metavar="SHELL", choices=tuple(_SHELLS), help=f"one of {', '.join(_SHELLS)}"),
 )
 def completion(options: argparse.Namespace) -> int:

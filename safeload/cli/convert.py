@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 _ALL = "*"  # the pattern of a scheme for all matrices
 
-_EPILOG = """examples:
+
+@command(
+    "Write the tensors and metadata of files or folders in another format, dtype or layout, in the memory of the "
+    f"largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
+    """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
   safeload convert training.ckpt model.safetensors --root state_dict
   safeload convert Llama-3.2-1B/ llama.gguf --quantize q4_k_m
@@ -56,13 +60,7 @@ With --resume or --dask, a folder is written shard by shard, and its subfolder .
 until the conversion is finished. If the conversion is interrupted, run the same command with --resume to
 continue.
 
-Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage."""
-
-
-@command(
-    "Write the tensors and metadata of files or folders in another format, dtype or layout, in the memory of the "
-    f"largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
-    _EPILOG,
+Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage.""",
     argument(
         "source",
         metavar="SOURCE",

@@ -23,17 +23,6 @@ if TYPE_CHECKING:
 
 # ---- edit ----
 
-_EDIT = f"""examples:
-  safeload edit model.safetensors --metadata author=me --metadata format
-  safeload edit model.safetensors --rename lm_head.weight=head.weight --drop rope.freqs
-  safeload edit model.gguf --metadata general.name='My model'
-  safeload edit --recover model.safetensors
-
-The header is rewritten in place if it has room; any other change makes a new file and renames it. After a crash the
-file is the old one or the new one; if safeload reports an interrupted edit, run --recover.
-
-{STATUS}"""
-
 _RECOVERED = {
     "nothing": "no edit was interrupted",
     "old": "the interrupted edit was undone",
@@ -44,7 +33,16 @@ _RECOVERED = {
 @command(
     "Change the metadata and the tensor names of a safetensors file or folder, and remove tensors; or "
     "change the metadata of a GGUF file.",
-    _EDIT,
+    f"""examples:
+  safeload edit model.safetensors --metadata author=me --metadata format
+  safeload edit model.safetensors --rename lm_head.weight=head.weight --drop rope.freqs
+  safeload edit model.gguf --metadata general.name='My model'
+  safeload edit --recover model.safetensors
+
+The header is rewritten in place if it has room; any other change makes a new file and renames it. After a crash the
+file is the old one or the new one; if safeload reports an interrupted edit, run --recover.
+
+{STATUS}""",
     argument("path", metavar="FILE", help="a safetensors or GGUF file, or a folder of safetensors shards"),
     repeated("--metadata", metavar="KEY[=VALUE]", default=[], help="set a metadata key, or remove it if there is no ="),
     repeated("--rename", metavar="OLD=NEW", default=[], help="rename a tensor"),
@@ -122,7 +120,10 @@ def _names(file: Edit, text: str) -> tuple[str, str]:
 
 # ---- patch ----
 
-_PATCH = f"""examples:
+
+@command(
+    "Make a patch from two safetensors files, or apply a patch.",
+    f"""examples:
   safeload patch make step-100.safetensors step-200.safetensors patch.safetensors
   safeload patch apply step-100.safetensors patch.safetensors step-200.safetensors
   safeload patch apply model.safetensors patch.safetensors
@@ -130,12 +131,7 @@ _PATCH = f"""examples:
 A patch holds the changed elements, the new header and digests of both files: applied to its base it recreates the new
 file byte for byte, and a different base is refused. Its layout is TRL's; TRL's own patches need --no-check.
 
-{STATUS}"""
-
-
-@command(
-    "Make a patch from two safetensors files, or apply a patch.",
-    _PATCH,
+{STATUS}""",
     argument("action", choices=("make", "apply"), help="make a patch, or apply it"),
     argument("base", metavar="BASE", help="the old file, or its URL"),
     argument("second", metavar="NEW|PATCH", help="make: the new file; apply: the patch"),
@@ -168,15 +164,6 @@ def patch(options: argparse.Namespace) -> int:
 
 # ---- scan ----
 
-_SCAN = """examples:
-  safeload scan model.pth
-  safeload scan downloads/ other.nemo
-  safeload scan hf://owner/name
-  safeload scan model.pkl --json | jq -r '.findings[] | select(.verdict != "harmless") | .name'
-
-Exit status: 0 everything is harmless, 1 something is unknown or cannot be read, 2 something is dangerous, 64 wrong
-usage. Of several paths, the worst counts."""
-
 # Exit status of wrong usage (EX_USAGE of sysexits.h), because 2 means dangerous.
 _USAGE = 64
 _COLOURS = {"harmless": "good", "unknown": "warning", "dangerous": "error"}
@@ -187,7 +174,14 @@ _COLOURS = {"harmless": "good", "unknown": "warning", "dangerous": "error"}
     "unknown or dangerous. Pickles are found in torch checkpoints, NumPy and joblib files, and inside zip and tar "
     "archives (.nemo, .keras, torch.package), nested, compressed, appended or at an offset. Nothing is executed "
     "or imported.",
-    _SCAN,
+    """examples:
+  safeload scan model.pth
+  safeload scan downloads/ other.nemo
+  safeload scan hf://owner/name
+  safeload scan model.pkl --json | jq -r '.findings[] | select(.verdict != "harmless") | .name'
+
+Exit status: 0 everything is harmless, 1 something is unknown or cannot be read, 2 something is dangerous, 64 wrong
+usage. Of several paths, the worst counts.""",
     argument("paths", metavar="PATH", nargs="+", help="a file, a folder, a URL, or - for stdin; may be repeated"),
     flag("--all", "list harmless globals too; --json always lists them"),
     STORAGE_OPTION,
@@ -230,7 +224,12 @@ def _scan(options: argparse.Namespace) -> int:
 
 # ---- verify ----
 
-_VERIFY = f"""examples:
+
+@command(
+    "Hash every file of a model, and compare it with a model signature, with a manifest (check "
+    "--write-manifest), or with the digests that the caches of the Hub and of ollama keep. Files that are "
+    "missing, changed or not listed are named.",
+    f"""examples:
   safeload verify Llama-3.2-1B/ --against llama.sha256.json
   safeload verify Llama-3.2-1B/ --key release.pub
   safeload verify model/ --against model.sig --certificate root.pem
@@ -240,14 +239,7 @@ _VERIFY = f"""examples:
 Without --against, safeload uses model.sig or a manifest next to the files, or the digests of a cache. A manifest
 and a cache prove integrity only: they do not say who made the files. Signatures need the package model-signing.
 
-{STATUS}"""
-
-
-@command(
-    "Hash every file of a model, and compare it with a model signature, with a manifest (check "
-    "--write-manifest), or with the digests that the caches of the Hub and of ollama keep. Files that are "
-    "missing, changed or not listed are named.",
-    _VERIFY,
+{STATUS}""",
     argument("path", metavar="PATH", help="a folder, a file, a URL, or an ollama:// name"),
     argument("--against", metavar="FILE", help="manifest or signature; default: the one next to the files"),
     TRUSTED,
@@ -295,7 +287,11 @@ def against_of(path: str | None, options: argparse.Namespace) -> Any:
 # The variable with the password of the key: arguments are visible to other users of the machine.
 _PASSWORD = "SAFELOAD_KEY_PASSWORD"
 
-_SIGN = f"""examples:
+
+@command(
+    "Sign all files of a folder, or a file, with an elliptic-curve key: model.sig in the folder, or "
+    "FILE.sig beside the file.",
+    f"""examples:
   openssl ecparam -name prime256v1 -genkey -noout -out release.pem
   openssl ec -in release.pem -pubout -out release.pub
   safeload sign Llama-3.2-1B/ --key release.pem
@@ -304,13 +300,7 @@ _SIGN = f"""examples:
 The signature is an OpenSSF model signature, which `model_signing verify` accepts too. Signing needs the package
 model-signing. The password of an encrypted key comes from the environment variable {_PASSWORD}.
 
-{STATUS}"""
-
-
-@command(
-    "Sign all files of a folder, or a file, with an elliptic-curve key: model.sig in the folder, or "
-    "FILE.sig beside the file.",
-    _SIGN,
+{STATUS}""",
     argument("path", metavar="PATH", help="a folder or a file"),
     argument("--key", metavar="FILE", required=True, help="private key, in PEM: P-256, P-384 or P-521"),
     argument("--certificate", metavar="FILE", help="the signer's certificate, in PEM, to put into the signature"),
@@ -337,20 +327,18 @@ def sign(options: argparse.Namespace) -> int:
 
 # ---- ls ----
 
-_LS = """examples:
+
+@command(
+    "List the models in the cache of the Hugging Face Hub, in ollama, in LM Studio and in the named "
+    "folders: name, format, size, and the path that opens each. No weights are read.",
+    """examples:
   safeload ls
   safeload ls ~/models /data/checkpoints
   safeload ls --json | jq -r '.models[] | select(.format == "gguf") | .path'
 
 Every path in the last column opens with `safeload info` and the other commands.
 
-Exit status: 0 success, 1 a folder does not exist, 2 wrong usage."""
-
-
-@command(
-    "List the models in the cache of the Hugging Face Hub, in ollama, in LM Studio and in the named "
-    "folders: name, format, size, and the path that opens each. No weights are read.",
-    _LS,
+Exit status: 0 success, 1 a folder does not exist, 2 wrong usage.""",
     argument("folders", metavar="FOLDER", nargs="*", help="a folder to search, with its subfolders"),
     JSON,
 )
@@ -369,12 +357,6 @@ def ls(options: argparse.Namespace) -> int:
 
 # ---- families ----
 
-_FAMILIES = """examples:
-  safeload families
-  safeload families --json | jq -r '.families[] | select(.gguf != "") | .architectures[0]'
-
-Exit status: 0 success, 2 wrong usage."""
-
 _HEAD = ("family", "schema", "llama.cpp", "engines", "MLX", "models")
 _YES = {True: "yes", False: ""}
 
@@ -383,7 +365,11 @@ _YES = {True: "yes", False: ""}
     "List the families of models that safeload knows: whether check has a schema of the tensors, the architecture "
     "in GGUF files for llama.cpp, whether whole models can be written in the formats of engines, and whether "
     "folders of mlx-lm can be converted back.",
-    _FAMILIES,
+    """examples:
+  safeload families
+  safeload families --json | jq -r '.families[] | select(.gguf != "") | .architectures[0]'
+
+Exit status: 0 success, 2 wrong usage.""",
     JSON,
 )
 def families(options: argparse.Namespace) -> int:

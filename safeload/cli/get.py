@@ -26,18 +26,6 @@ _VALUES = 1000
 # Maximum number of values in memory while a tensor is printed, unless a single row has more.
 _BLOCK = 1 << 18
 
-_EPILOG = f"""examples:
-  safeload get model.safetensors model.norm.weight
-  safeload get Llama-3.2-1B/ model.embed_tokens.weight --rows 100:110
-  safeload get hf://openai-community/gpt2 wte.weight --rows=-1
-  safeload get model.gguf blk.0.attn_q.weight --rows 0:2 --all
-  safeload get model.safetensors model.norm.weight --json | jq '.values | max'
-
-A terminal abbreviates long tensors, as NumPy does, unless --all is passed. A pipe gets every value, and nothing else: a
-line for each row, and an empty line between matrices.
-
-{STATUS}"""
-
 
 def _rows(text: str) -> slice:
     """Parse rows, for argparse."""
@@ -58,7 +46,17 @@ def _rows(text: str) -> slice:
 @command(
     "Print the values of a tensor, or of some of its rows; only those are read. A quantized tensor is "
     "dequantized to float32.",
-    _EPILOG,
+    f"""examples:
+  safeload get model.safetensors model.norm.weight
+  safeload get Llama-3.2-1B/ model.embed_tokens.weight --rows 100:110
+  safeload get hf://openai-community/gpt2 wte.weight --rows=-1
+  safeload get model.gguf blk.0.attn_q.weight --rows 0:2 --all
+  safeload get model.safetensors model.norm.weight --json | jq '.values | max'
+
+A terminal abbreviates long tensors, as NumPy does, unless --all is passed. A pipe gets every value, and nothing else: a
+line for each row, and an empty line between matrices.
+
+{STATUS}""",
     path(),
     argument("name", metavar="NAME", help="the exact name of a tensor"),
     argument(

@@ -25,7 +25,12 @@ from .common import (
 from .parsers import JSON, OPENING, PATHS, STATUS, argument, command, flag, positive, selection
 from .streams import check_once
 
-_EPILOG = f"""examples:
+
+@command(
+    "List the tensors of weight files, folders or an index.json without reading them: name, dtype, "
+    "shape and size, totals per dtype and metadata. For a torch checkpoint, also list the "
+    "classes and functions that its pickle references; none is imported or called.",
+    f"""examples:
   safeload info model.safetensors
   safeload info Llama-3.2-1B/ --tree --depth 2
   safeload info Llama-3.2-1B/ --only '*.mlp.*' --sort size
@@ -40,14 +45,7 @@ _EPILOG = f"""examples:
 Equal layers share a row: model.layers.{{0..31}}.mlp.up_proj.weight. --json prints a line for each tensor; with
 several paths, a line for each path.
 
-{STATUS}"""
-
-
-@command(
-    "List the tensors of weight files, folders or an index.json without reading them: name, dtype, "
-    "shape and size, totals per dtype and metadata. For a torch checkpoint, also list the "
-    "classes and functions that its pickle references; none is imported or called.",
-    _EPILOG,
+{STATUS}""",
     PATHS,
     *selection(tuple(listing.KEYS), ROWS),
     flag("--tree", "show a tree of modules with the sums of their tensors"),

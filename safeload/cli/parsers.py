@@ -30,18 +30,6 @@ COMMANDS = {
     "completion": ("completion", "print a completion script for a shell"),
 }
 
-_EPILOG = """examples:
-  safeload info model.safetensors
-  safeload info Llama-3.2-1B/ --tree
-  safeload get model.safetensors model.norm.weight
-  safeload check Llama-3.2-1B/
-  safeload stats model.safetensors --sort absmax
-  safeload convert model.pth model.safetensors
-  safeload diff model.pth model.safetensors
-  safeload ls
-
-Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info PATH`."""
-
 STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
 
 # Attribute of argparse actions: the function that returns what completion offers beside the choices.
@@ -188,7 +176,17 @@ class Parsers:
             prog="safeload",
             usage="safeload [-h] [--version] [-v] COMMAND ...",
             description="Inspect, check, compare and convert model weight files.",
-            epilog=_EPILOG,
+            epilog="""examples:
+  safeload info model.safetensors
+  safeload info Llama-3.2-1B/ --tree
+  safeload get model.safetensors model.norm.weight
+  safeload check Llama-3.2-1B/
+  safeload stats model.safetensors --sort absmax
+  safeload convert model.pth model.safetensors
+  safeload diff model.pth model.safetensors
+  safeload ls
+
+Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info PATH`.""",
             formatter_class=_Help,
             allow_abbrev=False,
         )

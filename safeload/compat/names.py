@@ -20,8 +20,8 @@ SHARED = {
 # Names of the package itself.
 PACKAGE = {
     **SHARED,
-    "PrefetchLoader": ("compat.prefetch", "PrefetchLoader"),
-    "PySafeSlice": ("compat.safe_slice", "SafeSlice"),
+    "PrefetchLoader": ("compat.safe_open", "PrefetchLoader"),
+    "PySafeSlice": ("compat.safe_open", "SafeSlice"),
     "SafetensorError": ("errors", "SafetensorError"),
     "TensorMeta": ("compat.serialize", "TensorMeta"),
     "_safe_open_handle": ("compat.safe_open", "_safe_open_handle"),

@@ -1,24 +1,329 @@
-"""``safe_open`` and its slices, compatible with safetensors."""
+"""``safe_open``, its slices and its loader in the background, compatible with safetensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import operator
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+
+from ..base import dtypes
 from ..base.arrays import Array
+from ..base.messages import error_about
 from ..base.paths import PathLike
-from ..base.text import clip, plural, printable
+from ..base.text import clip, plural, printable, show
 from ..engine.read.load import VIEWED_FROM, Window, check_backend, load_tensors, parse_target
-from ..engine.read.tensors import Tensors
+from ..engine.read.tensors import FileTensor, Tensors
+from ..engine.run.slice import as_index, read_slice
 from ..engine.run.weight_file import WeightFile
-from ..errors import SafetensorError, exported, folder_given, public
+from ..errors import RangeError, SafetensorError, exported, folder_given, public
 from ..formats.safetensors import file as safetensors
 from ..stores.local import check_unchanged
-from .prefetch import PrefetchLoader, planned_rows
-from .safe_slice import Handle, SafeSlice
+from ..stores.thread_group import Prefetch, Task
 from .serialize import TensorMeta
+
+# ---- slices ----
+
+# How to use an index that is not supported, as upstream's tensors do.
+_WHOLE = "index the whole tensor, as in get_tensor(name)[rows]"
+
+
+class Handle(Protocol):
+    """The framework of `safe_open`'s tensors: converts those of an open file. Pickles as device and backend."""
+
+    def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
+        """Return a tensor. ``read`` returns a writable array that shares memory with no other array."""
+
+    def tensors(
+        self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
+    ) -> dict[str, Any]:
+        """Return tensors by name."""
+
+    def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
+        """Return the selected elements of the tensor at ``index`` in the file's table."""
+
+
+@exported()
+class SafeSlice:
+    """A lazy tensor: indexing it reads only the selected elements.
+
+    Indexing follows NumPy's basic indexing, with four additional errors of safetensors: a bound or an index past the
+    end, a list that is not empty, more indices than axes. With ``framework="pt"`` and a mapped file, indexing follows
+    torch.
+
+    Example:
+        >>> from safeload import safe_open
+        >>> with safe_open("model.safetensors", framework="np") as file:
+        ...     rows = file.get_slice("conv1.weight")
+        ...     print(rows.get_shape(), rows.get_dtype(), rows[:2].shape)
+        [128, 129, 3] F32 (2, 129, 3)
+    """
+
+    def __init__(self, file: WeightFile, index: int, handle: Handle | None = None) -> None:
+        self._file = file
+        self._index = index
+        self._handle = handle
+
+    @classmethod
+    @public
+    def _reopen(cls, path: str, name: str, seen: tuple[int, ...], handle: Handle | None = None) -> SafeSlice:
+        check_unchanged(path, seen)
+        file = safetensors.open_file(path)
+        file.check_identity(seen)
+        return cls(file, file.table.index(name), handle)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        file = self._file
+        return SafeSlice._reopen, (file.place, file.table.names[self._index], tuple(file.identity[:2]), self._handle)
+
+    @public
+    def __copy__(self) -> SafeSlice:
+        file = self._file
+        return SafeSlice._reopen(file.place, file.table.names[self._index], file.identity, copy.copy(self._handle))
+
+    @public
+    def __deepcopy__(self, memo: dict[int, Any]) -> SafeSlice:
+        return self.__copy__()
+
+    def get_shape(self) -> list[int]:
+        """Return the tensor's logical shape."""
+        return list(self._file.table.shapes[self._index])
+
+    def get_dtype(self) -> str:
+        """Return the dtype as a safetensors code, such as "F32"."""
+        return self._file.table.rows[self._index].code
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor as an array."""
+        return self._file.layout(self._index).shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the whole tensor as an array."""
+        return dtypes.array_dtype(self._file.table.rows[self._index].number)
+
+    @public
+    def __getitem__(self, index: Any) -> Any:
+        if self._handle is not None:
+            return self._handle.item(self._file, self._index, index, self._array)
+        return self._array(index)
+
+    def _array(self, index: Any) -> Array:
+        if isinstance(index, list):
+            if index:
+                raise SafetensorError("Non empty lists are not implemented")
+            index = slice(0, 0)
+        items = index if isinstance(index, tuple) else (index,)
+        _refuse(items, self.shape)
+        try:
+            return read_slice(self._file, self._index, items, _WHOLE)
+        except IndexError as error:
+            raise SafetensorError(str(error)) from None
+
+
+def _refuse(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    """Raise the errors of safetensors, with its messages and in its order: from the last axis to the first."""
+    if any(item is None for item in items) or sum(item is Ellipsis for item in items) > 1:
+        return  # NumPy's rules apply
+    indices = [item for item in items if item is not Ellipsis]
+    ellipsis = next((k for k, item in enumerate(items) if item is Ellipsis), len(items))
+    if ellipsis < len(items):
+        indices[ellipsis:ellipsis] = [slice(None)] * (len(shape) - len(indices))
+    if not all(isinstance(item, slice) or as_index(item) is not None for item in indices):
+        return
+    during = f"Error during slicing [{', '.join(map(_show, indices))}] with shape {list(shape)}"
+    if len(indices) > len(shape):
+        raise SafetensorError(f"{during}: more slicing indexes than dimensions in tensor")
+    for axis, (item, size) in enumerate(zip(indices, shape, strict=False)):
+        if not isinstance(item, slice) and operator.index(item) < -size:
+            raise SafetensorError(f"Invalid index {item} for dimension {axis} of size {size}")
+    for axis in reversed(range(len(indices))):
+        item, size = indices[axis], shape[axis]
+        beyond = None
+        if not isinstance(item, slice):
+            beyond = operator.index(item) if operator.index(item) >= size else None
+        elif item.start is not None and item.start > size:
+            beyond = item.start
+        elif item.stop is not None and item.stop > size:
+            beyond = item.stop - 1
+        if beyond is not None:
+            raise SafetensorError(f"{during}: index {beyond} out of bounds for tensor dimension #{axis} of size {size}")
+
+
+def _show(item: Any) -> str:
+    if not isinstance(item, slice):
+        return str(item)
+    text = ":".join("" if bound is None else str(bound) for bound in (item.start, item.stop))
+    return text if item.step in (None, 1) else f"{text}:{item.step}"
+
+
+# ---- the loader in the background, of safetensors 0.9 ----
+
+
+@exported()
+class PrefetchLoader:
+    """Tensors that threads load onto a device in the background. Each is returned once, by `take` or iteration.
+
+    `safe_open.prefetch` makes it. A tensor owns its memory and is ready for use on any stream. Tensors that are not
+    taken stay on the device until `close`, the end of a ``with`` block, or the last reference to the loader.
+
+    Args:
+        names: of the tensors, in file order.
+        arrivals: yields name, tensor, and a function that waits until the tensor's bytes have been copied. It is
+            advanced in another thread.
+
+    Example:
+        >>> from safeload import safe_open
+        >>> with safe_open("model.safetensors", framework="pt") as file:  # doctest: +SKIP
+        ...     with file.prefetch({"conv1.bias": None}, device="cuda") as loader:
+        ...         bias = loader.take("conv1.bias")
+    """
+
+    def __init__(self, names: list[str], arrivals: Generator[tuple[str, Any, Callable[[], object]]]) -> None:
+        self._names = names
+        self._arrivals = arrivals
+        self._left = dict.fromkeys(names)  # not taken
+        self._landed: dict[str, tuple[Any, Callable[[], object]]] = {}  # waiting to be taken
+        self._lock = threading.Lock()  # of the thread that takes arrivals
+        self._closed = False
+        # The last task finds the end, where the iterator waits for its copies.
+        steps = (Task(0, lambda check: next(arrivals, None)) for _ in range(len(names) + 1))
+        self._arriving: Prefetch[tuple[str, Any, Callable[[], object]] | None] = Prefetch(steps, 0)
+        self._arriving.start()
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors that this loader hands out, in file order."""
+        return list(self._names)
+
+    @public
+    def take(self, name: str) -> Any:
+        """Return a tensor, after waiting for its bytes.
+
+        Raises:
+            SafetensorError: the name is not in the plan, the tensor was taken before, or the loader is closed.
+            FormatError, OSError: the file ends too early, or cannot be read.
+        """
+        if name not in self._left:
+            state = "was already delivered" if name in self._names else "is not in the prefetch plan"
+            raise error_about(SafetensorError, state, tensor=name)
+        while name not in self._landed and self._land():
+            pass
+        return self._hand_out(name)
+
+    @public
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and tensor as they arrive, without the tensors that were taken."""
+        while self._left:
+            name = next(iter(self._landed), None)
+            if name is not None:
+                yield name, self._hand_out(name)
+            elif not self._land():
+                return
+
+    def _land(self) -> bool:
+        """Wait for the next arrival; return False if another thread got the last one."""
+        with self._lock:
+            self._check_open()
+            try:
+                arrival = next(self._arriving, None)
+            except ValueError:
+                self._check_open()  # closed while this thread waited
+                raise
+            if arrival is not None:
+                name, tensor, wait = arrival
+                self._landed[name] = tensor, wait
+        return arrival is not None
+
+    def _hand_out(self, name: str) -> Any:
+        self._check_open()
+        try:
+            tensor, wait = self._landed.pop(name)
+        except KeyError:  # another thread was faster
+            raise error_about(SafetensorError, "was already delivered", tensor=name) from None
+        del self._left[name]
+        wait()
+        return tensor
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SafetensorError("the prefetch loader is closed")
+
+    def close(self) -> None:
+        """Stop loading, and release the tensors that were not taken."""
+        self._closed = True
+        self._arriving.close()
+        self._arrivals.close()  # no thread is in it any more
+        self._landed.clear()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __enter__(self) -> PrefetchLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._left)} left"
+        return f"<{type(self).__name__}: {plural(len(self._names), 'tensor')}, {state}>"
+
+
+def planned_rows(file: WeightFile, plan: Mapping[str, slice | None]) -> dict[str, range | None]:
+    """Check a plan against a file and return the rows of each tensor; None for the whole tensor."""
+    if not isinstance(plan, Mapping):
+        raise SafetensorError(f"a prefetch plan maps names to None or a slice, got {type(plan).__name__}")
+    rows: dict[str, range | None] = {}
+    for name, value in plan.items():
+        if not isinstance(name, str):
+            raise SafetensorError(f"prefetch plan keys must be tensor names, got {type(name).__name__}")
+        index = file.table.index(name)
+        if value is None:
+            rows[name] = None
+        elif isinstance(value, slice):
+            rows[name] = _rows(name, value, file, index)
+        else:
+            kind = clip(printable(type(value).__name__), 100)
+            raise SafetensorError(f"prefetch plan values must be None or a slice, got {kind} for {show(name)}")
+    if not rows:
+        raise SafetensorError("the prefetch plan selects no tensors")
+    return rows
+
+
+def _rows(name: str, value: slice, file: WeightFile, index: int) -> range:
+    """Return the rows that a slice of a plan selects. NumPy would clamp bounds; in a plan they are mistakes."""
+    shape, (begin, end) = file.table.shape(index), file.table.byte_range(index)
+    if not shape:
+        raise SafetensorError(f"cannot slice rows of the 0-d tensor {show(name)}")
+    for side, bound in (("start", value.start), ("stop", value.stop)):
+        if bound is None:
+            continue
+        if isinstance(bound, bool) or not isinstance(bound, int):
+            raise SafetensorError(f"prefetch plan slice bounds for {show(name)} must be integers or None")
+        if not -shape[0] <= bound <= shape[0]:
+            raise RangeError(
+                f"prefetch plan slice {side} {show(bound)} for {show(name)} is out of range for {shape[0]} rows"
+            )
+    try:
+        start, stop, step = value.indices(shape[0])
+    except (TypeError, ValueError) as error:
+        raise SafetensorError(f"invalid prefetch plan slice for {show(name)}: {error}") from None
+    if step != 1:
+        raise SafetensorError(f"prefetch plan slices must have step 1, got {show(step)} for {show(name)}")
+    if shape[0] and (end - begin) % shape[0]:
+        raise SafetensorError(f"cannot slice rows of {show(name)}: a row is not a whole number of bytes")
+    return range(start, max(start, stop))
+
+
+# ---- files ----
 
 
 @exported()

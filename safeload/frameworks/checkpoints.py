@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from ..base import dtypes
 from ..base.messages import error_about
@@ -19,21 +19,10 @@ from ..loading.entry import check_unadapted, open
 from ..loading.merge import Merge, load_merged, merging
 from ..models.config_dtype import dtype_in
 
-
-class DtypeGroup(NamedTuple):
-    """Tensors to load with one call of `Checkpoint.load`."""
-
-    names: Sequence[str]  # in the order of the result
-    dtype: dtypes.Dtype | None  # target of conversion and dequantization; None converts nothing
-
-
-class Selected(NamedTuple):
-    """The tensors for `load_checkpoint` to load."""
-
-    checkpoint: Checkpoint
-    merge: Merge | None  # adapters to merge
-    names: Sequence[str]  # in the order of the result
-    groups: Sequence[DtypeGroup]  # a partition of the names
+# Names, and the dtype that their tensors are converted and dequantized to; None converts nothing.
+Group: TypeAlias = tuple[Sequence[str], dtypes.Dtype | None]
+# The tensors to load: the checkpoint, adapters to merge, names in the order of the result, and groups of these names.
+Selected: TypeAlias = tuple[Checkpoint, Merge | None, Sequence[str], Sequence[Group]]
 
 
 @contextmanager
@@ -62,7 +51,7 @@ def selecting(
         target = parse_target(dtype)
         tensors = chosen(checkpoint, names, only, drop, target)
         all_names = [name for name, _, _ in tensors]
-        groups = [DtypeGroup(all_names, target)]
+        groups: list[Group] = [(all_names, target)]
         if target is None and any(file.table.quantized for file in checkpoint.weight_files):
             plain: list[str] = []
             packed: list[str] = []
@@ -70,10 +59,10 @@ def selecting(
                 file.table.refuse_unknown([index], file.path)
                 (packed if file.table.is_quantized(index) else plain).append(name)
             if packed:
-                groups = [DtypeGroup(packed, _dtype_of(checkpoint, packed[0]))]
+                groups = [(packed, _dtype_of(checkpoint, packed[0]))]
                 if plain:
-                    groups.insert(0, DtypeGroup(plain, None))
-        yield Selected(checkpoint, merge, all_names, groups)
+                    groups.insert(0, (plain, None))
+        yield checkpoint, merge, all_names, groups
 
 
 def _dtype_of(checkpoint: Checkpoint, name: str) -> dtypes.Dtype:
@@ -90,11 +79,11 @@ def _dtype_of(checkpoint: Checkpoint, name: str) -> dtypes.Dtype:
 
 def unconverted(selected: Selected) -> Iterator[tuple[str, Table, int]]:
     """Yield name, table and index of the tensors that keep their dtype; nothing if no dtype packs elements in bytes."""
-    checkpoint = selected.checkpoint
+    checkpoint, _, _, groups = selected
     packed = any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files)
-    for group in selected.groups:
-        if packed and group.dtype is None:
-            yield from ((name, file.table, index) for name, file, index in tensors_of(checkpoint, group.names))
+    for names, target in groups:
+        if packed and target is None:
+            yield from ((name, file.table, index) for name, file, index in tensors_of(checkpoint, names))
 
 
 def load_arrays(
@@ -106,11 +95,11 @@ def load_arrays(
     """
     checkpoint, merge, names, groups = selected
     arrays: dict[str, Any] = {}
-    for group in groups:
-        dtype = None if group.dtype is None else group.dtype.name
-        shown = progress if group is groups[-1] else None
+    for number, (members, target) in enumerate(groups, 1):
+        dtype = None if target is None else target.name
+        shown = progress if number == len(groups) else None
         if merge is None:
-            arrays.update(checkpoint.load(group.names, dtype=dtype, backend=backend, threads=threads, progress=shown))
+            arrays.update(checkpoint.load(members, dtype=dtype, backend=backend, threads=threads, progress=shown))
         else:
-            arrays.update(load_merged(checkpoint, merge, group.names, dtype=dtype, threads=threads, progress=shown))
+            arrays.update(load_merged(checkpoint, merge, members, dtype=dtype, threads=threads, progress=shown))
     return arrays if len(groups) == 1 else {name: arrays[name] for name in names}

@@ -44,11 +44,6 @@ class Slice(NamedTuple):
     bounds: tuple[tuple[int, int], ...]  # start and stop along each axis
     devices: list[Any]  # each holds a copy
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of elements along each axis."""
-        return tuple(stop - start for start, stop in self.bounds)
-
 
 def as_place(place: Any) -> Place:
     """Check the type of a place."""
@@ -136,7 +131,7 @@ def slices(place: Any, shape: tuple[int, ...]) -> list[Slice]:
 
 def covered(parts: Sequence[Slice], shape: tuple[int, ...]) -> bool:
     """Return whether non-overlapping slices cover an array."""
-    return sum(math.prod(part.shape) for part in parts) == math.prod(shape)
+    return sum(math.prod(stop - start for start, stop in part.bounds) for part in parts) == math.prod(shape)
 
 
 # ---- to JAX ----

@@ -267,13 +267,12 @@ def _place_of(tensor: PlacedTensor, sharding: Any) -> Place:
 
 def load_selected(selected: Selected, sharding: Any, *, threads: int | None, progress: Progress) -> dict[str, Array]:
     """Load the selected tensors of a checkpoint."""
-    checkpoint = selected.checkpoint
-    groups = [(tensors_of(checkpoint, group.names), group.dtype) for group in selected.groups]
+    checkpoint, merge, names, groups = selected
     options = Options(
-        lambda name, dtype: checkpoint.get_slice(name, dtype=dtype), sharding, threads=threads, merge=selected.merge
+        lambda name, dtype: checkpoint.get_slice(name, dtype=dtype), sharding, threads=threads, merge=merge
     )
-    arrays = load(groups, options, progress)
-    return arrays if len(groups) == 1 else {name: arrays[name] for name in selected.names}
+    arrays = load([(tensors_of(checkpoint, members), target) for members, target in groups], options, progress)
+    return arrays if len(groups) == 1 else {name: arrays[name] for name in names}
 
 
 def copied(arrays: Mapping[str, NumpyArray]) -> dict[str, Array]:

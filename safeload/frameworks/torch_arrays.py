@@ -123,22 +123,30 @@ def described(name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[tup
 
 def raw_of(tensors: Iterable[tuple[str, Table, int]]) -> dict[str, Any]:
     """Return torch's dtypes of the tensors that arrays show as raw bytes, by name."""
-    rows = ((name, table, index, table.row(index)) for name, table, index in tensors)
-    return {name: described(name, row, table.shape(index))[1] for name, table, index, row in rows if row.packed}
+    raw: dict[str, Any] = {}
+    for name, table, index in tensors:
+        row = table.row(index)
+        if row.packed:
+            raw[name] = described(name, row, table.shape(index))[1]
+    return raw
 
 
 def of_entry(entry: Entry) -> tuple[tuple[int, ...], Any]:
     """Return shape and dtype of an entry's tensor, which can be rows of the tensor in the file."""
     assert entry.target is not None
     row = dtypes.BY_NUMBER[entry.target]
-    shape = entry.file.table.shape(entry.at) if row.packed else entry.shape
-    return entry.shape, described(entry.name, row, shape)[1]
+    shape = entry.shape
+    logical = entry.file.table.shape(entry.at) if row.packed else shape
+    return shape, described(entry.name, row, logical)[1]
 
 
 def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
     """Return tensors on the device "meta", with dtype and shape only."""
-    abouts = {entry.name: of_entry(entry) for entry in entries}
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in abouts.items()}
+    tensors = {}
+    for entry in entries:
+        shape, dtype = of_entry(entry)
+        tensors[entry.name] = torch.empty(shape, dtype=dtype, device="meta")
+    return tensors
 
 
 # ---- to memory ----

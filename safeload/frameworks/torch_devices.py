@@ -305,7 +305,7 @@ def _moved(entry: Entry) -> Entry:
 def load_selected(selected: Selected, device: Any, *, threads: int | None, progress: Progress) -> dict[str, Any]:
     """Load the selected tensors of a checkpoint onto a device other than the CPU."""
     checkpoint, merge, names, groups = selected
-    by_group = (entries_of(tensors_of(checkpoint, group.names), group.dtype) for group in groups)
+    by_group = (entries_of(tensors_of(checkpoint, members), target) for members, target in groups)
     by_name = {entry.name: entry for entries in by_group for entry in entries}
     entries = [by_name[name] for name in names]
     if device.type == "meta":
@@ -314,8 +314,8 @@ def load_selected(selected: Selected, device: Any, *, threads: int | None, progr
         return load(entries, device, threads=threads, progress=progress)
     plain = [entry for entry in entries if entry.name not in merge]
     tensors = load(plain, device, threads=threads, progress=progress)
-    for group in groups:
-        for name in (name for name in group.names if name in merge):  # one at a time in host memory
-            array = merge.values(name, merge.target_row(name, group.dtype), threads=threads)
+    for members, target in groups:
+        for name in (name for name in members if name in merge):  # one at a time in host memory
+            array = merge.values(name, merge.target_row(name, target), threads=threads)
             tensors[name] = torch_arrays.from_arrays({name: array})[name].to(device)
     return {name: tensors[name] for name in names}
