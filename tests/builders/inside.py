@@ -322,7 +322,6 @@ SEAMS = {
     "pool_size": ["engine.read.delivery:POOL_SIZE"],
     "short_of_memory": ["engine.ahead.stream:short"],
     "mapping_of": ["engine.read.delivery:mapping_of", "frameworks.torch_handles:mapping_of"],
-    "commit_file": ["engine.run.atomic_file:AtomicFile.commit"],
     "write_file": ["engine.run.atomic_file:AtomicFile.write"],
     "fetch_range": ["engine.run.fetch:RANGE"],
     "fetch_window": ["engine.run.fetch:WINDOW"],

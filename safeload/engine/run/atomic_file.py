@@ -46,6 +46,7 @@ class AtomicFile:
     """
 
     identity: Identity | None = None  # of the complete file, after `seal`
+    temporary: str | None = None  # path of the file until it is in place; None for devices and pipes
     in_order = False  # True for devices and pipes, whose bytes are written in order
 
     def __init__(
@@ -58,16 +59,16 @@ class AtomicFile:
         digest: Digest | None = None,
         follow: bool = True,
     ) -> None:
-        self.path = native_path(path)[0]
+        self.path = self._target = native_path(path)[0]
         self._overwrite, self._durable, self._digest = overwrite, durable, digest
-        self._temporary: str | None = None
         self.descriptor, self._process = -1, os.getpid()
         self._position = 0
         try:
             self._begin(size, follow)
             return
         except OSError as error:
-            refusal = unwritable(error, self.path)
+            shown = error.errno is None or error.filename == self.path  # not a temporary or resolved path
+            refusal = unwritable(error if shown else type(error)(error.errno, error.strerror, self.path), self.path)
         try:
             raise refusal
         finally:
@@ -89,15 +90,14 @@ class AtomicFile:
             return
         place, link = os.path.split(self.path)
         self._target = _resolved(self.path) if follow else os.path.join(_resolved(place or os.curdir), link)
-        self._temporary = _temporary_of(self._target)
+        self.temporary = _temporary_of(self._target)
         try:
-            with self._naming():
-                self.descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
-                if os.name != "nt":  # Windows removes no open file
-                    with suppress(OSError):  # the file can be written without a lock
-                        lock(self.descriptor)  # for `remove_abandoned`
-                if existing is not None:
-                    set_owner_and_mode(self.descriptor, existing)
+            self.descriptor = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
+            if os.name != "nt":  # Windows removes no open file
+                with suppress(OSError):  # the file can be written without a lock
+                    lock(self.descriptor)  # for `remove_abandoned`
+            if existing is not None:
+                set_owner_and_mode(self.descriptor, existing)
             reserve(self.descriptor, size, self.path)
         except BaseException:  # that of a signal may arrive after the file exists
             self.abandon()
@@ -105,7 +105,7 @@ class AtomicFile:
 
     def __del__(self) -> None:
         """Remove the file if the exception of a signal arrived before the ``with`` block began."""
-        if getattr(self, "_temporary", None) is not None:
+        if getattr(self, "temporary", None) is not None:
             self.abandon()
 
     def write(self, pieces: list[tuple[int, int]]) -> None:
@@ -123,7 +123,7 @@ class AtomicFile:
 
     def copy(self, descriptor: int, begin: int, nbytes: int) -> None:
         """Append bytes of an open file, copied or shared by the system if it can."""
-        with self._naming():
+        with naming(self.path, self.temporary, self._target):
             copy_range(descriptor, begin, nbytes, self.descriptor, self._position)
         self._position += nbytes
 
@@ -133,13 +133,13 @@ class AtomicFile:
 
     def truncate(self, size: int) -> None:
         """Cut off bytes after this size, which a failed write can leave; the file must not be `in_order`."""
-        with self._naming():
+        with naming(self.path, self.temporary, self._target):
             os.ftruncate(self.descriptor, size)
 
     @contextmanager
     def stream(self) -> Iterator[BinaryIO]:
         """Yield a binary stream to the file, for Python's own libraries."""
-        with self._naming(), os.fdopen(os.dup(self.descriptor), "wb") as stream:
+        with naming(self.path, self.temporary, self._target), os.fdopen(os.dup(self.descriptor), "wb") as stream:
             yield stream
 
     def seal(self) -> None:
@@ -147,52 +147,30 @@ class AtomicFile:
 
         If many files are put in place together, each needs a descriptor only while it is written.
         """
+        with naming(self.path, self.temporary, self._target):
+            self._finish(identify=True)
+
+    def _finish(self, *, identify: bool = False) -> None:
         if self.descriptor >= 0:
-            with self._naming():
-                if self._durable and self._temporary is not None:
-                    os.fsync(self.descriptor)
+            if self._durable and self.temporary is not None:
+                os.fsync(self.descriptor)
+            if identify:
                 self.identity = identity_of(os.fstat(self.descriptor))
-                self._close()
+            self._close()
 
     def exchange(self, other: AtomicFile) -> None:
         """Exchange the contents of two new files of this path."""
-        self._temporary, other._temporary = other._temporary, self._temporary
+        self.temporary, other.temporary = other.temporary, self.temporary
         self.descriptor, other.descriptor = other.descriptor, self.descriptor
         self._position, other._position = other._position, self._position
 
-    def rename(self, path: str, *, overwrite: bool) -> None:
-        """Choose another path, in the same folder, for the sealed file."""
-        self.path, self._overwrite = path, overwrite
-        self._target = os.path.join(os.path.dirname(self._target), os.path.basename(path))
-        with suppress(FileNotFoundError):
-            set_owner_and_mode(str(self._temporary), os.stat(path))
-
-    def put(self, swap: Swap, like: os.stat_result | None = None) -> None:
-        """Put the sealed file in place before the ``with`` block ends; ``swap`` can take it back.
-
-        Owner and mode come from the file ``like``, which may lie elsewhere.
-        """
-        if self._temporary is None:  # a device has no other place
-            return
-        with self._naming():
-            if like is not None:
-                set_owner_and_mode(self._temporary, like)
-            if self._overwrite and os.path.lexists(self._target):
-                swap.hide(self._target, keep=True)
-            else:
-                swap.undo.append(partial(_take_back, self._target, self._temporary))
-            self.commit()
-
     def commit(self) -> None:
         """Put the complete file in place."""
-        self.seal()
-        if self._temporary is None:
+        self._finish()
+        if self.temporary is None:
             return
-        if self._overwrite:
-            replace(self._temporary, self._target, self.path)
-        else:
-            _move_without_replacing(self._temporary, self._target)
-        self._temporary = None
+        _move(self.temporary, self._target, self.path, overwrite=self._overwrite)
+        self.temporary = None
         if self._durable:
             sync_folder(os.path.dirname(self._target))
 
@@ -206,10 +184,10 @@ class AtomicFile:
             self.abandon()
             return
         try:
-            with self._naming():
+            with naming(self.path, self.temporary, self._target):
                 self.commit()
         except BaseException as raised:
-            in_place = self._temporary is None and not self.in_order  # only the fsync of the folder has failed
+            in_place = self.temporary is None and not self.in_order  # only the fsync of the folder has failed
             self.abandon()
             if in_place and not self._overwrite:
                 with suppress(OSError):
@@ -219,33 +197,22 @@ class AtomicFile:
                 raise type(raised)(raised.errno, text, self.path) from None
             raise
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Report the caller's path in errors that name no path, the temporary path or the resolved path."""
-        internal = (None, self._temporary, self._target if self._temporary is not None else self.path)
-        try:
-            yield
-        except OSError as error:
-            if error.errno is None or error.filename not in internal:
-                raise
-            raise type(error)(error.errno, error.strerror, self.path) from None
-
     def _close(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
-            if self._temporary is not None:
+            if self.temporary is not None:
                 unlock(descriptor)
             os.close(descriptor)
 
     def abandon(self) -> None:
         """Remove the file unless it is in place."""
         if self._process != os.getpid():  # a forked child: its parent is still writing the file
-            self._temporary = None
+            self.temporary = None
         self._close()
-        if self._temporary is not None:
+        if self.temporary is not None:
             with suppress(OSError):
-                os.unlink(self._temporary)
-            self._temporary = None
+                os.unlink(self.temporary)
+            self.temporary = None
 
 
 class Swap:
@@ -269,6 +236,29 @@ class Swap:
                 os.link(path, hidden, follow_symlinks=os.link not in os.supports_follow_symlinks)
                 return
         os.rename(path, hidden)
+
+    def put(
+        self,
+        source: str,
+        target: str,
+        *,
+        like: os.stat_result | None = None,
+        overwrite: bool = True,
+        durable: bool = True,
+    ) -> None:
+        """Rename a complete file, which gets owner and mode of the file that it replaces, or else of ``like``."""
+        with naming(target, source, target):
+            replaces = overwrite and os.path.lexists(target)
+            if replaces and os.path.exists(target):
+                like = os.stat(target)
+            if like is not None:
+                set_owner_and_mode(source, like)
+            if replaces:
+                self.hide(target, keep=True)
+            self.undo.append(partial(_give_back, target, source))
+            _move(source, target, target, overwrite=overwrite)
+            if durable:
+                sync_folder(os.path.dirname(target))
 
     def finish(self, old: Sequence[str]) -> bool:
         """Remove old files; return False if one stays, and keep hidden files then: an index among them may name it."""
@@ -302,10 +292,23 @@ def _bring_back(hidden: str, path: str) -> None:
         os.unlink(hidden)  # a second name of the same file stays
 
 
-def _take_back(path: str, temporary: str) -> None:
+def _give_back(target: str, source: str) -> None:
     with suppress(FileNotFoundError):
-        if not os.path.lexists(temporary) or os.path.samefile(path, temporary):
-            os.unlink(path)
+        if not os.path.lexists(source):
+            os.rename(target, source)
+        elif os.path.samefile(target, source):  # a link, which could not be removed
+            os.unlink(target)
+
+
+@contextmanager
+def naming(shown: str, *internal: str | None) -> Iterator[None]:
+    """Report a path of the caller's in errors that name no path or an internal one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, *internal):
+            raise
+        raise type(error)(error.errno, error.strerror, shown) from None
 
 
 def set_owner_and_mode(file: str | int, like: os.stat_result) -> None:
@@ -430,11 +433,14 @@ def _is_in_use(path: str) -> bool:
         os.close(descriptor)
 
 
-def _move_without_replacing(source: str, target: str) -> None:
-    """Rename a file by link(2), which, unlike rename(2), does not replace an existing target.
+def _move(source: str, target: str, shown: str, *, overwrite: bool) -> None:
+    """Rename a file; without ``overwrite`` by link(2), which does not replace an existing target.
 
     On a filesystem without links, a race remains between the check and the rename.
     """
+    if overwrite:
+        replace(source, target, shown)
+        return
     try:
         os.link(source, target)
     except FileExistsError:

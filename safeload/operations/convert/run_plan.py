@@ -222,7 +222,7 @@ def _write(
             )
         identity = None
         try:
-            with folder.writing(file, writer.size, overwrite=True, digest=digest) as shard:
+            with folder.writing(file, writer.size, digest=digest) as shard:
                 writer.write_to(shard)
                 shard.seal()
             identity = None if folder.location.files.remote else shared_identity(shard.identity)

@@ -41,22 +41,21 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any
 
 from ...engine.run.atomic_file import (
     AtomicFile,
     Swap,
     hidden_name,
+    naming,
     remove_abandoned,
-    set_owner_and_mode,
 )
 from ...engine.run.digest import Digest
 from ...errors import FormatError
 from ...formats.folder import CONFIG, INDEX, SINGLE, is_weight_file
 from ...formats.numbered import sets_of
 from ...stores.files import LOCAL, Location
-from ...stores.local import identity_of, replace, sync_folder
+from ...stores.local import identity_of, sync_folder
 from . import journal
 from .sink import EXISTS, Sink, blocking_index, indexed_names, is_extra, shared_identity
 
@@ -71,6 +70,9 @@ class DiskSink(Sink):
 
     _unreadable = (OSError, FormatError)
 
+    def shown(self, name: str) -> str:
+        return os.path.join(self.location.path, name)
+
     def names(self) -> set[str]:
         path = self.location.path
         return set(os.listdir(path)) if os.path.isdir(path) else set()  # this also refreshes the NFS client's cache
@@ -81,7 +83,7 @@ class DiskSink(Sink):
         except OSError:
             return None
 
-    def writing(self, name: str, size: int, *, overwrite: bool, digest: Digest | None = None) -> AtomicFile:
+    def writing(self, name: str, size: int, *, overwrite: bool = True, digest: Digest | None = None) -> AtomicFile:
         os.makedirs(self.location.path, exist_ok=True)
         return AtomicFile(self.shown(name), size, overwrite=overwrite, digest=digest, follow=False)
 
@@ -115,23 +117,16 @@ class DiskSink(Sink):
                     os.rmdir(self.location.path)
             raise
 
-    @contextmanager
-    def file(self, name: str, size: int) -> Iterator[AtomicFile]:
-        file = self._stack.enter_context(self.writing(name, size, overwrite=self._replaces(name)))
-        yield file
+    def new(self, name: str, size: int) -> AtomicFile:
+        return self._stack.enter_context(self.writing(name, size, overwrite=self._replaces(name)))
+
+    def add(self, name: str, file: AtomicFile) -> None:
         file.seal()  # this closes the file, because there can be more shards than descriptors
         self._files[name] = file
 
     def _replaces(self, name: str) -> bool:
         """Return False for a shard, whose name is free."""
         return self._overwrite and _NUMBERED.fullmatch(name) is None
-
-    def spool(self, number: int) -> AtomicFile:
-        return self._stack.enter_context(self.writing(f"model-{number:05}.safetensors", 0, overwrite=True))
-
-    def add(self, name: str, file: AtomicFile) -> None:
-        file.rename(self.shown(name), overwrite=self._replaces(name))
-        self._files[name] = file
 
     def commit(
         self,
@@ -159,26 +154,33 @@ class DiskSink(Sink):
         with Swap() as swap:
             if block is not None:
                 self._hide(other_indexes, swap)  # the next call could not tell that they are old
-                block.put(swap)
+                self._place(INDEX, block, swap)
                 self._hide({SINGLE} & {*outdated, *shards, *taken}, swap)
             for name in sorted(self._files.keys() - {INDEX, *shards}, key=lambda name: name == CONFIG):
-                self._files[name].put(swap)
+                self._place(name, self._files[name], swap)
             like = self._like(outdated)
             for name in shards:
-                self._files[name].put(swap, like)
+                self._place(name, self._files[name], swap, like)
             for name, path in waiting:
-                _take(path, self.shown(name), swap, like)
+                if name != SINGLE and os.path.lexists(self.shown(name)):
+                    text = "Another conversion has written this shard; repeat the call"
+                    raise FileExistsError(errno.EEXIST, text, self.shown(name))
+                swap.put(path, self.shown(name), like=like, durable=False)
             self._hide(other_indexes, swap)
             if INDEX in self._files:
-                self._files[INDEX].put(swap)
+                self._place(INDEX, self._files[INDEX], swap)
             self._hide(gone, swap)
-            try:
+            with naming(self.location.path):
                 sync_folder(self.location.path)
-            except OSError as error:
-                raise type(error)(error.errno, error.strerror, self.location.path) from None
             finished = swap.finish([*map(self.shown, outdated)])
+        for file in (*self._files.values(), *([] if block is None else [block])):
+            file.temporary = None  # it is in place
         if finished:
             remove_killed(self)
+
+    def _place(self, name: str, file: AtomicFile, swap: Swap, like: os.stat_result | None = None) -> None:
+        if file.temporary is not None:  # a device has no other place
+            swap.put(file.temporary, self.shown(name), like=like, overwrite=self._replaces(name))
 
     def _outdated(self, files: Collection[str]) -> list[str]:
         """List ``model.safetensors``, indexed and recorded shards, and records; the only index of another name too."""
@@ -222,24 +224,6 @@ class DiskSink(Sink):
         for path in map(self.shown, names):
             if os.path.isfile(path):
                 swap.hide(path)
-
-
-def _take(old: str, new: str, swap: Swap, like: os.stat_result | None) -> None:
-    """Move a complete shard from a subfolder into its folder."""
-    if os.path.lexists(new):
-        if os.path.basename(new) != SINGLE:
-            raise FileExistsError(errno.EEXIST, "Another conversion has written this shard; repeat the call", new)
-        like = os.stat(new) if os.path.exists(new) else like
-        swap.hide(new, keep=True)
-    swap.undo.append(partial(_give_back, new, old))
-    if like is not None:
-        set_owner_and_mode(old, like)
-    replace(old, new, new)
-
-
-def _give_back(new: str, old: str) -> None:
-    if not os.path.lexists(old):
-        os.rename(new, old)
 
 
 def remove_killed(sink: DiskSink) -> None:

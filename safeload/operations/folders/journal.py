@@ -42,7 +42,7 @@ def write(folder: Sink, call: str, file: str, record: Mapping[str, Any]) -> None
     text = (json.dumps(record, indent=1) + "\n").encode()
     place = subfolder(folder, call)
     try:
-        with place.writing(file + RECORD, len(text), overwrite=True) as written, written.stream() as stream:
+        with place.writing(file + RECORD, len(text)) as written, written.stream() as stream:
             stream.write(text)
     except PermissionError:  # Windows: another process running this piece is reading its record
         if read(folder, call, file) != record:

@@ -181,14 +181,12 @@ def config_text(config: Mapping[str, Any] | None) -> bytes | None:
     return None if config is None else (json.dumps(dict(config), indent=2) + "\n").encode()
 
 
-def index_text(weight_map: Mapping[str, str], total_size: int, parameters: int | None = None) -> bytes:
-    """Return the index as ``json.dumps(..., indent=2)`` would write it, but five times faster.
-
-    Args:
-        weight_map: the shard of each tensor.
-        total_size: bytes of all tensors.
-        parameters: "total_parameters", as MLX has it.
-    """
+def index_text(
+    weight_map: Mapping[str, str],  # the shard of each tensor
+    total_size: int,  # bytes of all tensors
+    parameters: int | None = None,  # "total_parameters", as MLX has it
+) -> bytes:
+    """Return the index as ``json.dumps(..., indent=2)`` would write it, but five times faster."""
     from json.encoder import encode_basestring_ascii as quoted
 
     rows = ",\n".join([f"    {quoted(name)}: {quoted(file)}" for name, file in sorted(weight_map.items())])

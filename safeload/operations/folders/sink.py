@@ -7,7 +7,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -106,7 +106,7 @@ class Sink(ABC):
 
     @abstractmethod
     def writing(
-        self, name: str, size: int, *, overwrite: bool, digest: Digest | None = None
+        self, name: str, size: int, *, overwrite: bool = True, digest: Digest | None = None
     ) -> AbstractContextManager[AtomicFile]:
         """Return a file under construction; leaving the ``with`` block puts it in place."""
 
@@ -129,31 +129,28 @@ class Sink(ABC):
         """
 
     @abstractmethod
-    def file(self, name: str, size: int) -> AbstractContextManager[AtomicFile]:
-        """Return a context with a new file; a name with numbers must be free."""
-
-    @abstractmethod
-    def spool(self, number: int) -> AtomicFile:
-        """Return a new file of unknown size, whose name `add` decides."""
+    def new(self, name: str, size: int) -> AtomicFile:
+        """Return a new file; `add` decides its name in the end."""
 
     @abstractmethod
     def add(self, name: str, file: AtomicFile) -> None:
-        """Add a sealed file of `spool`."""
+        """Add a complete file; a name with numbers must be free."""
+
+    @contextmanager
+    def file(self, name: str, size: int) -> Iterator[AtomicFile]:
+        """Yield a new file, and add it."""
+        file = self.new(name, size)
+        yield file
+        self.add(name, file)
 
     @abstractmethod
     def commit(
         self,
-        files: Mapping[str, bytes | Location],
-        waiting: Sequence[tuple[str, str]] = (),
-        placed: Collection[str] = (),
+        files: Mapping[str, bytes | Location],  # the index, and others beside the shards: content or source
+        waiting: Sequence[tuple[str, str]] = (),  # new shards that wait in a subfolder: name here and path there
+        placed: Collection[str] = (),  # new shards that are in the folder already
     ) -> None:
-        """Put the new files in place, and remove the old checkpoint.
-
-        Args:
-            files: the index, and other files beside the shards: the content, or where to copy from.
-            waiting: new shards that are complete in a subfolder: name here and path there.
-            placed: new shards that are in the folder already.
-        """
+        """Put the new files in place, and remove the old checkpoint."""
 
     def _put(self, name: str, content: bytes | Location) -> None:
         """Add a file beside the shards, unless it would be copied onto itself or is too large."""

@@ -54,10 +54,12 @@ class StoreSink(Sink):
             return list(store.version[:2])
 
     @contextmanager
-    def writing(self, name: str, size: int, *, overwrite: bool, digest: Digest | None = None) -> Iterator[AtomicFile]:
+    def writing(
+        self, name: str, size: int, *, overwrite: bool = True, digest: Digest | None = None
+    ) -> Iterator[AtomicFile]:
         with (
             self.staging(name) as path,
-            _room(os.path.dirname(path), size),
+            _room(size),
             AtomicFile(path, size, durable=False, digest=digest) as file,
         ):
             yield file
@@ -101,19 +103,23 @@ class StoreSink(Sink):
         self._complete = False  # True if an index may name the shards
         # Config and index of the old model, None for a missing file, while an index keeps readers away.
         self._old: dict[str, bytes | None] = {}
-        try:
-            with ExitStack() as self._last:
+        self._single: AtomicFile | None = None
+        with (
+            tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as self._folder,
+            ExitStack() as self._stack,
+        ):
+            try:
                 if config is not None and not self._before:  # a new folder has no weights without it
                     self._shards.append(CONFIG)
                     self._put(CONFIG, config)
                 yield
-        except BaseException:
-            try:
-                self._take_back()
-            except Exception as error:  # the first error is raised
-                shown = self.location.shown
-                log.warning("%s: cannot delete the shards of the failed save: %s", shown, error)
-            raise
+            except BaseException:
+                try:
+                    self._take_back()
+                except Exception as error:  # the first error is raised
+                    shown = self.location.shown
+                    log.warning("%s: cannot delete the shards of the failed save: %s", shown, error)
+                raise
 
     def _take_back(self) -> None:
         if self._old:
@@ -123,27 +129,30 @@ class StoreSink(Sink):
         if self._old or not self._complete:
             self.remove(self._shards)
 
-    @contextmanager
-    def file(self, name: str, size: int) -> Iterator[AtomicFile]:
-        """Upload a file at once, which saves disk space on this machine; ``model.safetensors`` waits for `commit`."""
-        if _SHARD.fullmatch(name):
-            self._shards.append(name)  # before the upload, because an interrupted upload may still arrive
-        with ExitStack() as now:
-            stack = self._last if name == SINGLE else now
-            file = stack.enter_context(self.writing(name, size, overwrite=True))
-            yield file
-            file.seal()
-
-    def spool(self, number: int) -> AtomicFile:
-        folder = tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True)
-        path = os.path.join(self._last.enter_context(folder), f"model-{number:05}.safetensors")
-        return self._last.enter_context(AtomicFile(path, 0, durable=False))
+    def new(self, name: str, size: int) -> AtomicFile:
+        return self._stack.enter_context(AtomicFile(os.path.join(self._folder, name), size, durable=False))
 
     def add(self, name: str, file: AtomicFile) -> None:
-        self._shards.append(name)
+        """Upload a file at once, which saves disk space on this machine; ``model.safetensors`` waits for `commit`."""
+        if name == SINGLE:
+            self._single = file
+            return
+        if _SHARD.fullmatch(name):
+            self._shards.append(name)  # before the upload, because an interrupted upload may still arrive
+        self._send(name, file)
+
+    def _send(self, name: str, file: AtomicFile) -> None:
         file.commit()
         self._upload(file.path, name)
         os.unlink(file.path)
+
+    @contextmanager
+    def file(self, name: str, size: int) -> Iterator[AtomicFile]:
+        with _room(size):
+            file = self.new(name, size)
+            yield file
+            file.seal()
+        self.add(name, file)
 
     def commit(
         self,
@@ -165,7 +174,8 @@ class StoreSink(Sink):
             self._put(CONFIG, self._config)
         if INDEX in files:
             self._put(INDEX, files[INDEX])
-        self._last.close()
+        if self._single is not None:
+            self._send(SINGLE, self._single)
         self._old = {}
         try:
             self.remove(sorted(outdated))
@@ -214,7 +224,7 @@ def is_file(location: Location) -> bool:
 
 
 @contextmanager
-def _room(folder: str, nbytes: int) -> Iterator[None]:
+def _room(nbytes: int) -> Iterator[None]:
     """Explain a full disk: files are stored in TMPDIR until they are uploaded."""
     try:
         yield
@@ -222,4 +232,4 @@ def _room(folder: str, nbytes: int) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         message = f"No space for {size(nbytes)} to be uploaded from here; set TMPDIR to another folder"
-        raise OSError(error.errno, message, os.path.dirname(folder)) from None
+        raise OSError(error.errno, message, tempfile.gettempdir()) from None

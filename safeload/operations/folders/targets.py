@@ -159,9 +159,10 @@ def target_of(
     suffix = os.path.splitext(path)[1].lower()
     if not location.files.remote and os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         return _local_file(path, overwrite=overwrite, durable=durable)  # a device or a pipe
-    if is_folder(location) or max_shard_size is not None:
-        if suffix in WEIGHT_SUFFIXES and not is_folder(location):
-            raise ValueError(f"max_shard_size writes a folder, but {show(shown)} has the suffix of a file")
+    folder = is_folder(location)
+    if max_shard_size is not None and not folder and suffix in WEIGHT_SUFFIXES:
+        raise ValueError(f"max_shard_size writes a folder, but {show(shown)} has the suffix of a file")
+    if max_shard_size is not None or folder:
         sink = sink_of(location)
         sink.check_free(overwrite)
         return sink
@@ -173,7 +174,7 @@ def target_of(
     if not location.files.remote:
         return _local_file(path, overwrite=overwrite, durable=durable)
     store, name = file_in_store(location, overwrite=overwrite)
-    return FileSink(lambda size: store.writing(name, size or 0, overwrite=overwrite))
+    return FileSink(lambda size: store.writing(name, size or 0))
 
 
 def _local_file(path: str, *, overwrite: bool, durable: bool) -> FileSink:

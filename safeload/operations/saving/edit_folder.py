@@ -112,8 +112,10 @@ class FolderEdit(Edit):
                     shard._write()
                     swap.undo.append(partial(_undo, shard))
             if index is not None:
-                index.put(swap)
+                swap.put(str(index.temporary), self._real)
             finished = swap.finish([os.path.join(folder, file) for file in replaced])
+            if index is not None:
+                index.temporary = None  # it is in place
         if finished and replaced:
             remove_killed(DiskSink(LOCAL, folder))
 

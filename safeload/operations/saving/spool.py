@@ -33,15 +33,14 @@ def declared_header(
 
 
 class Spool:
-    """A safetensors file with its tensors in order of arrival and its header written last, unless it is declared.
+    """A safetensors file with its tensors in order of arrival and its header written last, unless it is declared."""
 
-    Args:
-        file: an `AtomicFile`, or an `ObjectFile` for a declared header.
-        header: of all tensors; None if they are unknown.
-        names: of the tensors of ``header``.
-    """
-
-    def __init__(self, file: Any, header: Header | None = None, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        file: Any,  # an `AtomicFile`, or an `ObjectFile` for a declared header
+        header: Header | None = None,  # of all tensors; None if they are unknown
+        names: Sequence[str] = (),  # of the tensors of ``header``
+    ) -> None:
         self.file = file
         self.nbytes = 0  # of all tensors
         self.names: list[str] = []

@@ -206,7 +206,7 @@ class Writer:
                 self._upload_shard(sink)
         else:
             return
-        self._file = Spool(sink.spool(len(self._shards) + 1))
+        self._file = Spool(sink.new(f"model-{len(self._shards) + 1:05}.safetensors", 0))
         self._packer = Packer(self._metadata, in_folder=self._in_folder)
 
     def _complete_shard(self, spool: Spool) -> None:
