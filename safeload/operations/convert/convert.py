@@ -26,15 +26,12 @@ from ..folders.folder import check_free, refuse_inputs
 from ..folders.replacement import OldShards
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
-from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
-from . import run_plan
-from .copies import copies_of
-from .make import prepare
-from .planning import planned
+from .decide import prepare
 from .request import ConvertOptions, open_sources, request_of
-from .write import Conversion, ConvertReport, write
+from .resume import convert_in_pieces
+from .write import ConvertReport, write
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
@@ -220,10 +217,16 @@ def convert(
                 src, path, options, overwrite=overwrite, threads=threads, progress=progress, verify=verify
             )
         else:
-            executors.check_executor(executor)
-            plan, folder = planned(src, path, options, overwrite=overwrite, resume=resume)
-            own = storage_options
-            report = run_plan.run_all(plan, folder, own, executor=executor, threads=threads, progress=progress)
+            report = convert_in_pieces(
+                src,
+                path,
+                options,
+                overwrite=overwrite,
+                resume=resume,
+                executor=executor,
+                threads=threads,
+                progress=progress,
+            )
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         _advise(error)
@@ -299,8 +302,7 @@ def _at_once(
             refuse_inputs(request.place.shown, () if whole else catalog.files, beside=catalog.files)
         if old is not None:
             old.check_source([file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
-        copies: Conversion | None = copies_of(catalog, request, threads)
-        conversion = prepare(stack, catalog, request, threads) if copies is None else copies
+        conversion = prepare(stack, catalog, request, threads)
         return write(conversion, request, overwrite=overwrite, progress=progress)
 
 

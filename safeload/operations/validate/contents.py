@@ -23,8 +23,17 @@ from ..measure.stats_table import StatsTable
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from ..sources.executors import files_at, groups
-from ..sources.plan import INVALID_PIECE, check_version
-from ..sources.reading import MALFORMED, ReadingPiece, Tables, names_of, opened, pieces_of, run_pieces
+from ..sources.reading import (
+    INVALID_PIECE,
+    MALFORMED,
+    ReadingPiece,
+    Tables,
+    check_version,
+    names_of,
+    opened,
+    pieces_of,
+    run_pieces,
+)
 from . import files, holes, values
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding
