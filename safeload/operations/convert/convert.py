@@ -281,8 +281,9 @@ def _at_once(
     """Convert in this process, without records of complete shards."""
     request = request_of(dst, options)
     folder, old = request.folder, None
-    adapters = _paths_of(options.get("adapters"))
-    given = [options.get("imatrix"), *adapters, *_documents_of(verify)]
+    adapters = [] if options.get("adapters") is None else _paths_of(options["adapters"])
+    documents = [] if verify is None or isinstance(verify, bool) else _documents_of(verify)
+    given = [options.get("imatrix"), *adapters, *documents]
     with ExitStack() as stack:
         if folder is None and request.place.files.remote:
             file_in_store(request.place, overwrite=overwrite)
@@ -299,7 +300,7 @@ def _at_once(
             _give_way(catalog, src)
         if folder is None:
             whole = len(catalog.files) == 1  # a single file is replaced as a whole
-            refuse_inputs(request.place.shown, () if whole else catalog.files, beside=catalog.files)
+            refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
         if old is not None:
             old.check_source([file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
         conversion = prepare(stack, catalog, request, threads)
@@ -307,16 +308,12 @@ def _at_once(
 
 
 def _paths_of(adapters: Adapters) -> list[Any]:
-    if adapters is None:
-        return []
     from ...loading.adapter import listed  # only here: most conversions merge nothing
 
     return [path for path, _ in listed(adapters)]
 
 
-def _documents_of(verify: Verify) -> list[Any]:
-    if verify is None or isinstance(verify, bool):
-        return []
+def _documents_of(verify: Any) -> list[Any]:
     return [verify.path, verify.key, *verify.certificates] if isinstance(verify, Signature) else [verify]
 
 

@@ -61,7 +61,12 @@ class Conversion(NamedTuple):
     files: Mapping[str, Location | bytes] = {}  # other files of a folder: where to copy from, or the content
     summary: Summary | None = None  # the quantized tensors; None without ``quantize``
     parameters: int | None = None  # for the index of an engine that wants one for a single shard too
-    may_hold_codes: bool = True  # if tensors can be codes that a ``config.json`` describes
+    restored: bool = False  # True if packed tensors are dequantized
+
+    @property
+    def may_hold_codes(self) -> bool:
+        """True if tensors can be codes that a ``config.json`` describes."""
+        return not self.restored and self.outputs.may_hold_codes
 
 
 def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None) -> Conversion:
@@ -82,34 +87,34 @@ def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads
 
 def _copied(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Conversion | None:
     """Return a conversion that only copies and casts plain tensors, or dequantizes blocks; None for any other."""
-    options, target = request.options, request.target
-    if request.format != SAFETENSORS or options.get("quantize") is not None:
+    options, target, rename = request.options, request.target, request.options.get("rename")
+    if request.format != SAFETENSORS or options.get("quantize") is not None or options.get("layout") is not None:
         return None
-    if options.get("layout") is not None or options.get("adapters") is not None or is_restored(catalog, request):
+    if options.get("adapters") is not None or is_restored(catalog, request):
         return None
-    with paused(len(catalog)):
-        tensors = catalog.plain(blocks=True)
-        if tensors is None:
-            return None
-        refuses = target is not None or catalog.format == KERAS  # see `Decider`
-        if refuses and dtypes.may_hold_codes(tensors.columns.numbers) and catalog.codes:
-            return None
-        if not request.every_tensor:
-            tensors = tensors.named(catalog.choose(options.get("names"), options.get("only"), options.get("drop")))
-        numbers = tensors.ranges.numbers
-        loaded = {number: dtypes.BY_NUMBER[number].loaded_as(target).number for number in set(numbers.tolist())}
-        spans = spans_of(tensors, np.array([loaded.get(number, number) for number in range(256)])[numbers])
-        if spans is None:
-            return None
-        rename, reads = options.get("rename"), tensors.names
-        names = [*renamed(reads, rename).values()] if rename else reads
-    metadata = metadata_for(catalog, request)
-    outputs = Outputs(catalog, request.format, threads, reads, names, (), tensors.shapes, spans, metadata=metadata)
-    left_out = _left_out(catalog, {}, count=len(names))
-    folder = request.folder is not None
-    config = config_with(catalog.config, target, schemes=outputs.schemes) if folder else None
-    files = extras_for(catalog, request)
-    return Conversion(catalog, outputs, len(names), left_out, config, files, may_hold_codes=outputs.may_hold_codes)
+    tensors = catalog.plain(blocks=True)
+    if tensors is None:
+        return None
+    refuses = target is not None or catalog.format == KERAS  # see `Decider`
+    if refuses and dtypes.may_hold_codes(tensors.columns.numbers) and catalog.codes:
+        return None
+    if not request.every_tensor:
+        tensors = tensors.named(catalog.choose(options.get("names"), options.get("only"), options.get("drop")))
+    targets = numbers = tensors.ranges.numbers
+    if target is not None or catalog.format == "gguf":
+        loaded = {number: dtypes.BY_NUMBER[number].loaded_as(target).number for number in {*numbers.tolist()}}
+        targets = np.array([loaded.get(number, number) for number in range(256)])[numbers]
+    spans = spans_of(tensors, targets)
+    if spans is None:
+        return None
+    names = [*renamed(tensors.names, rename).values()] if rename else tensors.names
+    outputs = Outputs(catalog, request.format, threads, tensors.names, names, (), tensors.shapes, spans)
+    outputs = outputs._replace(metadata=metadata_for(catalog, request))
+    left_out = _left_out(catalog, {}, empty=not names)
+    if request.folder is None:
+        return Conversion(catalog, outputs, len(names), left_out)
+    config = config_with(catalog.config, target, schemes=outputs.schemes)
+    return Conversion(catalog, outputs, len(names), left_out, config, extras_for(catalog, request))
 
 
 def _decided(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Conversion:
@@ -117,12 +122,14 @@ def _decided(catalog: Catalog, request: ConvertRequest, threads: int | None) -> 
     path, own = options.get("imatrix"), options.get("metadata") or {}
     matrix = None if path is None else read_importance(path)
     rules = _rules(catalog, request, matrix)
+    engine = rules if isinstance(rules, EngineRules) else None
     decider = Decider(catalog, request, rules)
-    if rules is not None:
-        rules.kept.check(decider.names)
+    stored = [*decider.descriptions, *decider.heads]
+    if rules is not None and options.get("keep") is not None:
+        rules.kept.check(stored)
     decisions = decider.of_layout(layout) if layout is not None else decider.of_tensors()
-    if isinstance(rules, Rules):
-        check_matches("quantize", rules.patterns, {*decider.names, *decisions})
+    if isinstance(rules, Rules) and rules.patterns:
+        check_matches("quantize", rules.patterns, {*stored, *decisions})
     converts = request.target is not None or rules is not None
     if options.get("adapters") is not None and not converts and layout is None:
         for source in {source for name, decision in decisions.items() for source in decision.sources or (name,)}:
@@ -133,6 +140,7 @@ def _decided(catalog: Catalog, request: ConvertRequest, threads: int | None) -> 
         format,
         rename=options.get("rename"),
         threads=threads,
+        tensors=decider.tensors,
         descriptions=decider.descriptions,
         matrix=matrix,
     )
@@ -140,7 +148,6 @@ def _decided(catalog: Catalog, request: ConvertRequest, threads: int | None) -> 
     for name, output in zip(outputs.reads, outputs.made, strict=False):
         if isinstance(output, LazyPacked) and names[name] != name:
             _check_rename(name, names[name], output)
-    engine = rules if isinstance(rules, EngineRules) else None
     if engine is None or not engine.stacks_experts:
         _check_mlx(catalog, request, restored=decider.restored or engine is not None)
         if decider.restored:
@@ -165,27 +172,26 @@ def _decided(catalog: Catalog, request: ConvertRequest, threads: int | None) -> 
     if engine is not None:
         metadata = {"format": engine.engine.metadata, **own}
     outputs = outputs._replace(metadata=metadata, editable=engine is None)
-    count = len(names) - sum(name in catalog.ignored for name in names)
     texts = catalog.texts if isinstance(catalog, RestructuredCatalog) else {}
     indexed = engine is not None and engine.engine.always_indexed
     return Conversion(
         catalog,
         outputs,
-        count,
-        _left_out(catalog, decider.left_out, count=count or len(decider.ignored)),
+        len(names) - len(names.keys() & catalog.ignored.keys()),
+        _left_out(catalog, decider.left_out, empty=not decisions and not decider.ignored),
         None if request.folder is None else decider.config(outputs.schemes, names),
         {**extras_for(catalog, request), **texts},
         decider.summary(outputs.nbytes),
         sum(math.prod(output.shape) for output in outputs.made) if indexed else None,
-        (engine is not None or not decider.restored) and outputs.may_hold_codes,
+        decider.restored and engine is None,
     )
 
 
-def _left_out(catalog: Catalog, objects: Mapping[str, str], *, count: int) -> tuple[str, ...]:
+def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:
     """Warn of what the sources hold besides the converted tensors, and return a sentence each."""
     lines = [f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items()]
     notes = [note for checkpoint in catalog.checkpoints for note in checkpoint.notes]
-    if count == 0:
+    if empty:
         about = "".join(f"; {line}" for line in (*lines, *notes))
         raise SafeloadError(f"{catalog.title}: no tensor to convert{about}", path=catalog.title)
     lines += [note for note in notes if "left out" in note or "not opened" in note]
@@ -196,10 +202,10 @@ def _left_out(catalog: Catalog, objects: Mapping[str, str], *, count: int) -> tu
 
 def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     """Return the tensors that an engine needs, if the result is the file of an engine."""
-    options, rules = request.options, request.engine_rules
-    if rules is not None and not is_restored(catalog, request):
+    options, preset = request.options, request.preset
+    if preset is not None and not is_restored(catalog, request):
         chosen = options.get("names") is not None or options.get("only") is not None
-        return catalog if chosen else arranged(catalog, rules.preset)
+        return catalog if chosen else arranged(catalog, preset)
     if options.get("raw") or (request.format != "gguf" and not is_restored(catalog, request)):
         return catalog
     from ..architectures.comfyui import from_comfyui, recognized, to_comfyui  # only here: most need no architecture
@@ -225,7 +231,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     if request.format == "gguf":
         return to_llama_cpp(catalog)
     model = from_llama_cpp(catalog)
-    return model if rules is None else arranged(model, rules.preset)
+    return model if preset is None else arranged(model, preset)
 
 
 def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
@@ -244,9 +250,11 @@ def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
 
 def _rules(catalog: Catalog, request: ConvertRequest, matrix: ImportanceMatrix | None) -> Rules | EngineRules | None:
     options = request.options
-    quantize, engine_rules = options.get("quantize"), request.engine_rules
-    if quantize is None or engine_rules is not None:
-        return engine_rules
+    quantize = options.get("quantize")
+    if quantize is None:
+        return None
+    if request.preset is not None:
+        return EngineRules(request.preset, options.get("keep"))
     model = request.format == "gguf" and not options.get("raw")
     rules = rules_for(catalog, quantize, options.get("keep"), matrix, model=model)
     if isinstance(rules, FileTypeRules) and options.get("layout") is not None:
@@ -308,75 +316,67 @@ class Decider:
     """Decides how tensors are converted, and keeps a record for the summary."""
 
     def __init__(self, catalog: Catalog, request: ConvertRequest, rules: Rules | EngineRules | None) -> None:
-        self._catalog = catalog
-        self._target = request.target
-        self._format = request.format
-        self._rules = rules  # None quantizes nothing
-        self._diffusion = model_of(catalog.metadata) is not None
-        self._kept_f32 = catalog.kept_f32 if isinstance(catalog, RestructuredCatalog) else frozenset()
-        options = request.options
+        options, target, self._format = request.options, request.target, request.format
         names, only, drop = options.get("names"), options.get("only"), options.get("drop")
-        model = ModelRules.of(catalog)
+        self._catalog, self._target = catalog, target
+        self._rules = rules  # None quantizes nothing
         self._engine = rules if isinstance(rules, EngineRules) else None
-        if self._engine is not None:
-            chosen_by = names is not None or only is not None
-            self._engine.set_model(model.schema, catalog, chosen=chosen_by)
-        # llama.cpp and engines tie the head themselves, and a restored model has all of its tensors.
-        ties = not isinstance(rules, (FileTypeRules, EngineRules)) and not isinstance(catalog, RestructuredCatalog)
-        tied = model.tied_heads() if rules is not None and names is None and ties else {}
-        chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
-        #: Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.
-        self.left_out = {}
-        if names is None:
-            unknown = catalog.unknown().items()
-            self.left_out = {name: one.label for name, one in unknown if name in chosen and not one.is_tensor}
-        chosen = {name: None for name in chosen if name not in self.left_out}
-        self.descriptions = {name: catalog.about(name) for name in chosen if name in catalog}
-        self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
-        self.ignored = [name for name in catalog.ignored if name in chosen]
+        self._diffusion = self._format == "gguf" and model_of(catalog.metadata) is not None
+        self._kept_f32 = catalog.kept_f32 if isinstance(catalog, RestructuredCatalog) else frozenset()
         self._quantized: dict[str, str] = {}
         self._kept: dict[str, str] = {}
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
-        if isinstance(rules, Rules):
-            rules.schema = model.schema
+        tied: Mapping[str, str] = {}
+        if rules is not None:
+            model = ModelRules.of(catalog)
+            # llama.cpp and engines tie the head themselves, and a restored model has all of its tensors.
+            ties = not isinstance(rules, (FileTypeRules, EngineRules)) and not isinstance(catalog, RestructuredCatalog)
+            tied = model.tied_heads() if names is None and ties else {}
+            if isinstance(rules, EngineRules):
+                rules.set_model(model.schema, catalog, chosen=names is not None or only is not None)
+            else:
+                rules.schema = model.schema
+        chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
+        unknown = catalog.unknown() if names is None else {}
+        # Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.
+        self.left_out = {name: one.label for name, one in unknown.items() if name in chosen and not one.is_tensor}
+        self.heads = {head: embedding for head, embedding in tied.items() if head in chosen}
+        self.ignored = [name for name in catalog.ignored if name in chosen]
+        beside = {*self.heads, *self.left_out, *(name for name in self.ignored if name not in catalog)}
+        stored = [name for name in chosen if name not in beside]
+        every = request.every_tensor and not self.left_out
+        self.tensors = catalog.plain(None if every else stored, blocks=True) if type(catalog) is Catalog else None
+        self.descriptions = catalog.descriptions(stored, self.tensors)
         if isinstance(rules, FileTypeRules):
             rules.prepare(self.descriptions)
         if self._engine is not None:
             self.descriptions = {k: v for k, v in self.descriptions.items() if not self._engine.drops(k)}
+        converts, packed = target is not None or rules is not None, self.tensors is None
+        self.restored = converts and packed and any(tensor.packed for tensor in self.descriptions.values())
         unnamed = catalog.format == KERAS and not options.get("raw")  # in a copy nothing would tell codes from weights
-        if self._target is not None or rules is not None or self._format != SAFETENSORS or unnamed:
-            cause = f"the format {self._format}" if self._target is None else "dtype="
+        coded = self.tensors is None or dtypes.may_hold_codes(self.tensors.columns.numbers)
+        if coded and (converts or self._format != SAFETENSORS or unnamed):
+            cause = f"the format {self._format}" if target is None else "dtype="
             cause = cause if rules is None else "quantize="
             finder.refuse(catalog.codes, self.descriptions, f"convert with {cause}")
-
-    @property
-    def names(self) -> list[str]:
-        """Source names of the tensors to convert, and of tied heads that can be added."""
-        return [*self.descriptions, *self._heads]
 
     def config(self, schemes: Collection[str], names: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the ``config.json`` of the result, or None if the source has none; ``names`` maps old to new names."""
         config = config_with(self._catalog.config, self._target, restored=self.restored, schemes=schemes)
         return config if self._engine is None else self._engine.config(config, self._quantized, self._kept, names)
 
-    @property
-    def restored(self) -> bool:
-        """True if packed tensors are dequantized."""
-        converts = self._target is not None or self._rules is not None
-        return converts and any(tensor.packed for tensor in self.descriptions.values())
-
     def summary(self, nbytes: int) -> Summary | None:
         """Return the summary of quantized and kept tensors, or None without ``quantize``."""
         if self._rules is None:
             return None
-        before = sum(tensor.nbytes for tensor in self.descriptions.values())
-        heads = {head: self._catalog.about(embedding) for head, embedding in self._heads.items()}
-        tensors = described({**self.descriptions, **{head: heads[head] for head in heads if head in self._quantized}})
-        return Summary(before, nbytes, self._quantized, self._kept, tensors)
+        heads = {head: self._catalog.about(self.heads[head]) for head in self.heads if head in self._quantized}
+        before = sum([tensor.nbytes for tensor in self.descriptions.values()])
+        return Summary(before, nbytes, self._quantized, self._kept, described({**self.descriptions, **heads}))
 
     def of_tensors(self) -> dict[str, Decision]:
         """Decide about tensors under their own names, and about tied heads."""
-        self._catalog.refuse_unknown(self.descriptions)
+        if self.tensors is None:
+            self._catalog.refuse_unknown(self.descriptions)
         names: Iterable[str] = self.descriptions
         if isinstance(self._rules, FileTypeRules):
             names = self._rules.ordered(names)
@@ -385,7 +385,7 @@ class Decider:
             return self._with_partners(decisions, self._engine)
         if self._rules is None and self._target is None and self._format in (SAFETENSORS, "gguf"):
             decisions.update(dict.fromkeys(self.ignored, Decision()))  # activation scales: all stays packed
-        for head, embedding in self._heads.items():
+        for head, embedding in self.heads.items():
             tensor = self._catalog.about(embedding)
             if tensor.quantized or not tensor.floating:
                 continue

@@ -123,7 +123,7 @@ class Outputs(NamedTuple):
     @property
     def texts(self) -> dict[str, str] | None:
         """The metadata as text."""
-        return as_texts(self.metadata) or None
+        return (as_texts(self.metadata) or None) if self.metadata else None
 
     @property
     def in_blocks(self) -> list[int]:
@@ -196,6 +196,7 @@ def outputs_of(
     *,
     rename: Renames = None,
     threads: int | None = None,
+    tensors: Tensors | None = None,  # plain or in blocks, as far as they are known already
     descriptions: Mapping[str, TensorDescription] | None = None,  # available already
     matrix: ImportanceMatrix | None = None,  # by names in the source
 ) -> Outputs:
@@ -204,7 +205,7 @@ def outputs_of(
     if format == SAFETENSORS and matrix is None and type(catalog) is Catalog:
         targets = {decision: decision.target for decision in {*decided}}
         if None not in targets.values():
-            tensors = catalog.plain(reads, blocks=True)
+            tensors = catalog.plain(reads, blocks=True) if tensors is None else tensors.named(reads)
             numbers = np.array([targets[decision] for decision in decided], np.int16)
             spans = None if tensors is None else spans_of(tensors, numbers)
             if tensors is not None and spans is not None:
@@ -255,15 +256,19 @@ def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
     targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
     for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
         row, to = map(dtypes.of_number, divmod(pair, 256))
+        if row is to:
+            continue
         converts = (to.floating and (row.floating or row.blocked)) or (to.blocked and row.floating)
-        if row != to and not (converts and row.converts_to(to)):
+        if not (converts and row.converts_to(to)):
             return None
     for to in map(dtypes.of_number, set(targets.tolist())):
         if to in dtypes.TABLE and to not in dtypes.SAFETENSORS:
             return None  # the writer refuses it by name
-        shapes = (tensors.shapes[k] for k in np.flatnonzero(targets == to.number).tolist()) if to.blocked else ()
-        if any(not shape or shape[-1] % to.block for shape in shapes):
-            return None
+        if to.blocked:
+            shapes = tensors.shapes
+            rows = {shapes[k][-1:] for k in np.flatnonzero(targets == to.number).tolist()}
+            if () in rows or any(length % to.block for (length,) in rows):
+                return None
     return Spans.of(tensors, targets)
 
 
@@ -281,12 +286,13 @@ class _CopyWriter:
             row, shape = dtypes.of_number(int(numbers[k])), shapes[k]
             described[outputs.names[k]] = {"scheme": row.name, "shape": list(shape), "axis": None}
             numbers[k], shapes[k] = _BYTES.number, dtypes.array_shape(row, shape, 0)
-        texts, room = texts_with(outputs.texts, described), ROOM if outputs.editable else 0
+        texts: Mapping[str, str] | None = outputs.texts
+        texts, room = texts_with(texts, described) if texts or described else None, ROOM if outputs.editable else 0
         self._header = Header(outputs.names, numbers.tobytes(), shapes, texts, room=room)
         self._outputs = outputs
         self._spans = spans
         self._written = written
-        self.size: int = self._header.nbytes + outputs.nbytes
+        self.size: int = self._header.nbytes + int(spans.lengths.sum())
 
     def write_to(self, file: AtomicFile) -> None:
         try:

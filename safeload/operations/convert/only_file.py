@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ...base import log
+from ...base.preset import Preset
 from ...errors import SafeloadError, VerificationError
 from ...formats.folder import read_config
 from ...models.choosing import choose
 from ...models.family import engine_model_types, gguf_forms
 from ...stores.files import Location
 from ..architectures.to_llama_cpp import source_of
-from ..quantize.engine_rules import EngineRules
 from ..sources.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _EMBEDDING = "embed_tokens.weight"
 
 def model_of_file(
     catalog: Catalog,
-    rules: EngineRules | None,  # None for llama.cpp
+    preset: Preset | None,  # None for llama.cpp
     *,
     storage_options: Mapping[str, Any] | None,
     verify: Verify,
@@ -42,7 +42,7 @@ def model_of_file(
     parent = file.files.split(file.place)[0]
     try:
         config = read_config(parent, file.files)
-        if config is None or not _is_supported(config, catalog, rules):
+        if config is None or not _is_supported(config, catalog, preset):
             return None
         place: Any = Location(file.files, parent) if file.files.remote else os.path.dirname(file.path) or os.curdir
         with ExitStack() as stack:
@@ -58,9 +58,9 @@ def model_of_file(
     return folder
 
 
-def _is_supported(config: dict[str, Any], catalog: Catalog, rules: EngineRules | None) -> bool:
+def _is_supported(config: dict[str, Any], catalog: Catalog, preset: Preset | None) -> bool:
     """Return True if an engine has the class in a config, and the tensors can be those of such a model."""
-    if rules is not None:
+    if preset is not None:
         known = config.get("model_type") in engine_model_types()
         return known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
     return source_of(config) in gguf_forms() and any(name.endswith(_EMBEDDING) for name in catalog)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from ...base import dtypes, log
 from ...base.arrays import check_mapping
 from ...base.paths import PathLike
+from ...base.preset import Preset
 from ...base.selecting import Patterns, Renames, Selection
 from ...base.text import parse_size, plural, show
 from ...engine.read.load import parse_target
@@ -29,12 +30,13 @@ from ...formats.registry import (
 from ...models.diffusion import ARCHITECTURE, is_rearranged, model_of
 from ...models.layout import Layout
 from ...models.module_names import adapter_note, refuse_adapters
+from ...packed.engines import engine_of
 from ...stores.files import Location
 from ..folders.destinations import USUAL_SIZE, Destination, check_writable, is_folder, of, where
 from ..folders.folder import Folder
 from ..folders.shards import extras_of
 from ..quantize.encoding import WEIGHTS
-from ..quantize.engine_rules import EngineRules, preset_named
+from ..quantize.engine_rules import preset_named
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
 from ..sources.catalog import Catalog, Given, has_names, is_path
@@ -79,12 +81,7 @@ class ConvertRequest(NamedTuple):
     limit: int  # largest size of a shard in bytes
     target: dtypes.Dtype | None  # dtype for floating tensors; None leaves floats unchanged
     options: ConvertOptions  # iterables as lists
-
-    @property
-    def engine_rules(self) -> EngineRules | None:
-        """The rules of an engine's format; None for safeload's own schemes and without ``quantize``."""
-        preset = preset_named(self.options.get("quantize"))
-        return None if preset is None else EngineRules(preset, self.options.get("keep"))
+    preset: Preset | None = None  # an engine's format; None for safeload's own schemes and without ``quantize``
 
     @property
     def selecting(self) -> str | None:
@@ -95,7 +92,7 @@ class ConvertRequest(NamedTuple):
     def needs_model(self) -> bool:
         """True if the result is an engine's, unless options ask for single tensors."""
         options = self.options
-        if self.engine_rules is not None:
+        if self.preset is not None:
             return options.get("names") is None and options.get("only") is None
         return self.format == "gguf" and not options.get("raw") and self.selecting is None
 
@@ -123,34 +120,30 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     if options.get("imatrix") is not None and options.get("quantize") is None:
         raise ValueError("imatrix= has the importance of columns for quantize=: pass quantize= too")
     place, max_shard_size = where(dst, options.get("storage_options")), options.get("max_shard_size")
+    path = place.shown
     in_folder = max_shard_size is not None or is_folder(place, options.get("format"))
-    format = _format_of(place, options, in_folder=in_folder)
+    format = _format_of(place, path, options, in_folder=in_folder)
     if in_folder and options.get("imatrix") is not None:
         raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
     folder = of(place) if in_folder else None
     if folder is None and place.files.remote:
         check_writable(place)
     limit = USUAL_SIZE if max_shard_size is None else parse_size(max_shard_size, "max_shard_size")
-    request = ConvertRequest(place.shown, format, place, folder, limit, target, options)
-    rules = request.engine_rules
-    if rules is None:
-        return request
-    _check_engine(request, rules)
-    return request if max_shard_size is not None else request._replace(limit=rules.engine.shard_size)
-
-
-def _check_engine(request: ConvertRequest, rules: EngineRules) -> None:
-    """Refuse options that an engine's format does not have."""
-    name, target = rules.preset.name, request.target
-    if request.folder is None:
-        raise ValueError(
-            f"{name} writes a folder for {rules.engine.title}, got the file {show(request.path)}: pass a path without "
-            "a suffix, or one that ends with a slash"
-        )
-    if request.options.get("layout") is not None:
-        raise ValueError(f"{name} keeps the names of {rules.engine.title}: layout= does not apply")
-    if target is not None and target.code not in WEIGHTS:
-        raise ValueError(f"{name} quantizes float32, float16 or bfloat16, got {target.name}")
+    quantize = options.get("quantize")
+    preset = None if quantize is None else preset_named(quantize)
+    if preset is not None:
+        name, engine = preset.name, engine_of(preset)
+        if folder is None:
+            raise ValueError(
+                f"{name} writes a folder for {engine.title}, got the file {show(path)}: pass a path without "
+                "a suffix, or one that ends with a slash"
+            )
+        if options.get("layout") is not None:
+            raise ValueError(f"{name} keeps the names of {engine.title}: layout= does not apply")
+        if target is not None and target.code not in WEIGHTS:
+            raise ValueError(f"{name} quantizes float32, float16 or bfloat16, got {target.name}")
+        limit = limit if max_shard_size is not None else engine.shard_size
+    return ConvertRequest(path, format, place, folder, limit, target, options, preset)
 
 
 def _repeatable(options: ConvertOptions) -> ConvertOptions:
@@ -169,9 +162,9 @@ def _repeatable(options: ConvertOptions) -> ConvertOptions:
     return repeatable  # type: ignore[return-value]
 
 
-def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> str:
+def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder: bool) -> str:
     """Return the format to write: ``format=`` if given, else the format of the destination's suffix."""
-    format, path = options.get("format"), place.shown
+    format = options.get("format")
     usual = () if format is None else written_suffixes(format)
     suffix = os.path.splitext(path)[1].lower()
     if in_folder:
@@ -222,7 +215,7 @@ def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: 
             from .only_file import model_of_file  # only here: most results need no model
 
             storage_options = request.options.get("storage_options")
-            model = model_of_file(catalog, request.engine_rules, storage_options=storage_options, verify=verify)
+            model = model_of_file(catalog, request.preset, storage_options=storage_options, verify=verify)
     except BaseException:
         with catalog:
             raise
@@ -243,7 +236,7 @@ _OPTIMIZER = re.compile(
 
 def warn_of(catalog: Catalog, request: ConvertRequest) -> None:
     """Warn if few users want the result: an adapter by itself, optimizer states, or a model in fp8 without scales."""
-    for path, kind in refuse_adapters((origin.path, origin) for origin in catalog.checkpoints):
+    for path, kind in refuse_adapters([(origin.path, origin) for origin in catalog.checkpoints]):
         if request.options.get("adapters") is None:
             log.warning("%s: %s", path, adapter_note(kind))
     target = request.target

@@ -184,21 +184,22 @@ def convert_in_pieces(
     with ExitStack() as stack:
         planning = planned(src, dst, options, overwrite=overwrite, resume=resume, threads=threads)
         plan, folder, shards = stack.enter_context(planning)
-        run = PieceRunner(folder if folder.location.files.remote else None, own)
+        pieces = plan["pieces"]
+        stored = weight_map(dict(zip([piece["file"] for piece in pieces], shards, strict=True)))
         if executor is None:
-            run.shards = shards
+            run = PieceRunner(folder, own, dict(zip([piece["id"] for piece in pieces], shards, strict=True)))
         else:
             stack.close()  # workers open the sources themselves
-        sizes = [piece["nbytes"] for piece in plan["pieces"]]
+            run = PieceRunner(folder if folder.location.files.remote else None, own)
+        sizes = [piece["nbytes"] for piece in pieces]
         with replacement_of(folder).undone():
             try:
-                pieces = plan["pieces"]
                 results = executors.run(run, pieces, executor, sizes=sizes, threads=threads, progress=progress)
             except BaseException:
                 if not folder.location.files.remote:
                     journal.remove_empty(folder, [plan["call"]])
                 raise
-    return _complete(plan, results, folder, own, at_once=True)
+    return _complete(plan, results, folder, own, stored)
 
 
 @contextmanager
@@ -210,8 +211,8 @@ def planned(
     overwrite: bool,
     resume: bool,
     threads: int | None = None,
-) -> Iterator[tuple[dict[str, Any], Folder, dict[str, Outputs]]]:
-    """Yield the plan of a conversion without storage options, its destination, and the shards by the ids of pieces."""
+) -> Iterator[tuple[dict[str, Any], Folder, list[Outputs]]]:
+    """Yield the plan of a conversion without storage options, its destination, and its shards while they are open."""
     request = request_of(dst, options)
     if request.folder is None:
         raise ValueError(
@@ -234,8 +235,7 @@ def planned(
             weight_map(shards)  # refuses two tensors with the same name
             pieces = _pieces(conversion, shards, request, plain)
             plan = _plan(conversion, pieces, request, request.folder, call, overwrite=overwrite, resume=resume)
-        ids = (piece["id"] for piece in pieces)
-        yield plan, request.folder, dict(zip(ids, shards.values(), strict=True))
+        yield plan, request.folder, [*shards.values()]
 
 
 def _source_id(source: Any) -> Any:
@@ -325,8 +325,9 @@ def _pieces(
         for names, moves in zip(needed, recipes, strict=True)
     ]
     position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
-    side = TensorFiles(stored, [*position], "a conversion in pieces")
-    texts = conversion.outputs.texts
+    texts, spans = conversion.outputs.texts, conversion.outputs.spans
+    located = None if spans is None else (spans.files, spans.columns.file)
+    side = TensorFiles(stored, [*position], "a conversion in pieces", located)
     pieces = []
     for (file, shard), names, moves in zip(shards.items(), reads, recipes, strict=True):
         piece: dict[str, Any] = {
@@ -515,7 +516,8 @@ def run(
 ) -> dict[str, Any]:
     """Write the shard of a piece unless it is complete already; see `run_piece`."""
     started = time.perf_counter()
-    _check_piece(piece)
+    if outputs is None:
+        _check_piece(piece)
     call, file = piece["call"], piece["file"]
     if folder is None:
         folder = folder_at(piece["folder"], piece.get("storage_options"), storage_options)
@@ -572,16 +574,19 @@ def versions_of(piece: Mapping[str, Any]) -> list[list[Any]]:
 class PieceRunner:
     """Calls `run` with the store and the options of this process. Pickling drops secrets, as in a plan."""
 
-    def __init__(self, folder: Folder | None, storage_options: Mapping[str, Any] | None) -> None:
-        self._folder = folder
-        self._storage_options = storage_options
-        self.shards: Mapping[str, Outputs] = {}  # of open sources, by the ids of their pieces
+    def __init__(
+        self,
+        folder: Folder | None,
+        storage_options: Mapping[str, Any] | None,
+        shards: Mapping[str, Outputs] | None = None,  # by the ids of pieces, while their sources are open
+    ) -> None:
+        self._folder, self._storage_options, self._shards = folder, storage_options, shards or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PieceRunner, (self._folder, None)  # pieces carry the public options
 
     def __call__(self, piece: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
-        return run(piece, threads, self._storage_options, self._folder, self.shards.get(piece["id"]))
+        return run(piece, threads, self._storage_options, self._folder, self._shards.get(piece["id"]))
 
 
 def _opened(
@@ -691,18 +696,17 @@ def _complete(
     results: Iterable[Mapping[str, Any]],
     folder: Folder,
     storage_options: Mapping[str, Any] | None,
-    *,
-    at_once: bool = False,  # True in the call that ran the pieces: trust shards with their reported identity
+    planned: Mapping[str, str] | None = None,  # in the call that ran the pieces: the shard of each stored tensor
 ) -> ConvertReport:
-    """Complete a folder like `finalize`."""
+    """Complete a folder like `finalize`. The call that ran the pieces trusts shards with their reported identity."""
     done, each = _results_of(plan, results), folder.location.files.each
 
     def find(result: Mapping[str, Any]) -> tuple[Folder, str]:
-        return _place_of(plan, result, folder, trusted=at_once)
+        return _place_of(plan, result, folder, trusted=planned is not None)
 
-    def header(shard: tuple[Folder, str]) -> tuple[list[str], int]:
+    def names_in(shard: tuple[Folder, str]) -> list[str]:
         with closing(open_shard(*shard)) as weight_file:
-            return weight_file.table.names, weight_file.table.nbytes
+            return weight_file.table.names
 
     size = sum(result["size"] for result in done)
     shards = each(find, done) if folder.location.files.remote else [*in_order(find, done, None, size)]
@@ -711,14 +715,18 @@ def _complete(
     names = [file if place is folder else free[file] for place, file in shards]
     if not plan["overwrite"]:
         _check_alone(names, placed, folder)
+    if planned is None:
+        stored = {
+            tensor: name for name, tensors in zip(names, each(names_in, shards), strict=True) for tensor in tensors
+        }
+    else:
+        name_of = dict(zip([piece["file"] for piece in plan["pieces"]], names, strict=True))
+        stored = {tensor: name_of[file] for tensor, file in planned.items()}
     extras = {
-        name: Location(files_at(path, planned, storage_options), path)
-        for name, (path, planned) in plan["extras"].items()
+        name: Location(files_at(path, public, storage_options), path) for name, (path, public) in plan["extras"].items()
     }
     indexed = plan["parameters"] is not None or names != [SINGLE]
-    headers = each(header, shards)
-    stored = {tensor: name for name, (tensors, _) in zip(names, headers, strict=True) for tensor in tensors}
-    total = sum(nbytes for _, nbytes in headers)
+    total = sum(piece["nbytes"] for piece in plan["pieces"])
     replacement = replacement_of(folder)
     outdated = replacement.outdated([*names, *([INDEX] if indexed else [])]) if plan["overwrite"] else []
     beside = Beside(stored, total, plan["config"], extras, indexed, plan["parameters"])

@@ -21,6 +21,7 @@ from ...base.arrays import Array, as_array
 from ...base.cached import cached_property
 from ...base.gc_pause import paused
 from ...base.messages import error_about
+from ...base.packing import Part
 from ...base.paths import PathLike
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, choose, select
@@ -50,6 +51,7 @@ from ...packed import finder
 from ...packed.families import Stored
 from ...packed.finder import Codes
 from ...packed.quantization import Quantization, quantization_of
+from ...stores.files import Location
 from ...stores.places import Located, is_file_object, is_located
 from .description import TensorDescription, about_value, stored_as
 
@@ -83,35 +85,49 @@ class Catalog:
         mapped: bool = True,  # False to read packed tensors even if they stay packed, instead of mapping their files
         names: Collection[str] | None = None,  # to include from a single checkpoint
     ) -> None:
-        checkpoints = [origin for origin in origins if isinstance(origin, Checkpoint)]
-        titles = [origin.path if isinstance(origin, Checkpoint) else "dict" for origin in origins]
-        formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
-        single = checkpoints[0] if len(origins) == len(checkpoints) == 1 else None
-        self.title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"  # for messages
-        self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats
-        configs = [checkpoint.config for checkpoint in checkpoints if checkpoint.config is not None]
-        self.config = next(filter(None, configs), configs[0] if configs else None)  # the first nonempty config
-        self.files = [path for checkpoint in checkpoints for path in checkpoint.files]
-        self.weight_files = [file for checkpoint in checkpoints for file in checkpoint.weight_files]
-        # Activation scales: files hold them, but they are not tensors of the catalog.
-        self.ignored = {name: part for checkpoint in checkpoints for name, part in checkpoint.ignored.items()}
-        self.index = None if single is None else index_of(single)  # of a single origin
-        self.folder = None if single is None else folder_of(single)  # of a single origin
-        self.mapped = mapped
         self._origins = tuple(origins)
-        self.checkpoints = checkpoints
-        self.in_memory = len(checkpoints) < len(origins)  # whether an origin is a dict
-        for origin in origins if self.in_memory else ():
-            if not isinstance(origin, Checkpoint):
+        self.mapped = mapped
+        self.checkpoints: list[Checkpoint] = []
+        self.files: list[str] = []
+        self.weight_files: list[WeightFile] = []
+        self.config: dict[str, Any] | None = None  # the first nonempty config
+        # Activation scales: files hold them, but they are not tensors of the catalog.
+        self.ignored: dict[str, Part] = {}
+        titles: list[str] = []
+        formats: set[str | None] = set()
+        for origin in origins:
+            if isinstance(origin, Checkpoint):
+                self.checkpoints.append(origin)
+                self.files += origin.files
+                self.weight_files += origin.weight_files
+                self.ignored.update(origin.ignored)
+                if not self.config and origin.config is not None:
+                    self.config = origin.config
+            else:
                 for name in origin:
                     check_name(name)
-        self._where = "" if single is None else single.path
-        self._names = None if single is None else names
+            titles.append(origin.path if isinstance(origin, Checkpoint) else "dict")
+            formats.add(origin.format if isinstance(origin, Checkpoint) else None)
+        self.title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"  # for messages
+        self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats
+        self.in_memory = len(self.checkpoints) < len(origins)  # whether an origin is a dict
+        self._single = self.checkpoints[0] if len(origins) == len(self.checkpoints) == 1 else None
+        self._names = None if self._single is None else names
         self._known: Collection[Any] = () if self._names is None else self._names
         if self._names is None:
-            self._known = self._places if single is None else single  # refuses duplicate names at once
+            self._known = self._places if self._single is None else self._single  # refuses duplicate names at once
         self._codes: Mapping[str, Codes] | None = None
         self._owned = ExitStack()
+
+    @cached_property
+    def index(self) -> Location | None:
+        """The index of a single origin."""
+        return None if self._single is None else index_of(self._single)
+
+    @cached_property
+    def folder(self) -> Location | None:
+        """The folder of a single origin."""
+        return None if self._single is None else folder_of(self._single)
 
     @classmethod
     def of(
@@ -210,9 +226,8 @@ class Catalog:
         if self.in_memory or not self.checkpoints or self.ignored:
             return None
         tables = [file.table for file in self.weight_files]
-        if tables and all(table.shaped or (table.scaled if blocks else table.quantized) for table in tables):
-            return None
-        if blocks and any(table.unknown for table in tables):
+        readable = [table for table in tables if not (table.shaped or (table.scaled if blocks else table.quantized))]
+        if (tables and not readable) or (blocks and [table for table in tables if table.unknown]):
             return None
         with paused(len(self)):
             if len(self.checkpoints) == 1:
@@ -268,9 +283,10 @@ class Catalog:
             return TensorDescription(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
         return TensorDescription(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
 
-    def descriptions(self, names: Collection[str]) -> dict[str, TensorDescription]:
+    def descriptions(self, names: Collection[str], tensors: Tensors | None = None) -> dict[str, TensorDescription]:
         """Describe tensors without reading them, in columns if all are plain; see `about`."""
-        tensors = self.plain(names)
+        # `tensors` has them if they are plain or in blocks, and known already.
+        tensors = self.plain(names) if tensors is None else tensors if tensors.plain else None
         with paused(len(names)):
             if tensors is None or any(file.table.unknown for file in tensors.files):
                 return {name: self.about(name) for name in names}
@@ -438,7 +454,7 @@ class Catalog:
 
     def refuse_codes(self, names: Iterable[str], operation: str) -> None:
         """Refuse to treat codes as numbers."""
-        finder.refuse(self.codes, names, operation, self._where)
+        finder.refuse(self.codes, names, operation, "" if self._single is None else self._single.path)
 
 
 def read_values(value: Source | QuantizedTensor, row: dtypes.Dtype, array: Array, threads: int | None = None) -> Array:

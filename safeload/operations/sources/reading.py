@@ -94,7 +94,13 @@ def pieces_of(
 class TensorFiles:
     """The files of tensors of a catalog."""
 
-    def __init__(self, catalog: Catalog, names: Sequence[str], argument: str = executors.EXECUTOR) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        names: Sequence[str],
+        argument: str = executors.EXECUTOR,
+        located: tuple[Sequence[Any], Array] | None = None,  # files and the file of each tensor, if they are known
+    ) -> None:
         check_paths(catalog, argument)
         self._checkpoints = catalog.checkpoints
         self._owners = {file: k for k, owner in enumerate(self._checkpoints) for file in owner.weight_files}
@@ -105,12 +111,13 @@ class TensorFiles:
             for file, names in _unlisted(checkpoint).items()
         }
         self._further: dict[int, list[int]] = {}  # files of scales and of other parts, by the index of the tensor
-        tensors = catalog.plain(names)
+        tensors = catalog.plain(names) if located is None else None
         self.files: Sequence[WeightFile]
         self.file: Array  # index of the file with the values or codes of each tensor
         if tensors is not None:
-            self.files = tensors.files
-            self.file = np.zeros(len(tensors), np.int64) if tensors.file is None else np.array(tensors.file, np.int64)
+            located = tensors.files, tensors.ranges.file
+        if located is not None:
+            self.files, self.file = located
             return
         numbers: dict[WeightFile, int] = {}
         first = []
