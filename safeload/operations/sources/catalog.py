@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import repeat
 from operator import add, itemgetter, sub
@@ -61,6 +61,13 @@ if TYPE_CHECKING:
 
 # Fields of the description of a plain tensor by dtype number: the name of the dtype, and all after its bytes.
 _PLAIN_FIELDS = {number: (row.name, (row, row.floating, None, None, False)) for number, row in dtypes.BY_NUMBER.items()}
+
+
+class Made(NamedTuple):
+    """A tensor that is made when it is read."""
+
+    fill: Callable[[dtypes.Dtype, Array, int | None], object]  # an array with its values in a dtype, on some threads
+    work: dtypes.Dtype  # in which values are not rounded yet
 
 
 class TensorPlace(NamedTuple):
@@ -326,6 +333,10 @@ class Catalog:
     def check_kept(self, name: str) -> None:
         """Refuse a tensor if it cannot stay as it is stored; here every tensor can."""
 
+    def made(self, name: str) -> Made | None:
+        """Return how a tensor is made, or None if its values are those of a file or of a dict."""
+        return None
+
     def value(self, name: str, threads: int | None = None) -> Array | QuantizedTensor:
         """Return a tensor as it is stored; file tensors are read into private memory."""
         value: Array | QuantizedTensor = self._load(name, None, threads)
@@ -340,6 +351,8 @@ class Catalog:
 
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
         """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
+        if self.made(name) is not None:
+            return of_array(name if called is None else called, self._load(name, threads=threads))
         origin, file, index = self._places[name]
         source = None if file is None or file.table.packed(index) else in_file(origin, name, file, index)
         if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
@@ -350,13 +363,15 @@ class Catalog:
         return source if called is None else source._replace(name=called)
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
-        """Return read plans for the tensors stored in files; tensors in memory are skipped."""
-        places = ((name, self._places[name]) for name in names)
+        """Return read plans for the tensors stored in files; those in memory, and those that are made, are skipped."""
+        places = [(name, self._places[name]) for name in names if self.made(name) is None]
         parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
         return {entry.name: entry for entry in entries_of(parts, target)}
 
     def in_place(self, name: str) -> Source | None:
         """Return a tensor as a source if jobs can read or dequantize it in place; None if it must be copied first."""
+        if self.made(name) is not None:
+            return None
         origin, file, index = self._places[name]
         if file is not None:
             restoring = self.restoring(name)
@@ -379,12 +394,19 @@ class Catalog:
 
     def restoring(self, name: str, called: str | None = None) -> Source | None:
         """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
+        if self.made(name) is not None:
+            return None
         _, file, index = self._places[name]
         packed = None if file is None else packed_of(file, index)
         return None if packed is None else of_packed(name if called is None else called, packed, self)
 
     def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
         """Return a tensor in memory."""
+        if (made := self.made(name)) is not None:
+            row = made.work if dtype is None else dtypes.parse(dtype)
+            out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
+            made.fill(row, out, threads)
+            return out
         origin, file, index = self._places[name]
         if isinstance(origin, Checkpoint) and file is not None:
             # If a tensor stays packed it is mapped, because its codes are read only once.
@@ -402,13 +424,10 @@ class Catalog:
                 value = origin[name]
                 yield from value.parts.values() if isinstance(value, QuantizedTensor) else (as_array(value, name),)
 
-    def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
-        """Fill an array with a tensor tile by tile if the tensor is computed; return False if it is not."""
-        return False
-
     def read_into(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> None:
         """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype."""
-        if self.fill(name, row, out, threads):
+        if (made := self.made(name)) is not None:
+            made.fill(row, out, threads)
             return
         ordered = read_values(self.restoring(name, name) or self.source(name, name), row, out, threads)
         if ordered is not out:
@@ -417,17 +436,13 @@ class Catalog:
     def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
         """Return an item of a tensor's first axis, or the whole tensor, converted or dequantized."""
         origin, file, _ = self._places[name] if item is not None else TensorPlace({})
-        if item is not None and file is not None and isinstance(origin, Checkpoint) and not self.is_computed(name):
+        if item is not None and file is not None and isinstance(origin, Checkpoint) and self.made(name) is None:
             array: Array = origin.take(name, [item], row.name)[0]  # reads the item only
             return array
         out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
         self.read_into(name, row, out, threads)
         part: Array = out if item is None else out[item]
         return part
-
-    def is_computed(self, name: str) -> bool:
-        """Return True if the values differ from those in the file."""
-        return False
 
     # ---- codes ----
 
