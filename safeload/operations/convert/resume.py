@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..._version import __version__
 from ...base import url as urls
 from ...base.gc_pause import paused
-from ...base.preset import preset_of
+from ...base.preset import PRESETS, preset_of
 from ...base.scheme import parse
 from ...base.selecting import pairs_of
 from ...base.text import plural, show
@@ -41,12 +41,11 @@ from ..folders.folder import Folder, shared_identity
 from ..folders.replacement import free_names, indexed_names, taking
 from ..folders.shards import Beside, open_shard, warn_of_schemes, write_beside, write_shard
 from ..quantize.checkpoint import Summary
-from ..quantize.engine_layout import EngineCatalog, restored
+from ..quantize.engine_layout import EngineCatalog, arranged
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.executors import Executor, check_path, files_at
 from ..sources.reading import INVALID_PIECE, INVALID_PLAN, TensorFiles, check_version, opened
-from ..sources.recipes import recipe_from
 from .decide import Conversion, prepare
 from .make import Outputs, decisions_of, outputs_of, reads_of, runs_of
 from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
@@ -307,29 +306,22 @@ def _pieces(
     conversion: Conversion, shards: Mapping[str, Outputs], request: ConvertRequest, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return a piece for each shard, without its plan and folder."""
-    catalog = conversion.catalog
-    recipes_of, stored = None, catalog
-    if isinstance(catalog, EngineCatalog):
-        recipes_of, stored = catalog.recipes_of, catalog.base
+    catalog, reads = conversion.catalog, [reads_of(shard.reads, shard.decided) for shard in shards.values()]
+    stored, arranged_from = catalog, None
+    if isinstance(catalog, EngineCatalog):  # a worker arranges the tensors again
+        stored, arranged_from, sources_of = catalog.base, catalog.config, catalog.sources_of
+        reads = [[*dict.fromkeys(source for name in names for source in sources_of(name))] for names in reads]
     adapters: list[dict[str, Any]] = []
     if request.options.get("adapters") is not None:
         from .merged import planned_adapters  # only here: most conversions merge nothing
 
         adapters = planned_adapters(stored)
-    needed = [reads_of(shard.reads, shard.decided) for shard in shards.values()]
-    recipes = [{} if recipes_of is None else recipes_of(names) for names in needed]
-    reads = [
-        [*dict.fromkeys(source for name in names for source in (moves[name].sources if name in moves else (name,)))]
-        if moves
-        else names
-        for names, moves in zip(needed, recipes, strict=True)
-    ]
     position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
     texts, spans = conversion.outputs.texts, conversion.outputs.spans
     located = None if spans is None else (spans.files, spans.columns.file)
     side = TensorFiles(stored, [*position], "a conversion in pieces", located)
     pieces = []
-    for (file, shard), names, moves in zip(shards.items(), reads, recipes, strict=True):
+    for (file, shard), names in zip(shards.items(), reads, strict=True):
         piece: dict[str, Any] = {
             "operation": "convert",
             "version": __version__,
@@ -340,7 +332,8 @@ def _pieces(
             "metadata": None if texts is None else dict(texts),
             "rename": _texts_of(request.options.get("rename")) or [],
             "adapters": adapters,
-            "recipes": moves,
+            "names": names if arranged_from is not None else None,  # of tensors that are arranged
+            "arranged_from": arranged_from,
             "editable": shard.editable,
         }
         piece = json.loads(json.dumps(piece))
@@ -593,11 +586,8 @@ def _opened(
     stack: ExitStack, piece: Mapping[str, Any], threads: int | None, storage_options: Mapping[str, Any] | None
 ) -> Outputs:
     """Open the sources of a piece, and return the tensors of its shard."""
-    decisions = decisions_of(piece["tensors"])
-    recipes = {name: recipe_from(plain) for name, plain in piece["recipes"].items()}
-    reads = reads_of([*decisions], [*decisions.values()])
-    names = [source for name in reads for source in (recipes[name].sources if name in recipes else (name,))]
-    adapters = piece["adapters"]
+    decisions, adapters = decisions_of(piece["tensors"]), piece["adapters"]
+    names = piece["names"] or reads_of([*decisions], [*decisions.values()])
     if adapters:
         from .merged import reopened, stored_names  # only here: most conversions merge nothing
 
@@ -606,7 +596,9 @@ def _opened(
         catalog = reopened(stack, catalog, adapters, frozenset(names))
     else:
         _, (catalog,) = stack.enter_context(opened({**piece, "names": names}, storage_options))
-    catalog = restored(catalog, recipes, reads) if recipes else catalog
+    if piece["arranged_from"] is not None:
+        catalog.config = piece["arranged_from"]
+        catalog = arranged(catalog, PRESETS[piece["options"]["quantize"]], whole=False)
     outputs = outputs_of(catalog, decisions, SAFETENSORS, rename=piece["rename"], threads=threads)
     return outputs._replace(metadata=piece["metadata"] or {}, editable=piece["editable"])
 

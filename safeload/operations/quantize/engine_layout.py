@@ -7,7 +7,7 @@ llm-compressor divides fused experts; mlx-lm stacks separate experts. Source: ml
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -45,10 +45,6 @@ class EngineCatalog(RestructuredCatalog):
     def __init__(self, base: Catalog, recipes: Mapping[str, TensorRecipe]) -> None:
         super().__init__(base, recipes, constants={}, metadata=base.metadata, config=base.config, format=base.format)
         self.texts = base.texts if isinstance(base, RestructuredCatalog) else {}
-
-    def recipes_of(self, names: Iterable[str]) -> dict[str, TensorRecipe]:
-        """Return the recipes of tensors that are not tensors of the source, for `restored`."""
-        return {name: self._recipes[name] for name in names if not self.is_unchanged(name)}
 
     def about(self, name: str) -> TensorDescription:
         source = self._renamed(name)
@@ -95,8 +91,11 @@ class EngineCatalog(RestructuredCatalog):
         return bool(selected)
 
 
-def arranged(catalog: Catalog, preset: Preset) -> Catalog:
-    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay."""
+def arranged(catalog: Catalog, preset: Preset, *, whole: bool = True) -> Catalog:
+    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay.
+
+    The layers are complete only if the catalog has the ``whole`` model.
+    """
     model_type = None if catalog.config is None else catalog.config.get("model_type")
     if not isinstance(model_type, str):
         return catalog
@@ -108,7 +107,11 @@ def arranged(catalog: Catalog, preset: Preset) -> Catalog:
     parts = _parts(catalog, divides=divides)
     if experts is None:
         return EngineCatalog(catalog, {name: _recipe(part) for name, part in parts.items()})
-    return EngineCatalog(catalog, _Stacks(catalog, preset, experts).recipes(parts))
+    stacks = _Stacks(catalog, preset, experts)
+    recipes = stacks.recipes(parts)
+    if whole:
+        stacks.check_layers(recipes)
+    return EngineCatalog(catalog, recipes)
 
 
 def like(catalog: Catalog, other: Catalog) -> Catalog:
@@ -119,16 +122,6 @@ def like(catalog: Catalog, other: Catalog) -> Catalog:
     if any(map(_FUSED.fullmatch, names)) and not any(map(_FUSED.fullmatch, theirs)):
         return arranged(catalog, PRESETS["w4a16"])
     return catalog
-
-
-def restored(catalog: Catalog, recipes: Mapping[str, TensorRecipe], names: Iterable[str]) -> Catalog:
-    """Return the catalog of a piece with all its ``names``; a name without a recipe is a tensor of the source."""
-    own = {name: TensorRecipe(tuple(catalog.about(name).shape), (Move(name),)) for name in names if name not in recipes}
-    for name, recipe in recipes.items():
-        shapes = {source: tuple(catalog.about(source).shape) for source in recipe.sources}
-        if not recipe.fits(shapes):
-            raise FormatError(f"invalid plan: the recipe of {show(name)} does not fit its sources", tensor=name)
-    return EngineCatalog(catalog, {**own, **recipes})
 
 
 def _parts(catalog: Catalog, *, divides: bool) -> dict[str, SourcePart]:
@@ -190,7 +183,6 @@ class _Stacks:
                 recipes[name] = _recipe(part)
         for stack, members in stacks.items():
             recipes[stack] = self._stacked(stack, members)
-        self._check_layers(recipes)
         return recipes
 
     def _is_dropped(self, name: str) -> bool:
@@ -235,7 +227,7 @@ class _Stacks:
             f"{module}unembed_out.weight": TensorRecipe((heads, values, columns), unembed),
         }
 
-    def _check_layers(self, recipes: Mapping[str, TensorRecipe]) -> None:
+    def check_layers(self, recipes: Mapping[str, TensorRecipe]) -> None:
         """Refuse layers that mlx-lm's model does not have."""
         count = self._size("num_hidden_layers")
         layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
