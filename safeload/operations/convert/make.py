@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -353,7 +353,7 @@ class Maker:
         self._threads = threads
         self._scratch, self._codes = _Scratch(), _Scratch()
         self._buffers = ScratchBuffers()
-        self._small = SmallGroups(threads)
+        self._small = _SmallGroups(threads)
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
@@ -445,26 +445,18 @@ class Maker:
     ) -> LazyQuantized:
         """Return a tensor to quantize when it is written."""
         axis = usual_axis(scheme, shape)
-        (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
+        (dtype, stored), _ = storage_of(scheme, shape, axis)
 
         def make() -> QuantizedTensor:
             value = read()
             stacked = isinstance(value, np.ndarray)  # occupies the scratch memory itself
-            data = private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
-            rounding = self._rounding if scheme == "q4_0" else None
+            data = private_array(stored, dtype) if stacked else self._scratch.array(stored, dtype)
+            rounding, threads = self._rounding if scheme == "q4_0" else None, self._threads
             return quantize_source(
-                value,
-                scheme,
-                axis=axis,
-                rounding=rounding,
-                data=data,
-                threads=self._threads,
-                importance=importance,
+                value, scheme, axis=axis, rounding=rounding, data=data, threads=threads, importance=importance
             )
 
-        return LazyQuantized(
-            scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), _scale(scale, make), axis
-        )
+        return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
 
     def _is_small(self, source: str, tensor: TensorDescription) -> bool:
         """Return True if a tensor is quantized together with others: it is small, plain, and in a local file."""
@@ -476,17 +468,11 @@ class Maker:
     def _quantized_in_group(self, scheme: str, source: str, name: str, tensor: TensorDescription) -> LazyQuantized:
         """Return a small tensor to quantize with its neighbours."""
         shape, axis = tensor.shape, usual_axis(scheme, tensor.shape)
-        codes, scale = storage_of(scheme, shape, axis)
-
-        def read() -> Source:
-            value = self._catalog.source(source, name)
-            assert isinstance(value, Source)
-            return value
-
+        read: Callable[[], Any] = partial(self._catalog.source, source, name)
         rounding = self._rounding if scheme == "q4_0" else None
-        self._small.add(name, SmallTensor(scheme, shape, axis, tensor.nbytes, read, rounding))
-        scales = None if scale is None else Lazy(*scale, partial(self._small.scale, name))
-        return LazyQuantized(scheme, shape, Lazy(*codes, partial(self._small.codes, name)), scales, axis)
+        self._small.tensors[name] = _SmallTensor(scheme, shape, axis, tensor.nbytes, read, rounding)
+        codes, scale = partial(self._small.codes, name), partial(self._small.scale, name)
+        return _quantized_later(scheme, shape, axis, codes, scale)
 
     def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyEncoded:
         """Return a weight to quantize for an engine when it is written."""
@@ -551,51 +537,34 @@ class Maker:
 
     def _packed(self, name: str, tensor: TensorDescription) -> LazyPacked:
         """Return a packed tensor as stored."""
-        place = self._catalog.place(name)
-        packed = None if place.file is None else place.file.table.packed(place.number)
-        value = None if packed is not None else self._catalog.value(name)
-        assert value is None or isinstance(value, QuantizedTensor)
-        kind = packed.packing if packed is not None else None if value is None else value.packing
-        assert kind is not None
-        if self._format != SAFETENSORS and (self._format, kind.family) != ("gguf", packing.GGUF):
+        _, file, number = self._catalog.place(name)
+        packed = None if file is None else file.table.packed(number)
+        if packed is not None:  # read in chunks, never mapped
+            parts = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
+            output = LazyPacked(packed.packing, packed.names(name), parts)
+        else:
+            value: Any = self._catalog.value(name)
+            roles = value.roles.items()
+            parts = {role: Lazy(part.dtype, part.shape, partial(np.ascontiguousarray, part)) for role, part in roles}
+            output = LazyPacked(value.packing, value.names, parts)
+        if self._format != SAFETENSORS and (self._format, output.packing.family) != ("gguf", packing.GGUF):
             text = f"is {tensor.scheme}, which {self._format} files cannot store: pass dtype="
             raise error_about(UnsupportedError, text, tensor=name)
-        if packed is not None:  # read in chunks, never mapped
-            lazy = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
-            return LazyPacked(packed.packing, packed.names(name), lazy)
-        assert value is not None
-        parts = {
-            role: Lazy(part.dtype, part.shape, partial(np.ascontiguousarray, part))
-            for role, part in value.roles.items()
-        }
-        return LazyPacked(kind, value.names, parts)
+        return output
 
     def _kept(self, name: str, tensor: TensorDescription) -> LazyQuantized:
         """Return a quantized tensor, unchanged."""
-
-        def make() -> QuantizedTensor:
-            value = self._catalog.source(name)
-            assert isinstance(value, QuantizedTensor)
-            return value
-
-        axis, scheme, shape = tensor.axis, tensor.scheme, tensor.shape
-        assert scheme is not None
-        (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
-        return LazyQuantized(
-            scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), _scale(scale, make), axis
-        )
+        make: Callable[[], Any] = partial(self._catalog.source, name)
+        assert tensor.scheme is not None
+        return _quantized_later(tensor.scheme, tensor.shape, tensor.axis, lambda: make().data, lambda: make().scale)
 
 
-def _scale(layout: tuple[np.dtype[Any], tuple[int, ...]] | None, make: Callable[[], QuantizedTensor]) -> Lazy | None:
-    if layout is None:
-        return None
-
-    def scale() -> Array:
-        array = make().scale
-        assert array is not None
-        return array
-
-    return Lazy(*layout, scale)
+def _quantized_later(
+    scheme: str, shape: tuple[int, ...], axis: int | None, codes: Callable[[], Array], scale: Callable[[], Any]
+) -> LazyQuantized:
+    """Return a quantized tensor whose codes and scale are made when they are written."""
+    data, scales = storage_of(scheme, shape, axis)
+    return LazyQuantized(scheme, shape, Lazy(*data, codes), None if scales is None else Lazy(*scales, scale), axis)
 
 
 def _stored(part: Part, threads: int | None) -> Lazy:
@@ -627,8 +596,8 @@ class _Scratch:
 # ---- small tensors ----
 
 
-class SmallTensor(NamedTuple):
-    """A tensor to quantize."""
+class _SmallTensor(NamedTuple):
+    """A tensor to quantize together with others."""
 
     scheme: str
     shape: tuple[int, ...]
@@ -638,106 +607,86 @@ class SmallTensor(NamedTuple):
     rounding: Rounding | None
 
 
-class SmallGroups:
+class _SmallGroups:
     """Quantizes small tensors in groups: a writer asks for tensors in order, and a group is the next few."""
 
     def __init__(self, threads: int | None) -> None:
         self._threads = threads
-        self._tensors: dict[str, SmallTensor] = {}
+        self.tensors: dict[str, _SmallTensor] = {}
         self._waiting: dict[tuple[str, str], OrderedDict[str, None]] = {}  # names in order, by scheme and part
         self._codes: dict[str, Array] = {}
-        self._maxima: dict[str, Array] = {}
-        self._maxima_bytes = 0
+        self._maxima: dict[str, Array] = {}  # of int8 tensors, between their scales and their codes
+        self._kept_bytes = 0
         # After a failure all tensors are quantized alone, so that the writer gets the error of the tensor it asked for.
         self._failed = False
 
-    def add(self, name: str, tensor: SmallTensor) -> None:
-        """Add a tensor to quantize."""
-        self._tensors[name] = tensor
-
     def begin(self, names: Iterable[str]) -> None:
         """Set the order in which a writer asks for tensors; without an order each is quantized alone."""
-        self._waiting = {}
-        self._codes, self._maxima, self._maxima_bytes = {}, {}, 0
+        self._waiting, self._codes, self._maxima, self._kept_bytes = {}, {}, {}, 0
         for name in names:
-            tensor = self._tensors.get(name)
-            for part in () if tensor is None else ("scale", "codes") if tensor.scheme == INT8 else ("codes",):
-                self._waiting.setdefault((self._tensors[name].scheme, part), OrderedDict())[name] = None
+            scheme = self.tensors[name].scheme if name in self.tensors else None
+            for part in () if scheme is None else ("scale", "codes") if scheme == INT8 else ("codes",):
+                self._waiting.setdefault((str(scheme), part), OrderedDict())[name] = None
 
     def codes(self, name: str) -> Array:
         """Return the codes of a tensor."""
         if name not in self._codes:
             self._codes.update(self._in_group(name, "codes", self._quantize))
-        codes = self._codes.pop(name)
-        self._forget(name)
-        return codes
+        maxima = self._maxima.pop(name, None)
+        self._kept_bytes -= 0 if maxima is None else maxima.nbytes
+        return self._codes.pop(name)
 
     def scale(self, name: str) -> Array:
         """Return the scales of an int8 tensor, like `codes`."""
         maxima = self._maxima.get(name)
         if maxima is None:
-            for each, bits in self._in_group(name, "scale", self._largest).items():
-                self._keep(each, bits)
-                maxima = bits if each == name else maxima
-        assert maxima is not None
-        _, scale = storage_of(INT8, self._tensors[name].shape, self._tensors[name].axis)
+            group = self._in_group(name, "scale", self._largest)
+            maxima = group[name]
+            for each, bits in group.items():
+                if self._kept_bytes + bits.nbytes <= _KEPT_BYTES:
+                    self._maxima[each] = bits
+                    self._kept_bytes += bits.nbytes
+        tensor = self.tensors[name]
+        _, scale = storage_of(INT8, tensor.shape, tensor.axis)
         assert scale is not None
         return scales_of(maxima)[0].reshape(scale[1])
 
     def _in_group(
-        self, name: str, part: str, run: Callable[[Mapping[str, SmallTensor]], dict[str, Array]]
+        self, name: str, part: str, run: Callable[[Mapping[str, _SmallTensor]], dict[str, Array]]
     ) -> dict[str, Array]:
         """Call a function with a tensor and its successors, or with the tensor alone if they fail together."""
-        group = self._next(name, part)
+        group, size = {name: self.tensors[name]}, self.tensors[name].nbytes
+        waiting = self._waiting.get((group[name].scheme, part), OrderedDict())
+        if next(iter(waiting), None) == name and not self._failed:  # in the order of the writer
+            for other in islice(waiting, 1, _GROUP_TENSORS):
+                size += self.tensors[other].nbytes
+                if size > _GROUP_BYTES:
+                    break
+                group[other] = self.tensors[other]
+        for other in group:
+            waiting.pop(other, None)
         if len(group) > 1:
             try:
                 return run(group)
             except Exception as error:
                 log.debug("a group of %d small tensors failed: %s", len(group), error)
                 self._failed = True
-        return run({name: self._tensors[name]})
+        return run({name: self.tensors[name]})
 
-    def _next(self, name: str, part: str) -> dict[str, SmallTensor]:
-        """Return a tensor and its successors in the order of the writer; the tensor alone if it is out of order."""
-        group, size = {name: self._tensors[name]}, self._tensors[name].nbytes
-        waiting = self._waiting.get((group[name].scheme, part), OrderedDict())
-        if self._failed or next(iter(waiting), None) != name:
-            waiting.pop(name, None)
-            return group
-        for other in waiting:
-            if other == name:
-                continue
-            size += self._tensors[other].nbytes
-            if size > _GROUP_BYTES or len(group) == _GROUP_TENSORS:
-                break
-            group[other] = self._tensors[other]
-        for other in group:
-            del waiting[other]
-        return group
-
-    def _largest(self, group: Mapping[str, SmallTensor]) -> dict[str, Array]:
+    def _largest(self, group: Mapping[str, _SmallTensor]) -> dict[str, Array]:
         maxima = maxima_of([(tensor.source(), tensor.axis) for tensor in group.values()], self._threads)
         return dict(zip(group, maxima, strict=True))
 
-    def _quantize(self, group: Mapping[str, SmallTensor]) -> dict[str, Array]:
+    def _quantize(self, group: Mapping[str, _SmallTensor]) -> dict[str, Array]:
         layouts = [storage_of(tensor.scheme, tensor.shape, tensor.axis) for tensor in group.values()]
-        requests, position = [], 0
-        memory = np.empty(sum(math.prod(codes[1]) for codes, _ in layouts), np.uint8)
-        for (name, tensor), (codes, scale) in zip(group.items(), layouts, strict=True):
-            data: Array = np.ndarray(codes[1], codes[0], memory, position)
-            position += math.prod(codes[1])
+        memory = np.empty(sum(math.prod(shape) for (_, shape), _ in layouts), np.uint8)
+        requests, codes, position = [], {}, 0
+        for (name, tensor), ((dtype, shape), scale) in zip(group.items(), layouts, strict=True):
+            codes[name] = np.ndarray(shape, dtype, memory, position)
+            position += math.prod(shape)
             scales = None if scale is None else np.zeros(scale[1], scale[0])
-            result = QuantizedTensor(tensor.scheme, tensor.shape, data, scales, tensor.axis)
+            result = QuantizedTensor(tensor.scheme, tensor.shape, codes[name], scales, tensor.axis)
             target = SCHEMES[tensor.scheme].target(tensor.rounding)
             requests.append(Request(tensor.source(), result, target, maxima=self._maxima.get(name)))
         run_requests(requests, threads=self._threads, progress=None)
-        return {name: request.result.data for name, request in zip(group, requests, strict=True)}  # type: ignore[misc]
-
-    def _keep(self, name: str, maxima: Array) -> None:
-        if self._maxima_bytes + maxima.nbytes <= _KEPT_BYTES:
-            self._maxima[name] = maxima
-            self._maxima_bytes += maxima.nbytes
-
-    def _forget(self, name: str) -> None:
-        maxima = self._maxima.pop(name, None)
-        self._maxima_bytes -= 0 if maxima is None else maxima.nbytes
+        return codes
