@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ...base import dtypes, log
@@ -15,6 +16,8 @@ from ...base.preset import Preset
 from ...base.selecting import Patterns, Renames, Selection
 from ...base.text import parse_size, plural, show
 from ...engine.read.load import parse_target
+from ...errors import SafeloadError, VerificationError
+from ...formats.folder import read_config
 from ...formats.metadata import as_texts
 from ...formats.registry import (
     BY_NAME,
@@ -27,7 +30,9 @@ from ...formats.registry import (
     row_of,
     written_suffixes,
 )
+from ...models.choosing import choose
 from ...models.diffusion import ARCHITECTURE, is_rearranged, model_of
+from ...models.family import engine_model_types, gguf_forms
 from ...models.layout import Layout
 from ...models.module_names import adapter_note, refuse_adapters
 from ...packed.engines import engine_of
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
     from ...formats.verifying import Verify
 
 
+_EMBEDDING = "embed_tokens.weight"
 # Options with which the result is no complete model.
 _SELECTING = ("layout", "names", "only", "drop", "rename")
 
@@ -205,26 +211,58 @@ def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: 
     sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
     if not sources:
         raise ValueError("src is an empty list: pass at least one source")
-    catalog, model = Catalog.of(sources, request.options.get("storage_options"), verify), None
-    try:
+    raw, storage_options = request.options.get("raw"), request.options.get("storage_options")
+    with ExitStack() as stack:
+        catalog = stack.enter_context(Catalog.of(sources, storage_options, verify))
         single = catalog.format == "gguf" and len(catalog.checkpoints) == 1 and not catalog.in_memory
-        if single and (request.format == "gguf" or request.options.get("raw")) and is_rearranged(catalog.metadata):
-            catalog = catalog.as_stored()  # with the rows and the keys of the file
-        # A file that is the only one of a model stands for its folder.
-        if request.needs_model and len(sources) == 1 and is_path(sources[0]):
-            from .only_file import model_of_file  # only here: most results need no model
-
-            storage_options = request.options.get("storage_options")
-            model = model_of_file(catalog, request.preset, storage_options=storage_options, verify=verify)
-    except BaseException:
-        with catalog:
-            raise
-    if model is None:
+        if single and (request.format == "gguf" or raw) and is_rearranged(catalog.metadata):
+            catalog = stack.enter_context(catalog.as_stored())  # with the rows and the keys of the file
+        elif request.needs_model and len(sources) == 1 and is_path(sources[0]):
+            model = _model_of_file(catalog, request, verify)
+            if model is not None:
+                stack.close()
+                catalog = stack.enter_context(model)
         warn_of(catalog, request)
-        return catalog
-    with catalog:
-        warn_of(model, request)
-        return model
+        stack.pop_all()
+    return catalog
+
+
+def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) -> Catalog | None:
+    """Return the open folder of a file, if the folder is a supported model in this file alone; else None.
+
+    The Hub's models of one file are often passed as ``MODEL/model.safetensors``. An engine needs what lies beside it.
+    """
+    if catalog.folder is not None or catalog.config is not None or len(catalog.weight_files) != 1:
+        return None
+    if catalog.format == "gguf":
+        return None
+    file = catalog.weight_files[0]
+    parent = file.files.split(file.place)[0]
+    try:
+        config = read_config(parent, file.files)
+        if config is None or not _is_supported(config, catalog, request):
+            return None
+        place: Any = Location(file.files, parent) if file.files.remote else os.path.dirname(file.path) or os.curdir
+        folder = Catalog.of(place, request.options.get("storage_options"), verify)
+        if [other.place for other in folder.weight_files] == [file.place]:
+            return folder
+        with folder:
+            return None  # its model is another one
+    except VerificationError:
+        raise
+    except (SafeloadError, OSError) as error:
+        log.debug("%s: not the model of its folder: %s", file.path, error)
+        return None
+
+
+def _is_supported(config: dict[str, Any], catalog: Catalog, request: ConvertRequest) -> bool:
+    """Return True if an engine has the class in a config, and the tensors can be those of such a model."""
+    from ..architectures.to_llama_cpp import source_of  # only here: most results need no model
+
+    if request.preset is not None:
+        known = config.get("model_type") in engine_model_types()
+        return known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
+    return source_of(config) in gguf_forms() and any(name.endswith(_EMBEDDING) for name in catalog)
 
 
 _MOST_ROOTS = 3  # containers in a warning
