@@ -339,7 +339,7 @@ class Decider:
         chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
         unknown = catalog.unknown() if names is None else {}
         # Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.
-        self.left_out = {name: one.label for name, one in unknown.items() if name in chosen and not one.is_tensor}
+        self.left_out = {name: entry.label for name, entry in unknown.items() if name in chosen and not entry.is_tensor}
         self.heads = {head: embedding for head, embedding in tied.items() if head in chosen}
         self.ignored = [name for name in catalog.ignored if name in chosen]
         beside = {*self.heads, *self.left_out, *(name for name in self.ignored if name not in catalog)}

@@ -348,10 +348,13 @@ def _pieces(
 def _options(request: ConvertRequest) -> dict[str, Any]:
     """Return the options that distinguish plans, as plain data."""
     plain: dict[str, Any] = {**request.options, "max_shard_size": request.limit}
-    plain["adapters"] = _adapters_of(plain.get("adapters"))
-    plain.pop("format", None)  # a folder has safetensors shards
-    plain.pop("raw", None)  # applies to GGUF
-    plain.pop("storage_options", None)  # can be secret; the sources have the public options
+    if plain.get("adapters") is not None:
+        from ...loading.adapter import listed  # only here: most conversions merge nothing
+
+        plain["adapters"] = [[str(path), weight] for path, weight in listed(plain["adapters"])] or None
+    # A folder has safetensors shards, `raw` applies to GGUF, and the sources have the options that are not secret.
+    for key in ("format", "raw", "storage_options"):
+        plain.pop(key, None)
     plain["dtype"] = None if request.target is None else request.target.name
     plain["rename"] = _texts_of(plain.get("rename"))
     plain["layout"] = None if plain.get("layout") is None else plain["layout"].to_json()
@@ -367,23 +370,11 @@ def _options(request: ConvertRequest) -> dict[str, Any]:
     for key, value in plain.items():
         if value is None or (key == "extras" and value) or (key == "metadata" and not value):
             continue
-        if key in ("only", "drop", "keep") and isinstance(value, str):
-            value = [value]
-        value = list(value) if isinstance(value, tuple) else value
-        text = json.dumps(value, sort_keys=True, default=str)
-        if len(text) > _LONGEST:
-            value = f"{text[:40]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]})"
-        options[key] = json.loads(json.dumps(value, default=str))
+        single = key in ("only", "drop", "keep") and isinstance(value, str)
+        text = json.dumps([value] if single else value, sort_keys=True, default=str)
+        short = hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+        options[key] = json.loads(text) if len(text) <= _LONGEST else f"{text[:40]}... (SHA-256 {short})"
     return options
-
-
-def _adapters_of(adapters: Any) -> list[list[Any]] | None:
-    """Return paths and weights; the pieces have the files."""
-    if adapters is None:
-        return None
-    from ...loading.adapter import listed
-
-    return [[str(path), weight] for path, weight in listed(adapters)] or None
 
 
 def _texts_of(rename: Any) -> list[list[str]] | None:
@@ -514,16 +505,17 @@ def run(
     call, file = piece["call"], piece["file"]
     if folder is None:
         folder = folder_at(piece["folder"], piece.get("storage_options"), storage_options)
-    whole = journal.whole(folder, call, file, piece["id"])
+    whole, remote = journal.whole(folder, call, file, piece["id"]), folder.location.files.remote
     if whole is None:
-        if folder.location.files.remote:
+        if remote:
             _check_free(piece, folder)
         size, digest, identity = _write(piece, folder, threads, storage_options, outputs)
-        journal.write(folder, call, file, _record_of(piece, size, digest))
+        record = {"piece": piece["id"], "version": piece["version"], "options": piece["options"]}
+        record |= {"sources": versions_of(piece), "size": size, "sha256": digest}
+        journal.write(folder, call, file, record)
     else:
         record, place, name = whole
-        size, digest = record["size"], record["sha256"]
-        identity = None if folder.location.files.remote else place.identity(name)
+        size, digest, identity = record["size"], record["sha256"], None if remote else place.identity(name)
     return {
         "plan": piece["plan"],
         "file": file,
@@ -544,17 +536,6 @@ def _check_free(piece: Mapping[str, Any], folder: Folder) -> None:
         raise FileExistsError(errno.EEXIST, "A finished checkpoint has a shard of this name: plan again", shown)
     if any(file in records for call, records in journal.records(folder).items() if call != piece["call"]):
         raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
-
-
-def _record_of(piece: Mapping[str, Any], size: int, digest: str) -> dict[str, Any]:
-    return {
-        "piece": piece["id"],
-        "version": piece["version"],
-        "options": piece["options"],
-        "sources": versions_of(piece),
-        "size": size,
-        "sha256": digest,
-    }
 
 
 def versions_of(piece: Mapping[str, Any]) -> list[list[Any]]:
@@ -780,9 +761,7 @@ def _summary(plan: Mapping[str, Any], total: int) -> Summary | None:
     """Return the summary of a plan, given the bytes of its result."""
     if plan["quantized"] is None:
         return None
-    decisions = {
-        name: decision for piece in plan["pieces"] for name, decision in decisions_of(piece["tensors"]).items()
-    }
+    decisions = decisions_of(chain.from_iterable(piece["tensors"] for piece in plan["pieces"]))
     quantized = {name: decision.scheme for name, decision in decisions.items() if decision.scheme is not None}
     kept = {name: decision.kept for name, decision in decisions.items() if decision.kept is not None}
     return Summary(plan["quantized"]["before"], total, quantized, {**kept, **plan["quantized"]["kept"]})

@@ -402,10 +402,10 @@ class Catalog:
 
     def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
         """Return a tensor in memory."""
-        if (made := self.made(name)) is not None:
-            row = made.work if dtype is None else dtypes.parse(dtype)
+        if (computed := self.made(name)) is not None:
+            row = computed.work if dtype is None else dtypes.parse(dtype)
             out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
-            made.fill(row, out, threads)
+            computed.fill(row, out, threads)
             return out
         origin, file, index = self._places[name]
         if isinstance(origin, Checkpoint) and file is not None:
@@ -426,8 +426,8 @@ class Catalog:
 
     def read_into(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> None:
         """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype."""
-        if (made := self.made(name)) is not None:
-            made.fill(row, out, threads)
+        if (computed := self.made(name)) is not None:
+            computed.fill(row, out, threads)
             return
         ordered = read_values(self.restoring(name, name) or self.source(name, name), row, out, threads)
         if ordered is not out:

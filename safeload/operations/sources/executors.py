@@ -35,21 +35,11 @@ _OPENED = 4
 _T = TypeVar("_T")
 
 
-class Future(Protocol):
-    """The required methods of futures, as in `concurrent.futures.Future`."""
-
-    def result(self) -> Any: ...
-
-    def cancel(self) -> bool: ...
-
-    def add_done_callback(self, fn: Callable[[Any], object], /) -> object: ...
-
-
 class Executor(Protocol):
     """The required method of executors, as in `concurrent.futures.Executor`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function in another thread, process or machine and return its `Future`."""
+        """Call a function in another thread, process or machine and return a `concurrent.futures.Future`, or alike."""
 
 
 def run(
@@ -141,8 +131,8 @@ def _submit(
     report: Callable[[int], object],
 ) -> list[Any]:
     """Submit calls of pieces and return their results in order; see `_call`."""
-    finished: SimpleQueue[Future] = SimpleQueue()
-    futures: dict[Future, int] = {}
+    finished: SimpleQueue[Any] = SimpleQueue()
+    futures: dict[Any, int] = {}
     results: dict[int, Any] = {}
     done = 0
     try:
@@ -158,8 +148,9 @@ def _submit(
             done += sizes[k]
             report(done)
     except BaseException:
-        for future in [future for future in futures if not _cancelled(future)]:
-            _wait(future)
+        # The first exception is raised. An executor that has lost its cluster cannot cancel, and runs nothing any more.
+        for future in [future for future in futures if not _quietly(future.cancel)]:
+            _quietly(future.result)
         raise
     return [results[k] for k in range(len(calls))]
 
@@ -168,21 +159,13 @@ def _call(function: Callable[[Any, int | None], _T], piece: Any, threads: int, t
     return function(piece, threads)
 
 
-def _cancelled(future: Future) -> bool:
-    """Cancel a future; an executor that has lost its cluster cannot, and runs nothing any more."""
+def _quietly(call: Callable[[], Any]) -> Any:
+    """Call a method of a future, and return True if it raises."""
     try:
-        return future.cancel()
-    except Exception as error:  # the first exception is raised
-        log.debug("a piece cannot be cancelled: %s", error)
-        return True
-
-
-def _wait(future: Future) -> None:
-    """Wait for a future and ignore its error, because the first exception is raised."""
-    try:
-        future.result()
+        return call()
     except Exception as error:
-        log.debug("another piece failed: %s", error)
+        log.debug("another piece failed, or cannot be cancelled: %s", error)
+        return True
 
 
 # ---- what other processes can read ----
