@@ -101,7 +101,7 @@ def _copied(catalog: Catalog, request: ConvertRequest, threads: int | None) -> C
     if not request.every_tensor:
         tensors = tensors.named(catalog.choose(options.get("names"), options.get("only"), options.get("drop")))
     targets = numbers = tensors.ranges.numbers
-    if target is not None or catalog.format == "gguf":
+    if target is not None:
         loaded = {number: dtypes.BY_NUMBER[number].loaded_as(target).number for number in {*numbers.tolist()}}
         targets = np.array([loaded.get(number, number) for number in range(256)])[numbers]
     spans = spans_of(tensors, targets)
