@@ -49,8 +49,9 @@ from .models.layout import StackedTensor as StackedTensor
 from .models.listing import ModelFamily as ModelFamily
 from .models.listing import families as families
 from .operations.convert.convert import convert as convert
-from .operations.convert.planning import plan_convert as plan_convert
-from .operations.convert.run_plan import finalize as finalize
+from .operations.convert.resume import Plan as Plan
+from .operations.convert.resume import finalize as finalize
+from .operations.convert.resume import plan_convert as plan_convert
 from .operations.convert.write import ConvertReport as ConvertReport
 from .operations.inspect.adapters import AdapterFitting as AdapterFitting
 from .operations.inspect.adapters import AdapterSummary as AdapterSummary
@@ -88,7 +89,6 @@ from .operations.saving.save import save as save
 from .operations.saving.writer import Writer as Writer
 from .operations.sources.nest import flatten as flatten
 from .operations.sources.nest import nest as nest
-from .operations.sources.plan import Plan as Plan
 from .operations.trust.scan import ScanFinding as ScanFinding
 from .operations.trust.scan import ScanReport as ScanReport
 from .operations.trust.scan import scan as scan

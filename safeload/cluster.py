@@ -12,10 +12,8 @@ job arrays, call the functions themselves.
 
 from __future__ import annotations
 
-from .operations.convert.planning import plan_convert
-from .operations.convert.run_plan import finalize
+from .operations.convert.resume import Plan, finalize, plan_convert
 from .operations.pieces import run_piece
-from .operations.sources.plan import Plan
 
 __all__ = ["Plan", "finalize", "plan_convert", "run_piece"]
 

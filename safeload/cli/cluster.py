@@ -17,19 +17,14 @@ from ..errors import FormatError, SafeloadError
 from ..operations.sources.executors import Executor
 from ..stores.json_file import read_json
 
-# Seconds to wait for a scheduler.
-_TIMEOUT = 10
-# Seconds between two looks for its file.
-_INTERVAL = 0.05
+_TIMEOUT = 10  # seconds to wait for a scheduler, or for its file
+_ON_WORKERS = "install safeload and its packages on every worker"
 
 
 def add_dask(parser: Any) -> None:
     """Add --dask."""
-    parser.add_argument(
-        "--dask",
-        metavar="ADDRESS",
-        help='run on a Dask cluster with access to the files: "tcp://HOST:8786", or a scheduler file',
-    )
+    text = 'run on a Dask cluster with access to the files: "tcp://HOST:8786", or a scheduler file'
+    parser.add_argument("--dask", metavar="ADDRESS", help=text)
 
 
 @contextmanager
@@ -39,55 +34,33 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
         yield None
         return
     try:
-        from distributed import Client
+        from concurrent.futures import CancelledError
+
+        from distributed import Client, client
+        from distributed.scheduler import KilledWorker
     except ImportError:
         if not is_absent("distributed") and not is_absent("dask"):
             raise  # Dask is installed but broken
         raise SafeloadError("--dask needs Dask, which is not installed: pip install distributed") from None
-    scheduler = _address_in(address) if _is_file(address) else address
-    _try(scheduler)
-    with _quiet(), Client(scheduler, timeout=_TIMEOUT, set_as_default=False) as client:
-        if client.scheduler_info()["workers"]:
-            _check_workers(client, scheduler)
-        else:
-            print(f"safeload: --dask {printable(scheduler)}: waiting for a worker", file=sys.stderr, flush=True)
-        with _failures(scheduler):
-            # Not its get_executor(): its future of a piece fails if the worker that holds the result dies.
-            yield client
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Dask's log unless --verbose is set, because its tracebacks would hide our message."""
-    import logging
-
-    level = logging.DEBUG if logging.getLogger(log.NAME).isEnabledFor(logging.DEBUG) else logging.CRITICAL
-    before = {name: logging.getLogger(name).level for name in ("distributed", "distributed.client")}
-    for name in before:
-        logging.getLogger(name).setLevel(max(level, before[name]))
+    is_file = ":" not in address or os.path.exists(address)
+    scheduler = _address_in(address) if is_file else address
+    option = f"--dask {printable(scheduler)}"
+    _try(scheduler, option)
+    _quiet()
+    lost = (CancelledError, getattr(client, "ClosedClientError", CancelledError))  # releases of 2023 have no such class
     try:
-        yield
-    finally:
-        for name in before:
-            logging.getLogger(name).setLevel(before[name])
-
-
-def _check_workers(client: Any, address: str) -> None:
-    """Refuse workers without this version of safeload: they would die at their first piece and leave Dask waiting."""
-    from pkgutil import resolve_name
-
-    for worker, version in client.run(resolve_name, "safeload:__version__", on_error="return").items():
-        if isinstance(version, (ImportError, AttributeError)):
-            reason = f"{version}; install safeload and its packages on every worker"
-        elif isinstance(version, str) and version != __version__:
-            reason = f"expected safeload {__version__}, got {version}"
-        else:
-            continue
-        raise SafeloadError(f"--dask {printable(address)}: worker {worker}: {reason}")
-
-
-def _is_file(address: str) -> bool:
-    return ":" not in address or os.path.exists(address)
+        with Client(scheduler, timeout=_TIMEOUT, set_as_default=False) as executor:
+            if executor.scheduler_info()["workers"]:
+                _check_workers(executor, option)
+            else:
+                print(f"safeload: {option}: waiting for a worker", file=sys.stderr, flush=True)
+            yield executor  # not its get_executor(): its future of a piece fails if the worker with the result dies
+    except KilledWorker as error:
+        raise SafeloadError(f"{option}: one piece killed several workers: {error}") from None
+    except lost:
+        raise SafeloadError(f"{option}: the connection to the scheduler was lost") from None
+    except ImportError as error:
+        raise SafeloadError(f"{option}: {error}; {_ON_WORKERS}") from None
 
 
 def _address_in(path: str) -> str:
@@ -100,13 +73,13 @@ def _address_in(path: str) -> str:
         except (FormatError, FileNotFoundError):
             if time.monotonic() > until:
                 raise
-            time.sleep(_INTERVAL)
+            time.sleep(0.05)
     if not isinstance(address, str):
         raise FormatError("not a Dask scheduler file: it has no address", path)
     return address
 
 
-def _try(address: str) -> None:
+def _try(address: str, option: str) -> None:
     """Connect to a scheduler and disconnect, because a failing `Client` takes 20 seconds to end."""
     import asyncio  # imported here: it takes tens of milliseconds
 
@@ -115,33 +88,32 @@ def _try(address: str) -> None:
 
     async def run() -> None:
         how: dict[str, Any] = Security().get_connection_args("client")
-        connection = await connect(address, timeout=_TIMEOUT, **how)
-        await connection.close()
+        await (await connect(address, timeout=_TIMEOUT, **how)).close()
 
     try:
         asyncio.run(run())
     except OSError:
-        raise SafeloadError(f"--dask {printable(address)}: no scheduler answered in {_TIMEOUT} seconds") from None
+        raise SafeloadError(f"{option}: no scheduler answered in {_TIMEOUT} seconds") from None
     except (ValueError, TypeError) as error:
-        raise ValueError(f"--dask {printable(address)}: {error}") from None
+        raise ValueError(f"{option}: {error}") from None
 
 
-@contextmanager
-def _failures(address: str) -> Iterator[None]:
-    """Turn failures of a cluster into one-line errors."""
-    from concurrent.futures import CancelledError
+def _quiet() -> None:
+    """Silence Dask's log unless --verbose is set, because its tracebacks would hide our message."""
+    import logging
 
-    from distributed import client
-    from distributed.scheduler import KilledWorker
+    for name in (
+        () if logging.getLogger(log.NAME).isEnabledFor(logging.DEBUG) else ("distributed", "distributed.client")
+    ):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
-    lost = (CancelledError, getattr(client, "ClosedClientError", CancelledError))  # releases of 2023 have no such class
-    try:
-        yield
-    except KilledWorker as error:
-        raise SafeloadError(f"--dask {printable(address)}: one piece killed several workers: {error}") from None
-    except lost:
-        raise SafeloadError(f"--dask {printable(address)}: the connection to the scheduler was lost") from None
-    except ImportError as error:
-        raise SafeloadError(
-            f"--dask {printable(address)}: {error}; install safeload and its packages on every worker"
-        ) from None
+
+def _check_workers(client: Any, option: str) -> None:
+    """Refuse workers without this version of safeload: they would die at their first piece and leave Dask waiting."""
+    from pkgutil import resolve_name
+
+    for worker, version in client.run(resolve_name, "safeload:__version__", on_error="return").items():
+        if isinstance(version, (ImportError, AttributeError)):
+            raise SafeloadError(f"{option}: worker {worker}: {version}; {_ON_WORKERS}")
+        if isinstance(version, str) and version != __version__:
+            raise SafeloadError(f"{option}: worker {worker}: expected safeload {__version__}, got {version}")

@@ -8,14 +8,14 @@ from typing import Any
 from ..base.text import show
 from ..engine.run.threads import check_threads
 from ..errors import FormatError, public
-from .convert import run_plan
+from .convert import resume
 from .measure import diff_values, stats
-from .sources.plan import INVALID_PIECE
+from .sources.reading import INVALID_PIECE
 from .validate import check, manifest
 
 # Functions by operation.
 _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, Any] | None], dict[str, Any]]] = {
-    "convert": run_plan.run,
+    "convert": resume.run,
     "diff": diff_values.run,
     "manifest": manifest.run,
     "stats": stats.run,

@@ -15,8 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import safeload
-from builders.inside import RESUME, atomic_file, journal, measure_stats
-from builders.inside import plan_module as plan
+from builders.inside import RESUME, atomic_file, journal, measure_stats, resuming
 from safeload.numpy import save_file
 
 NAMES = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(12)]
@@ -99,7 +98,7 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
 def signed(piece: dict) -> dict:
     """A piece with the hash of its content: what someone could send who forges pieces."""
     given = {"id", "plan", "call", "folder", "file", "storage_options"}
-    return {**piece, "id": plan.digest_of({key: value for key, value in piece.items() if key not in given})}
+    return {**piece, "id": resuming.digest_of({key: value for key, value in piece.items() if key not in given})}
 
 
 def run_pieces(*arguments, **options) -> safeload.Plan:

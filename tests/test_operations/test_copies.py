@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.inside import Location
-from builders.inside import conversion as operation
 from builders.mixed_tensors import many, tensor
 from builders.remote import Served
 from builders.rooms import without_room
@@ -70,10 +69,7 @@ def both(tmp_path, monkeypatch):
         for name in ("columns", "tensors"):
             place = tmp_path / f"{name}{suffix}"
             with monkeypatch.context() as patch:
-                if name == "tensors":
-                    patch.setattr(operation, "copies_of", lambda *_: None)
-                else:
-                    patch.setattr(operation, "prepare", None)
+                inside.tune(patch, **({"spans_of": lambda *_: None} if name == "tensors" else {"tensor_maker": None}))
                 report = safeload.convert(source, place, overwrite=True, **options)
             found.append((contents(place), report._replace(destination="", files=len(report.files), seconds=0)))
         return found

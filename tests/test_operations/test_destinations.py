@@ -755,10 +755,10 @@ def test_secrets_are_nowhere(model, s3, caplog, capsys):
     assert plan["storage_options"] == {key: s3[key] for key in ("endpoint_url", "client_kwargs")}
     results = [safeload.run_piece(piece, storage_options=s3) for piece in plan.pieces]
     report = safeload.finalize(plan, results, storage_options=s3)
-    from builders.inside import destinations, run_plan
+    from builders.inside import destinations, resuming
 
     folder = destinations.sink_of(destinations.where(url, s3))
-    runner = run_plan.PieceRunner(folder, s3)
+    runner = resuming.PieceRunner(folder, s3)
     written = contents(s3fs.S3FileSystem(**s3), f"{BUCKET}/secret", records=True).values()
     told = [plan, results, report, str(report), folder, folder.location.shown, runner, *written]
     told += [pickle.dumps(one).decode("latin-1") for one in (plan, folder, runner)]

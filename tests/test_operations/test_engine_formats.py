@@ -25,7 +25,7 @@ from builders.engine_models import (
     write_experts,
     write_model,
 )
-from builders.inside import Move, RowRange, TensorRecipe, TensorView, engine_formats, main, presets, sizes
+from builders.inside import engine_formats, main, presets, sizes
 from builders.models import small, write_folder
 from builders.paths import ROOT
 from builders.remote import Served
@@ -406,42 +406,19 @@ def test_fused_experts_that_no_tool_divides_are_refused(tmp_path):
         assert caught.value.tensor == name
 
 
-def test_a_forged_recipe_is_refused(models, tmp_path):
-    plan = safeload.cluster.plan_convert(models["mixtral", "bfloat16"], tmp_path / "out", quantize="mlx4")
-    piece = json.loads(json.dumps(dict(plan.pieces[0])))
-    name, recipe = next(iter(piece["recipes"].items()))
-    shape, moves, *rest = recipe
-    source, read, written = moves[0]
-    for forged in (
-        [[9, *shape[1:]], moves, *rest],
-        [[-1, *shape[1:]], moves, *rest],
-        [shape, moves[1:], *rest],
-        [shape, [[source, read, [7, *written[1:]]], *moves[1:]], *rest],
-        [shape, [[source, [None, [0, 1, 0], False], written], *moves[1:]], *rest],
-        [shape, [["nothing", read, written], *moves[1:]], *rest],
-        [shape, [moves[0], [*moves[0][:2], written], *moves[2:]], *rest],  # one item twice, another never
-        [shape, [[*moves[0][:2], [0 if k < 2 else k, *written[1:]]] for k in range(len(moves))], *rest],
-        [shape, 3],
-    ):
-        with pytest.raises((FormatError, TensorNotFoundError)):
-            safeload.cluster.run_piece({**piece, "recipes": {**piece["recipes"], name: forged}})
-
-
-def test_recipes_fill_each_row_once():
-    def fits(*views, shape=(2, 4, 3)):
-        moves = tuple(
-            Move("w", TensorView(0, RowRange(*rows)), TensorView(item, RowRange(*rows))) for item, rows in views
-        )
-        return TensorRecipe(shape, moves).fits({"w": (1, 4, 3)})
-
-    assert fits((0, ()), (1, ()))
-    assert fits((0, (0, 2)), (1, ()), (0, (2, None)))
-    assert not fits((0, ()), (0, ()))
-    assert not fits((0, ()), (-2, ()))
-    assert not fits((0, (0, 2)), (0, (1, 3)), (1, ()))
-    assert not fits((0, (0, None, 2)), (0, (0, None, 2)), (1, ()))
-    assert not TensorRecipe((1 << 40, 0), ()).fits({})
-    assert not TensorRecipe((2, 2), (Move("w"), Move("w"))).fits({"w": (2, 2)})
+def test_pieces_arrange_experts_as_the_whole_model_does(models, tmp_path):
+    """A piece has no recipe of its tensors, but the config that says how the engine stores experts."""
+    source = models["mixtral", "bfloat16"]
+    plan = safeload.cluster.plan_convert(source, tmp_path / "out", quantize="mlx4", max_shard_size="60KB")
+    plan = json.loads(json.dumps(plan))
+    assert len(plan["pieces"]) > 2
+    safeload.cluster.finalize(plan, map(safeload.cluster.run_piece, plan["pieces"]))
+    safeload.convert(source, tmp_path / "whole", quantize="mlx4", max_shard_size="60KB")
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    piece = {**plan["pieces"][0], "arranged_from": {"model_type": "mixtral"}}
+    with pytest.raises(FormatError, match="changed since it was planned"):
+        safeload.cluster.run_piece(piece)
 
 
 # ---- choices ----

@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders import inside
 from builders.calls import count_calls
 from builders.clusters import RESUME
 from builders.executors import processes
-from builders.inside import making as make
-from builders.inside import planning, run_plan
 from builders.mixed_tensors import DTYPES, SHAPES, many, tensor
 from builders.models import small, write_folder
 from builders.paths import DATA
@@ -69,12 +68,9 @@ def both(tmp_path, monkeypatch):
             shutil.rmtree(place, ignore_errors=True)
             with monkeypatch.context() as patch:
                 if way == "tensors":
-                    patch.setattr(planning, "copies_of", lambda *_: None)
-                    patch.setattr(make, "copies_as_decided", lambda *_: None)
-                    patch.setattr(run_plan, "planned_copies", lambda *_: None)
+                    inside.tune(patch, spans_of=lambda *_: None)
                 elif columns:
-                    patch.setattr(*((make.Maker, "outputs") if "quantize" in options else (planning, "prepare")), None)
-                    patch.setattr(run_plan, "Maker", None)
+                    inside.tune(patch, tensor_maker=None)
                 plan = safeload.plan_convert(source, place, max_shard_size=max_shard_size, **options)
                 plan = json.loads(json.dumps(plan))
                 pieces = [json.loads(json.dumps(piece)) for piece in plan["pieces"]]
@@ -243,7 +239,7 @@ def test_a_forged_piece_is_refused_as_tensor_by_tensor(tmp_path, monkeypatch, in
     ]
     forged = {**piece, **changes[index]}
     errors = [refusal(forged)]
-    monkeypatch.setattr(run_plan, "planned_copies", lambda *_: None)
+    inside.tune(monkeypatch, spans_of=lambda *_: None)
     errors.append(refusal(forged))
     assert errors[0] == errors[1] is not None
     assert issubclass(errors[0][0], (safeload.SafeloadError, ValueError))

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.calls import count_calls
-from builders.inside import making as make
 from builders.random import rng
 from builders.thorough import dealt
 
@@ -40,10 +39,9 @@ def test_files_and_errors_are_those_of_tensor_by_tensor(tmp_path, monkeypatch, s
         tensors[name] = np.full((4, 32), bad, np.float32)
     save_file(tensors, tmp_path / "x.safetensors")
     outcomes = []
-    for small in (make._SMALL, -1):
-        inside.tune(monkeypatch, small_tensor=small)
-        if small < 0:
-            monkeypatch.setattr(make, "copies_as_decided", lambda *_: None)
+    for alone in (False, True):
+        if alone:
+            inside.tune(monkeypatch, small_tensor=-1, spans_of=lambda *_: None)
         out = tmp_path / f"out.{suffix}"
         outcomes.append(outcome(tmp_path / "x.safetensors", out, quantize=quantize, raw=suffix == "gguf"))
         out.unlink(missing_ok=True)
@@ -55,8 +53,9 @@ def test_a_group_takes_fewer_steps(tmp_path, monkeypatch, scheme, suffix):
     path, out = tmp_path / "x.safetensors", tmp_path / f"out.{suffix}"
     save_file({f"x{k}.weight": np.ones((4, 32), np.float32) for k in range(300)}, path)
     steps = []
-    for small in (make._SMALL, -1):
-        inside.tune(monkeypatch, small_tensor=small)
+    for alone in (False, True):
+        if alone:
+            inside.tune(monkeypatch, small_tensor=-1)
         safeload.convert(path, out, quantize=scheme, overwrite=True)
         steps.append(count_calls(lambda: safeload.convert(path, out, quantize=scheme, overwrite=True)))
     assert steps[0] < 0.75 * steps[1]

@@ -25,15 +25,12 @@ from ..folders.disk_sink import check_shards, remove_shards, shards_beside
 from ..folders.targets import BinaryWriter, ObjectFile, SaveDestination, is_written_to
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
-from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
-from . import run_plan
-from .copies import copies_of
-from .make import prepare
-from .planning import planned
+from .decide import prepare
 from .request import ConvertOptions, open_sources, request_of
-from .write import Conversion, ConvertReport, write
+from .resume import convert_in_pieces
+from .write import ConvertReport, write
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
@@ -219,10 +216,16 @@ def convert(
                 src, path, options, overwrite=overwrite, threads=threads, progress=progress, verify=verify
             )
         else:
-            executors.check_executor(executor)
-            plan, folder = planned(src, path, options, overwrite=overwrite, resume=resume)
-            own = storage_options
-            report = run_plan.run_all(plan, folder, own, executor=executor, threads=threads, progress=progress)
+            report = convert_in_pieces(
+                src,
+                path,
+                options,
+                overwrite=overwrite,
+                resume=resume,
+                executor=executor,
+                threads=threads,
+                progress=progress,
+            )
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         _advise(error)
@@ -277,8 +280,9 @@ def _at_once(
     """Convert in this process, without records of complete shards."""
     request = request_of(dst, options)
     folder, old = request.folder, []
-    adapters = _paths_of(options.get("adapters"))
-    given = [options.get("imatrix"), *adapters, *_documents_of(verify)]
+    adapters = [] if options.get("adapters") is None else _paths_of(options["adapters"])
+    documents = [] if verify is None or isinstance(verify, bool) else _documents_of(verify)
+    given = [options.get("imatrix"), *adapters, *documents]
     with ExitStack() as stack:
         if folder is None and request.place.files.remote:
             file_in_store(request.place, overwrite=overwrite)
@@ -295,26 +299,21 @@ def _at_once(
             _give_way(catalog, src)
         if folder is None:
             whole = len(catalog.files) == 1  # a single file is replaced as a whole
-            refuse_inputs(request.place.shown, () if whole else catalog.files, beside=catalog.files)
+            refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
         check_shards(old, (file.path for file in catalog.weight_files), every_tensor=request.every_tensor)
-        copies: Conversion | None = copies_of(catalog, request, threads)
-        conversion = prepare(stack, catalog, request, threads) if copies is None else copies
+        conversion = prepare(stack, catalog, request, threads)
         report = write(conversion, request, overwrite=overwrite, progress=progress)
     remove_shards(old)  # after the sources are closed
     return report
 
 
 def _paths_of(adapters: Adapters) -> list[Any]:
-    if adapters is None:
-        return []
     from ...loading.adapter import listed  # only here: most conversions merge nothing
 
     return [path for path, _ in listed(adapters)]
 
 
-def _documents_of(verify: Verify) -> list[Any]:
-    if verify is None or isinstance(verify, bool):
-        return []
+def _documents_of(verify: Any) -> list[Any]:
     return [verify.path, verify.key, *verify.certificates] if isinstance(verify, Signature) else [verify]
 
 

@@ -1,136 +1,381 @@
-"""Decide how each tensor is converted, and record the decisions in plans."""
+"""Decide how each tensor of a result is made, and what else a result has."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...base import dtypes
-from ...base.arrays import Array
-from ...base.scheme import INT8, SCHEMES
+from ...base import dtypes, log
+from ...base.gc_pause import paused
+from ...base.packing import MLX
+from ...base.scheme import SCHEMES
+from ...base.selecting import check_matches, renamed
+from ...base.text import plural, show
+from ...engine.read.lazy import LazyPacked
+from ...errors import SafeloadError, UnsupportedError
+from ...formats.gguf.imatrix import ImportanceMatrix
+from ...formats.gguf.mixtures import FILE_TYPE, with_updated_file_type
 from ...formats.registry import KERAS, SAFETENSORS
-from ...models.diffusion import model_of
-from ...models.layout import Layout, StackedTensor
+from ...models.diffusion import model_of, with_renamed_shapes
+from ...models.family import changed_by_mlx
+from ...models.layout import Layout
 from ...packed import finder
+from ...packed.quantization import is_kept_by, quantization_of
+from ...stores.files import Location
 from ..folders.shards import config_with
 from ..quantize.checkpoint import ModelRules, Rules, Summary, described
-from ..quantize.engine_rules import EngineRules, nothing_left
-from ..quantize.file_types import FileTypeRules
+from ..quantize.engine_layout import EngineCatalog, arranged
+from ..quantize.engine_rules import EngineRules, not_as_in_mlx, nothing_left
+from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
+from ..quantize.importance import read_importance
 from ..quantize.keeping import Planned
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from ..sources.restructured import RestructuredCatalog
-from .request import ConvertRequest
+from .make import Decision, Outputs, outputs_of, spans_of
+from .request import ConvertOptions, ConvertRequest, extras_for, is_restored, metadata_for
 
 _F32 = dtypes.BY_CODE["F32"]
-# Stands for the dtype number of a tensor that is copied.
-AS_STORED = -1
+# Names of the stacked experts of a layer in mlx-lm.
+_MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_proj|fc1|fc2)\.weight\Z")
+# Dtypes of the weights of a model of llama.cpp.
+_LLAMA_CPP_DTYPES = ("F32", "F16", "BF16")
 
 
-class Decision(NamedTuple):
-    """How a tensor of the result is made."""
+class Conversion(NamedTuple):
+    """A result with every tensor decided and named, and none read."""
 
-    sources: tuple[str, ...]  # names in the source: a single tensor, or the layers to stack
-    dtype: str | None = None  # code of the dtype to convert to; None leaves the tensor as stored
-    scheme: str | None = None  # scheme to quantize to
-    kept: str | None = None  # why ``quantize`` leaves the tensor unquantized
-    stack: StackedTensor | None = None  # entry of the layout; `dtype` is never None with it
-    partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
+    catalog: Catalog
+    outputs: Outputs
+    tensor_count: int
+    left_out: tuple[str, ...]  # a sentence each about what the sources hold besides the tensors
+    config: dict[str, Any] | None = None  # ``config.json`` of a folder; None if the source has none
+    files: Mapping[str, Location | bytes] = {}  # other files of a folder: where to copy from, or the content
+    summary: Summary | None = None  # the quantized tensors; None without ``quantize``
+    parameters: int | None = None  # for the index of an engine that wants one for a single shard too
+    restored: bool = False  # True if packed tensors are dequantized
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """Names in the source of all tensors that the result depends on."""
-        return tuple(dict.fromkeys((*self.sources, *self.partners)))
+    def may_hold_codes(self) -> bool:
+        """True if tensors can be codes that a ``config.json`` describes."""
+        return not self.restored and self.outputs.may_hold_codes
+
+
+def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None) -> Conversion:
+    """Merge adapters, which ``stack`` closes, decide about every tensor, and name the outputs."""
+    copied = _copied(catalog, request, threads)
+    if copied is not None:
+        return copied
+    options = request.options
+    if options.get("adapters") is not None:
+        from .merged import merged  # only here: most conversions merge nothing
+
+        with_config = request.folder is not None
+        catalog = merged(stack, catalog, options["adapters"], options.get("storage_options"), with_config=with_config)
+    catalog = _as_model(catalog, request)
+    with paused(len(catalog)):
+        return _decided(catalog, _in_names_of(catalog, request), threads)
+
+
+def _copied(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Conversion | None:
+    """Return a conversion that only copies and casts plain tensors, or dequantizes blocks; None for any other."""
+    options, target, rename = request.options, request.target, request.options.get("rename")
+    if request.format != SAFETENSORS or options.get("quantize") is not None or options.get("layout") is not None:
+        return None
+    if options.get("adapters") is not None or is_restored(catalog, request):
+        return None
+    tensors = catalog.plain(blocks=True)
+    if tensors is None:
+        return None
+    refuses = target is not None or catalog.format == KERAS  # see `Decider`
+    if refuses and dtypes.may_hold_codes(tensors.columns.numbers) and catalog.codes:
+        return None
+    if not request.every_tensor:
+        tensors = tensors.named(catalog.choose(options.get("names"), options.get("only"), options.get("drop")))
+    targets = numbers = tensors.ranges.numbers
+    if target is not None:
+        loaded = {number: dtypes.BY_NUMBER[number].loaded_as(target).number for number in {*numbers.tolist()}}
+        targets = np.array([loaded.get(number, number) for number in range(256)])[numbers]
+    spans = spans_of(tensors, targets)
+    if spans is None:
+        return None
+    names = [*renamed(tensors.names, rename).values()] if rename else tensors.names
+    outputs = Outputs(catalog, request.format, threads, tensors.names, names, (), tensors.shapes, spans)
+    outputs = outputs._replace(metadata=metadata_for(catalog, request))
+    left_out = _left_out(catalog, {}, empty=not names)
+    if request.folder is None:
+        return Conversion(catalog, outputs, len(names), left_out)
+    config = config_with(catalog.config, target, schemes=outputs.schemes)
+    return Conversion(catalog, outputs, len(names), left_out, config, extras_for(catalog, request))
+
+
+def _decided(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Conversion:
+    options, format, layout = request.options, request.format, request.options.get("layout")
+    path, own = options.get("imatrix"), options.get("metadata") or {}
+    matrix = None if path is None else read_importance(path)
+    rules = _rules(catalog, request, matrix)
+    engine = rules if isinstance(rules, EngineRules) else None
+    decider = Decider(catalog, request, rules)
+    stored = [*decider.descriptions, *decider.heads]
+    if rules is not None and options.get("keep") is not None:
+        rules.kept.check(stored)
+    decisions = decider.of_layout(layout) if layout is not None else decider.of_tensors()
+    if isinstance(rules, Rules) and rules.patterns:
+        check_matches("quantize", rules.patterns, {*stored, *decisions})
+    converts = request.target is not None or rules is not None
+    if options.get("adapters") is not None and not converts and layout is None:
+        for source in {source for name, decision in decisions.items() for source in decision.sources or (name,)}:
+            catalog.check_kept(source)
+    outputs = outputs_of(
+        catalog,
+        decisions,
+        format,
+        rename=options.get("rename"),
+        threads=threads,
+        tensors=decider.tensors,
+        descriptions=decider.descriptions,
+        matrix=matrix,
+    )
+    names = dict(zip(outputs.reads, outputs.names, strict=True))
+    for name, output in zip(outputs.reads, outputs.made, strict=False):
+        if isinstance(output, LazyPacked) and names[name] != name:
+            _check_rename(name, names[name], output)
+    if engine is None or not engine.engine.stacks_experts:
+        _check_mlx(catalog, request, restored=decider.restored or engine is not None)
+        if decider.restored:
+            _warn_of_stacks(catalog, names, request.path)
+    for (requested, scheme), count in decider.fallbacks.items():
+        log.warning(
+            "%s: %s got %s instead of %s, because rows are not whole blocks of %d elements",
+            request.path,
+            plural(count, "tensor"),
+            scheme,
+            requested,
+            SCHEMES[requested].block,
+        )
+    metadata = metadata_for(catalog, request)
+    if format == "gguf" and options.get("rename") is not None:
+        metadata = with_renamed_shapes(metadata, names)
+    chosen = (converts and not isinstance(rules, FileTypeRules)) or isinstance(catalog, RestructuredCatalog)
+    if format == "gguf" and chosen and FILE_TYPE not in own:
+        metadata = with_updated_file_type(metadata, outputs.made)
+    if format == "gguf" and isinstance(rules, Rules):
+        metadata = metadata_with(metadata, rules, matrix, own)
+    if engine is not None:
+        metadata = {"format": engine.engine.metadata, **own}
+    outputs = outputs._replace(metadata=metadata, editable=engine is None)
+    texts = catalog.texts if isinstance(catalog, RestructuredCatalog) else {}
+    indexed = engine is not None and engine.engine.always_indexed
+    return Conversion(
+        catalog,
+        outputs,
+        len(names) - len(names.keys() & catalog.ignored.keys()),
+        _left_out(catalog, decider.left_out, empty=not decisions and not decider.ignored),
+        None if request.folder is None else decider.config(outputs.schemes, names),
+        {**extras_for(catalog, request), **texts},
+        decider.summary(outputs.nbytes),
+        sum(math.prod(output.shape) for output in outputs.made) if indexed else None,
+        decider.restored and engine is None,
+    )
+
+
+def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:
+    """Warn of what the sources hold besides the converted tensors, and return a sentence each."""
+    lines = [f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items()]
+    notes = [note for checkpoint in catalog.checkpoints for note in checkpoint.notes]
+    if empty:
+        about = "".join(f"; {line}" for line in (*lines, *notes))
+        raise SafeloadError(f"{catalog.title}: no tensor to convert{about}", path=catalog.title)
+    lines += [note for note in notes if "left out" in note or "not opened" in note]
+    for line in lines:
+        log.warning("%s: %s", catalog.title, line)
+    return tuple(lines)
+
+
+def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
+    """Return the tensors that an engine needs, if the result is the file of an engine."""
+    options, preset = request.options, request.preset
+    if preset is not None and not is_restored(catalog, request):
+        chosen = options.get("names") is not None or options.get("only") is not None
+        return catalog if chosen else arranged(catalog, preset)
+    if options.get("raw") or (request.format != "gguf" and not is_restored(catalog, request)):
+        return catalog
+    from ..architectures.comfyui import from_comfyui, recognized, to_comfyui  # only here: most need no architecture
+    from ..architectures.from_llama_cpp import from_llama_cpp
+    from ..architectures.to_llama_cpp import source_of, to_llama_cpp
+
+    diffusion = None
+    if request.format != "gguf" and model_of(catalog.metadata) is not None:
+        names, only, drop = options.get("names"), options.get("only"), options.get("drop")
+        return from_comfyui(catalog, catalog.choose(names, only, drop, list(catalog.ignored)))
+    if request.format == "gguf" and source_of(catalog.config) is None:
+        diffusion = recognized(catalog)
+        if diffusion is None:
+            return catalog
+    if request.selecting is not None:
+        raise ValueError(f"{request.selecting}= would leave no complete model: pass raw=True to write single tensors")
+    target = request.target
+    if request.format == "gguf" and target is not None and target.code not in _LLAMA_CPP_DTYPES:
+        engine = "llama.cpp" if diffusion is None else "ComfyUI"
+        raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
+    if diffusion is not None:
+        return to_comfyui(catalog, diffusion)
+    if request.format == "gguf":
+        return to_llama_cpp(catalog)
+    model = from_llama_cpp(catalog)
+    return model if preset is None else arranged(model, preset)
+
+
+def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
+    """Return the request with names of the result in place of patterns that match names of the source only."""
+    if not isinstance(catalog, RestructuredCatalog) or isinstance(catalog, EngineCatalog):
+        return request
+    options: ConvertOptions = {**request.options}
+    quantize, keep = options.get("quantize"), options.get("keep")
+    if isinstance(quantize, Mapping):
+        options["quantize"] = {name: to for key, to in quantize.items() for name in catalog.matching(key)}
+    if keep is not None and not callable(keep):
+        patterns = [keep] if isinstance(keep, str) else list(keep)
+        options["keep"] = [name for pattern in patterns for name in catalog.matching(pattern)]
+    return request._replace(options=options)
+
+
+def _rules(catalog: Catalog, request: ConvertRequest, matrix: ImportanceMatrix | None) -> Rules | EngineRules | None:
+    options = request.options
+    quantize = options.get("quantize")
+    if quantize is None:
+        return None
+    if request.preset is not None:
+        return EngineRules(request.preset, options.get("keep"))
+    model = request.format == "gguf" and not options.get("raw")
+    rules = rules_for(catalog, quantize, options.get("keep"), matrix, model=model)
+    if isinstance(rules, FileTypeRules) and options.get("layout") is not None:
+        raise ValueError(f"layout= has no llama.cpp names, which file type {rules.file_type} needs: pass raw=True")
+    return rules
+
+
+def _check_rename(name: str, new: str, output: LazyPacked) -> None:
+    """Refuse a new name for a packed tensor if the quantization config would describe it differently."""
+    module, renamed_module = name.removesuffix(".weight"), new.removesuffix(".weight")
+    if not is_kept_by(output.packing.config, module, renamed_module):
+        raise UnsupportedError(
+            f"rename: tensor {show(name)} stays packed, and the quantization in its config.json names module "
+            f"{show(module)}: pass dtype= to dequantize it",
+            tensor=name,
+        )
+
+
+def _check_mlx(catalog: Catalog, request: ConvertRequest, *, restored: bool) -> None:
+    """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file."""
+    config = catalog.config
+    quantization = quantization_of(config)
+    of_mlx = catalog.metadata.get("format") == "mlx" or (quantization is not None and quantization.method == "mlx")
+    # `restored`: the result is dequantized, or quantized for another engine.
+    if not restored or not of_mlx or request.options.get("raw") or not changed_by_mlx(config):
+        return
+    why = not_as_in_mlx((config or {}).get("model_type"))
+    if request.folder is None:
+        log.warning("%s: %s: the result has MLX's names and values", request.path, why)
+        return
+    raise UnsupportedError(
+        f"{catalog.title}: {why}. Convert the original checkpoint instead; raw=True writes MLX's names and values",
+        path=catalog.title,
+    )
+
+
+def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> None:
+    """Warn of dequantized experts under MLX names, because no other library loads these."""
+    stacks = [new for name, new in names.items() if _MLX_EXPERTS.search(new) and _is_mlx(catalog, name)]
+    if stacks:
+        more = f" and {plural(len(stacks) - 1, 'more tensor')}" if stacks[1:] else ""
+        log.warning(
+            "%s: the experts of a layer are stacked as in MLX (%s%s), and transformers and vLLM do not load these "
+            "names. Convert the original checkpoint instead of the MLX one, or split the stacks",
+            path,
+            show(stacks[0]),
+            more,
+        )
+
+
+def _is_mlx(catalog: Catalog, name: str) -> bool:
+    """Return True if a tensor is packed in an MLX file."""
+    file, number = catalog.place(name)[1:] if name in catalog else (None, 0)
+    packed = None if file is None else file.table.packed(number)
+    return packed is not None and packed.packing.family == MLX
 
 
 class Decider:
     """Decides how tensors are converted, and keeps a record for the summary."""
 
     def __init__(self, catalog: Catalog, request: ConvertRequest, rules: Rules | EngineRules | None) -> None:
-        self._catalog = catalog
-        self._target = request.target
-        self._format = request.format
-        self._rules = rules  # None quantizes nothing
-        self._diffusion = model_of(catalog.metadata) is not None
-        self._kept_f32 = catalog.kept_f32 if isinstance(catalog, RestructuredCatalog) else frozenset()
-        options = request.options
+        options, target, self._format = request.options, request.target, request.format
         names, only, drop = options.get("names"), options.get("only"), options.get("drop")
-        model = ModelRules.of(catalog)
+        self._catalog, self._target = catalog, target
+        self._rules = rules  # None quantizes nothing
         self._engine = rules if isinstance(rules, EngineRules) else None
-        if self._engine is not None:
-            chosen_by = names is not None or only is not None
-            self._engine.set_model(model.schema, catalog, chosen=chosen_by)
-        # llama.cpp and engines tie the head themselves, and a restored model has all of its tensors.
-        ties = not isinstance(rules, (FileTypeRules, EngineRules)) and not isinstance(catalog, RestructuredCatalog)
-        tied = model.tied_heads() if rules is not None and names is None and ties else {}
-        chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
-        #: Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.
-        self.left_out = {}
-        if names is None:
-            unknown = catalog.unknown().items()
-            self.left_out = {name: one.label for name, one in unknown if name in chosen and not one.is_tensor}
-        chosen = {name: None for name in chosen if name not in self.left_out}
-        self.descriptions = {name: catalog.about(name) for name in chosen if name in catalog}
-        self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
-        self.ignored = [name for name in catalog.ignored if name in chosen]
+        self._diffusion = self._format == "gguf" and model_of(catalog.metadata) is not None
+        self._kept_f32 = catalog.kept_f32 if isinstance(catalog, RestructuredCatalog) else frozenset()
         self._quantized: dict[str, str] = {}
         self._kept: dict[str, str] = {}
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
-        if isinstance(rules, Rules):
-            rules.schema = model.schema
+        tied: Mapping[str, str] = {}
+        if rules is not None:
+            model = ModelRules.of(catalog)
+            # llama.cpp and engines tie the head themselves, and a restored model has all of its tensors.
+            ties = not isinstance(rules, (FileTypeRules, EngineRules)) and not isinstance(catalog, RestructuredCatalog)
+            tied = model.tied_heads() if names is None and ties else {}
+            if isinstance(rules, EngineRules):
+                rules.set_model(model.schema, catalog, chosen=names is not None or only is not None)
+            else:
+                rules.schema = model.schema
+        chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
+        unknown = catalog.unknown() if names is None else {}
+        # Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.
+        self.left_out = {name: entry.label for name, entry in unknown.items() if name in chosen and not entry.is_tensor}
+        self.heads = {head: embedding for head, embedding in tied.items() if head in chosen}
+        self.ignored = [name for name in catalog.ignored if name in chosen]
+        beside = {*self.heads, *self.left_out, *(name for name in self.ignored if name not in catalog)}
+        stored = [name for name in chosen if name not in beside]
+        every = request.every_tensor and not self.left_out
+        self.tensors = catalog.plain(None if every else stored, blocks=True) if type(catalog) is Catalog else None
+        self.descriptions = catalog.descriptions(stored, self.tensors)
         if isinstance(rules, FileTypeRules):
             rules.prepare(self.descriptions)
         if self._engine is not None:
             self.descriptions = {k: v for k, v in self.descriptions.items() if not self._engine.drops(k)}
+        converts, packed = target is not None or rules is not None, self.tensors is None
+        self.restored = converts and packed and any(tensor.packed for tensor in self.descriptions.values())
         unnamed = catalog.format == KERAS and not options.get("raw")  # in a copy nothing would tell codes from weights
-        if self._target is not None or rules is not None or self._format != SAFETENSORS or unnamed:
-            cause = f"the format {self._format}" if self._target is None else "dtype="
+        coded = self.tensors is None or dtypes.may_hold_codes(self.tensors.columns.numbers)
+        if coded and (converts or self._format != SAFETENSORS or unnamed):
+            cause = f"the format {self._format}" if target is None else "dtype="
             cause = cause if rules is None else "quantize="
             finder.refuse(catalog.codes, self.descriptions, f"convert with {cause}")
-
-    @property
-    def names(self) -> list[str]:
-        """Source names of the tensors to convert, and of tied heads that can be added."""
-        return [*self.descriptions, *self._heads]
 
     def config(self, schemes: Collection[str], names: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the ``config.json`` of the result, or None if the source has none; ``names`` maps old to new names."""
         config = config_with(self._catalog.config, self._target, restored=self.restored, schemes=schemes)
         return config if self._engine is None else self._engine.config(config, self._quantized, self._kept, names)
 
-    @property
-    def restored(self) -> bool:
-        """True if packed tensors are dequantized."""
-        converts = self._target is not None or self._rules is not None
-        return converts and any(tensor.packed for tensor in self.descriptions.values())
-
     def summary(self, nbytes: int) -> Summary | None:
         """Return the summary of quantized and kept tensors, or None without ``quantize``."""
         if self._rules is None:
             return None
-        before = sum(tensor.nbytes for tensor in self.descriptions.values())
-        heads = {head: self._catalog.about(embedding) for head, embedding in self._heads.items()}
-        tensors = described({**self.descriptions, **{head: heads[head] for head in heads if head in self._quantized}})
-        return Summary(before, nbytes, self._quantized, self._kept, tensors)
-
-    def planned_summary(self, nbytes: int, decisions: Mapping[str, Decision]) -> dict[str, Any] | None:
-        """Return the part of the summary that is not in pieces with these decisions."""
-        summary = self.summary(nbytes)
-        if summary is None:
-            return None
-        in_pieces = {name for name, decision in decisions.items() if decision.kept is not None}
-        kept = {name: reason for name, reason in summary.kept.items() if name not in in_pieces}
-        return {"before": summary.bytes_before, "kept": kept}
+        heads = {head: self._catalog.about(self.heads[head]) for head in self.heads if head in self._quantized}
+        before = sum([tensor.nbytes for tensor in self.descriptions.values()])
+        return Summary(before, nbytes, self._quantized, self._kept, described({**self.descriptions, **heads}))
 
     def of_tensors(self) -> dict[str, Decision]:
         """Decide about tensors under their own names, and about tied heads."""
-        self._catalog.refuse_unknown(self.descriptions)
+        if self.tensors is None:
+            self._catalog.refuse_unknown(self.descriptions)
         names: Iterable[str] = self.descriptions
         if isinstance(self._rules, FileTypeRules):
             names = self._rules.ordered(names)
@@ -138,16 +383,16 @@ class Decider:
         if self._engine is not None:
             return self._with_partners(decisions, self._engine)
         if self._rules is None and self._target is None and self._format in (SAFETENSORS, "gguf"):
-            decisions.update((name, Decision((name,))) for name in self.ignored)  # activation scales: all stays packed
-        for head, embedding in self._heads.items():
+            decisions.update(dict.fromkeys(self.ignored, Decision()))  # activation scales: all stays packed
+        for head, embedding in self.heads.items():
             tensor = self._catalog.about(embedding)
             if tensor.quantized or not tensor.floating:
                 continue
             scheme = self._planned(head, tensor).scheme
             if scheme is not None:
-                decisions[head] = Decision((embedding,), scheme=scheme)
+                decisions[head] = Decision(scheme=scheme, sources=(embedding,))
             elif embedding not in self.descriptions:  # a reader has no embedding in the result to tie the head to
-                decisions[head] = self._decide(embedding, tensor)
+                decisions[head] = self._decide(embedding, tensor)._replace(sources=(embedding,))
         return decisions
 
     def _with_partners(self, decisions: dict[str, Decision], engine: EngineRules) -> dict[str, Decision]:
@@ -167,7 +412,7 @@ class Decider:
             finder.refuse(self._catalog.codes, stack.names, "convert with layout=")
             planned = None if self._rules is None else self._planned(name, _description_of(stack))
             scheme, kept = (None, None) if planned is None else (planned.scheme, planned.reason or None)
-            decisions[name] = Decision(tuple(stack.names), stack.row.code, scheme, kept, stack.entry)
+            decisions[name] = Decision(stack.row.code, scheme, kept, tuple(stack.names), stack.entry)
         return decisions
 
     def _planned(self, name: str, tensor: TensorDescription) -> Planned:
@@ -189,20 +434,20 @@ class Decider:
         if self._engine is not None and planned is not None:
             if planned.scheme is not None:
                 weight = self._engine.weight_dtype(tensor, self._target)
-                return Decision((name,), weight.code, planned.scheme)
+                return Decision(weight.code, planned.scheme)
             target = self._engine.kept_dtype(tensor, self._target)
             changes = target is not None and (tensor.floating or tensor.scheme is not None) and target is not row
-            return Decision((name,), target.code if changes and target is not None else None, kept=kept)
+            return Decision(target.code if changes and target is not None else None, kept=kept)
         if planned is not None and planned.scheme is not None:
-            return Decision((name,), scheme=planned.scheme)
+            return Decision(scheme=planned.scheme)
         if planned is not None and planned.dtype is not None:
-            return Decision((name,), planned.dtype, kept=kept)
+            return Decision(planned.dtype, kept=kept)
         if tensor.packed:
             if self._target is None and self._rules is None:
-                return Decision((name,))
+                return Decision()
             row = _F32
         elif tensor.scheme is not None and (self._target is None or (planned is not None and planned.already)):
-            return Decision((name,), kept=kept)
+            return Decision(kept=kept)
         if self._target is not None and (row.floating or tensor.scheme is not None):
             row = self._target
         if self._format == "gguf" and row.floating and row.block_bytes > 1 and self._is_kept_f32(name, tensor):
@@ -210,7 +455,7 @@ class Decider:
         unchanged = row is tensor.row and tensor.scheme is None
         if unchanged and self._format == SAFETENSORS and row not in dtypes.SAFETENSORS:
             raise dtypes.not_stored(row.name, name)
-        return Decision((name,), None if unchanged else row.code, kept=kept)
+        return Decision(None if unchanged else row.code, kept=kept)
 
     def _is_kept_f32(self, name: str, tensor: TensorDescription) -> bool:
         """Return True if a tensor of a GGUF file is float32 whatever dtype is requested."""
@@ -223,79 +468,3 @@ class Decider:
 def _description_of(stack: Stack) -> TensorDescription:
     row, shape = stack.row, stack.shape
     return TensorDescription(stack.entry.name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
-
-
-# ---- in plans ----
-
-
-def runs_of(decisions: Mapping[str, Decision]) -> list[dict[str, Any]]:
-    """Return decisions as plain data, with a single run for neighbours with equal decisions."""
-    runs = []
-    for _, items in groupby(decisions.items(), key=_run_key):
-        group = list(items)
-        name, first = group[0]
-        run = {
-            "names": [*first.sources] if first.stack is not None else [name for name, _ in group],
-            "dtype": first.dtype,
-            "scheme": first.scheme,
-            "kept": first.kept,
-            "stack": first.stack and [first.stack.name, first.stack.source, first.stack.transpose],
-            "of": first.sources[0] if first.stack is None and first.sources != (name,) else None,
-            "partners": [*first.partners],
-        }
-        runs.append({key: value for key, value in run.items() if value})
-    return runs
-
-
-def _run_key(item: tuple[str, Decision]) -> tuple[Any, ...]:
-    """Return the key of a decision's run; a stacked or renamed tensor has its own run."""
-    name, decision = item
-    alone = None if decision.sources == (name,) and decision.stack is None else name
-    return decision.dtype, decision.scheme, decision.kept, alone, decision.partners
-
-
-def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
-    """Return the decisions of `runs_of`."""
-    decisions: dict[str, Decision] = {}
-    for run in runs:
-        dtype, scheme, kept, of = (run.get(key) for key in ("dtype", "scheme", "kept", "of"))
-        if "stack" in run:
-            stack = StackedTensor(*run["stack"])
-            decisions[stack.name] = Decision(tuple(run["names"]), dtype, scheme, kept, stack)
-            continue
-        partners = tuple(run.get("partners", ()))
-        for name in run["names"]:
-            decisions[name] = Decision((of or name,), dtype, scheme, kept, partners=partners)
-    return decisions
-
-
-def runs_of_casts(names: Sequence[str], sources: Array, targets: Array) -> list[dict[str, Any]]:
-    """Return tensors that are copied or cast, by their dtype numbers, like `runs_of`."""
-    casts = np.where(sources == targets, AS_STORED, targets.astype(np.int16))
-    begins = [0, *(np.flatnonzero(casts[1:] != casts[:-1]) + 1).tolist()] if len(casts) else []
-    codes = [None if number == AS_STORED else dtypes.BY_NUMBER[number].code for number in casts[begins].tolist()]
-    ends = [*begins[1:], len(casts)]
-    return [
-        {"names": [*names[begin:end]], **({} if code is None else {"dtype": code})}
-        for begin, end, code in zip(begins, ends, codes, strict=False)
-    ]
-
-
-def target_of(code: str | None, scheme: str | None) -> int | None:
-    """Return the dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
-    if scheme is None:
-        return AS_STORED if code is None else dtypes.BY_CODE[code].number
-    return SCHEMES[scheme].target(None) if scheme in SCHEMES and scheme != INT8 else None
-
-
-def casts_of(piece: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the `target_of` each tensor, or None unless each tensor has it."""
-    if piece["adapters"] or piece["recipes"]:
-        return None
-    casts: dict[str, int] = {}
-    for run in piece["tensors"]:
-        target = target_of(run.get("dtype"), run.get("scheme"))
-        if target is None or not run.keys().isdisjoint(("stack", "of", "partners")):
-            return None
-        casts.update(dict.fromkeys(run["names"], target))
-    return casts

@@ -1,13 +1,15 @@
-"""Make the tensors of a conversion as decided, each when a writer reaches it."""
+"""The tensors of a result: how each is made, in columns, when a writer reaches it."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,347 +18,314 @@ from ...base import dtypes, log, packing
 from ...base.arrays import Array, foreign_order
 from ...base.gc_pause import paused
 from ...base.messages import error_about
-from ...base.packing import MLX, Part
-from ...base.scheme import SCHEMES, usual_axis
-from ...base.selecting import check_matches, renamed
-from ...base.text import plural, show
+from ...base.packing import Part
+from ...base.scheme import INT8, SCHEMES, usual_axis
+from ...base.selecting import Renames, renamed
+from ...engine.ahead.spans import Spans
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
 from ...engine.codes.restore import read_array
 from ...engine.codes.source import Source
 from ...engine.read.lazy import Lazy, LazyEncoded, LazyPacked, LazyQuantized, Staged
 from ...engine.read.plan import Entry
+from ...engine.read.tensors import Tensors
 from ...engine.run import jobs
+from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import private_array
-from ...errors import UnsupportedError
+from ...errors import RangeError, UnsupportedError
 from ...formats.gguf.imatrix import ImportanceMatrix
-from ...formats.gguf.mixtures import FILE_TYPE, with_updated_file_type
 from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS, row_of
-from ...models.diffusion import model_of, with_renamed_shapes
-from ...models.family import changed_by_mlx
-from ...models.layout import Layout
+from ...formats.safetensors.header import ROOM, Header
+from ...formats.safetensors.quantized import texts_with
+from ...models.layout import Layout, StackedTensor
 from ...packed.families import presets
-from ...packed.quantization import is_kept_by, quantization_of
-from ...stores.files import Location
-from ..folders.shards import Output, ShardWriter, shard_bounds, weight_map, writer_of
-from ..quantize.checkpoint import Rules, Summary
+from ..folders.shards import Output, ShardWriter, shard_bounds, writer_of
 from ..quantize.encoding import Encoding, encode, global_scale, largest_in
-from ..quantize.engine_layout import EngineCatalog, arranged
-from ..quantize.engine_rules import EngineRules, not_as_in_mlx
-from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
-from ..quantize.importance import read_importance, vectors_for
-from ..quantize.quantize import Rounding, quantize_source
+from ..quantize.importance import vectors_for
+from ..quantize.quantize import Request, Rounding, maxima_of, quantize_source, run_requests, scales_of
 from ..quantize.stack import fill, plan
 from ..quantize.weights import ScratchBuffers, Weights, weights_in
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from ..sources.recipes import TensorRecipe
-from ..sources.restructured import RestructuredCatalog
-from .copies import Copies, copies_as_decided, may_be_code
-from .decide import Decider, Decision, runs_of
-from .request import ConvertOptions, ConvertRequest, extras_for, is_restored, metadata_for
-from .small_groups import SmallGroups, SmallTensor
 
-# Names of the stacked experts of a layer in mlx-lm.
-_MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_proj|fc1|fc2)\.weight\Z")
-# Dtypes of the weights of a model of llama.cpp.
-_LLAMA_CPP_DTYPES = ("F32", "F16", "BF16")
+_BYTES = dtypes.BY_CODE["U8"]
+# Stands for the dtype number of a tensor that is copied.
+AS_STORED = -1
 _SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
-_KEPT_BYTES = 16 << 20  # of scales that are kept until they are written
+# A group of small tensors fits into the caches, and is large enough that a tensor takes little time beside its bytes.
+_GROUP_TENSORS, _GROUP_BYTES = 256, 1 << 20
+_KEPT_BYTES = 16 << 20  # of scales, or of the magnitudes that give them, that are kept until they are written
+# Bytes of the widest integers that GPTQ and AWQ pack codes into.
+_WIDEST_CODES = 4
+
+
+class Decision(NamedTuple):
+    """How a tensor of the result is made."""
+
+    dtype: str | None = None  # code of the dtype to convert to; None leaves the tensor as stored
+    scheme: str | None = None  # scheme to quantize to
+    kept: str | None = None  # why ``quantize`` leaves the tensor unquantized
+    sources: tuple[str, ...] = ()  # other names in the source: of the embedding of a head, or of the layers to stack
+    stack: StackedTensor | None = None  # entry of the layout; `dtype` is never None with it
+    partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
+
+    @property
+    def target(self) -> int | None:
+        """The dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
+        if self.sources or self.stack is not None or self.partners:
+            return None
+        if self.scheme is None:
+            return AS_STORED if self.dtype is None else dtypes.BY_CODE[self.dtype].number
+        return SCHEMES[self.scheme].target(None) if self.scheme in SCHEMES and self.scheme != INT8 else None
 
 
 class Outputs(NamedTuple):
-    """A conversion with every tensor decided and named, and none read."""
+    """Tensors to write, in columns. The core converts all of them as it reads, or each is made by itself."""
 
     catalog: Catalog
-    decider: Decider
-    decisions: dict[str, Decision]  # by name before ``rename``
-    tensors: dict[str, Output]  # by name in the result
-    metadata: Mapping[Any, Any]
-    extras: dict[str, Location]  # other files to copy into the folder, by name
     format: str
-    maker: Maker
-    engine_rules: EngineRules | None = None
+    threads: int | None
+    reads: Sequence[str]  # names before ``rename``
+    names: Sequence[str]  # in the result
+    decided: Sequence[Decision]  # () if all tensors are only copied or cast
+    shapes: Sequence[tuple[int, ...]] = ()  # with spans
+    spans: Spans | None = None  # None if each tensor is made by itself
+    made: Sequence[Output] = ()  # without spans
+    maker: Maker | None = None
+    metadata: Mapping[Any, Any] = {}
+    editable: bool = True  # False for the headers of engines, which have no room for changes
 
     @property
-    def tensor_count(self) -> int:
-        """Number of tensors of the result."""
-        return sum(name not in self.catalog.ignored for name in self.decisions)
+    def sizes(self) -> Sequence[int] | Array:
+        """Bytes of each tensor."""
+        return [output.nbytes for output in self.made] if self.spans is None else self.spans.lengths
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of the result."""
-        return sum(output.nbytes for output in self.tensors.values())
+        """Bytes of all tensors."""
+        return int(sum(self.sizes)) if self.spans is None else int(self.spans.lengths.sum())
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """The decision about each tensor."""
+        if self.decided or self.spans is None:
+            return self.decided
+        columns = self.spans.columns
+        targets = np.where(columns.sources == columns.targets, AS_STORED, columns.targets.astype(np.int16)).tolist()
+        kinds = {k: Decision(None if k == AS_STORED else dtypes.BY_NUMBER[k].code) for k in {*targets}}
+        return [kinds[target] for target in targets]
+
+    @property
+    def tensors(self) -> dict[str, Output]:
+        """The tensors that are made by themselves, by name."""
+        return dict(zip(self.names, self.made, strict=True))
 
     @property
     def texts(self) -> dict[str, str] | None:
-        return as_texts(self.metadata) or None
+        """The metadata as text."""
+        return (as_texts(self.metadata) or None) if self.metadata else None
 
     @property
-    def config(self) -> dict[str, Any] | None:
-        return self.decider.config(self.schemes, dict(zip(self.decisions, self.tensors, strict=True)))
-
-    @property
-    def parameters(self) -> int | None:
-        if self.engine_rules is None or not self.engine_rules.engine.always_indexed:
-            return None
-        return sum(math.prod(output.shape) for output in self.tensors.values())
-
-    @property
-    def files(self) -> Mapping[str, Location | bytes]:
-        """Other files of the folder: those to copy, and those that were made."""
-        texts = self.catalog.texts if isinstance(self.catalog, RestructuredCatalog) else {}
-        return {**self.extras, **texts}
+    def in_blocks(self) -> list[int]:
+        """With spans: positions of the tensors that are stored in blocks."""
+        assert self.spans is not None
+        positions: list[int] = np.flatnonzero(self.spans.targets >= len(dtypes.TABLE)).tolist()
+        return positions
 
     @property
     def schemes(self) -> tuple[str, ...]:
-        return tuple(sorted({output.scheme for output in self.tensors.values() if isinstance(output, LazyQuantized)}))
-
-    @property
-    def summary(self) -> Summary | None:
-        return self.decider.summary(self.nbytes)
-
-    @property
-    def planned_summary(self) -> dict[str, Any] | None:
-        return self.decider.planned_summary(self.nbytes, self.decisions)
-
-    @property
-    def runs(self) -> list[dict[str, Any]]:
-        return runs_of(self.decisions)
-
-    @property
-    def recipes(self) -> dict[str, TensorRecipe]:
-        return self.catalog.recipes_of(self._reads) if isinstance(self.catalog, EngineCatalog) else {}
-
-    @property
-    def _reads(self) -> list[str]:
-        return [*dict.fromkeys(name for decision in self.decisions.values() for name in decision.reads)]
-
-    @property
-    def reads(self) -> list[str]:
-        """Names of tensors in the source's files."""
-        names, catalog = self._reads, self.catalog
-        if isinstance(catalog, EngineCatalog):
-            names = [source for name in names for source in catalog.sources_of(name)]
-        return names
+        """Safeload's schemes of quantized tensors."""
+        if self.spans is None:
+            return tuple(sorted({output.scheme for output in self.made if isinstance(output, LazyQuantized)}))
+        return tuple(sorted({dtypes.of_number(k).name for k in {*self.spans.targets[self.in_blocks].tolist()}}))
 
     @property
     def may_hold_codes(self) -> bool:
-        if self.decider.restored and self.engine_rules is None:
-            return False
-        outputs = self.tensors.values()
-        return any(
-            isinstance(output, LazyPacked | LazyEncoded) or (isinstance(output, Lazy) and may_be_code(output.dtype))
-            for output in outputs
-        )
+        """True if tensors can be codes that a ``config.json`` describes."""
+        if self.spans is not None:
+            numbers = [number for number in {*self.spans.targets.tobytes()} if number < len(dtypes.TABLE)]
+            return any(map(_may_be_code, map(dtypes.array_dtype, numbers)))
+        if any(isinstance(output, LazyPacked | LazyEncoded) for output in self.made):
+            return True
+        return any(_may_be_code(output.dtype) for output in self.made if isinstance(output, Lazy))
 
     def divided(self, limit: int) -> dict[str, Outputs]:
-        tensors, decisions = list(self.tensors.items()), list(self.decisions.items())
-        bounds = shard_bounds([output.nbytes for output in self.tensors.values()], limit)
-        return {
-            file: self._replace(tensors=dict(tensors[rows]), decisions=dict(decisions[rows]))
-            for file, rows in bounds.items()
-        }
+        """Return the shards of a folder by file name, each at most ``limit`` bytes."""
+        return {file: self._rows(rows) for file, rows in shard_bounds(self.sizes, limit).items()}
 
-    def weight_map(self, shards: Mapping[str, Outputs]) -> dict[str, str]:
-        return weight_map({file: shard.tensors for file, shard in shards.items()})
+    def _rows(self, rows: slice) -> Outputs:
+        return self._replace(
+            reads=self.reads[rows],
+            names=self.names[rows],
+            decided=self.decided[rows],
+            shapes=self.shapes[rows],
+            spans=None if self.spans is None else self.spans.pick(rows),
+            made=self.made[rows],
+        )
 
     def writer(self, written: Callable[[int], object]) -> ShardWriter:
-        with paused(len(self.tensors)):
-            return writer_of(self._begun(written), self.texts, editable=self.engine_rules is None)
+        """Return the writer of a shard; it calls ``written`` with the bytes of tensors since the last call."""
+        if self.spans is not None:
+            return _CopyWriter(self, self.spans, written)
+        with paused(len(self.names)):
+            return writer_of(self._begun(written), self.texts, editable=self.editable)
+
+    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
+        """Write a file in the format of the result and return its size."""
+        if self.spans is None:
+            row_of(self.format).write(self._begun(written), self.metadata, path, overwrite=overwrite)
+            return os.path.getsize(path)
+        writer = _CopyWriter(self, self.spans, written)
+        with AtomicFile(path, writer.size, overwrite=overwrite) as file:
+            writer.write_to(file)
+        return writer.size
 
     def _begun(self, written: Callable[[int], object]) -> dict[str, Output]:
         """Return the tensors for a new writer, which reports the bytes that it has written."""
-        self.maker.begin(dict(zip(self.tensors, self.decisions, strict=True)))
-        for output in self.tensors.values():
+        assert self.maker is not None
+        self.maker.begin(dict(zip(self.names, self.reads, strict=True)))
+        for output in self.made:
             output.report_to(written)
         return self.tensors
 
-    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
-        row_of(self.format).write(self._begun(written), self.metadata, path, overwrite=overwrite)
-        return os.path.getsize(path)
+
+def outputs_of(
+    catalog: Catalog,
+    decisions: Mapping[str, Decision],
+    format: str,
+    *,
+    rename: Renames = None,
+    threads: int | None = None,
+    tensors: Tensors | None = None,  # plain or in blocks, as far as they are known already
+    descriptions: Mapping[str, TensorDescription] | None = None,  # available already
+    matrix: ImportanceMatrix | None = None,  # by names in the source
+) -> Outputs:
+    """Return the tensors as decided."""
+    reads, decided = [*decisions], [*decisions.values()]
+    if format == SAFETENSORS and matrix is None and type(catalog) is Catalog:
+        targets = {decision: decision.target for decision in {*decided}}
+        if None not in targets.values():
+            tensors = catalog.plain(reads, blocks=True) if tensors is None else tensors.named(reads)
+            numbers = np.array([targets[decision] for decision in decided], np.int16)
+            spans = None if tensors is None else spans_of(tensors, numbers)
+            if tensors is not None and spans is not None:
+                names = [*renamed(reads, rename).values()] if rename else reads
+                return Outputs(catalog, format, threads, reads, names, decided, tensors.shapes, spans)
+    maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
+    outputs = maker.outputs()
+    names = [*renamed(reads, rename).values()] if rename else reads
+    return Outputs(catalog, format, threads, reads, names, decided, made=outputs, maker=maker)
 
 
-def prepare(
-    stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None
-) -> Outputs | Copies:
-    """Merge adapters, which ``stack`` closes, decide about every tensor, and name the outputs."""
-    options = request.options
-    if options.get("adapters") is not None:
-        from .merged import merged  # only here: most conversions merge nothing
-
-        with_config = request.folder is not None
-        catalog = merged(stack, catalog, options["adapters"], options.get("storage_options"), with_config=with_config)
-    catalog = _as_model(catalog, request)
-    request = _in_names_of(catalog, request)
-    with paused(len(catalog)):
-        return _prepared(catalog, request, threads)
+def reads_of(names: Sequence[str], decided: Sequence[Decision]) -> Sequence[str]:
+    """Return the names in the source of all tensors that these tensors depend on."""
+    if not any(decision.sources or decision.partners for decision in {*decided}):
+        return names
+    pairs = zip(names, decided, strict=True)
+    return [*dict.fromkeys(read for name, each in pairs for read in (*(each.sources or (name,)), *each.partners))]
 
 
-def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
-    """Return the tensors that an engine needs, if the result is the file of an engine."""
-    options, rules = request.options, request.engine_rules
-    if rules is not None and not is_restored(catalog, request):
-        chosen = options.get("names") is not None or options.get("only") is not None
-        return catalog if chosen else arranged(catalog, rules.preset)
-    if options.get("raw") or (request.format != "gguf" and not is_restored(catalog, request)):
-        return catalog
-    from ..architectures.comfyui import from_comfyui, recognized, to_comfyui  # only here: most need no architecture
-    from ..architectures.from_llama_cpp import from_llama_cpp
-    from ..architectures.to_llama_cpp import source_of, to_llama_cpp
-
-    diffusion = None
-    if request.format != "gguf" and model_of(catalog.metadata) is not None:
-        names, only, drop = options.get("names"), options.get("only"), options.get("drop")
-        return from_comfyui(catalog, catalog.choose(names, only, drop, list(catalog.ignored)))
-    if request.format == "gguf" and source_of(catalog.config) is None:
-        diffusion = recognized(catalog)
-        if diffusion is None:
-            return catalog
-    if request.selecting is not None:
-        raise ValueError(f"{request.selecting}= would leave no complete model: pass raw=True to write single tensors")
-    target = request.target
-    if request.format == "gguf" and target is not None and target.code not in _LLAMA_CPP_DTYPES:
-        engine = "llama.cpp" if diffusion is None else "ComfyUI"
-        raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
-    if diffusion is not None:
-        return to_comfyui(catalog, diffusion)
-    if request.format == "gguf":
-        return to_llama_cpp(catalog)
-    model = from_llama_cpp(catalog)
-    return model if rules is None else arranged(model, rules.preset)
+def runs_of(outputs: Outputs) -> list[dict[str, Any]]:
+    """Return the decisions as plain data, with a single run for neighbours with equal decisions."""
+    runs = []
+    for decision, group in groupby(zip(outputs.decisions, outputs.reads, strict=True), itemgetter(0)):
+        run = {key: value for key, value in zip(Decision._fields, decision, strict=True) if value}
+        if decision.stack is not None:
+            run["stack"] = [decision.stack.name, decision.stack.source, decision.stack.transpose]
+        runs.append({"names": [name for _, name in group], **run})
+    return runs
 
 
-def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
-    """Return the request with names of the result in place of patterns that match names of the source only."""
-    if not isinstance(catalog, RestructuredCatalog) or isinstance(catalog, EngineCatalog):
-        return request
-    options: ConvertOptions = {**request.options}
-    quantize, keep = options.get("quantize"), options.get("keep")
-    if isinstance(quantize, Mapping):
-        options["quantize"] = {name: to for key, to in quantize.items() for name in catalog.matching(key)}
-    if keep is not None and not callable(keep):
-        patterns = [keep] if isinstance(keep, str) else list(keep)
-        options["keep"] = [name for pattern in patterns for name in catalog.matching(pattern)]
-    return request._replace(options=options)
+def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
+    """Return the decisions of `runs_of`."""
+    decisions: dict[str, Decision] = {}
+    for run in runs:
+        sources, partners = tuple(run.get("sources", ())), tuple(run.get("partners", ()))
+        stack = StackedTensor(*run["stack"]) if "stack" in run else None
+        decision = Decision(run.get("dtype"), run.get("scheme"), run.get("kept"), sources, stack, partners)
+        decisions.update(dict.fromkeys(run["names"], decision))
+    return decisions
 
 
-def _rules(catalog: Catalog, request: ConvertRequest, matrix: ImportanceMatrix | None) -> Rules | EngineRules | None:
-    options = request.options
-    quantize, engine_rules = options.get("quantize"), request.engine_rules
-    if quantize is None or engine_rules is not None:
-        return engine_rules
-    model = request.format == "gguf" and not options.get("raw")
-    rules = rules_for(catalog, quantize, options.get("keep"), matrix, model=model)
-    if isinstance(rules, FileTypeRules) and options.get("layout") is not None:
-        raise ValueError(f"layout= has no llama.cpp names, which file type {rules.file_type} needs: pass raw=True")
-    return rules
+# ---- in columns ----
 
 
-def _prepared(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Outputs | Copies:
-    options, format, layout = request.options, request.format, request.options.get("layout")
-    path = options.get("imatrix")
-    matrix = None if path is None else read_importance(path)
-    rules = _rules(catalog, request, matrix)
-    decider = Decider(catalog, request, rules)
-    if rules is not None:
-        rules.kept.check(decider.names)
-    decisions = decider.of_layout(layout) if layout is not None else decider.of_tensors()
-    if isinstance(rules, Rules):
-        check_matches("quantize", rules.patterns, {*decider.names, *decisions})
-    converts = request.target is not None or rules is not None
-    if options.get("adapters") is not None and not converts and layout is None:
-        for source in {source for decision in decisions.values() for source in decision.sources}:
-            catalog.check_kept(source)
-    copies = None if matrix is not None else copies_as_decided(catalog, request, decider, decisions, threads)
-    maker = Maker(catalog, decisions, format, threads=threads, descriptions=decider.descriptions, matrix=matrix)
-    outputs = maker.outputs() if copies is None else {}
-    rename = options.get("rename")
-    names = {name: name for name in decisions} if rename is None else renamed(decisions, rename)
-    for name, output in outputs.items() if rename is not None else ():
-        _check_rename(name, names[name], output)
-    if not (isinstance(rules, EngineRules) and rules.engine.stacks_experts):
-        _check_mlx(catalog, request, restored=decider.restored or isinstance(rules, EngineRules))
-        if decider.restored:
-            _warn_of_stacks(catalog, names, request.path)
-    for (requested, scheme), count in decider.fallbacks.items():
-        log.warning(
-            "%s: %s got %s instead of %s, because rows are not whole blocks of %d elements",
-            request.path,
-            plural(count, "tensor"),
-            scheme,
-            requested,
-            SCHEMES[requested].block,
-        )
-    if copies is not None:
-        return copies._replace(names=[*names.values()])
-    outputs = {names[name]: output for name, output in outputs.items()}
-    metadata = metadata_for(catalog, request)
-    if format == "gguf" and rename is not None:
-        metadata = with_renamed_shapes(metadata, names)
-    own = options.get("metadata") or {}
-    chosen = (converts and not isinstance(rules, FileTypeRules)) or isinstance(catalog, RestructuredCatalog)
-    if format == "gguf" and chosen and FILE_TYPE not in own:
-        metadata = with_updated_file_type(metadata, outputs.values())
-    if format == "gguf" and isinstance(rules, Rules):
-        metadata = metadata_with(metadata, rules, matrix, own)
-    engine_rules = rules if isinstance(rules, EngineRules) else None
-    if engine_rules is not None:
-        metadata = {"format": engine_rules.engine.metadata, **own}
-    extras = extras_for(catalog, request)
-    return Outputs(catalog, decider, decisions, outputs, metadata, extras, format, maker, engine_rules)
+def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
+    """Return the spans of tensors, or None if the core does not convert all of them in one step."""
+    numbers = tensors.ranges.numbers
+    targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
+    for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
+        row, to = map(dtypes.of_number, divmod(pair, 256))
+        if row is to:
+            continue
+        converts = (to.floating and (row.floating or row.blocked)) or (to.blocked and row.floating)
+        if not (converts and row.converts_to(to)):
+            return None
+    for to in map(dtypes.of_number, set(targets.tolist())):
+        if to in dtypes.TABLE and to not in dtypes.SAFETENSORS:
+            return None  # the writer refuses it by name
+        if to.blocked:
+            shapes = tensors.shapes
+            rows = {shapes[k][-1:] for k in np.flatnonzero(targets == to.number).tolist()}
+            if () in rows or any(length % to.block for (length,) in rows):
+                return None
+    return Spans.of(tensors, targets)
 
 
-def _check_rename(name: str, new: str, output: Output) -> None:
-    """Refuse a new name for a packed tensor if the quantization config would describe it differently."""
-    if new == name or not isinstance(output, LazyPacked):
-        return
-    module, renamed_module = name.removesuffix(".weight"), new.removesuffix(".weight")
-    if not is_kept_by(output.packing.config, module, renamed_module):
-        raise UnsupportedError(
-            f"rename: tensor {show(name)} stays packed, and the quantization in its config.json names module "
-            f"{show(module)}: pass dtype= to dequantize it",
-            tensor=name,
-        )
+def _may_be_code(dtype: np.dtype[Any]) -> bool:
+    integer = dtype.kind in "iu" and dtype.itemsize <= _WIDEST_CODES
+    return integer or (dtype.itemsize == 1 and dtype.kind != "b")
 
 
-def _check_mlx(catalog: Catalog, request: ConvertRequest, *, restored: bool) -> None:
-    """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file."""
-    config = catalog.config
-    quantization = quantization_of(config)
-    of_mlx = catalog.metadata.get("format") == "mlx" or (quantization is not None and quantization.method == "mlx")
-    # `restored`: the result is dequantized, or quantized for another engine.
-    if not restored or not of_mlx or request.options.get("raw") or not changed_by_mlx(config):
-        return
-    why = not_as_in_mlx((config or {}).get("model_type"))
-    if request.folder is None:
-        log.warning("%s: %s: the result has MLX's names and values", request.path, why)
-        return
-    raise UnsupportedError(
-        f"{catalog.title}: {why}. Convert the original checkpoint instead; raw=True writes MLX's names and values",
-        path=catalog.title,
-    )
+class _CopyWriter:
+    """The writer of a file with spans."""
 
+    def __init__(self, outputs: Outputs, spans: Spans, written: Callable[[int], object]) -> None:
+        numbers, shapes, described = spans.targets.copy(), [*outputs.shapes], {}
+        for k in outputs.in_blocks:
+            row, shape = dtypes.of_number(int(numbers[k])), shapes[k]
+            described[outputs.names[k]] = {"scheme": row.name, "shape": list(shape), "axis": None}
+            numbers[k], shapes[k] = _BYTES.number, dtypes.array_shape(row, shape, 0)
+        texts: Mapping[str, str] | None = outputs.texts
+        texts, room = texts_with(texts, described) if texts or described else None, ROOM if outputs.editable else 0
+        self._header = Header(outputs.names, numbers.tobytes(), shapes, texts, room=room)
+        self._outputs = outputs
+        self._spans = spans
+        self._written = written
+        self.size: int = self._header.nbytes + int(spans.lengths.sum())
 
-def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> None:
-    """Warn of dequantized experts under MLX names, because no other library loads these."""
-    stacks = [new for name, new in names.items() if _MLX_EXPERTS.search(new) and _is_mlx(catalog, name)]
-    if stacks:
-        more = f" and {plural(len(stacks) - 1, 'more tensor')}" if stacks[1:] else ""
-        log.warning(
-            "%s: the experts of a layer are stacked as in MLX (%s%s), and transformers and vLLM do not load these "
-            "names. Convert the original checkpoint instead of the MLX one, or split the stacks",
-            path,
-            show(stacks[0]),
-            more,
-        )
+    def write_to(self, file: AtomicFile) -> None:
+        try:
+            self._write(file)
+            return
+        except RangeError as error:  # of a range of several tensors
+            refused = error
+        try:
+            self._quantize_alone()
+            raise refused
+        finally:
+            del refused  # it refers to this frame
 
+    def _quantize_alone(self) -> None:
+        """Quantize the tensors one by one, in the order of the file, to get the error of the first."""
+        outputs, blocks = self._outputs, {*self._outputs.in_blocks}
+        for k in self._header.order.tolist():
+            source, target = (int(column[k]) for column in self._spans.columns[3:])
+            if k in blocks and source != target:
+                scheme, shape, name = dtypes.of_number(target).name, outputs.shapes[k], outputs.reads[k]
+                (dtype, stored), _ = storage_of(scheme, shape, None)
+                data, values = np.empty(stored, dtype), outputs.catalog.source(name)
+                quantize_source(values, scheme, axis=None, rounding=None, data=data, threads=outputs.threads)
 
-def _is_mlx(catalog: Catalog, name: str) -> bool:
-    """Return True if a tensor is packed in an MLX file."""
-    file, number = catalog.place(name)[1:] if name in catalog else (None, 0)
-    packed = None if file is None else file.table.packed(number)
-    return packed is not None and packed.packing.family == MLX
+    def _write(self, file: AtomicFile) -> None:
+        header = [(self._header.address, self._header.nbytes)]
+        with closing(self._spans.pick(self._header.order).read(self._outputs.threads)) as chunks:
+            for chunk in chunks:  # the first chunk goes out together with the header
+                file.write([*header, chunk])
+                header = []
+                self._written(chunk[1])
+        if header:
+            file.write(header)
 
 
 # ---- tensor by tensor ----
@@ -384,7 +353,7 @@ class Maker:
         self._threads = threads
         self._scratch, self._codes = _Scratch(), _Scratch()
         self._buffers = ScratchBuffers()
-        self._small = SmallGroups(threads)
+        self._small = _SmallGroups(threads)
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
@@ -393,9 +362,9 @@ class Maker:
             quantized = [name for name, decision in decisions.items() if decision.scheme is not None]
             self._importance = vectors_for(matrix, {name: self._about(name).shape for name in quantized})
 
-    def outputs(self) -> dict[str, Output]:
+    def outputs(self) -> list[Output]:
         """Return all tensors, in the order of the decisions."""
-        return {name: self._output(name, decision) for name, decision in self._decisions.items()}
+        return [self._output(name, decision) for name, decision in self._decisions.items()]
 
     def begin(self, names: Mapping[str, str]) -> None:
         """Prepare for a writer of tensors: small ones are quantized together, in the order of the file."""
@@ -406,7 +375,7 @@ class Maker:
     def _output(self, name: str, decision: Decision) -> Output:
         if decision.stack is not None:
             return self._stacked(name, decision)
-        (source,) = decision.sources
+        (source,) = decision.sources or (name,)
         if source not in self._catalog:
             return _stored(self._catalog.ignored[source], self._threads)
         tensor = self._about(source)
@@ -441,8 +410,12 @@ class Maker:
         if self._format != SAFETENSORS:
             return None
         if code not in self._entries:  # single lookups take longer than reading small tensors
-            plain = [each for each in self._decisions.values() if each.scheme is None and each.stack is None]
-            names = [each.sources[0] for each in plain if each.dtype == code and each.sources[0] in self._catalog]
+            plain = [
+                (each.sources or (name,))[0]
+                for name, each in self._decisions.items()
+                if each.scheme is None and each.stack is None and each.dtype == code
+            ]
+            names = [each for each in plain if each in self._catalog]
             self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
         entry = self._entries[code].get(source)
         return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
@@ -472,26 +445,18 @@ class Maker:
     ) -> LazyQuantized:
         """Return a tensor to quantize when it is written."""
         axis = usual_axis(scheme, shape)
-        (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
+        (dtype, stored), _ = storage_of(scheme, shape, axis)
 
         def make() -> QuantizedTensor:
             value = read()
             stacked = isinstance(value, np.ndarray)  # occupies the scratch memory itself
-            data = private_array(data_shape, data_dtype) if stacked else self._scratch.array(data_shape, data_dtype)
-            rounding = self._rounding if scheme == "q4_0" else None
+            data = private_array(stored, dtype) if stacked else self._scratch.array(stored, dtype)
+            rounding, threads = self._rounding if scheme == "q4_0" else None, self._threads
             return quantize_source(
-                value,
-                scheme,
-                axis=axis,
-                rounding=rounding,
-                data=data,
-                threads=self._threads,
-                importance=importance,
+                value, scheme, axis=axis, rounding=rounding, data=data, threads=threads, importance=importance
             )
 
-        return LazyQuantized(
-            scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), _scale(scale, make), axis
-        )
+        return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
 
     def _is_small(self, source: str, tensor: TensorDescription) -> bool:
         """Return True if a tensor is quantized together with others: it is small, plain, and in a local file."""
@@ -503,17 +468,11 @@ class Maker:
     def _quantized_in_group(self, scheme: str, source: str, name: str, tensor: TensorDescription) -> LazyQuantized:
         """Return a small tensor to quantize with its neighbours."""
         shape, axis = tensor.shape, usual_axis(scheme, tensor.shape)
-        codes, scale = storage_of(scheme, shape, axis)
-
-        def read() -> Source:
-            value = self._catalog.source(source, name)
-            assert isinstance(value, Source)
-            return value
-
+        read: Callable[[], Any] = partial(self._catalog.source, source, name)
         rounding = self._rounding if scheme == "q4_0" else None
-        self._small.add(name, SmallTensor(scheme, shape, axis, tensor.nbytes, read, rounding))
-        scales = None if scale is None else Lazy(*scale, partial(self._small.scale, name))
-        return LazyQuantized(scheme, shape, Lazy(*codes, partial(self._small.codes, name)), scales, axis)
+        self._small.tensors[name] = _SmallTensor(scheme, shape, axis, tensor.nbytes, read, rounding)
+        codes, scale = partial(self._small.codes, name), partial(self._small.scale, name)
+        return _quantized_later(scheme, shape, axis, codes, scale)
 
     def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyEncoded:
         """Return a weight to quantize for an engine when it is written."""
@@ -578,51 +537,34 @@ class Maker:
 
     def _packed(self, name: str, tensor: TensorDescription) -> LazyPacked:
         """Return a packed tensor as stored."""
-        place = self._catalog.place(name)
-        packed = None if place.file is None else place.file.table.packed(place.number)
-        value = None if packed is not None else self._catalog.value(name)
-        assert value is None or isinstance(value, QuantizedTensor)
-        kind = packed.packing if packed is not None else None if value is None else value.packing
-        assert kind is not None
-        if self._format != SAFETENSORS and (self._format, kind.family) != ("gguf", packing.GGUF):
+        _, file, number = self._catalog.place(name)
+        packed = None if file is None else file.table.packed(number)
+        if packed is not None:  # read in chunks, never mapped
+            parts = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
+            output = LazyPacked(packed.packing, packed.names(name), parts)
+        else:
+            value: Any = self._catalog.value(name)
+            roles = value.roles.items()
+            parts = {role: Lazy(part.dtype, part.shape, partial(np.ascontiguousarray, part)) for role, part in roles}
+            output = LazyPacked(value.packing, value.names, parts)
+        if self._format != SAFETENSORS and (self._format, output.packing.family) != ("gguf", packing.GGUF):
             text = f"is {tensor.scheme}, which {self._format} files cannot store: pass dtype="
             raise error_about(UnsupportedError, text, tensor=name)
-        if packed is not None:  # read in chunks, never mapped
-            lazy = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
-            return LazyPacked(packed.packing, packed.names(name), lazy)
-        assert value is not None
-        parts = {
-            role: Lazy(part.dtype, part.shape, partial(np.ascontiguousarray, part))
-            for role, part in value.roles.items()
-        }
-        return LazyPacked(kind, value.names, parts)
+        return output
 
     def _kept(self, name: str, tensor: TensorDescription) -> LazyQuantized:
         """Return a quantized tensor, unchanged."""
-
-        def make() -> QuantizedTensor:
-            value = self._catalog.source(name)
-            assert isinstance(value, QuantizedTensor)
-            return value
-
-        axis, scheme, shape = tensor.axis, tensor.scheme, tensor.shape
-        assert scheme is not None
-        (data_dtype, data_shape), scale = storage_of(scheme, shape, axis)
-        return LazyQuantized(
-            scheme, shape, Lazy(data_dtype, data_shape, lambda: make().data), _scale(scale, make), axis
-        )
+        make: Callable[[], Any] = partial(self._catalog.source, name)
+        assert tensor.scheme is not None
+        return _quantized_later(tensor.scheme, tensor.shape, tensor.axis, lambda: make().data, lambda: make().scale)
 
 
-def _scale(layout: tuple[np.dtype[Any], tuple[int, ...]] | None, make: Callable[[], QuantizedTensor]) -> Lazy | None:
-    if layout is None:
-        return None
-
-    def scale() -> Array:
-        array = make().scale
-        assert array is not None
-        return array
-
-    return Lazy(*layout, scale)
+def _quantized_later(
+    scheme: str, shape: tuple[int, ...], axis: int | None, codes: Callable[[], Array], scale: Callable[[], Any]
+) -> LazyQuantized:
+    """Return a quantized tensor whose codes and scale are made when they are written."""
+    data, scales = storage_of(scheme, shape, axis)
+    return LazyQuantized(scheme, shape, Lazy(*data, codes), None if scales is None else Lazy(*scales, scale), axis)
 
 
 def _stored(part: Part, threads: int | None) -> Lazy:
@@ -649,3 +591,102 @@ class _Scratch:
             self._memory = private_array((size,), np.dtype(np.uint8))
         array: Array = np.ndarray(shape, dtype, self._memory)
         return array
+
+
+# ---- small tensors ----
+
+
+class _SmallTensor(NamedTuple):
+    """A tensor to quantize together with others."""
+
+    scheme: str
+    shape: tuple[int, ...]
+    axis: int | None  # of the scales
+    nbytes: int  # in the source
+    source: Callable[[], Source]  # opens its values
+    rounding: Rounding | None
+
+
+class _SmallGroups:
+    """Quantizes small tensors in groups: a writer asks for tensors in order, and a group is the next few."""
+
+    def __init__(self, threads: int | None) -> None:
+        self._threads = threads
+        self.tensors: dict[str, _SmallTensor] = {}
+        self._waiting: dict[tuple[str, str], OrderedDict[str, None]] = {}  # names in order, by scheme and part
+        self._codes: dict[str, Array] = {}
+        self._maxima: dict[str, Array] = {}  # of int8 tensors, between their scales and their codes
+        self._kept_bytes = 0
+        # After a failure all tensors are quantized alone, so that the writer gets the error of the tensor it asked for.
+        self._failed = False
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Set the order in which a writer asks for tensors; without an order each is quantized alone."""
+        self._waiting, self._codes, self._maxima, self._kept_bytes = {}, {}, {}, 0
+        for name in names:
+            scheme = self.tensors[name].scheme if name in self.tensors else None
+            for part in () if scheme is None else ("scale", "codes") if scheme == INT8 else ("codes",):
+                self._waiting.setdefault((str(scheme), part), OrderedDict())[name] = None
+
+    def codes(self, name: str) -> Array:
+        """Return the codes of a tensor."""
+        if name not in self._codes:
+            self._codes.update(self._in_group(name, "codes", self._quantize))
+        maxima = self._maxima.pop(name, None)
+        self._kept_bytes -= 0 if maxima is None else maxima.nbytes
+        return self._codes.pop(name)
+
+    def scale(self, name: str) -> Array:
+        """Return the scales of an int8 tensor, like `codes`."""
+        maxima = self._maxima.get(name)
+        if maxima is None:
+            group = self._in_group(name, "scale", self._largest)
+            maxima = group[name]
+            for each, bits in group.items():
+                if self._kept_bytes + bits.nbytes <= _KEPT_BYTES:
+                    self._maxima[each] = bits
+                    self._kept_bytes += bits.nbytes
+        tensor = self.tensors[name]
+        _, scale = storage_of(INT8, tensor.shape, tensor.axis)
+        assert scale is not None
+        return scales_of(maxima)[0].reshape(scale[1])
+
+    def _in_group(
+        self, name: str, part: str, run: Callable[[Mapping[str, _SmallTensor]], dict[str, Array]]
+    ) -> dict[str, Array]:
+        """Call a function with a tensor and its successors, or with the tensor alone if they fail together."""
+        group, size = {name: self.tensors[name]}, self.tensors[name].nbytes
+        waiting = self._waiting.get((group[name].scheme, part), OrderedDict())
+        if next(iter(waiting), None) == name and not self._failed:  # in the order of the writer
+            for other in islice(waiting, 1, _GROUP_TENSORS):
+                size += self.tensors[other].nbytes
+                if size > _GROUP_BYTES:
+                    break
+                group[other] = self.tensors[other]
+        for other in group:
+            waiting.pop(other, None)
+        if len(group) > 1:
+            try:
+                return run(group)
+            except Exception as error:
+                log.debug("a group of %d small tensors failed: %s", len(group), error)
+                self._failed = True
+        return run({name: self.tensors[name]})
+
+    def _largest(self, group: Mapping[str, _SmallTensor]) -> dict[str, Array]:
+        maxima = maxima_of([(tensor.source(), tensor.axis) for tensor in group.values()], self._threads)
+        return dict(zip(group, maxima, strict=True))
+
+    def _quantize(self, group: Mapping[str, _SmallTensor]) -> dict[str, Array]:
+        layouts = [storage_of(tensor.scheme, tensor.shape, tensor.axis) for tensor in group.values()]
+        memory = np.empty(sum(math.prod(shape) for (_, shape), _ in layouts), np.uint8)
+        requests, codes, position = [], {}, 0
+        for (name, tensor), ((dtype, shape), scale) in zip(group.items(), layouts, strict=True):
+            codes[name] = np.ndarray(shape, dtype, memory, position)
+            position += math.prod(shape)
+            scales = None if scale is None else np.zeros(scale[1], scale[0])
+            result = QuantizedTensor(tensor.scheme, tensor.shape, codes[name], scales, tensor.axis)
+            target = SCHEMES[tensor.scheme].target(tensor.rounding)
+            requests.append(Request(tensor.source(), result, target, maxima=self._maxima.get(name)))
+        run_requests(requests, threads=self._threads, progress=None)
+        return codes

@@ -14,16 +14,13 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.paths import absolute
-from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.codes.source import Source, of_array
-from ...engine.read.plan import Entry
 from ...loading.adapter import Adapter, Weighted, listed, opened
 from ...loading.adapter_base import AdapterTarget, check_floating, in_rows, model_type_of, of_file
 from ...loading.adapter_fit import Apart, Fit, Heads, heads_of
 from ...loading.merge import Merge, warn_of_untied
 from ...models.tied import untied
 from ...stores.local import check_unchanged, identity_of
-from ..sources.catalog import Catalog
+from ..sources.catalog import Catalog, Made
 from ..sources.description import TensorDescription
 from ..sources.executors import in_memory
 
@@ -90,8 +87,11 @@ class MergedCatalog(Catalog):
         self.adapters = adapters
         self.fits = self._merge.fits
 
-    def is_computed(self, name: str) -> bool:
-        return name in self._merge
+    def made(self, name: str) -> Made | None:
+        if name not in self._merge:
+            return None
+        work = dtypes.BY_CODE["F64" if super().about(name).row.code == "F64" else "F32"]
+        return Made(partial(self._merge.values, name), work)
 
     def check_kept(self, name: str) -> None:
         if name in self._merge:
@@ -103,33 +103,6 @@ class MergedCatalog(Catalog):
             return tensor
         row = dtypes.BY_CODE["F32"]  # merging turns blocks into numbers
         return TensorDescription(name, row.name, tensor.shape, row.nbytes(math.prod(tensor.shape)), row, True)
-
-    def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
-        if name not in self._merge:
-            return super().source(name, called, threads)
-        return of_array(name if called is None else called, self._values(name, threads))
-
-    def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
-        return super().described([name for name in names if name not in self._merge], target)
-
-    def in_place(self, name: str) -> Source | None:
-        return None if name in self._merge else super().in_place(name)
-
-    def restoring(self, name: str, called: str | None = None) -> Source | None:
-        return None if name in self._merge else super().restoring(name, called)
-
-    def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
-        if name not in self._merge:
-            return super().fill(name, row, out, threads)
-        self._merge.values(name, row, out, threads)
-        return True
-
-    def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
-        return self._values(name, threads) if name in self._merge else super()._load(name, dtype, threads)
-
-    def _values(self, name: str, threads: int | None) -> Array:
-        work = dtypes.BY_CODE["F64" if super().about(name).row.code == "F64" else "F32"]
-        return self._merge.values(name, work, threads=threads)
 
 
 def merged(

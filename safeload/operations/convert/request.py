@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ...base import dtypes, log
@@ -14,6 +15,8 @@ from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames, Selection
 from ...base.text import plural, show
 from ...engine.read.load import parse_target
+from ...errors import SafeloadError, VerificationError
+from ...formats.folder import read_config
 from ...formats.metadata import as_texts
 from ...formats.registry import (
     BY_NAME,
@@ -26,15 +29,18 @@ from ...formats.registry import (
     row_of,
     written_suffixes,
 )
+from ...models.choosing import choose
 from ...models.diffusion import ARCHITECTURE, is_rearranged, model_of
+from ...models.family import engine_model_types, gguf_forms
 from ...models.layout import Layout
 from ...models.module_names import adapter_note, refuse_adapters
+from ...packed.families import Preset
 from ...stores.files import Location
 from ..folders.destinations import Destination, check_writable, is_folder, limit_of, sink_of, where
 from ..folders.shards import extras_of
 from ..folders.sink import Sink
 from ..quantize.encoding import WEIGHTS
-from ..quantize.engine_rules import EngineRules, preset_named
+from ..quantize.engine_rules import preset_named
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
 from ..sources.catalog import Catalog, Given, has_names, is_path
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
     from ...formats.verifying import Verify
 
 
+_EMBEDDING = "embed_tokens.weight"
 # Options with which the result is no complete model.
 _SELECTING = ("layout", "names", "only", "drop", "rename")
 
@@ -79,12 +86,7 @@ class ConvertRequest(NamedTuple):
     limit: int  # largest size of a shard in bytes
     target: dtypes.Dtype | None  # dtype for floating tensors; None leaves floats unchanged
     options: ConvertOptions  # iterables as lists
-
-    @property
-    def engine_rules(self) -> EngineRules | None:
-        """The rules of an engine's format; None for safeload's own schemes and without ``quantize``."""
-        preset = preset_named(self.options.get("quantize"))
-        return None if preset is None else EngineRules(preset, self.options.get("keep"))
+    preset: Preset | None = None  # an engine's format; None for safeload's own schemes and without ``quantize``
 
     @property
     def selecting(self) -> str | None:
@@ -95,7 +97,7 @@ class ConvertRequest(NamedTuple):
     def needs_model(self) -> bool:
         """True if the result is an engine's, unless options ask for single tensors."""
         options = self.options
-        if self.engine_rules is not None:
+        if self.preset is not None:
             return options.get("names") is None and options.get("only") is None
         return self.format == "gguf" and not options.get("raw") and self.selecting is None
 
@@ -123,34 +125,30 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
     if options.get("imatrix") is not None and options.get("quantize") is None:
         raise ValueError("imatrix= has the importance of columns for quantize=: pass quantize= too")
     place, max_shard_size = where(dst, options.get("storage_options")), options.get("max_shard_size")
+    path = place.shown
     in_folder = max_shard_size is not None or is_folder(place, options.get("format"))
-    format = _format_of(place, options, in_folder=in_folder)
+    format = _format_of(place, path, options, in_folder=in_folder)
     if in_folder and options.get("imatrix") is not None:
         raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
     folder = sink_of(place) if in_folder else None
     if folder is None and place.files.remote:
         check_writable(place)
     limit = limit_of(max_shard_size)
-    request = ConvertRequest(place.shown, format, place, folder, limit, target, options)
-    rules = request.engine_rules
-    if rules is None:
-        return request
-    _check_engine(request, rules)
-    return request if max_shard_size is not None else request._replace(limit=rules.engine.shard_size)
-
-
-def _check_engine(request: ConvertRequest, rules: EngineRules) -> None:
-    """Refuse options that an engine's format does not have."""
-    name, target = rules.preset.name, request.target
-    if request.folder is None:
-        raise ValueError(
-            f"{name} writes a folder for {rules.engine.title}, got the file {show(request.path)}: pass a path without "
-            "a suffix, or one that ends with a slash"
-        )
-    if request.options.get("layout") is not None:
-        raise ValueError(f"{name} keeps the names of {rules.engine.title}: layout= does not apply")
-    if target is not None and target.code not in WEIGHTS:
-        raise ValueError(f"{name} quantizes float32, float16 or bfloat16, got {target.name}")
+    quantize = options.get("quantize")
+    preset = None if quantize is None else preset_named(quantize)
+    if preset is not None:
+        name, engine = preset.name, preset.engine
+        if folder is None:
+            raise ValueError(
+                f"{name} writes a folder for {engine.title}, got the file {show(path)}: pass a path without "
+                "a suffix, or one that ends with a slash"
+            )
+        if options.get("layout") is not None:
+            raise ValueError(f"{name} keeps the names of {engine.title}: layout= does not apply")
+        if target is not None and target.code not in WEIGHTS:
+            raise ValueError(f"{name} quantizes float32, float16 or bfloat16, got {target.name}")
+        limit = limit if max_shard_size is not None else engine.shard_size
+    return ConvertRequest(path, format, place, folder, limit, target, options, preset)
 
 
 def _repeatable(options: ConvertOptions) -> ConvertOptions:
@@ -169,9 +167,9 @@ def _repeatable(options: ConvertOptions) -> ConvertOptions:
     return repeatable  # type: ignore[return-value]
 
 
-def _format_of(place: Location, options: ConvertOptions, *, in_folder: bool) -> str:
+def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder: bool) -> str:
     """Return the format to write: ``format=`` if given, else the format of the destination's suffix."""
-    format, path = options.get("format"), place.shown
+    format = options.get("format")
     usual = () if format is None else written_suffixes(format)
     suffix = os.path.splitext(path)[1].lower()
     if in_folder:
@@ -212,26 +210,58 @@ def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: 
     sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
     if not sources:
         raise ValueError("src is an empty list: pass at least one source")
-    catalog, model = Catalog.of(sources, request.options.get("storage_options"), verify), None
-    try:
+    raw, storage_options = request.options.get("raw"), request.options.get("storage_options")
+    with ExitStack() as stack:
+        catalog = stack.enter_context(Catalog.of(sources, storage_options, verify))
         single = catalog.format == "gguf" and len(catalog.checkpoints) == 1 and not catalog.in_memory
-        if single and (request.format == "gguf" or request.options.get("raw")) and is_rearranged(catalog.metadata):
-            catalog = catalog.as_stored()  # with the rows and the keys of the file
-        # A file that is the only one of a model stands for its folder.
-        if request.needs_model and len(sources) == 1 and is_path(sources[0]):
-            from .only_file import model_of_file  # only here: most results need no model
-
-            storage_options = request.options.get("storage_options")
-            model = model_of_file(catalog, request.engine_rules, storage_options=storage_options, verify=verify)
-    except BaseException:
-        with catalog:
-            raise
-    if model is None:
+        if single and (request.format == "gguf" or raw) and is_rearranged(catalog.metadata):
+            catalog = stack.enter_context(catalog.as_stored())  # with the rows and the keys of the file
+        elif request.needs_model and len(sources) == 1 and is_path(sources[0]):
+            model = _model_of_file(catalog, request, verify)
+            if model is not None:
+                stack.close()
+                catalog = stack.enter_context(model)
         warn_of(catalog, request)
-        return catalog
-    with catalog:
-        warn_of(model, request)
-        return model
+        stack.pop_all()
+    return catalog
+
+
+def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) -> Catalog | None:
+    """Return the open folder of a file, if the folder is a supported model in this file alone; else None.
+
+    The Hub's models of one file are often passed as ``MODEL/model.safetensors``. An engine needs what lies beside it.
+    """
+    if catalog.folder is not None or catalog.config is not None or len(catalog.weight_files) != 1:
+        return None
+    if catalog.format == "gguf":
+        return None
+    file = catalog.weight_files[0]
+    parent = file.files.split(file.place)[0]
+    try:
+        config = read_config(parent, file.files)
+        if config is None or not _is_supported(config, catalog, request):
+            return None
+        place: Any = Location(file.files, parent) if file.files.remote else os.path.dirname(file.path) or os.curdir
+        folder = Catalog.of(place, request.options.get("storage_options"), verify)
+        if [other.place for other in folder.weight_files] == [file.place]:
+            return folder
+        with folder:
+            return None  # its model is another one
+    except VerificationError:
+        raise
+    except (SafeloadError, OSError) as error:
+        log.debug("%s: not the model of its folder: %s", file.path, error)
+        return None
+
+
+def _is_supported(config: dict[str, Any], catalog: Catalog, request: ConvertRequest) -> bool:
+    """Return True if an engine has the class in a config, and the tensors can be those of such a model."""
+    from ..architectures.to_llama_cpp import source_of  # only here: most results need no model
+
+    if request.preset is not None:
+        known = config.get("model_type") in engine_model_types()
+        return known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
+    return source_of(config) in gguf_forms() and any(name.endswith(_EMBEDDING) for name in catalog)
 
 
 _MOST_ROOTS = 3  # containers in a warning
@@ -243,7 +273,7 @@ _OPTIMIZER = re.compile(
 
 def warn_of(catalog: Catalog, request: ConvertRequest) -> None:
     """Warn if few users want the result: an adapter by itself, optimizer states, or a model in fp8 without scales."""
-    for path, kind in refuse_adapters((origin.path, origin) for origin in catalog.checkpoints):
+    for path, kind in refuse_adapters([(origin.path, origin) for origin in catalog.checkpoints]):
         if request.options.get("adapters") is None:
             log.warning("%s: %s", path, adapter_note(kind))
     target = request.target

@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from ...base import dtypes, log
 from ...base.gc_pause import paused
 from ...base.results import Result
 from ...base.text import plural, printable, show, size
 from ...engine.run.progress import Progress, reporter
-from ...errors import FormatError, SafeloadError, exported
+from ...errors import FormatError, exported
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS
 from ...packed.quantization import is_own, without_quantization
-from ...stores.files import LOCAL, Location
+from ...stores.files import LOCAL
 from ..folders.destinations import file_in_store
 from ..folders.disk_sink import DiskSink
 from ..folders.shards import (
-    ShardWriter,
     config_text,
     config_with,
     extras_of,
@@ -28,16 +27,12 @@ from ..folders.shards import (
     warn_of_schemes,
     write_shards,
 )
+from ..folders.shards import weight_map as stored_in
 from ..folders.sink import Sink, free_names
 from ..quantize.checkpoint import Summary
-from ..quantize.engine_rules import EngineRules
-from ..sources.catalog import Catalog
-from ..sources.recipes import TensorRecipe
-from .decide import Decider
+from .decide import Conversion
+from .make import Outputs
 from .request import ConvertRequest
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class _ConvertFields(NamedTuple):
@@ -103,102 +98,10 @@ class ConvertReport(Result, _ConvertFields):
         return f"{self.format}, {plural(self.tensors, 'tensor')}, {size(self.nbytes)}{files}"
 
 
-class Conversion(Protocol):
-    """Tensors to write: decided, and made or copied when the writer reaches them."""
-
-    @property
-    def catalog(self) -> Catalog:
-        """The tensors to convert."""
-
-    @property
-    def decider(self) -> Decider | None:
-        """The decider; None if every tensor is copied or cast."""
-
-    @property
-    def tensor_count(self) -> int:
-        """Number of tensors."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-
-    @property
-    def config(self) -> dict[str, Any] | None:
-        """The ``config.json`` of a folder; None if the source has none."""
-
-    @property
-    def schemes(self) -> tuple[str, ...]:
-        """Safeload's schemes of quantized tensors."""
-
-    @property
-    def texts(self) -> Mapping[str, str] | None:
-        """Metadata of the result, as text; None if it has none."""
-
-    @property
-    def files(self) -> Mapping[str, Location | bytes]:
-        """Other files of a folder by name: where to copy from, or the content."""
-
-    @property
-    def summary(self) -> Summary | None:
-        """The quantized tensors; None without ``quantize``."""
-
-    @property
-    def parameters(self) -> int | None:
-        """Number of parameters for the index of an engine that wants one for a single shard too."""
-
-    @property
-    def may_hold_codes(self) -> bool:
-        """True if tensors can be codes described by a ``config.json``."""
-
-    def divided(self, limit: int) -> Mapping[str, Self]:
-        """Return the shards of a folder by file name, each at most ``limit`` bytes."""
-
-    def weight_map(self, shards: Mapping[str, Self]) -> Mapping[str, str]:
-        """Return the shard of each tensor, by stored name."""
-
-    def writer(self, written: Callable[[int], object]) -> ShardWriter:
-        """Return the writer of a shard; it calls ``written`` with the bytes of tensors since the last call."""
-
-    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
-        """Write a file in the format of the conversion and return its size."""
-
-
-class PlannedConversion(Conversion, Protocol):
-    """A conversion that can be divided into pieces. The last properties are of a shard."""
-
-    @property
-    def engine_rules(self) -> EngineRules | None:
-        """The rules of an engine's format."""
-
-    @property
-    def extras(self) -> Mapping[str, Location]:
-        """Other files to copy into the folder, by name."""
-
-    @property
-    def planned_summary(self) -> dict[str, Any] | None:
-        """The summary without the tensors of pieces; None without ``quantize``."""
-
-    @property
-    def runs(self) -> list[dict[str, Any]]:
-        """The decisions."""
-
-    @property
-    def recipes(self) -> dict[str, TensorRecipe]:
-        """Recipes of tensors that are not tensors of the source."""
-
-    @property
-    def reads(self) -> Sequence[str]:
-        """Names of the tensors that are read from files."""
-
-
-_Conversion = TypeVar("_Conversion", bound=Conversion)
-
-
 def write(conversion: Conversion, request: ConvertRequest, *, overwrite: bool, progress: Progress) -> ConvertReport:
     """Write a conversion to its destination. All files are put in place together, at the end."""
-    left_out = warn_of_left_out(conversion)
-    path, folder, done = request.path, request.folder, 0
-    with reporter(progress, conversion.nbytes) as report:
+    outputs, path, folder, done = conversion.outputs, request.path, request.folder, 0
+    with reporter(progress, outputs.nbytes) as report:
 
         def written(nbytes: int) -> None:
             nonlocal done
@@ -208,34 +111,19 @@ def write(conversion: Conversion, request: ConvertRequest, *, overwrite: bool, p
         if folder is None and request.place.files.remote:
             store, name = file_in_store(request.place, overwrite=overwrite)
             with store.staging(name) as staged:
-                files, nbytes = [path], conversion.write_file(staged, False, written)
+                files, nbytes = [path], outputs.write_file(staged, False, written)
         elif folder is None:
-            files, nbytes = [path], conversion.write_file(path, overwrite, written)
+            files, nbytes = [path], outputs.write_file(path, overwrite, written)
             _warn_of_old_config(conversion, request)
         else:
             files, nbytes = _write_folder(conversion, request, folder, written, overwrite=overwrite)
-            warn_of_schemes(path, conversion.schemes)
+            warn_of_schemes(path, outputs.schemes)
     count, summary = conversion.tensor_count, conversion.summary
-    return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, left_out)
-
-
-def warn_of_left_out(conversion: Conversion) -> tuple[str, ...]:
-    """Warn of what the sources hold besides the converted tensors, and return a sentence each."""
-    catalog, decider = conversion.catalog, conversion.decider
-    objects = {} if decider is None else decider.left_out
-    lines = [f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items()]
-    notes = [note for checkpoint in catalog.checkpoints for note in checkpoint.notes]
-    if conversion.tensor_count == 0 and (decider is None or not decider.ignored):
-        about = "".join(f"; {line}" for line in (*lines, *notes))
-        raise SafeloadError(f"{catalog.title}: no tensor to convert{about}", path=catalog.title)
-    lines += [note for note in notes if "left out" in note or "not opened" in note]
-    for line in lines:
-        log.warning("%s: %s", catalog.title, line)
-    return tuple(lines)
+    return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, conversion.left_out)
 
 
 def _write_folder(
-    conversion: _Conversion,
+    conversion: Conversion,
     request: ConvertRequest,
     folder: Sink,
     written: Callable[[int], object],
@@ -244,22 +132,27 @@ def _write_folder(
 ) -> tuple[list[str], int]:
     """Write a folder; return the paths of its shards and their bytes."""
     with paused(conversion.tensor_count):
-        shards = conversion.divided(request.limit)
+        outputs, parameters = conversion.outputs, conversion.parameters
+        shards = outputs.divided(request.limit)
         names = free_names(folder, [*shards])
         shards = {names[file]: shard for file, shard in shards.items()}
         config = conversion.config
         if config is None and overwrite:
             config = config_without_codes(conversion, folder, request.target)
-        weight_map = conversion.weight_map(shards)
-    parameters = conversion.parameters
-    files = dict(conversion.files)
-    if parameters is not None or [*shards] != [SINGLE]:
-        files[INDEX] = index_text(weight_map, conversion.nbytes, parameters)
+        files = dict(conversion.files)
+        if parameters is not None or [*shards] != [SINGLE]:
+            files[INDEX] = index_text(weight_map(shards), outputs.nbytes, parameters)
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
     nbytes = write_shards(writers, files, folder, overwrite=overwrite, config=config_text(config))
     if overwrite:
         _warn_of_older_files(conversion, folder)
     return [folder.shown(file) for file in shards], nbytes
+
+
+def weight_map(shards: Mapping[str, Outputs]) -> dict[str, str]:
+    """Return the shard of each stored tensor, and refuse two tensors with the same name."""
+    files = {name: file for file, shard in shards.items() if shard.spans is not None for name in shard.names}
+    return files or stored_in({file: shard.tensors for file, shard in shards.items()})
 
 
 def _warn_of_older_files(conversion: Conversion, folder: Sink) -> None:
@@ -288,10 +181,10 @@ def config_without_codes(conversion: Conversion, folder: Sink, target: dtypes.Dt
     if config is None:
         return None
     if without_quantization(config) == config:
-        return config_with(config, target, schemes=conversion.schemes) if conversion.schemes else None
-    if not (is_own(config) and conversion.schemes):
+        return config_with(config, target, schemes=conversion.outputs.schemes) if conversion.outputs.schemes else None
+    if not (is_own(config) and conversion.outputs.schemes):
         _warn_of_removal(folder)
-    return config_with(config, target, restored=True, schemes=conversion.schemes)
+    return config_with(config, target, restored=True, schemes=conversion.outputs.schemes)
 
 
 def _warn_of_removal(folder: Sink) -> None:
@@ -309,7 +202,7 @@ def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None
         return
     beside = DiskSink(LOCAL, folder or ".")
     config = _config_in(beside)
-    if config is None or (is_own(config) and conversion.schemes):
+    if config is None or (is_own(config) and conversion.outputs.schemes):
         return
     if without_quantization(config) != config:
         log.warning(

@@ -35,10 +35,6 @@ class EngineCatalog(RestructuredCatalog):
         super().__init__(base, recipes, constants={}, metadata=base.metadata, config=base.config, format=base.format)
         self.texts = base.texts if isinstance(base, RestructuredCatalog) else {}
 
-    def recipes_of(self, names: Iterable[str]) -> dict[str, TensorRecipe]:
-        """Return the recipes of tensors that are not tensors of the source, for `restored`."""
-        return {name: self._recipes[name] for name in names if not self.is_unchanged(name)}
-
     def about(self, name: str) -> TensorDescription:
         source = self._renamed(name)
         return super().about(name) if source is None else self.base.about(source)._replace(name=name)
@@ -48,8 +44,11 @@ class EngineCatalog(RestructuredCatalog):
         return self._renamed(name) is not None
 
 
-def arranged(catalog: Catalog, preset: Preset) -> Catalog:
-    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay."""
+def arranged(catalog: Catalog, preset: Preset, *, whole: bool = True) -> Catalog:
+    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay.
+
+    The layers are complete only if the catalog has the ``whole`` model.
+    """
     model_type = None if catalog.config is None else catalog.config.get("model_type")
     if not isinstance(model_type, str):
         return catalog
@@ -62,7 +61,8 @@ def arranged(catalog: Catalog, preset: Preset) -> Catalog:
     if experts is None:
         return EngineCatalog(catalog, parts)
     recipes = _stacked(catalog, preset, experts, parts)
-    _check_layers(recipes, _size(catalog, "num_hidden_layers"), preset, experts)
+    if whole:
+        _check_layers(recipes, _size(catalog, "num_hidden_layers"), preset, experts)
     return EngineCatalog(catalog, recipes)
 
 
@@ -74,16 +74,6 @@ def like(catalog: Catalog, other: Catalog) -> Catalog:
     if any(map(_FUSED.fullmatch, names)) and not any(map(_FUSED.fullmatch, theirs)):
         return arranged(catalog, presets()["w4a16"])
     return catalog
-
-
-def restored(catalog: Catalog, recipes: Mapping[str, TensorRecipe], names: Iterable[str]) -> Catalog:
-    """Return the catalog of a piece with all its ``names``; a name without a recipe is a tensor of the source."""
-    own = {name: _moved(name, tuple(catalog.about(name).shape)) for name in names if name not in recipes}
-    for name, recipe in recipes.items():
-        shapes = {source: tuple(catalog.about(source).shape) for source in recipe.sources}
-        if not recipe.fits(shapes):
-            raise FormatError(f"invalid plan: the recipe of {show(name)} does not fit its sources", tensor=name)
-    return EngineCatalog(catalog, {**own, **recipes})
 
 
 def _moved(name: str, shape: tuple[int, ...], *view: TensorView) -> TensorRecipe:

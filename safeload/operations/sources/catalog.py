@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import repeat
 from operator import add, itemgetter, sub
@@ -21,6 +21,7 @@ from ...base.arrays import Array, as_array
 from ...base.cached import cached_property
 from ...base.gc_pause import paused
 from ...base.messages import error_about
+from ...base.packing import Part
 from ...base.paths import PathLike
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, choose, select
@@ -50,6 +51,7 @@ from ...packed import finder
 from ...packed.families import Stored
 from ...packed.finder import Codes
 from ...packed.quantization import Quantization, quantization_of
+from ...stores.files import Location
 from ...stores.places import Located, is_file_object, is_located
 from .description import TensorDescription, about_value, stored_as
 
@@ -59,6 +61,13 @@ if TYPE_CHECKING:
 
 # Fields of the description of a plain tensor by dtype number: the name of the dtype, and all after its bytes.
 _PLAIN_FIELDS = {number: (row.name, (row, row.floating, None, None, False)) for number, row in dtypes.BY_NUMBER.items()}
+
+
+class Made(NamedTuple):
+    """A tensor that is made when it is read."""
+
+    fill: Callable[[dtypes.Dtype, Array, int | None], object]  # an array with its values in a dtype, on some threads
+    work: dtypes.Dtype  # in which values are not rounded yet
 
 
 class TensorPlace(NamedTuple):
@@ -83,35 +92,49 @@ class Catalog:
         mapped: bool = True,  # False to read packed tensors even if they stay packed, instead of mapping their files
         names: Collection[str] | None = None,  # to include from a single checkpoint
     ) -> None:
-        checkpoints = [origin for origin in origins if isinstance(origin, Checkpoint)]
-        titles = [origin.path if isinstance(origin, Checkpoint) else "dict" for origin in origins]
-        formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
-        single = checkpoints[0] if len(origins) == len(checkpoints) == 1 else None
-        self.title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"  # for messages
-        self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats
-        configs = [checkpoint.config for checkpoint in checkpoints if checkpoint.config is not None]
-        self.config = next(filter(None, configs), configs[0] if configs else None)  # the first nonempty config
-        self.files = [path for checkpoint in checkpoints for path in checkpoint.files]
-        self.weight_files = [file for checkpoint in checkpoints for file in checkpoint.weight_files]
-        # Activation scales: files hold them, but they are not tensors of the catalog.
-        self.ignored = {name: part for checkpoint in checkpoints for name, part in checkpoint.ignored.items()}
-        self.index = None if single is None else index_of(single)  # of a single origin
-        self.folder = None if single is None else folder_of(single)  # of a single origin
-        self.mapped = mapped
         self._origins = tuple(origins)
-        self.checkpoints = checkpoints
-        self.in_memory = len(checkpoints) < len(origins)  # whether an origin is a dict
-        for origin in origins if self.in_memory else ():
-            if not isinstance(origin, Checkpoint):
+        self.mapped = mapped
+        self.checkpoints: list[Checkpoint] = []
+        self.files: list[str] = []
+        self.weight_files: list[WeightFile] = []
+        self.config: dict[str, Any] | None = None  # the first nonempty config
+        # Activation scales: files hold them, but they are not tensors of the catalog.
+        self.ignored: dict[str, Part] = {}
+        titles: list[str] = []
+        formats: set[str | None] = set()
+        for origin in origins:
+            if isinstance(origin, Checkpoint):
+                self.checkpoints.append(origin)
+                self.files += origin.files
+                self.weight_files += origin.weight_files
+                self.ignored.update(origin.ignored)
+                if not self.config and origin.config is not None:
+                    self.config = origin.config
+            else:
                 for name in origin:
                     check_name(name)
-        self._where = "" if single is None else single.path
-        self._names = None if single is None else names
+            titles.append(origin.path if isinstance(origin, Checkpoint) else "dict")
+            formats.add(origin.format if isinstance(origin, Checkpoint) else None)
+        self.title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"  # for messages
+        self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats
+        self.in_memory = len(self.checkpoints) < len(origins)  # whether an origin is a dict
+        self._single = self.checkpoints[0] if len(origins) == len(self.checkpoints) == 1 else None
+        self._names = None if self._single is None else names
         self._known: Collection[Any] = () if self._names is None else self._names
         if self._names is None:
-            self._known = self._places if single is None else single  # refuses duplicate names at once
+            self._known = self._places if self._single is None else self._single  # refuses duplicate names at once
         self._codes: Mapping[str, Codes] | None = None
         self._owned = ExitStack()
+
+    @cached_property
+    def index(self) -> Location | None:
+        """The index of a single origin."""
+        return None if self._single is None else index_of(self._single)
+
+    @cached_property
+    def folder(self) -> Location | None:
+        """The folder of a single origin."""
+        return None if self._single is None else folder_of(self._single)
 
     @classmethod
     def of(
@@ -210,9 +233,8 @@ class Catalog:
         if self.in_memory or not self.checkpoints or self.ignored:
             return None
         tables = [file.table for file in self.weight_files]
-        if tables and all(table.shaped or (table.scaled if blocks else table.quantized) for table in tables):
-            return None
-        if blocks and any(table.unknown for table in tables):
+        readable = [table for table in tables if not (table.shaped or (table.scaled if blocks else table.quantized))]
+        if (tables and not readable) or (blocks and [table for table in tables if table.unknown]):
             return None
         with paused(len(self)):
             if len(self.checkpoints) == 1:
@@ -268,9 +290,10 @@ class Catalog:
             return TensorDescription(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
         return TensorDescription(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
 
-    def descriptions(self, names: Collection[str]) -> dict[str, TensorDescription]:
+    def descriptions(self, names: Collection[str], tensors: Tensors | None = None) -> dict[str, TensorDescription]:
         """Describe tensors without reading them, in columns if all are plain; see `about`."""
-        tensors = self.plain(names)
+        # `tensors` has them if they are plain or in blocks, and known already.
+        tensors = self.plain(names) if tensors is None else tensors if tensors.plain else None
         with paused(len(names)):
             if tensors is None or any(file.table.unknown for file in tensors.files):
                 return {name: self.about(name) for name in names}
@@ -310,6 +333,10 @@ class Catalog:
     def check_kept(self, name: str) -> None:
         """Refuse a tensor if it cannot stay as it is stored; here every tensor can."""
 
+    def made(self, name: str) -> Made | None:
+        """Return how a tensor is made, or None if its values are those of a file or of a dict."""
+        return None
+
     def value(self, name: str, threads: int | None = None) -> Array | QuantizedTensor:
         """Return a tensor as it is stored; file tensors are read into private memory."""
         value: Array | QuantizedTensor = self._load(name, None, threads)
@@ -324,6 +351,8 @@ class Catalog:
 
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
         """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
+        if self.made(name) is not None:
+            return of_array(name if called is None else called, self._load(name, threads=threads))
         origin, file, index = self._places[name]
         source = None if file is None or file.table.packed(index) else in_file(origin, name, file, index)
         if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
@@ -334,13 +363,15 @@ class Catalog:
         return source if called is None else source._replace(name=called)
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
-        """Return read plans for the tensors stored in files; tensors in memory are skipped."""
-        places = ((name, self._places[name]) for name in names)
+        """Return read plans for the tensors stored in files; those in memory, and those that are made, are skipped."""
+        places = [(name, self._places[name]) for name in names if self.made(name) is None]
         parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
         return {entry.name: entry for entry in entries_of(parts, target)}
 
     def in_place(self, name: str) -> Source | None:
         """Return a tensor as a source if jobs can read or dequantize it in place; None if it must be copied first."""
+        if self.made(name) is not None:
+            return None
         origin, file, index = self._places[name]
         if file is not None:
             restoring = self.restoring(name)
@@ -363,12 +394,19 @@ class Catalog:
 
     def restoring(self, name: str, called: str | None = None) -> Source | None:
         """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
+        if self.made(name) is not None:
+            return None
         _, file, index = self._places[name]
         packed = None if file is None else packed_of(file, index)
         return None if packed is None else of_packed(name if called is None else called, packed, self)
 
     def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
         """Return a tensor in memory."""
+        if (computed := self.made(name)) is not None:
+            row = computed.work if dtype is None else dtypes.parse(dtype)
+            out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
+            computed.fill(row, out, threads)
+            return out
         origin, file, index = self._places[name]
         if isinstance(origin, Checkpoint) and file is not None:
             # If a tensor stays packed it is mapped, because its codes are read only once.
@@ -386,13 +424,10 @@ class Catalog:
                 value = origin[name]
                 yield from value.parts.values() if isinstance(value, QuantizedTensor) else (as_array(value, name),)
 
-    def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
-        """Fill an array with a tensor tile by tile if the tensor is computed; return False if it is not."""
-        return False
-
     def read_into(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> None:
         """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype."""
-        if self.fill(name, row, out, threads):
+        if (computed := self.made(name)) is not None:
+            computed.fill(row, out, threads)
             return
         ordered = read_values(self.restoring(name, name) or self.source(name, name), row, out, threads)
         if ordered is not out:
@@ -401,17 +436,13 @@ class Catalog:
     def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
         """Return an item of a tensor's first axis, or the whole tensor, converted or dequantized."""
         origin, file, _ = self._places[name] if item is not None else TensorPlace({})
-        if item is not None and file is not None and isinstance(origin, Checkpoint) and not self.is_computed(name):
+        if item is not None and file is not None and isinstance(origin, Checkpoint) and self.made(name) is None:
             array: Array = origin.take(name, [item], row.name)[0]  # reads the item only
             return array
         out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
         self.read_into(name, row, out, threads)
         part: Array = out if item is None else out[item]
         return part
-
-    def is_computed(self, name: str) -> bool:
-        """Return True if the values differ from those in the file."""
-        return False
 
     # ---- codes ----
 
@@ -438,7 +469,7 @@ class Catalog:
 
     def refuse_codes(self, names: Iterable[str], operation: str) -> None:
         """Refuse to treat codes as numbers."""
-        finder.refuse(self.codes, names, operation, self._where)
+        finder.refuse(self.codes, names, operation, "" if self._single is None else self._single.path)
 
 
 def read_values(value: Source | QuantizedTensor, row: dtypes.Dtype, array: Array, threads: int | None = None) -> Array:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -35,21 +36,11 @@ _OPENED = 4
 _T = TypeVar("_T")
 
 
-class Future(Protocol):
-    """The required methods of futures, as in `concurrent.futures.Future`."""
-
-    def result(self) -> Any: ...
-
-    def cancel(self) -> bool: ...
-
-    def add_done_callback(self, fn: Callable[[Any], object], /) -> object: ...
-
-
 class Executor(Protocol):
     """The required method of executors, as in `concurrent.futures.Executor`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function in another thread, process or machine and return its `Future`."""
+        """Call a function in another thread, process or machine and return a `concurrent.futures.Future`, or alike."""
 
 
 def run(
@@ -66,18 +57,15 @@ def run(
     Retrying is up to the executor: its first exception ends the run. Pending pieces are cancelled,
     running pieces are awaited.
     """
-    with reporter(progress, sum(sizes)) as report:
-        if executor is None:
-            results, done = [], 0
-            for size, piece in zip(sizes, pieces, strict=True):
-                results.append(function(piece, threads))
-                done += size
-                report(done)
-            return results
-        # Dask returns the result of an earlier call with equal arguments unless it gets pure=False.
-        token = os.urandom(8).hex()
-        calls = [(function, piece, threads or 1, token) for piece in pieces]
-        return _submit(executor, calls, sizes, report)
+    results: dict[int, _T] = {}
+    done = 0
+    with reporter(progress, sum(sizes)) as report, closing(_results(function, pieces, executor, threads)) as finished:
+        for k, result in finished:
+            results[k] = result
+            log.debug("piece %d of %d is done", k + 1, len(pieces))
+            done += sizes[k]
+            report(done)
+    return [results[k] for k in range(len(pieces))]
 
 
 def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int] | Array) -> list[list[int]]:
@@ -134,55 +122,47 @@ def check_executor(executor: Any) -> None:
         )
 
 
-def _submit(
-    executor: Executor,
-    calls: Sequence[tuple[Any, ...]],
-    sizes: Sequence[int],
-    report: Callable[[int], object],
-) -> list[Any]:
-    """Submit calls of pieces and return their results in order; see `_call`."""
-    finished: SimpleQueue[Future] = SimpleQueue()
-    futures: dict[Future, int] = {}
-    results: dict[int, Any] = {}
-    done = 0
+def _results(
+    function: Callable[[Mapping[str, Any], int | None], _T],
+    pieces: Sequence[Mapping[str, Any]],
+    executor: Executor | None,
+    threads: int | None,
+) -> Generator[tuple[int, _T]]:
+    """Yield the number and the result of each piece once it is done; see `run`."""
+    if executor is None:
+        for k, piece in enumerate(pieces):
+            yield k, function(piece, threads)
+        return
+    # Dask returns the result of an earlier call with equal arguments unless it gets pure=False.
+    token = os.urandom(8).hex()
+    finished: SimpleQueue[Any] = SimpleQueue()
+    futures: dict[Any, int] = {}
     try:
-        for k, call in enumerate(calls):
-            future = executor.submit(_call, *call)
+        for k, piece in enumerate(pieces):
+            future = executor.submit(_call, function, piece, threads or 1, token)
             futures[future] = k
             future.add_done_callback(finished.put)
-        while len(results) < len(calls):
+        for _ in pieces:
             future = finished.get()
-            k = futures[future]
-            results[k] = future.result()
-            log.debug("piece %d of %d is done", k + 1, len(calls))
-            done += sizes[k]
-            report(done)
+            yield futures[future], future.result()
     except BaseException:
-        for future in [future for future in futures if not _cancelled(future)]:
-            _wait(future)
+        # The first exception is raised. An executor that has lost its cluster cannot cancel, and runs nothing any more.
+        for future in [future for future in futures if not _quietly(future.cancel)]:
+            _quietly(future.result)
         raise
-    return [results[k] for k in range(len(calls))]
 
 
 def _call(function: Callable[[Any, int | None], _T], piece: Any, threads: int, token: str) -> _T:
     return function(piece, threads)
 
 
-def _cancelled(future: Future) -> bool:
-    """Cancel a future; an executor that has lost its cluster cannot, and runs nothing any more."""
+def _quietly(call: Callable[[], Any]) -> Any:
+    """Call a method of a future, and return True if it raises."""
     try:
-        return future.cancel()
-    except Exception as error:  # the first exception is raised
-        log.debug("a piece cannot be cancelled: %s", error)
-        return True
-
-
-def _wait(future: Future) -> None:
-    """Wait for a future and ignore its error, because the first exception is raised."""
-    try:
-        future.result()
+        return call()
     except Exception as error:
-        log.debug("another piece failed: %s", error)
+        log.debug("another piece failed, or cannot be cancelled: %s", error)
+        return True
 
 
 # ---- what other processes can read ----

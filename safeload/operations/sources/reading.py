@@ -18,11 +18,11 @@ from ...base import dtypes
 from ...base.arrays import Array
 from ...base.gc_pause import paused
 from ...base.paths import absolute
-from ...base.text import plural, show
+from ...base.text import plural, printable, show
 from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ...engine.run.progress import Progress
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError, MissingShardError
+from ...errors import FormatError, MissingShardError, UnsupportedError
 from ...formats.folder import CONFIG
 from ...formats.opening import reopen_subset
 from ...formats.registry import Opened, Recipe, formats_of, row_of
@@ -31,11 +31,12 @@ from ...stores.local import check_unchanged, identity_of
 from . import executors
 from .catalog import Catalog
 from .executors import Executor, check_path, check_paths, files_at
-from .plan import INVALID_PIECE, check_version
 
 # Rows by tensor, by the name of the table.
 Tables: TypeAlias = dict[str, dict[str, Any]]
 
+# Prefixes of messages.
+INVALID_PLAN, INVALID_PIECE = "invalid plan", "invalid piece"
 # The errors of a malformed piece.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
 
@@ -93,7 +94,13 @@ def pieces_of(
 class TensorFiles:
     """The files of tensors of a catalog."""
 
-    def __init__(self, catalog: Catalog, names: Sequence[str], argument: str = executors.EXECUTOR) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        names: Sequence[str],
+        argument: str = executors.EXECUTOR,
+        located: tuple[Sequence[Any], Array] | None = None,  # files and the file of each tensor, if they are known
+    ) -> None:
         check_paths(catalog, argument)
         self._checkpoints = catalog.checkpoints
         self._owners = {file: k for k, owner in enumerate(self._checkpoints) for file in owner.weight_files}
@@ -104,12 +111,13 @@ class TensorFiles:
             for file, names in _unlisted(checkpoint).items()
         }
         self._further: dict[int, list[int]] = {}  # files of scales and of other parts, by the index of the tensor
-        tensors = catalog.plain(names)
+        tensors = catalog.plain(names) if located is None else None
         self.files: Sequence[WeightFile]
         self.file: Array  # index of the file with the values or codes of each tensor
         if tensors is not None:
-            self.files = tensors.files
-            self.file = np.zeros(len(tensors), np.int64) if tensors.file is None else np.array(tensors.file, np.int64)
+            located = tensors.files, tensors.ranges.file
+        if located is not None:
+            self.files, self.file = located
             return
         numbers: dict[WeightFile, int] = {}
         first = []
@@ -207,6 +215,18 @@ def opened(
             catalog.check(present)
             catalogs.append(catalog.among(present))
         yield names, catalogs
+
+
+def check_version(plan: Any, prefix: str = INVALID_PLAN) -> None:
+    """Refuse a plan, piece or note of another version of safeload."""
+    version = plan.get("version") if isinstance(plan, Mapping) else None
+    if not isinstance(version, str):
+        raise FormatError(f"{prefix}: version must be a string, got {show(version)}")
+    if version != __version__:
+        raise UnsupportedError(
+            f"the plan was made by safeload {printable(version)}, but this is safeload {__version__}: "
+            "every worker needs the same version"
+        )
 
 
 def names_of(piece: Mapping[str, Any]) -> list[str]:

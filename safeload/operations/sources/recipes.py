@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from ...base.arrays import Array
 
 
 class RowRange(NamedTuple):
-    """The arguments of a slice, as plans can store them."""
+    """The arguments of a slice."""
 
     begin: int | None = None
     end: int | None = None
@@ -33,11 +30,6 @@ class TensorView(NamedTuple):
     def whole(self) -> bool:
         """True if rows are neither chosen nor transposed."""
         return self.rows == _ALL and not self.transposed
-
-    def rows_of(self, item: tuple[int, ...]) -> tuple[int, int]:
-        """Return the first row of the part of an item with this shape, and the row after the last."""
-        begin, end, _ = slice(*self.rows).indices(item[-1 if self.transposed and len(item) > 1 else 0])
-        return begin, end
 
     def of(self, tensor: Array) -> Array:
         """Return the part of an array, without copying."""
@@ -80,49 +72,6 @@ class TensorRecipe(NamedTuple):
             return None
         return self.moves[0].source
 
-    def fits(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Return True if the moves fill the tensor from sources of these shapes."""
-        filled = 0
-        try:
-            result = np.broadcast_to(np.uint8(0), self.shape)
-            for move in self.moves:
-                read = move.read.of(np.broadcast_to(np.uint8(0), shapes[move.source]))
-                if read.shape != move.written.of(result).shape:
-                    return False
-                filled += read.size
-        except (IndexError, ValueError):
-            return False
-        return (
-            bool(self.moves)
-            and filled == math.prod(self.shape)
-            and self._is_written_once
-            and not self.heads
-            and not self.shift
-        )
-
-    @property
-    def _is_written_once(self) -> bool:
-        """True if no two moves write an element, for moves within the shape."""
-        views: dict[int | None, list[TensorView]] = {}
-        for move in self.moves:
-            item = move.written.item
-            views.setdefault(None if item is None else item % self.shape[0], []).append(move.written)
-        if None in views:
-            return len(self.moves) == 1
-        return all(len(parts) == 1 or self._are_apart(parts) for parts in views.values())
-
-    def _are_apart(self, views: Iterable[TensorView]) -> bool:
-        """Return True if parts of an item are runs of rows, or of columns, that do not overlap."""
-        shape, written = self.shape[1:], 0
-        if not shape or len({view.transposed for view in views}) > 1:
-            return False
-        for view in sorted(views, key=lambda view: view.rows_of(shape)):
-            begin, end = view.rows_of(shape)
-            if view.rows.step not in (None, 1) or begin < written:
-                return False
-            written = end
-        return True
-
     @property
     def items(self) -> tuple[TensorRecipe, ...]:
         """The recipe of each item of the first axis, or the recipe itself if items cannot be made alone."""
@@ -142,14 +91,3 @@ class TensorRecipe(NamedTuple):
         inner = (self.heads, half, 2) if self.inverse else (self.heads, 2, half)
         swapped: Array = array.reshape(*inner, -1).swapaxes(1, 2).reshape(rows, *array.shape[1:])
         return swapped
-
-
-def recipe_from(plain: Sequence[Any]) -> TensorRecipe:
-    """Return a recipe from plain data, such as JSON makes of it."""
-    shape, moves, *rest = plain
-    return TensorRecipe(tuple(shape), tuple(Move(name, *map(_view, views)) for name, *views in moves), *rest)
-
-
-def _view(plain: Sequence[Any]) -> TensorView:
-    item, rows, transposed = plain
-    return TensorView(item, RowRange(*rows), transposed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,13 @@ from ...base import dtypes
 from ...base.arrays import Array
 from ...base.table import Unknown
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.codes.source import Source, of_array
-from ...engine.read.plan import Entry
+from ...engine.codes.source import Source
 from ...engine.read.tensors import FileTensor, Tensors
 from ...engine.run.cast import astype
 from ...errors import FormatError
 from ...models.config_dtype import dtype_in
 from ...packed.finder import Codes
-from .catalog import Catalog, TensorPlace
+from .catalog import Catalog, Made, TensorPlace
 from .description import TensorDescription
 from .recipes import TensorRecipe
 
@@ -153,16 +153,12 @@ class RestructuredCatalog(Catalog):
         if renamed is not None:
             source = self._base.source(renamed, name if called is None else called, threads)
             return source if isinstance(source, QuantizedTensor) else source._replace(shape=self._recipes[name].shape)
+        return super().source(name, called, threads)
+
+    def made(self, name: str) -> Made:
         # Dequantized values are not rounded before they are quantized again.
         quantized = any(self._base.about(each).quantized for each in self.sources_of(name))
-        row = _F32 if quantized else self.about(name).row
-        return of_array(name if called is None else called, self._values(name, row, threads))
-
-    def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
-        return {}
-
-    def in_place(self, name: str) -> Source | None:
-        return None
+        return Made(partial(self._fill, name), _F32 if quantized else self.about(name).row)
 
     def restoring(self, name: str, called: str | None = None) -> Source | None:
         renamed = self._renamed(name)
@@ -171,19 +167,8 @@ class RestructuredCatalog(Catalog):
         source = self._base.restoring(renamed, name if called is None else called)
         return source if source is not None and source.shape == self._recipes[name].shape else None
 
-    def fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> bool:
-        if name in self._constants:
-            return False
-        self._make(self._recipes[name], row, out, threads)
-        self._whole = None
-        return True
-
     def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
         return self._base.memory_of(source for name in names for source in self.sources_of(name))
-
-    def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
-        row = self.about(name).row if dtype is None else dtypes.parse(dtype)
-        return self._values(name, row, threads)
 
     # ---- values ----
 
@@ -196,12 +181,16 @@ class RestructuredCatalog(Catalog):
         return source if source is not None and not self._base.about(source).quantized else None
 
     def _values(self, name: str, row: dtypes.Dtype, threads: int | None) -> Array:
+        out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
+        self._fill(name, row, out, threads)
+        return out
+
+    def _fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
         if name in self._constants:
-            return astype(self._constants[name], row.name)
-        out: Array = np.empty(self._recipes[name].shape, dtypes.array_dtype(row.number))
+            out[...] = astype(self._constants[name], row.name)
+            return
         self._make(self._recipes[name], row, out, threads)
         self._whole = None
-        return out
 
     def items(self, name: str) -> tuple[TensorRecipe, ...]:
         """Return the recipes of a tensor's items; see `TensorRecipe.items`."""
@@ -235,7 +224,7 @@ class RestructuredCatalog(Catalog):
 
     def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
         """Return an item of a source; sources that are read as a whole are kept for the next item."""
-        if item is not None and not self._base.about(name).packed and not self._base.is_computed(name):
+        if item is not None and not self._base.about(name).packed and self._base.made(name) is None:
             return self._base.read_item(name, item, row, threads)
         if self._whole is None or self._whole[:2] != (name, row.code):
             self._whole = None  # frees its memory first
