@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array as plain_array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
+from operator import add
 from struct import Struct
 from typing import Any, TypeAlias
 
@@ -94,28 +95,27 @@ class Header:
         room: int = 0,  # least number of spaces after the header
     ) -> None:
         columns = ffi.new("sl_columns *")
-        alive: list[Any] = []  # the memory of the columns
-
-        def column(field: str, values: bytes | plain_array[int] | Array) -> None:
-            if len(values):
-                view = ffi.from_buffer(_ARRAYS[field], values)
-                alive.append(view)
-                setattr(columns, field, view)
-
         columns.keeps_order = keeps_order
         encoded, name_ends = _encoded(names)
-        column("names", encoded)
-        column("name_ends", name_ends)
-        column("dtypes", numbers)
-        column("dims", plain_array("Q", chain.from_iterable(shapes)))
-        column("dim_ends", plain_array("Q", accumulate(map(len, shapes))))
         columns.count = count = len(names)
+        values: dict[str, Any] = {
+            "names": encoded,
+            "name_ends": name_ends,
+            "dtypes": numbers,
+            "dims": plain_array("Q", chain.from_iterable(shapes)),
+            "dim_ends": plain_array("Q", accumulate(map(len, shapes))),
+        }
         if metadata is not None:
             texts = _metadata_texts(metadata)
             columns.has_metadata = 1
             columns.metadata_count = len(texts) // 2
-            column("metadata_text", b"".join(texts))
-            column("metadata_ends", plain_array("Q", accumulate(map(len, texts))))
+            values["metadata_text"] = b"".join(texts)
+            values["metadata_ends"] = plain_array("Q", accumulate(map(len, texts)))
+        alive: list[Any] = []  # the memory of the columns
+        for field, column in values.items():
+            if len(column):
+                alive.append(ffi.from_buffer(_ARRAYS[field], column))
+                setattr(columns, field, alive[-1])
         self.order: Array = np.empty(count, np.uint32)  # the tensors in the order of their bytes
         self.sizes: Array = np.empty(count, np.uint64)  # bytes of each tensor, in the order of the names
         memory, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
@@ -167,8 +167,8 @@ def _encoded(names: Sequence[str]) -> tuple[bytes, plain_array[int] | Array]:
     if len(names) > _ONE_BY_ONE and encoded.count(b"\n") == len(names):
         ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == _NEWLINE)
         return encoded, ends.astype(np.uint64)
-    next_names = accumulate(len(name.encode()) + 1 for name in names)
-    return encoded, plain_array("Q", (begin - 1 for begin in next_names))
+    lengths = [len(name.encode()) for name in names]
+    return encoded, plain_array("Q", map(add, accumulate(lengths), range(len(names))))
 
 
 def window_for(file_name: str, names: Sequence[str]) -> int:
