@@ -279,8 +279,8 @@ def _validate_rest(
     """Check the tensors in the good shards of a damaged folder, as far as they suffice."""
     if not good:
         return report
-    values = options.values and quantization_of(config) is None  # codes can have their scales in other shards
-    own = options._replace(config=config if options.config is None else options.config, values=values)
+    read = options.values and quantization_of(config) is None  # codes can have their scales in other shards
+    own = options._replace(config=config if options.config is None else options.config, values=read)
     rest = CheckReport(report.source)
     try:
         with loading.open(good, **opening) as opened, Catalog.of(opened) as catalog:
