@@ -3,7 +3,7 @@
 import hashlib
 
 import numpy as np
-from builders.inside import make_manifest
+from builders.inside import manifest
 
 import safeload
 from safeload import QuantizedTensor
@@ -62,7 +62,7 @@ def transposed(path):
 
 def hashes(path):
     with safeload.open(path) as checkpoint:
-        return make_manifest(checkpoint)["tensors"]
+        return manifest.make(checkpoint)["tensors"]
 
 
 LOADS = {

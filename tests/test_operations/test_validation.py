@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import main, zeros_begin
+from builders.inside import main
 from builders.models import BUILT_IN_SCHEMAS, SMALL, small, write_folder
 from builders.thorough import dealt
 from builders.torch_build import Storage, tensor, zip_file
@@ -804,7 +804,7 @@ def test_the_zeros_are_found_wherever_they_begin(tmp_path):
         save_file({"w": data}, path)
         with safeload.open(path) as opened:
             file = opened.weight_files[0]
-            assert zeros_begin(file, file.size - data.size, file.size) == file.size - count
+            assert inside.validated_zeros.zeros_begin(file, file.size - data.size, file.size) == file.size - count
 
 
 # ---- quantized weights of other libraries ----

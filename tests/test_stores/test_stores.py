@@ -8,11 +8,11 @@ from builders.inside import (
     Tensors,
     WeightFile,
     deliver,
-    hole_begin,
     mapping_of,
     open_local,
     open_without_table,
     read_at,
+    validated_zeros,
 )
 from builders.inside import open_npz as open_archive
 
@@ -93,7 +93,7 @@ def test_a_table_is_read_from_a_store_without_a_descriptor(tmp_path):
     assert open_archive(Archive(file), file) is file
     assert file.table.names == list(WEIGHTS)
     assert (file.place, file.identity) == ("memory:a.npz", store.version)
-    assert hole_begin(file) == store.size
+    assert validated_zeros.hole_begin(file) == store.size
     arrays, _ = deliver(Tensors([file], ["a"], [0]), view=True)
     np.testing.assert_array_equal(arrays["a"], WEIGHTS["a"])
     file.close()

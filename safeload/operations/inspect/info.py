@@ -130,7 +130,8 @@ class Info(Result):
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values for ``json.dump``, as ``safeload info --json`` prints it."""
         infos = list(self.tensors.values())
-        selected = {"tensor_count": len(infos), "parameters": sum(i.size for i in infos), "nbytes": _nbytes(infos)}
+        parameters, nbytes = sum(info.size for info in infos), sum(info.nbytes for info in infos)
+        selected = {"tensor_count": len(infos), "parameters": parameters, "nbytes": nbytes}
         return {
             "path": self.path,
             "format": self.format,
@@ -166,10 +167,6 @@ def title_of(path: str) -> str:
     return os.path.basename(os.path.abspath(path)) or path if os.path.isdir(path) else path
 
 
-def _nbytes(infos: Iterable[TensorInfo]) -> int:
-    return sum(info.nbytes for info in infos)
-
-
 def totals_of(infos: Iterable[TensorInfo]) -> dict[str, tuple[int, int, int]]:
     """Count tensors, elements and bytes per dtype, most bytes first."""
     totals: dict[str, tuple[int, int, int]] = {}
@@ -182,11 +179,12 @@ def totals_of(infos: Iterable[TensorInfo]) -> dict[str, tuple[int, int, int]]:
 def lines(info: Info, view: View) -> Iterator[tuple[str, str]]:
     """Yield the lines of the listing, each with its colour or ""."""
     width, infos = view.columns, list(info.tensors.values())
+    totals = totals_of(infos)
+    parameters, nbytes = (sum(total[k] for total in totals.values()) for k in (1, 2))
     for line in _head(info, view):
         yield line, ""
     if info.selected:
         count = f"{len(infos):,} of {plural(info.tensor_count, 'tensor')}"
-        parameters, nbytes = sum(i.size for i in infos), sum(i.nbytes for i in infos)
         yield f"selected: {count}, {quantity(parameters, 'parameter')}, {size(nbytes)}", ""
     inner = None if width is None else width - 2
     if info.metadata:
@@ -199,13 +197,11 @@ def lines(info: Info, view: View) -> Iterator[tuple[str, str]]:
         for name, harmless in named:
             room = None if width is None else width - 30
             yield "  " + clip(printable(name), room) + ("" if harmless else "  not on the allowlist, kept inert"), ""
-    totals = totals_of(infos)
     if totals:
         yield "", ""
         rows = [(c, f"{n:,}", f"{e:,}", size(b)) for c, (n, e, b) in totals.items()]
         if len(rows) > 1:
-            parts = totals.values()
-            rows.append(("total", f"{len(infos):,}", f"{sum(p[1] for p in parts):,}", size(sum(p[2] for p in parts))))
+            rows.append(("total", f"{len(infos):,}", f"{parameters:,}", size(nbytes)))
         head, *body = table(("dtype", "tensors", "elements", "size"), rows, right=frozenset((1, 2, 3)), columns=width)
         yield from ((head, "head"), *((line, "") for line in body), ("", ""))
         yield from _listing(infos, view)
@@ -214,21 +210,16 @@ def lines(info: Info, view: View) -> Iterator[tuple[str, str]]:
 def _listing(infos: Sequence[TensorInfo], view: View) -> Iterator[tuple[str, str]]:
     """Yield the tensors as a table or as a tree."""
     rows = listing.rows_of(infos, alone=view.alone)
-    lines_of: Callable[[Sequence[listing.Row], int | None], list[str]]
-    if view.tree:
-        rows, lines_of = listing.as_tree(rows, view.sort, view.depth), listing.tree_table
-    else:
-        rows, lines_of = listing.ordered(rows, view.sort), listing.as_table
+    rows = listing.as_tree(rows, view.sort, view.depth) if view.tree else listing.ordered(rows, view.sort)
     first = rows[: view.rows]
-    head, *body = lines_of(first, view.columns)
+    head, *body = listing.as_table(first, view.columns, tree=view.tree)
     yield head, "head"
     for line in body:
         yield line, ""
-    if len(first) < len(rows):
-        if view.tree:
-            yield view.rest(len(rows) - len(first), "row"), ""
-        else:
-            yield view.rest(len(infos) - sum(row.number for row in first), "tensor"), ""
+    if len(first) < len(rows) and view.tree:
+        yield view.rest(len(rows) - len(first), "row"), ""
+    elif len(first) < len(rows):
+        yield view.rest(len(infos) - sum(row.number for row in first), "tensor"), ""
 
 
 def _head(info: Info, view: View) -> Iterator[str]:

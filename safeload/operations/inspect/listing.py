@@ -68,17 +68,21 @@ def ordered(rows: list[Row], key: str | None) -> list[Row]:
     return rows if key is None else sorted(rows, key=KEYS[key])
 
 
-def as_table(rows: Sequence[Row], columns: int | None) -> list[str]:
-    """Return the header and the lines of a listing."""
+def as_table(rows: Sequence[Row], columns: int | None, *, tree: bool) -> list[str]:
+    """Return the header and the lines of a listing; a ``tree`` has modules, and a column of parameters."""
+    header: tuple[str, ...] = ("tensor", "dtype", "shape", "size")
     with paused(len(rows)):
-        cells = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in rows]
-        return table(("tensor", "dtype", "shape", "size"), cells, right=frozenset((3,)), columns=columns)
+        cells: list[tuple[str, ...]]
+        if tree:
+            header = ("module", "dtype", "shape", "parameters", "size")
+            cells = [(printable(r.name), r.dtype, _shape(r), f"{r.parameters:,}", size(r.nbytes)) for r in rows]
+        else:
+            cells = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in rows]
+        return table(header, cells, right=frozenset(range(3, len(header))), columns=columns)
 
 
 def _shape(row: Row) -> str:
-    if row.shape is None:
-        return ""
-    return str(list(row.shape)) + (f" x {row.number:,}" if row.number > 1 else "")
+    return "" if row.shape is None else str([*row.shape]) + (f" x {row.number:,}" if row.number > 1 else "")
 
 
 # ---- tree ----
@@ -113,9 +117,3 @@ def _walk(rows: Sequence[tuple[Sequence[str], Row]], key: str | None, depth: int
         yield row._replace(name="  " * level + (row.name[:-1] if inside else row.name))
         if depth is None or level + 1 < depth:
             yield from _walk(inside, key, depth, level + 1)
-
-
-def tree_table(rows: Sequence[Row], columns: int | None) -> list[str]:
-    """Return the header and the lines of a tree."""
-    cells = [(printable(r.name), r.dtype, _shape(r), f"{r.parameters:,}", size(r.nbytes)) for r in rows]
-    return table(("module", "dtype", "shape", "parameters", "size"), cells, right=frozenset((3, 4)), columns=columns)

@@ -367,8 +367,8 @@ def _measure_plain(
         )
 
     codes = [dtypes.BY_NUMBER[number].code for number in columns.numbers]
-    measured = _Measured(codes, shapes, of, sizes.tolist())
-    return dict(zip(tensors.names, _statistics(measured, run, histogram), strict=True))
+    heads = [*zip(codes, shapes, sizes.tolist(), strict=True)]
+    return dict(zip(tensors.names, _statistics(heads, of, run, histogram), strict=True))
 
 
 # ---- in pieces ----
@@ -407,19 +407,27 @@ def of_plain(plain: Mapping[str, Sequence[Any]]) -> dict[str, TensorStats]:
 
 
 def _part(name: str, value: Any, threads: int | None) -> _Part | None:
-    """Return the part for a tensor in memory, or None if it does not hold real numbers."""
+    """Return the part for a tensor in memory, or None if it does not hold real numbers or cannot be dequantized."""
     if isinstance(value, QuantizedTensor):
-        return _quantized_part(name, value, threads)
-    array = as_array(value, name)
-    nbytes = array.nbytes
-    row = dtypes.row_of(array.dtype)
-    code = array.dtype.name if row is None else row.code
-    if row is None or row.packed:  # not supported by the core, or elements share bytes
-        wider = _wider(array.dtype, row)
-        if wider is None:
-            return None
-        array, row = array.astype(wider.name), wider
-    return _Part(of_numbers(name, array, row, threads), code, nbytes) if row.converts_to(_F32) else None
+        nbytes, code = value.nbytes, value.scheme if value.packing is not None else row_of(value.scheme).code
+        restoring = value.restoring()
+        if restoring is None:
+            source = of_numbers(name, value.data, row_of(value.scheme), threads)._replace(shape=value.shape)
+        else:
+            source = of_packed(name, *restoring)
+            if not source.in_order:
+                source = of_reals(name, value.dequantize(threads=threads), threads)
+    else:
+        array = as_array(value, name)
+        row = dtypes.row_of(array.dtype)
+        nbytes, code = array.nbytes, array.dtype.name if row is None else row.code
+        if row is None or row.packed:  # not supported by the core, or elements share bytes
+            row = _wider(array.dtype, row)
+            if row is None:
+                return None
+            array = array.astype(row.name)
+        source = of_numbers(name, array, row, threads)
+    return _Part(source, code, nbytes) if source.row.converts_to(_F32) else None
 
 
 def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | None:
@@ -428,20 +436,6 @@ def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | Non
         return dtypes.BY_CODE["F64"]  # not exact for long double
     # The small types of ml_dtypes: nothing else registers dtypes with NumPy.
     return dtypes.BY_CODE["F32"] if row is not None or (dtype.isbuiltin == 2 and dtype.itemsize == 1) else None
-
-
-def _quantized_part(name: str, value: QuantizedTensor, threads: int | None) -> _Part | None:
-    """Return the part for a quantized tensor in memory, or None if it cannot be dequantized."""
-    code = value.scheme if value.packing is not None else row_of(value.scheme).code
-    restoring = value.restoring()
-    if restoring is not None:
-        source = of_packed(name, *restoring)
-        ordered = source if source.in_order else of_reals(name, value.dequantize(threads=threads), threads)
-        return _Part(ordered, code, value.nbytes)
-    row = row_of(value.scheme)
-    if not row.converts_to(_F32):
-        return None
-    return _Part(of_numbers(name, value.data, row, threads)._replace(shape=value.shape), code, value.nbytes)
 
 
 def _refusal(x: Any) -> Exception:
@@ -454,15 +448,6 @@ def _refusal(x: Any) -> Exception:
     return TypeError(f"cannot compute statistics of {dtype}: it does not hold numbers")
 
 
-class _Measured(NamedTuple):
-    """The tensors of a run."""
-
-    dtypes: Sequence[str]  # as in `TensorStats`
-    shapes: Sequence[tuple[int, ...]]
-    numbers: Array  # uint8, dtypes of the values
-    nbytes: Sequence[int]
-
-
 def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progress: Progress) -> list[TensorStats]:
     """Compute the statistics of all parts in a single run."""
 
@@ -473,20 +458,22 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
                 batch.add(parts[row].source.work(op, place))
         batch.run(threads=threads, progress=progress)
 
-    measured = _Measured(
-        [part.dtype for part in parts],
-        [part.source.shape for part in parts],
-        np.array([part.source.row.number for part in parts], np.uint8),
-        [part.nbytes for part in parts],
-    )
-    return _statistics(measured, run, histogram)
+    heads = [(part.dtype, part.source.shape, part.nbytes) for part in parts]
+    numbers = np.array([part.source.row.number for part in parts], np.uint8)
+    return _statistics(heads, numbers, run, histogram)
 
 
-def _statistics(measured: _Measured, run: Callable[[int, Array, Array], object], histogram: bool) -> list[TensorStats]:
+def _statistics(
+    heads: Sequence[tuple[str, tuple[int, ...], int]],  # dtype, as in `TensorStats`, shape and bytes of each tensor
+    numbers: Array,  # uint8, dtypes of the values
+    run: Callable[[int, Array, Array], object],
+    histogram: bool,
+) -> list[TensorStats]:
     """Compute the statistics of tensors in a single run."""
     # An allocation holds the bins of each tensor, and a record per segment. The core merges the records at the end.
     # `run` gets the operation, the address of the results of each tensor, and the tensors with elements.
-    counts = np.array([*map(math.prod, measured.shapes)], np.int64)
+    shapes = [shape for _, shape, _ in heads]
+    counts = np.array([*map(math.prod, shapes)], np.int64)
     segments = -(-counts // _SEGMENT)
     bins = _BINS if histogram else 0
     words = bins + segments * (_RECORD.itemsize // _WORD)
@@ -496,8 +483,8 @@ def _statistics(measured: _Measured, run: Callable[[int, Array, Array], object],
     run(lib.SL_OP_HISTOGRAM if histogram else lib.SL_OP_STATS, places, np.flatnonzero(counts))
     merged = np.zeros(len(counts), _RECORD)
     first = (places + bins * _WORD).astype(np.uint64)
-    numbers = segments.astype(np.uint64)
-    short.sl_stats_merge(*map(address, (first, numbers)), len(counts), address(merged))
+    records = segments.astype(np.uint64)
+    short.sl_stats_merge(*map(address, (first, records)), len(counts), address(merged))
     nan, inf, low, high = (merged[field] for field in ("nan", "infinite", "min", "max"))
     finite, power = merged["finite"], merged["exponent"].astype(np.intc)
     with np.errstate(all="ignore"):
@@ -513,18 +500,18 @@ def _statistics(measured: _Measured, run: Callable[[int, Array, Array], object],
         for row in np.flatnonzero(finite == 0).tolist():
             for column in measures:
                 column[row] = math.nan  # a single object, so that equal statistics compare equal
-        whole = np.isin(measured.numbers, _WHOLE_NUMBERS) & (finite > 0)
+        whole = np.isin(numbers, _WHOLE_NUMBERS) & (finite > 0)
         for row in np.flatnonzero(whole).tolist():
-            exact = _of_integers(merged[row], measured.numbers[row] == _U64)
+            exact = _of_integers(merged[row], numbers[row] == _U64)
             for column, number in zip(measures, exact, strict=True):
                 column[row] = number
         columns = [
-            *(measured.dtypes, measured.shapes, (finite + nan + inf).tolist(), *measures),
+            *([dtype for dtype, _, _ in heads], shapes, (finite + nan + inf).tolist(), *measures),
             *(nan.tolist(), inf.tolist(), merged["zeros"].tolist()),
-            _indices(nan, merged["first_nan"], measured.shapes),
-            _indices(inf, merged["first_infinite"], measured.shapes),
+            _indices(nan, merged["first_nan"], shapes),
+            _indices(inf, merged["first_infinite"], shapes),
             [memory[at : at + bins].astype(np.int64) if histogram else None for at in begins.tolist()],
-            measured.nbytes,
+            [nbytes for _, _, nbytes in heads],
         ]
         return list(map(tuple.__new__, repeat(TensorStats), zip(*columns, strict=True)))
 

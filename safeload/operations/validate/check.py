@@ -288,8 +288,8 @@ def _validate_rest(
     """Check the tensors in the good shards of a damaged folder, as far as they suffice."""
     if not good:
         return report
-    values = options.values and quantization_of(config) is None  # codes can have their scales in other shards
-    own = options._replace(config=config if options.config is None else options.config, values=values)
+    read = options.values and quantization_of(config) is None  # codes can have their scales in other shards
+    own = options._replace(config=config if options.config is None else options.config, values=read)
     rest = CheckReport(report.source)
     try:
         with loading.open(good, **opening) as opened, Catalog.of(opened) as catalog:
@@ -479,11 +479,17 @@ def _check_contents(
         stats = report.stats = StatsTable(_rows(tables, _STATS, _readable(names, model.tensors, bad)))
         report.add(zeros.check_zeros(catalog, stats, model.role, zero))
         large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and name not in codes]
-        outliers = _rows(tables, _OUTLIERS, large)
-        sets = {"skip": bad, "codes": codes, "zero": zero}
-        report.add(
-            values.check_values(stats, model.tensors, options.limits, role=model.role, outliers=outliers, **sets)
+        about_values = values.check_values(
+            stats,
+            model.tensors,
+            options.limits,
+            skip=bad,
+            role=model.role,
+            codes=codes,
+            zero=zero,
+            outliers=_rows(tables, _OUTLIERS, large),
         )
+        report.add(about_values)
         for pair in pairs.items():
             if bad.isdisjoint(pair):
                 report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)

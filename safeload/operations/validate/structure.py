@@ -406,16 +406,6 @@ def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Findi
 # ---- wrong sizes in the config ----
 
 
-class _Trial(NamedTuple):
-    """A corrected key."""
-
-    key: str
-    value: int
-    tensors: int  # tensors with this key in their shapes, which all agree
-    expected: _Expected
-    wrong: set[_Axis]  # sizes that are still wrong
-
-
 def fits(shape: tuple[int, ...], expected: tuple[int | None, ...] | None) -> bool:
     """True if a shape matches the expected shape, in which None matches any size; None matches any shape."""
     if expected is None:
@@ -435,40 +425,29 @@ def _find_causes(
     current = dict(config or {})
     wrong = _wrong(tensors, names, expected)
     while len(wrong) >= _TENSORS_AT_LEAST and len(findings) < _KEYS:
-        trials = [trial for trial in _trials(schema, current, tensors, names, wrong) if len(trial.wrong) < len(wrong)]
-        if not trials:
+        votes: Counter[tuple[str, int]] = Counter()
+        for name in islice(dict.fromkeys(name for name, _ in sorted(wrong)), _LOOKED_AT):
+            if name in expected:
+                votes.update(set(_proposals(schema, current, tensors[name].shape, expected[name])))
+        best = None
+        least = len(wrong)
+        for (key, value), _ in votes.most_common(_TRIALS):
+            try:
+                corrected = schema.expand({**current, key: value}, tensors.keys())
+            except ValueError:
+                continue
+            users = {axis for name in names if name in corrected for axis in _axes_with(key, name, corrected[name])}
+            off = _wrong(tensors, names, corrected)
+            count = len({name for name, _ in users})
+            if count >= _TENSORS_AT_LEAST and users.isdisjoint(off) and len(off) < least:
+                best, least = (key, value, count, corrected, off), len(off)
+        if best is None:
             break
-        best = min(trials, key=lambda trial: len(trial.wrong))
-        facts = {"key": show(best.key)[1:-1], "value": current[best.key], "tensors": best.tensors}
-        findings.append(find("schema.config:key", config=schema.config, expected=best.value, **facts))
-        current[best.key] = best.value
-        expected, wrong = best.expected, best.wrong
+        key, value, count, expected, wrong = best
+        facts = {"key": show(key)[1:-1], "value": current[key], "tensors": count}
+        findings.append(find("schema.config:key", config=schema.config, expected=value, **facts))
+        current[key] = value
     return findings, expected
-
-
-def _trials(
-    schema: Schema,
-    config: Mapping[str, Any],
-    tensors: Descriptions,
-    names: Sequence[str],
-    wrong: set[_Axis],
-) -> Iterator[_Trial]:
-    """Yield the corrected keys on which all tensors with this key agree."""
-    expected = schema.expand(config, tensors.keys())
-    votes: Counter[tuple[str, int]] = Counter()
-    for name in islice(dict.fromkeys(name for name, _ in sorted(wrong)), _LOOKED_AT):
-        if name in expected:
-            votes.update(set(_proposals(schema, config, tensors[name].shape, expected[name])))
-    for (key, value), _ in votes.most_common(_TRIALS):
-        try:
-            corrected = schema.expand({**config, key: value}, tensors.keys())
-        except ValueError:
-            continue
-        users = {axis for name in names if name in corrected for axis in _axes_with(key, name, corrected[name])}
-        off = _wrong(tensors, names, corrected)
-        count = len({name for name, _ in users})
-        if count >= _TENSORS_AT_LEAST and users.isdisjoint(off):
-            yield _Trial(key, value, count, corrected, off)
 
 
 def _wrong(tensors: Descriptions, names: Sequence[str], expected: _Expected) -> set[_Axis]:
