@@ -31,11 +31,7 @@ _MODULE = "safeload.as_safetensors"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replace this process by the program, or return an exit status.
-
-    Args:
-        arguments: of the command.
-    """
+    """Replace this process by the program, or return an exit status."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(_HELP, end="")
         return 0
@@ -50,7 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     command = [sys.executable, *_python_options(len(arguments)), *arguments]
     if os.name != "nt":
         os.execv(sys.executable, command)
-    return _run(command)
+    # Windows cannot replace a process. The program gets Ctrl-C too, and decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return subprocess.run(command, check=False).returncode
 
 
 def _problem(arguments: Sequence[str]) -> str | None:
@@ -76,12 +74,6 @@ def _python_options(count: int) -> list[str]:
         return []
     flags = options.pop()[:-1]
     return options if flags == "-" else [*options, flags]
-
-
-def _run(command: Sequence[str]) -> int:
-    """Run a command and return its exit status, on Windows, where a process cannot be replaced."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program gets Ctrl-C too, and decides
-    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from .engine.read.tensors import FileTensor, Tensors
 from .engine.run.progress import Progress
 from .engine.run.weight_file import WeightFile, infos_of, quantization_in
 from .errors import FormatError, exported, public
-from .formats import opening
 from .formats.opening import Seen, pickled, reopen, seen_of
 from .formats.registry import GGUF, KERAS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, OpenRequest, Recipe
 from .formats.safetensors.quantized import KEY, unpack_all
@@ -30,7 +29,7 @@ from .formats.tensor_slice import TensorSlice, slice_of
 from .models.module_names import adapter_kind, adapter_note
 from .packed import finder  # here, because a child forked during a later import would hang
 from .packed.quantization import Quantization, quantization_of
-from .stores.files import Location
+from .stores.files import LOCAL, Location
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -567,12 +566,21 @@ def codes_of(checkpoint: Checkpoint) -> Mapping[str, finder.Codes]:
 
 def index_of(checkpoint: Checkpoint) -> Location | None:
     """Return the location of the ``index.json`` that the checkpoint was opened through."""
-    return opening.index_of(checkpoint._recipe, checkpoint._index)
+    files = LOCAL if checkpoint._recipe is None else checkpoint._recipe.files
+    return None if checkpoint._index is None else Location(files, checkpoint._index[0])
 
 
 def folder_of(checkpoint: Checkpoint) -> Location | None:
     """Return the folder that the checkpoint was opened by, directly or through its index; None for files."""
-    return opening.folder_of(checkpoint._recipe, checkpoint._index, checkpoint.weight_files)
+    index, recipe = index_of(checkpoint), checkpoint._recipe
+    if index is not None:
+        return Location(index.files, index.files.split(index.path)[0])
+    if recipe is None or recipe.listed:
+        return None
+    files, path = recipe.files, recipe.paths[0]
+    # Remotely, `is_folder` would take a request.
+    file = any(file.place == path for file in checkpoint.weight_files) if files.remote else not files.is_folder(path)
+    return None if file else Location(files, path)
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:

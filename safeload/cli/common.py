@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..base import log
-from ..base.layout import is_terminal, terminal_columns
+from ..base.layout import is_terminal, terminal_columns, terminal_rows
 from ..base.text import printable
 from ..errors import one_line
 from .streams import STDIN, is_stdin, source
@@ -110,7 +110,7 @@ def _parsed(text: str) -> Any:
 def most_rows(options: argparse.Namespace, rows: int) -> int | None:
     """Return the row limit, ``rows`` by default, or None for all rows. Without a terminal there is no default limit."""
     limit: int | None = options.limit
-    return limit if limit is not None or options.all or columns() is None else rows
+    return limit if limit is not None or options.all else terminal_rows(rows)
 
 
 def hint(options: argparse.Namespace) -> str:

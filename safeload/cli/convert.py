@@ -132,7 +132,7 @@ Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong us
     flag("--json", "print a summary as one JSON object"),
 )
 def convert(options: argparse.Namespace) -> int:
-    """Convert."""
+    """Convert, and print what was written."""
     check_once(options.source)
     to_stdout = options.destination == STANDARD
     sharded = options.max_shard_size is not None or is_url(options.destination)
@@ -140,10 +140,14 @@ def convert(options: argparse.Namespace) -> int:
         if not getattr(options, option):
             continue
         if to_stdout or not (sharded or is_folder(where(options.destination), options.format)):
-            flag = option.replace("_", "-")
-            raise ValueError(f"--{flag} needs a folder as destination, got {show(options.destination)}")
+            spelled = option.replace("_", "-")
+            raise ValueError(f"--{spelled} needs a folder as destination, got {show(options.destination)}")
     if to_stdout:
-        _to_stdout(options)
+        if options.json:
+            raise ValueError(f"{STANDARD} and --json both write to stdout; pass only one of them")
+        with binary_stdout() as stdout:
+            report = _convert(options, stdout)
+        print(in_options(str(report._replace(destination="stdout", files=["stdout"]))), file=sys.stderr)
         return 0
     report = _convert(options, options.destination)
     if options.json:
@@ -156,16 +160,6 @@ def convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _to_stdout(options: argparse.Namespace) -> None:
-    """Write the result to stdout, and the report to stderr."""
-    if options.json:
-        raise ValueError(f"{STANDARD} and --json both write to stdout; pass only one of them")
-    with binary_stdout() as stdout:
-        report = _convert(options, stdout)
-    report = report._replace(destination="stdout", files=["stdout"])
-    print(in_options(str(report)), file=sys.stderr)
-
-
 def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
     from .. import convert
 
@@ -174,7 +168,9 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
     layout = None if options.layout is None else built_in().get(options.layout) or Layout.from_json(options.layout)
     with ExitStack() as stack, cluster(options.dask) as executor, bar("convert") as progress:
         plain = (options.root, options.unknown_globals, options.stored) == (None, "refuse", False)
-        verify = _verify(options)
+        if options.verify is None and (options.key is not None or options.certificate):
+            raise ValueError("--key and --certificate need --verify SIGNATURE")
+        verify = against_of(options.verify, options)
         if verify is not None and not plain:
             raise ValueError("--verify cannot be combined with --root, --unknown-globals and --stored")
         sources = map(source, options.source)
@@ -194,15 +190,6 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             verify=verify,
             **given(options, "dtype imatrix only drop keep raw max_shard_size format overwrite resume threads"),
         )
-
-
-def _verify(options: argparse.Namespace) -> Any:
-    """Return the manifest or signature to verify the sources against, or None."""
-    if options.verify is None:
-        if options.key is not None or options.certificate:
-            raise ValueError("--key and --certificate need --verify SIGNATURE")
-        return None
-    return against_of(options.verify, options)
 
 
 def _schemes(texts: list[str] | None) -> Any:

@@ -54,7 +54,7 @@ file is the old one or the new one; if safeload reports an interrupted edit, run
     ),
 )
 def edit(options: argparse.Namespace) -> int:
-    """Edit."""
+    """Edit ``options.path`` in place."""
     from .. import edit
     from ..operations.saving.edit import recover_edit
 

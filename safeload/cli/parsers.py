@@ -196,15 +196,13 @@ Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info 
         for name, (_, text) in COMMANDS.items():
             # Without abbreviations: a new option could break scripts.
             self._commands.add_parser(name, help=text, formatter_class=_Help, allow_abbrev=False)
-        self._complete: set[str] = set()
 
     def command(self, name: str) -> argparse.ArgumentParser:
         """Return the parser of a command, and import its module."""
         parser: argparse.ArgumentParser = self._commands.choices[name]
-        if name not in self._complete:
+        if parser.description is None:  # nothing has been added
             _add_verbose(parser)
             getattr(import_module(f".{COMMANDS[name][0]}", __package__), name)(parser)
-            self._complete.add(name)
         return parser
 
 

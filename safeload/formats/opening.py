@@ -18,7 +18,7 @@ from ..engine.read.load import LoadOptions
 from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
-from ..stores.files import LOCAL, Files, Location, rather_changed
+from ..stores.files import LOCAL, Files, rather_changed
 from ..stores.local import compare
 from ..stores.ollama import is_name
 from ..stores.places import Located, places_of
@@ -147,27 +147,6 @@ def seen_of(files: Iterable[WeightFile], index_file: tuple[str, tuple[Any, ...]]
     """Return the paths and identities to compare in `reopen`."""
     seen = tuple((file.place, file.identity) for file in files)
     return seen if index_file is None else (*seen, index_file)
-
-
-def index_of(recipe: Recipe | None, index_file: tuple[str, tuple[Any, ...]] | None) -> Location | None:
-    """Return the location of the index of a checkpoint; None if it was opened without an index."""
-    files = LOCAL if recipe is None else recipe.files
-    return None if index_file is None else Location(files, index_file[0])
-
-
-def folder_of(
-    recipe: Recipe | None, index_file: tuple[str, tuple[Any, ...]] | None, weight_files: Iterable[WeightFile]
-) -> Location | None:
-    """Return the folder of a checkpoint, opened directly or by its index; None for files."""
-    index = index_of(recipe, index_file)
-    if index is not None:
-        return Location(index.files, index.files.split(index.path)[0])
-    if recipe is None or recipe.listed:
-        return None
-    files, path = recipe.files, recipe.paths[0]
-    # Remotely, `is_folder` would take a request.
-    file = any(file.place == path for file in weight_files) if files.remote else not files.is_folder(path)
-    return None if file else Location(files, path)
 
 
 def pickled(recipe: Recipe, seen: Seen) -> tuple[tuple[Any, ...], Seen]:

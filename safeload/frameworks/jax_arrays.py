@@ -102,22 +102,15 @@ def check_fits(place: Place, shape: tuple[int, ...], name: str) -> None:
             check_rank(shape)
         place.shard_shape(shape)
     except (ValueError, IndexError) as error:
-        raise _misfit(place, shape, name, error) from None
-
-
-def _misfit(place: Any, shape: tuple[int, ...], name: str, error: Exception) -> ValueError:
-    """Return the error for a sharding that does not fit a tensor, with the tensor, its shape and the spec."""
-    spec = getattr(place, "spec", None)
-    reason = str(error)
-    if spec is not None and len(spec) > len(shape):
-        axes = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
-        reason = (
-            f"{spec} is for at least {len(spec)} axes, the tensor has {axes}. As sharding=, pass a mapping by name, or "
-            "a function of name and shape, to choose a spec for each tensor"
-        )
-    elif isinstance(error, IndexError):
-        reason = f"{place} has more axes"
-    return ValueError(f"tensor {show(name)} {show(list(shape))}: {reason}")
+        spec = getattr(place, "spec", None)
+        reason = f"{place} has more axes" if isinstance(error, IndexError) else str(error)
+        if spec is not None and len(spec) > len(shape):
+            axes = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
+            reason = (
+                f"{spec} is for at least {len(spec)} axes, the tensor has {axes}. As sharding=, pass a mapping by "
+                "name, or a function of name and shape, to choose a spec for each tensor"
+            )
+        raise ValueError(f"tensor {show(name)} {show(list(shape))}: {reason}") from None
 
 
 def slices(place: Any, shape: tuple[int, ...]) -> list[Slice]:

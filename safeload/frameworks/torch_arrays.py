@@ -136,7 +136,7 @@ def of_entry(entry: Entry) -> tuple[tuple[int, ...], Any]:
     assert entry.target is not None
     row = dtypes.BY_NUMBER[entry.target]
     shape = entry.shape
-    logical = entry.file.table.shape(entry.at) if row.packed else shape
+    logical = entry.file.table.shape(entry.at) if row.bits < 8 else shape
     return shape, described(entry.name, row, logical)[1]
 
 
