@@ -67,9 +67,6 @@ class RestructuredCatalog(Catalog):
     def metadata(self) -> Mapping[Any, Any]:
         return self.own_metadata
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._known
-
     @property
     def nbytes(self) -> int:
         return sum(self.about(name).nbytes for name in self)
