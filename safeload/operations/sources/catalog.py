@@ -207,7 +207,7 @@ class Catalog:
     def __contains__(self, name: object) -> bool:
         return name in self._known
 
-    @property
+    @cached_property
     def metadata(self) -> Mapping[Any, Any]:
         """Metadata of all origins, without the total_size of indexes. The last value of a duplicate key wins."""
         if len(self.checkpoints) == 1 and self.checkpoints[0].index is None:
