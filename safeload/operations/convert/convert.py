@@ -205,7 +205,7 @@ def convert(
         }
         started = time.perf_counter()
         path = cast("Destination", dst)
-        if is_written_to(dst):
+        if not isinstance(dst, (str, os.PathLike)) and is_written_to(dst):
             if executor is not None or resume or max_shard_size is not None:
                 raise ValueError(
                     "executor=, resume= and max_shard_size= need a folder, but the destination is a file object"

@@ -188,8 +188,10 @@ def _decided(catalog: Catalog, request: ConvertRequest, threads: int | None) -> 
 
 def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:
     """Warn of what the sources hold besides the converted tensors, and return a sentence each."""
-    lines = [f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items()]
     notes = [note for checkpoint in catalog.checkpoints for note in checkpoint.notes]
+    if not (notes or objects or empty):
+        return ()
+    lines = [f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items()]
     if empty:
         about = "".join(f"; {line}" for line in (*lines, *notes))
         raise SafeloadError(f"{catalog.title}: no tensor to convert{about}", path=catalog.title)
@@ -344,7 +346,8 @@ class Decider:
         beside = {*self.heads, *self.left_out, *(name for name in self.ignored if name not in catalog)}
         stored = [name for name in chosen if name not in beside]
         every = request.every_tensor and not self.left_out
-        self.tensors = catalog.plain(None if every else stored, blocks=True) if type(catalog) is Catalog else None
+        tensors = catalog.plain(None if every else stored, blocks=True) if type(catalog) is Catalog else None
+        self.tensors = None if tensors is None else tensors.named(stored)
         self.descriptions = catalog.descriptions(stored, self.tensors)
         if isinstance(rules, FileTypeRules):
             rules.prepare(self.descriptions)

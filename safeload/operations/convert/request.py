@@ -212,15 +212,18 @@ def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: 
         raise ValueError("src is an empty list: pass at least one source")
     raw, storage_options = request.options.get("raw"), request.options.get("storage_options")
     with ExitStack() as stack:
-        catalog = stack.enter_context(Catalog.of(sources, storage_options, verify))
+        catalog = Catalog.of(sources, storage_options, verify)
+        stack.push(catalog)
         single = catalog.format == "gguf" and len(catalog.checkpoints) == 1 and not catalog.in_memory
         if single and (request.format == "gguf" or raw) and is_rearranged(catalog.metadata):
-            catalog = stack.enter_context(catalog.as_stored())  # with the rows and the keys of the file
+            catalog = catalog.as_stored()  # with the rows and the keys of the file
+            stack.push(catalog)
         elif request.needs_model and len(sources) == 1 and is_path(sources[0]):
             model = _model_of_file(catalog, request, verify)
             if model is not None:
                 stack.close()
-                catalog = stack.enter_context(model)
+                stack.push(model)
+                catalog = model
         warn_of(catalog, request)
         stack.pop_all()
     return catalog

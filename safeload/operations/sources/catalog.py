@@ -120,10 +120,11 @@ class Catalog:
         self.in_memory = len(self.checkpoints) < len(origins)  # whether an origin is a dict
         self._single = self.checkpoints[0] if len(origins) == len(self.checkpoints) == 1 else None
         self._names = None if self._single is None else names
-        self._known: Collection[Any] = () if self._names is None else self._names
-        if self._names is None:
+        self._known: Collection[Any]
+        if self._names is not None:
+            self._known = dict.fromkeys(self._names)
+        else:
             self._known = self._places if self._single is None else self._single  # refuses duplicate names at once
-        self._codes: Mapping[str, Codes] | None = None
         self._owned = ExitStack()
 
     @cached_property
@@ -204,9 +205,9 @@ class Catalog:
         return len(self._known)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._known
 
-    @property
+    @cached_property
     def metadata(self) -> Mapping[Any, Any]:
         """Metadata of all origins, without the total_size of indexes. The last value of a duplicate key wins."""
         if len(self.checkpoints) == 1 and self.checkpoints[0].index is None:
@@ -446,18 +447,15 @@ class Catalog:
 
     # ---- codes ----
 
-    @property
+    @cached_property
     def codes(self) -> Mapping[str, Codes]:
         """The tensors with codes: values without meaning unless they are scaled."""
-        if self._codes is None:
-            parsed = len(self.checkpoints) == 1 and not self.in_memory  # by the checkpoint itself
-            self._codes = self.find_codes(None if parsed else quantization_of(self.config))
-        return self._codes
+        return self.find_codes(quantization_of(self.config) if self._single is None else None)
 
     def find_codes(self, quantization: Quantization | None) -> Mapping[str, Codes]:
         """Return `codes`; ``quantization`` applies to origins without a configuration."""
-        if len(self.checkpoints) == 1 and not self.in_memory:
-            return codes_of(self.checkpoints[0])
+        if self._single is not None:
+            return codes_of(self._single)
         recognized = {name: codes for checkpoint in self.checkpoints for name, codes in codes_of(checkpoint).items()}
         stored = {}
         for name, (origin, file, _) in self._places.items():

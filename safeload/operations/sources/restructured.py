@@ -50,7 +50,7 @@ class RestructuredCatalog(Catalog):
         self.kept_f32 = frozenset(kept_f32)  # names that stay float32 whatever dtype is requested
         self.texts: dict[str, bytes] = {}  # further files of the result, by name
         self.notes: list[str] = []  # facts of the source that the result does not have
-        self.own_metadata = metadata
+        self.metadata = metadata
         self.config = config
         self.format = format
         self.ignored = {}
@@ -62,13 +62,6 @@ class RestructuredCatalog(Catalog):
     def base(self) -> Catalog:
         """The catalog of the sources."""
         return self._base
-
-    @property
-    def metadata(self) -> Mapping[Any, Any]:
-        return self.own_metadata
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._known
 
     @property
     def nbytes(self) -> int:
@@ -142,18 +135,17 @@ class RestructuredCatalog(Catalog):
         items = () if item is None else self._recipes[name].items
         if item is None or len(items) < 2:
             whole = self._values(name, row, threads)
-            part: Array = whole if item is None else whole[item]
-            return part
+            return whole if item is None else whole[item]
         out: Array = np.empty(items[item].shape, dtypes.array_dtype(row.number))
         self._make(items[item], row, out, threads)
         return out
 
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
-        renamed = self._plainly_renamed(name)
-        if renamed is not None:
-            source = self._base.source(renamed, name if called is None else called, threads)
-            return source if isinstance(source, QuantizedTensor) else source._replace(shape=self._recipes[name].shape)
-        return super().source(name, called, threads)
+        renamed = self._renamed(name)
+        if renamed is None or self._base.about(renamed).quantized:
+            return super().source(name, called, threads)
+        source = self._base.source(renamed, name if called is None else called, threads)
+        return source if isinstance(source, QuantizedTensor) else source._replace(shape=self._recipes[name].shape)
 
     def made(self, name: str) -> Made:
         # Dequantized values are not rounded before they are quantized again.
@@ -174,11 +166,6 @@ class RestructuredCatalog(Catalog):
 
     def _renamed(self, name: str) -> str | None:
         return self._recipes[name].renamed if name in self._recipes else None
-
-    def _plainly_renamed(self, name: str) -> str | None:
-        """Return the source of a tensor if jobs read it as it is stored."""
-        source = self._renamed(name)
-        return source if source is not None and not self._base.about(source).quantized else None
 
     def _values(self, name: str, row: dtypes.Dtype, threads: int | None) -> Array:
         out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
