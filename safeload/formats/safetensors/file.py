@@ -304,7 +304,7 @@ class FileWriter:
     def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
         """Iterate over all bytes as (owner, address, bytes, True if all buffers so far must be used first)."""
         sources = [self._sources[index] for index in self._order]
-        waiting, size = [self._head], 0  # small buffers: a system call for each would take longer than joining them
+        waiting, size = [self._head], 0  # small buffers: a system call for each would take longer than a copy
         if len(self._head) > _TINY or not sources or not sources[0].small:
             yield self._head, pointer(ffi.from_buffer(self._head)), len(self._head), False
             waiting = []
