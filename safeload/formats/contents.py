@@ -8,7 +8,7 @@
    entries are read in place. A range of bytes is entered and searched once.
 4. Content that cannot be entered, or that readers understand differently, is reported, never skipped.
 
-This module is for judging files, not for loading them: it is lenient where readers of weights are strict.
+This module judges files and loads none: it is lenient where readers of weights are strict.
 """
 
 from __future__ import annotations

@@ -513,7 +513,7 @@ def every_entry(content: Readable, most: int) -> list[ZipEntry]:
     """Return at most ``most`` entries of all archives in a content; torch.distributed writes one for each chunk."""
     end = content.size
     entries: list[ZipEntry] = []
-    listed: set[tuple[int, int]] = set()  # offsets and shifts of entries, to read each once
+    listed: set[str] = set()  # offset and shift of each entry, to read it once: as text, whose hash no file can choose
     while len(listed) <= most and (records := _ends(content, end)):
         before = len(entries)
         for record in records:
@@ -547,12 +547,12 @@ def _directories(content: Readable, end: int) -> list[tuple[int, int, int]]:
     return directories
 
 
-def _listed(content: Readable, end: int, listed: set[tuple[int, int]], most: int) -> Iterator[ZipEntry]:
+def _listed(content: Readable, end: int, listed: set[str], most: int) -> Iterator[ZipEntry]:
     """Iterate over the entries of the directories of an end record, as far as they can be read."""
     for last, size, offset in _directories(content, end):
         for at, shift in ((last - size, last - size - offset), (offset, 0)):
-            while at >= 0 and (at, shift) not in listed and len(listed) <= most:
-                listed.add((at, shift))
+            while at >= 0 and (key := f"{at} {shift}") not in listed and len(listed) <= most:
+                listed.add(key)
                 head = content.read_at(min(at, content.size), _FIELDS.itemsize)
                 if len(head) < _FIELDS.itemsize or head[:4] != b"PK\x01\x02":
                     break

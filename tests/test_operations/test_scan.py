@@ -546,6 +546,37 @@ def test_a_memo_number_is_one_entry_far_and_near(tmp_path):
     assert [f.name for f in scanned(tmp_path, "x.pkl", content).findings] == ["os.system"]
 
 
+def colliding_entries(count):
+    """A file with directories whose pairs of an offset and a shift have one hash."""
+    first, second, fifth, mask = 11400714785074694791, 14029467366897019727, 2870177450012600261, (1 << 64) - 1
+    inverse, at, pairs = pow(second, -1, 1 << 64), 0, []
+    while len(pairs) < count:
+        mixed = (fifth + at * second) & mask
+        mixed = ((mixed << 31) | (mixed >> 33)) * first & mask
+        shift = (0x123456789ABCDEF - mixed) * inverse & mask
+        shift -= (shift >> 63) << 64
+        pairs += [(at, shift)] * (abs(shift) < (1 << 61) - 1)
+        at += 46 if pairs and pairs[-1][0] == at else 1
+    assert len(set(map(hash, pairs))) == 1
+    content = bytearray(at)
+    for at, _ in pairs:
+        content[at : at + 46] = b"PK\x01\x02" + bytes(42)
+    for at, shift in pairs:
+        end = len(content)
+        content += struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 1, 1, end - at, (at - shift) & mask)
+        content += struct.pack("<4sLQL", b"PK\x06\x07", 0, end, 1)
+        content += struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    return bytes(content)
+
+
+@pytest.mark.skipif(sys.hash_info.width != 64, reason="hashes of 64 bits")
+def test_entries_of_zip_archives_cannot_collide(tmp_path):
+    content = colliding_entries(8_000)
+    begun = time.process_time()
+    scanned(tmp_path, "x.bin", content)
+    assert time.process_time() - begun < 3
+
+
 def test_many_beginnings_take_bounded_time(tmp_path, monkeypatch):
     inside.tune(monkeypatch, scan_opcodes=100_000)
     begun = time.perf_counter()

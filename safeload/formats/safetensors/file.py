@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from itertools import groupby
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -306,27 +304,33 @@ class FileWriter:
     def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
         """Iterate over all bytes as (owner, address, bytes, True if all buffers so far must be used first)."""
         sources = [self._sources[index] for index in self._order]
-        head = [self._head]
+        waiting, size = [self._head], 0  # small buffers: a system call for each would take longer than a copy
         if len(self._head) > _TINY or not sources or not sources[0].small:
             yield self._head, pointer(ffi.from_buffer(self._head)), len(self._head), False
-            head.clear()
+            waiting = []
         ahead = [source.staged for source in sources if source.staged is not None]
         with _staged(ahead) as staged:
-            for small, group in groupby(sources, attrgetter("small")):
+            for source in sources:
+                small = source.small
                 if small:
-                    yield from _together(head, group)
-                    head = []
+                    waiting.append(source.buffer)
+                    size += source.nbytes
+                if waiting and (not small or size >= _TOGETHER):
+                    yield _joined(waiting)
+                    waiting, size = [], 0
+                if small:
                     continue
-                for source in group:
-                    lazy, stage = source.data, source.staged
-                    if stage is None or staged is None or not isinstance(lazy, Lazy):
-                        streamed = not source.whole
-                        for owner, address, size in source.pieces():
-                            yield owner, address, size, streamed
-                        continue
-                    for address, size, last in staged.of_next(stage.entry.nbytes):
-                        yield staged, address, size, last
-                    lazy.report()
+                lazy, stage = source.data, source.staged
+                if stage is None or staged is None or not isinstance(lazy, Lazy):
+                    streamed = not source.whole
+                    for owner, address, nbytes in source.pieces():
+                        yield owner, address, nbytes, streamed
+                    continue
+                for address, nbytes, last in staged.of_next(stage.entry.nbytes):
+                    yield staged, address, nbytes, last
+                lazy.report()
+            if waiting:
+                yield _joined(waiting)
 
     def to_bytes(self) -> bytes:
         """Return the whole file."""
@@ -360,19 +364,6 @@ class FileWriter:
                     file.write(waiting)
                     waiting.clear()
             file.write(waiting)
-
-
-def _together(waiting: list[Any], sources: Iterable[TensorToWrite]) -> Iterator[tuple[Any, int, int, bool]]:
-    """Join ``waiting`` and small arrays in buffers, because a system call for each would take longer than the copy."""
-    size = 0
-    for source in sources:
-        waiting.append(source.buffer)
-        size += source.nbytes
-        if size >= _TOGETHER:
-            yield _joined(waiting)
-            waiting, size = [], 0
-    if waiting:
-        yield _joined(waiting)
 
 
 def _joined(arrays: list[Any]) -> tuple[Any, int, int, bool]:

@@ -38,7 +38,7 @@ MAX_NAME_TEXT_A_BYTE = 20
 # Tensors and characters that a pickle of any size can have.
 _TENSORS_FREE, NAME_TEXT_FREE = 10_000, 1_000_000
 
-# Containers of up to this many scalars are not remembered, but scanned again in each container that holds them.
+# Containers of up to this many scalars are not remembered, but scanned again in each container above.
 _FLAT = 4
 # Characters of a file's name to show in metadata and messages, and containers in a message.
 _SHOWN, _LISTED = 200, 20

@@ -22,7 +22,7 @@ from ..unpickle.machine import FROM_TYPE, Fault, Foreign, Global, Inert, describ
 from ..unpickle.numpy_arrays import ROWS
 from ..unpickle.run import add_elements, put_items
 
-# Python attributes of a tensor. Real ones have two or three, and tensors can share a dict of them.
+# Python attributes of a tensor. Real ones have two or three, and tensors can share a dict of attributes.
 MAX_ATTRIBUTES = 100
 # First arguments to look at for the shape and the dtype of an unreadable tensor.
 _FEW = 8
@@ -43,7 +43,7 @@ class Storage:
         self.key = key  # its name in the file
         self.count = count  # elements of the whole storage
         self.part = part  # first element and number of elements of a part of this storage; None for all
-        self.raw: bytes | None = None  # its bytes, if the pickle itself holds them
+        self.raw: bytes | None = None  # its bytes, if they are in the pickle itself
 
     @property
     def nbytes(self) -> int:
@@ -247,7 +247,7 @@ def _unreadable(kind: str, reason: str) -> Callable[[tuple[Any, ...]], Any]:
 
 STORAGE, DTYPE, TENSOR, CONTAINER, VALUE, CLASS = "storage", "dtype", "tensor", "container", "value", "class"
 
-# By the names that rows have for them.
+# By name in a row.
 _FUNCTIONS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     function.__name__.removeprefix("_"): function
     for function in (

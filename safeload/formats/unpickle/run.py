@@ -13,7 +13,7 @@ stack as in CPython, with these differences:
 
 Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, the values of rows and
 persistent ids, `Global`, `Foreign` and `Inert`. `_run` runs the opcodes of tensors without calls, which takes a quarter
-of the time; machine.py has all of them.
+of the time; machine.py has every opcode.
 """
 
 from __future__ import annotations

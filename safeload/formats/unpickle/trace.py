@@ -1,4 +1,4 @@
-"""List the globals of a pickle without building its values, and judge them: harmless, unknown or dangerous.
+"""List the globals of a pickle without building its values, and judge each: harmless, unknown or dangerous.
 
 The machine of run.py refuses a pickle at its first fault, because it must build values. A list for judging must not end
 there: this machine follows the opcodes as CPython does, tracks only stack values that can name a global, and continues
@@ -176,7 +176,7 @@ class _Tracer(Machine):
         return data
 
     def skip(self, size: int, value: Any = None) -> Any:
-        """Pass over bytes without a copy, and return the value that stands for them."""
+        """Pass over bytes without a copy, and return a value in their place."""
         if size > self._content.size - self.at:
             raise Fault("an argument extends past the end")
         self.at += size
