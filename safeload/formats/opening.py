@@ -305,8 +305,8 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
     by_depth: dict[int, list[str]] = {}
     for folder in weights:
         by_depth.setdefault(folder.count("/") + 1 if folder else 0, []).append(folder)
-    folder, *others = nearest = by_depth[min(by_depth)]
-    if others:
+    folder, *rest = nearest = by_depth[min(by_depth)]
+    if rest:
         text = f"weights in {len(nearest):,} folders: {_listed(nearest)}; choose one with root="
         raise error_about(UnsupportedError, text, path=container.path)
     names = weights[folder]

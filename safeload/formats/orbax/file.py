@@ -193,10 +193,6 @@ class _Leaf(NamedTuple):
     def is_array(self) -> bool:
         return self.kind in _ARRAYS and not self.skipped
 
-    @property
-    def is_text(self) -> bool:
-        return self.kind == _STRING and not self.skipped
-
 
 def _leaves(entries: Any, path: str) -> dict[str, _Leaf]:
     """Return the leaves of the tree by name."""
@@ -234,7 +230,7 @@ def _leaf(text: str, entry: Any, path: str) -> _Leaf:
 
 def _rest(folder: _Folder, leaves: Mapping[str, _Leaf], root: str | None, notes: list[str]) -> dict[str, Any]:
     """Return leaves other than arrays, nested."""
-    texts = {name for name, leaf in leaves.items() if leaf.is_text}
+    texts = {name for name, leaf in leaves.items() if leaf.kind == _STRING and not leaf.skipped}
     strings = read_json(folder.join(_STRINGS), _STRINGS, folder.files) if texts else {}
     for name in sorted(texts):
         if type(strings.get(name)) is not str:
