@@ -20,8 +20,9 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -51,8 +52,6 @@ MAX_INTERLOCKED = 2_048
 _MAX_CUTS = 128
 # Axes of a tensor: NumPy 1 allows 32, and the bytes of an element are another axis.
 MAX_RANK = 31
-
-_Error = TypeVar("_Error", bound=SafeloadError)
 
 
 class Region(NamedTuple):
@@ -125,10 +124,7 @@ def checked(
     name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, fill: bytes | None = None
 ) -> BoxedTensor:
     """Return a tensor whose boxes cover it without overlap; replicas and empty boxes are dropped."""
-
-    def error(kind: type[_Error], text: str) -> _Error:
-        return error_about(kind, text, path=path, tensor=name)
-
+    error = partial(error_about, path=path, tensor=name)
     if len(shape) > MAX_RANK:
         raise error(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}")
     if not array_fits(shape, itemsize):
