@@ -244,7 +244,7 @@ def npz_file(data):
     again = FOLDER / "again.npz"
     if any("\0" in name for name in tensors):  # readers of npz end a name there
         return
-    npz.save(tensors, again, durable=False)
+    npz.write(tensors, None, again, durable=False)
     read = safeload.load(again, format="npz")
     require(read.keys() == tensors.keys(), "written again it has the same names")
     for name, array in tensors.items():
@@ -256,7 +256,7 @@ def npy_file(data):
     if tensors is None:
         return
     again = FOLDER / "again.npy"
-    npy.save(tensors, again, durable=False)
+    npy.write(tensors, None, again, durable=False)
     read = np.load(again)
     array = tensors["tensor"]
     require(array.dtype == read.dtype and array.shape == read.shape, "numpy reads the same shape and dtype")

@@ -40,8 +40,8 @@ TAKE_ARRAYS = {
     "gguf, metadata": lambda x: safeload.gguf.save_file({}, "new", {"w": x.reshape(-1)}),
     "gguf, nested metadata": lambda x: safeload.gguf.save_file({}, "new", {"w": [[1], x.reshape(-1)]}),
     "moon": lambda x: safeload.moon.save_file({"w": x.astype(np.float16)}, "new"),
-    "npz": lambda x: npz.save({"w": x}, "new"),
-    "npy": lambda x: npy.save({"w": x}, "new"),
+    "npz": lambda x: npz.write({"w": x}, None, "new"),
+    "npy": lambda x: npy.write({"w": x}, None, "new"),
     **{
         f"convert to {suffix}": lambda x, suffix=suffix: safeload.convert(
             {"w": x}, f"new.{suffix}", dtype="float16", overwrite=True
@@ -101,8 +101,8 @@ def test_other_subclasses_are_arrays(kind):
     for path, write in {
         "s": lambda path: save_file({"w": array}, path),
         "g": lambda path: safeload.gguf.save_file({"w": array}, path),
-        "z": lambda path: npz.save({"w": array}, path),
-        "y": lambda path: npy.save({"w": array}, path),
+        "z": lambda path: npz.write({"w": array}, None, path),
+        "y": lambda path: npy.write({"w": array}, None, path),
     }.items():
         write(path)
         np.testing.assert_array_equal(next(iter(safeload.load(path).values())), np.asarray(array))
@@ -131,8 +131,8 @@ TAKE_DICTS = {
     "gguf": ("tensors", lambda x: safeload.gguf.save_file(x, "new")),
     "gguf, metadata": ("metadata", lambda x: safeload.gguf.save_file({"w": W}, "new", x)),
     "moon": ("tensors", lambda x: safeload.moon.save_file(x, "new")),
-    "npz": ("tensors", lambda x: npz.save(x, "new")),
-    "npy": ("tensors", lambda x: npy.save(x, "new")),
+    "npz": ("tensors", lambda x: npz.write(x, None, "new")),
+    "npy": ("tensors", lambda x: npy.write(x, None, "new")),
     "load(out=)": ("out", lambda x: safeload.load("w.safetensors", out=x)),
     "load_file(out=)": ("out", lambda x: load_file("w.safetensors", out=x)),
     "stack(out=)": ("out", lambda x: safeload.stack({"h.0.w": W}, LAYOUT, out=x)),
@@ -173,7 +173,7 @@ def test_what_works_like_a_dict_is_taken():
             return iter(self._held)
 
     save_file(Like(), "new")
-    npz.save(Like(), "new.npz")
+    npz.write(Like(), None, "new.npz")
     for way in (safeload.open, np.load):
         with way("new.npz") as opened:
             save_file(opened, "new")

@@ -417,8 +417,8 @@ def test_a_path_that_open_refuses_is_refused_alike(ending, tmp_path, monkeypatch
         lambda path: safeload.serialize_file({}, path),
         lambda path: safeload.gguf.save_file(SMALL, path),
         lambda path: safeload.moon.save_file({}, path),
-        lambda path: npz.save(SMALL, path),
-        lambda path: npy.save(SMALL, path),
+        lambda path: npz.write(SMALL, None, path),
+        lambda path: npy.write(SMALL, None, path),
     )
     for write in writers:
         with pytest.raises(type(wanted.value)) as caught:
