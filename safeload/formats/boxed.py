@@ -20,8 +20,9 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -51,8 +52,6 @@ MAX_INTERLOCKED = 2_048
 _MAX_CUTS = 128
 # Axes of a tensor: NumPy 1 allows 32, and the bytes of an element are another axis.
 MAX_RANK = 31
-
-_Error = TypeVar("_Error", bound=SafeloadError)
 
 
 class Region(NamedTuple):
@@ -125,10 +124,7 @@ def checked(
     name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, fill: bytes | None = None
 ) -> BoxedTensor:
     """Return a tensor whose boxes cover it without overlap; replicas and empty boxes are dropped."""
-
-    def error(kind: type[_Error], text: str) -> _Error:
-        return error_about(kind, text, path=path, tensor=name)
-
+    error = partial(error_about, path=path, tensor=name)
     if len(shape) > MAX_RANK:
         raise error(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}")
     if not array_fits(shape, itemsize):
@@ -148,7 +144,7 @@ def checked(
         edges = np.array([(*offsets, *sizes) for offsets, sizes in distinct], np.int64)
         begins = edges[:, : len(shape)]
         text = f": more than {MAX_INTERLOCKED:,} of its chunks interlock, so no cut along an axis separates them"
-        clash = _overlapping(begins, begins + edges[:, len(shape) :], error(LimitError, text))
+        clash = _overlapping(begins, begins + edges[:, len(shape) :], partial(error, LimitError, text))
         if clash is not None:
             (first, size_a), (second, size_b) = (list(distinct)[k] for k in clash)
             text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
@@ -160,7 +156,7 @@ def checked(
     return BoxedTensor(name, shape, itemsize, list(distinct.values()), fill if total != size else None)
 
 
-def _overlapping(begins: Array, ends: Array, interlocked: LimitError) -> tuple[int, int] | None:
+def _overlapping(begins: Array, ends: Array, interlocked: Callable[[], LimitError]) -> tuple[int, int] | None:
     """Return two boxes that overlap, or None; raise ``interlocked`` if that takes too long to find out.
 
     Cuts along one axis after another separate the boxes into groups, until each group is a single box. A box of a
@@ -175,7 +171,7 @@ def _overlapping(begins: Array, ends: Array, interlocked: LimitError) -> tuple[i
         for which, axis, failed in groups:
             if failed >= axes:
                 if len(which) > MAX_INTERLOCKED:
-                    raise interlocked
+                    raise interlocked()
                 for k, box in enumerate(which.tolist()):
                     rest = which[k + 1 :]
                     overlap = ((begins[rest] < ends[box]) & (ends[rest] > begins[box])).all(axis=1)
@@ -188,7 +184,7 @@ def _overlapping(begins: Array, ends: Array, interlocked: LimitError) -> tuple[i
             tries = 0 if len(cuts) else failed + 1
             below += [(part, (axis + 1) % axes, tries) for part in np.split(order, cuts) if len(part) > 1]
         groups = below
-    raise interlocked
+    raise interlocked()
 
 
 class AssembledStore(RemoteStore):

@@ -207,7 +207,13 @@ def _read_sharded(data: DataFiles, file: WeightFile, folder: str) -> dict[str, B
     for name in names:
         path = data.path(name)
         table = data.table_at(name, 0)
-        info = _sharding(table, path)
+        sharding = (table.metadata() or {}).get(SHARDING)
+        if sharding is None:
+            raise FormatError(f"the header has no {SHARDING}, so the place of its chunks is unknown", path)
+        try:
+            info = json.loads(sharding)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{SHARDING} is not JSON: {show(str(error))}", path) from None
         for index, tensor in enumerate(table.names):
             row, sizes = table.row(index), table.shape(index)
             if row.packed:
@@ -230,17 +236,6 @@ def _read_sharded(data: DataFiles, file: WeightFile, folder: str) -> dict[str, B
                 shape = tuple(map(max, shape, record.shape))
             tensors[tensor] = BoxedListing(row, shape, boxes)
     return tensors
-
-
-def _sharding(table: Table, path: str) -> Any:
-    """Return the places of the chunks in a file."""
-    text = (table.metadata() or {}).get(SHARDING)
-    if text is None:
-        raise FormatError(f"the header has no {SHARDING}, so the place of its chunks is unknown", path)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{SHARDING} is not JSON: {show(str(error))}", path) from None
 
 
 # ---- the pickle of .metadata ----

@@ -23,11 +23,9 @@ def together(
     """Return the result of ``first``, and a function that returns the result of ``second`` or raises its error."""
     if not files.remote:  # nothing to gain from calling both at once
         return first(), second
-    results: list[_First] = []
-    attempts: list[Callable[[], _Second]] = []
-    tasks = [lambda: results.append(first()), lambda: attempts.append(attempt(second))]
-    files.each(lambda task: task(), tasks)
-    return results[0], attempts[0]
+    tasks: list[Callable[[], Any]] = [first, lambda: attempt(second)]
+    result, outcome = files.each(lambda task: task(), tasks)
+    return result, outcome
 
 
 def attempt(function: Callable[[], _Second]) -> Callable[[], _Second]:
@@ -67,25 +65,23 @@ def read_with_shards(
     if not names:
         return Listed(*read_version(path, "index.json", files), {}, None)
     early = request._replace(window=EARLY_WINDOW)
-    indexes: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
-    configs: list[Callable[[], dict[str, Any] | None]] = []
     shards: dict[str, Callable[[], Opened]] = {}
 
     def open_shard(name: str) -> None:
         shards[name] = attempt(lambda: open_file(files.join(folder, name), early))
 
     # The index decides: shards that it does not list are closed, and their errors are ignored.
-    tasks: list[Callable[[], object]] = [
-        lambda: indexes.append(read_version(path, "index.json", files)),
-        lambda: configs.append(attempt(read_config)),
+    tasks: list[Callable[[], Any]] = [
+        partial(read_version, path, "index.json", files),
+        lambda: attempt(read_config),
         *(partial(open_shard, name) for name in names),
     ]
     try:
-        files.each(lambda task: task(), tasks)
+        (content, version), config, *_ = files.each(lambda task: task(), tasks)
     except BaseException:
         _close(shards)
         raise
-    return Listed(*indexes[0], shards, configs[0])
+    return Listed(content, version, shards, config)
 
 
 def implied_shards(base: str, beside: Sequence[str]) -> list[str]:

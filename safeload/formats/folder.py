@@ -259,17 +259,13 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
             text = f"No such file or directory: {subject}; {base} lists it: was the download finished?"
             raise missing_file(error.filename, text) from None
 
-    opened: dict[str, Opened] = {}
-    config: list[dict[str, Any] | None] = []
+    def config() -> dict[str, Any] | None:
+        if keras:
+            return None
+        return read_config(folder, files) if listed.config is None else listed.config()
 
-    def read(file_name: str | None) -> None:
-        if file_name is None:
-            config.append(read_config(folder, files) if listed.config is None else listed.config())
-        else:
-            opened[file_name] = open_shard(file_name)
-
-    files.each(read, [*sorted(names), *(() if keras else (None,))])
-    shards = [opened[file_name] for file_name in sorted(names)]
+    tasks: list[Callable[[], Any]] = [*(partial(open_shard, file_name) for file_name in sorted(names)), config]
+    *shards, parsed = files.each(lambda task: task(), tasks)
     where: dict[str, tuple[WeightFile, int]] = {}
     for file_name, shard in zip(sorted(names), shards, strict=True):
         places, holder = shard.places, show(file_name)[1:-1]
@@ -278,15 +274,16 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
             missing = next((group for group in names[file_name] if group not in groups), None)
             text = f"should have variables in {holder}, but has none there"
         else:
-            missing = min((tensor for tensor in names[file_name] if tensor not in places), default=None)
+            expected = set(names[file_name])
+            missing = min(expected - places.keys(), default=None)
             text = f"should be in {holder}, but is not there"
         if missing is not None:
             raise error_about(FormatError, text, path=shown, tensor=missing)
         if keras:
             add(where, places)
         else:
-            expected = set(names[file_name])
-            where.update((tensor, place) for tensor, place in places.items() if tensor in expected)
+            whole = len(places) == len(expected)
+            where.update(places if whole else {name: place for name, place in places.items() if name in expected})
     if keras:
         below = names_below({name: name.split(".") for name in where}, request.root, shown)
         where = {known: where[name] for name, known in below.items()}
@@ -297,7 +294,7 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
         [file for shard in shards for file in shard.files],
         where,
         {**merged, **metadata} if metadata else merged,
-        config[0] if config else None,
+        parsed,
         (files.absolute(path), listed.version),
     )
 
@@ -517,10 +514,9 @@ def choose_whole(
     if folder is not None and (usual or sum(each.kind == FILE for each in whole) < 2):
         whole = [each for each in whole if each.kind != INDEXED or not _is_stale(each.files[0], names, folder)]
     equal = [each for each in whole if each.rank == whole[0].rank]
-    numbered = sets_of([name for name in names if name.endswith(tuple(suffixes))])
     first_is_usual = bool(equal) and not equal[0].variant and (equal[0].kind == INDEXED or equal[0] in usual)
     if not first_is_usual and not any(each.kind == SET for each in whole):
-        _refuse_incomplete(numbered, path, folder)
+        _refuse_incomplete(sets_of([name for name in names if name.endswith(tuple(suffixes))]), path, folder)
     if len(equal) < 2:
         return equal[0].files if equal else None
     files = [name for each in equal for name in each.files]
@@ -636,12 +632,12 @@ def _orbax_step(folder: _Folder) -> list[str]:
     checkpoints: list[str] = []
     for name, inner in _listings(folder.path, _finished(folder.folders), folder.files):
         names = [text for text, _ in inner]
-        found = ORBAX_METADATA in names
-        if not found and (_ORBAX_STEP in names or _STEP.fullmatch(name)):
+        complete = ORBAX_METADATA in names
+        if not complete and (_ORBAX_STEP in names or _STEP.fullmatch(name)):
             items = _finished([text for text, is_folder in inner if is_folder])
             inside = _listings(folder.files.join(folder.path, name), items, folder.files)
-            found = any(text == ORBAX_METADATA for _, listing in inside for text, _ in listing)
-        if found:
+            complete = any(text == ORBAX_METADATA for _, listing in inside for text, _ in listing)
+        if complete:
             checkpoints.append(name)
     if len(checkpoints) > 1:
         numbers = {name: match for name in checkpoints if (match := _STEP.fullmatch(name)) is not None}

@@ -190,32 +190,19 @@ def describe(head: bytes, path: str = "") -> Kind | None:
         return Kind("a pickle of protocol 0 or 1")
     text = head.lstrip()[:15].lower()
     if text.startswith((b"<!doctype html", b"<html")):
-        if b"<title>directory listing for" in head.lower() or b"<title>index of" in head.lower():
-            return _listing_page(path)
-        return Kind("an HTML page (a failed download?)")
+        if b"<title>directory listing for" not in head.lower() and b"<title>index of" not in head.lower():
+            return Kind("an HTML page (a failed download?)")
+        if "://" not in path:
+            return Kind("an HTML page that lists a folder")
+        folder = path.rstrip("/")
+        advice = f"http has no folders; open {folder}/model.safetensors.index.json, or {folder}/model.safetensors if "
+        return Kind("a page that lists a folder", f"{advice}the weights are a single file")
     if text.startswith(b"<?xml"):
         return Kind("an XML page (a failed download?)")
-    return _by_pattern(head, path)
-
-
-def _listing_page(path: str) -> Kind:
-    """Describe the page of a web server that lists the files of a folder."""
-    if "://" not in path:
-        return Kind("an HTML page that lists a folder")
-    folder = path.rstrip("/")
-    return Kind(
-        "a page that lists a folder",
-        f"http has no folders; open {folder}/model.safetensors.index.json, or {folder}/model.safetensors if the "
-        "weights are a single file",
-    )
-
-
-def _by_pattern(head: bytes, path: str) -> Kind | None:
-    """Describe a file of a format without a magic number."""
-    import re  # only here: most files have a magic number
-
     if path.endswith(".aria2"):
         return Kind("a control file of aria2: the download beside it is not finished", damaged=True)
+    import re  # only here: most files have a magic number
+
     if re.match(rb"x[\x01\x5e\x9c\xda]", head) and describe_text(head) is None:  # RFC 1950
         return Kind("zlib-compressed", "joblib writes such files, and joblib.load reads them")
     # SavedModel of tensorflow/core/protobuf/saved_model.proto: version 1, then a MetaGraphDef, beginning with field 1.

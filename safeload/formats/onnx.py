@@ -241,6 +241,11 @@ class TensorProto:
         self.external: Mapping[str, str] = _NOTHING
         self.segment = self.strings = False
 
+    @property
+    def file(self) -> str:
+        """The file of external data, relative to the model's folder."""
+        return self.external.get("location", "").removeprefix("./")
+
 
 class OnnxModel:
     """The content of a file."""
@@ -546,7 +551,7 @@ class TensorPlacer:
             file, listing = self._listed(tensor, type_)
         except UnsupportedError as error:
             label = f"data type {tensor.data_type}" if type_ is None else type_.name
-            is_tensor, is_missing = type_ is None or bool(type_.code), _location(tensor) in self._missing
+            is_tensor, is_missing = type_ is None or bool(type_.code), tensor.file in self._missing
             listing = unreadable(
                 tensor.name, label, tensor.dims, str(error), is_tensor=is_tensor, is_missing=is_missing
             )
@@ -619,7 +624,7 @@ class TensorPlacer:
 
     def _external_place(self, tensor: TensorProto, nbytes: int) -> tuple[WeightFile, ByteSpan]:
         """Return the file of external data and the place of a tensor in it."""
-        location = _location(tensor)
+        location = tensor.file
         if location in self._missing:
             raise UnsupportedError(self._missing[location])
         file = self._external.get(location) or self._open(location, tensor)
@@ -656,10 +661,6 @@ class TensorPlacer:
 
     def _fault(self, text: str, tensor: TensorProto) -> FormatError:
         return error_about(FormatError, text, path=self._file.path, offset=tensor.at, tensor=tensor.name)
-
-
-def _location(tensor: TensorProto) -> str:
-    return tensor.external.get("location", "").removeprefix("./")
 
 
 # ---- elements that are decoded when they are read ----

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from ..base import hub_cache, log
@@ -267,6 +268,7 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
     from .folder import is_weight_file
     from .numbered import is_set
 
+    unsupported = partial(error_about, UnsupportedError, path=container.path)
     inside = [(folder, name) for folder in files.folders for name, is_folder in files.listing(folder) if not is_folder]
     root = None if request.root is None else request.root.removeprefix("./").rstrip("/")
     if root and root in {files.join(*place) for place in inside}:
@@ -279,22 +281,20 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
         if is_weight_file(name):
             weights.setdefault(folder, []).append(name)
     if not weights:
-        text = f"this is {kind} without weights: it holds {_listed([files.join(*place) for place in inside])}"
-        raise error_about(UnsupportedError, text, path=container.path)
+        names_inside = _listed([files.join(*place) for place in inside])
+        raise unsupported(f"this is {kind} without weights: it holds {names_inside}")
     by_depth: dict[int, list[str]] = {}
     for folder in weights:
         by_depth.setdefault(folder.count("/") + 1 if folder else 0, []).append(folder)
-    folder, *others = nearest = by_depth[min(by_depth)]
-    if others:
-        text = f"weights in {len(nearest):,} folders: {_listed(nearest)}; choose one with root="
-        raise error_about(UnsupportedError, text, path=container.path)
+    folder, *rest = nearest = by_depth[min(by_depth)]
+    if rest:
+        raise unsupported(f"weights in {len(nearest):,} folders: {_listed(nearest)}; choose one with root=")
     names = weights[folder]
     if len(names) == 1 and not names[0].endswith(_PARTS):
         return files.join(folder, names[0]), request
     if all(name.endswith(".gguf") for name in names) and not is_set(names):
         shown = _listed([files.join(folder, name) for name in names])
-        text = f"it holds {len(names):,} GGUF files: {shown}; choose one with root="
-        raise error_about(UnsupportedError, text, path=container.path)
+        raise unsupported(f"it holds {len(names):,} GGUF files: {shown}; choose one with root=")
     return folder, request
 
 

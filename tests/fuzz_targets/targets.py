@@ -71,7 +71,6 @@ inside.preload(
     "merge",
     "validation",
     "finder",
-    "assembled",
     "edit_journal",
 )
 for row in registry.ROWS:

@@ -68,7 +68,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     if file.size > MAX_JSON:
         raise FormatError(f"{ORBAX_METADATA} has {file.size:,} bytes, but the limit is {MAX_JSON:,}", file.path)
     metadata = parse_json(file.read_at(0, file.size), ORBAX_METADATA, file.path)
-    folder = _Folder(file.files, file.files.split(file.place)[0])
+    folder = _OpenFolder(file.files, file.files.split(file.place)[0])
     try:
         with paused(file.size):  # each chunk becomes several objects
             return _read(file, folder, metadata, request.root)
@@ -77,7 +77,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         raise
 
 
-class _Folder:
+class _OpenFolder:
     """The folder of a checkpoint, and its open data files."""
 
     def __init__(self, files: Files, path: str) -> None:
@@ -135,7 +135,7 @@ class _Folder:
             stored.store.close()
 
 
-def _read(file: WeightFile, folder: _Folder, metadata: Mapping[str, Any], root: str | None) -> Content:
+def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) -> Content:
     leaves = _leaves(metadata.get(_TREE), file.path)
     for switch in _SWITCHES:
         if metadata.get(switch) is not None and type(metadata[switch]) is not bool:
@@ -193,10 +193,6 @@ class _Leaf(NamedTuple):
     def is_array(self) -> bool:
         return self.kind in _ARRAYS and not self.skipped
 
-    @property
-    def is_text(self) -> bool:
-        return self.kind == _STRING and not self.skipped
-
 
 def _leaves(entries: Any, path: str) -> dict[str, _Leaf]:
     """Return the leaves of the tree by name."""
@@ -232,9 +228,9 @@ def _leaf(text: str, entry: Any, path: str) -> _Leaf:
     return _Leaf(tuple(steps), kind, skipped)
 
 
-def _rest(folder: _Folder, leaves: Mapping[str, _Leaf], root: str | None, notes: list[str]) -> dict[str, Any]:
+def _rest(folder: _OpenFolder, leaves: Mapping[str, _Leaf], root: str | None, notes: list[str]) -> dict[str, Any]:
     """Return leaves other than arrays, nested."""
-    texts = {name for name, leaf in leaves.items() if leaf.is_text}
+    texts = {name for name, leaf in leaves.items() if leaf.kind == _STRING and not leaf.skipped}
     strings = read_json(folder.join(_STRINGS), _STRINGS, folder.files) if texts else {}
     for name in sorted(texts):
         if type(strings.get(name)) is not str:
@@ -253,7 +249,7 @@ def _rest(folder: _Folder, leaves: Mapping[str, _Leaf], root: str | None, notes:
 # ---- the store of arrays ----
 
 
-def _uses_ocdbt(folder: _Folder) -> bool:
+def _uses_ocdbt(folder: _OpenFolder) -> bool:
     """Return True if there is a database, which metadata without ``use_ocdbt`` does not say."""
     try:
         folder.open(MANIFEST)
@@ -262,7 +258,7 @@ def _uses_ocdbt(folder: _Folder) -> bool:
     return True
 
 
-def _database(folder: _Folder, notes: list[str]) -> Mapping[str, Value]:
+def _database(folder: _OpenFolder, notes: list[str]) -> Mapping[str, Value]:
     """Return the values of the database, or of the databases of all processes."""
     if _uses_ocdbt(folder):
         values = _values(folder, "")
@@ -285,7 +281,7 @@ def _database(folder: _Folder, notes: list[str]) -> Mapping[str, Value]:
     return values
 
 
-def _values(folder: _Folder, part: str) -> dict[str, Value]:
+def _values(folder: _OpenFolder, part: str) -> dict[str, Value]:
     """Return the values of the database in the folder ``part``: a path that ends with a slash, or an empty one."""
     manifest = folder.open(part + MANIFEST)
     if manifest.length > MAX_MANIFEST:
@@ -302,7 +298,7 @@ def _values(folder: _Folder, part: str) -> dict[str, Value]:
     return {key: value._replace(file=part + value.file if value.file else "") for key, value in values.items()}
 
 
-def _paths(folder: _Folder, arrays: Sequence[str]) -> dict[str, Value]:
+def _paths(folder: _OpenFolder, arrays: Sequence[str]) -> dict[str, Value]:
     """Return the files of arrays in folders, by their paths."""
     for name in arrays:
         if not all(map(is_bare, name.split("/"))):
@@ -335,7 +331,7 @@ def _paths(folder: _Folder, arrays: Sequence[str]) -> dict[str, Value]:
 
 
 def _described(
-    folder: _Folder, arrays: Sequence[str], version: int, values: Mapping[str, Value] | None
+    folder: _OpenFolder, arrays: Sequence[str], version: int, values: Mapping[str, Value] | None
 ) -> list[ZarrArray | Unknown]:
     """Return the metadata of readable and of unreadable arrays; without a database (``values``) from files."""
     base = V3 if version == 3 else V2
@@ -367,7 +363,7 @@ def _described(
     ]
 
 
-def _prefetch(folder: _Folder, values: Sequence[Value]) -> None:
+def _prefetch(folder: _OpenFolder, values: Sequence[Value]) -> None:
     """Fetch the metadata of all arrays in a few requests."""
     places: dict[str, list[tuple[int, int]]] = {}
     for value in values:

@@ -386,7 +386,7 @@ class _Chunks(NamedTuple):
             raise self.fault(f"a chunk must have {self.layout.nbytes:,} bytes, got {length:,}", stored)
 
 
-class _Shard:
+class _ZarrShard:
     """A value that holds a grid of chunks, whose index is read on first use."""
 
     def __init__(self, stored: StoredBytes, count: int, array: ZarrArray) -> None:
@@ -601,7 +601,7 @@ class ChunkFinder:
         if self._in_shards > MAX_IN_SHARDS:
             text = f": with it the shards have more than {MAX_IN_SHARDS:,} chunks"
             raise error_about(LimitError, text, path=self._path, tensor=chunks.name)
-        shard = _Shard(stored, count, array)
+        shard = _ZarrShard(stored, count, array)
         inside = 0
         for number, index in enumerate(product(*map(range, counts))):
             begin = tuple(offset + k * size for offset, k, size in zip(offsets, index, shape, strict=True))
