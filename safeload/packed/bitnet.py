@@ -1,4 +1,4 @@
-"""BitNet: ternary codes, a byte for those of four rows. Source: transformers ``integrations/bitnet.py``."""
+"""BitNet: ternary codes, a byte for the codes of four rows. Source: transformers ``integrations/bitnet.py``."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ ExpectedFile: TypeAlias = tuple[ExpectedRange, ...]
 
 
 class Expected(NamedTuple):
-    """The expected files of a model: those of a manifest or signature, or of a cache that names files by digests."""
+    """The expected files of a model: from a manifest or signature, or from a cache that names files by digests."""
 
     source: str  # the manifest, signature or cache, for messages
     proof: str = "integrity only: the cache says what was downloaded, not who made it"

@@ -299,7 +299,7 @@ def _read(file: Any, size: int, name: str) -> memoryview:
 
 
 class FileObjects(Files):
-    """The file objects of a call. Paths are their names with a number; others are those of this machine."""
+    """The file objects of a call. Paths are their names with a number; other paths are files of this machine."""
 
     remote = True
 

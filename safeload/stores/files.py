@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 
 
 class Files:
-    """Finds and opens files: here those of this machine. Paths are opaque text to everyone else, from any thread."""
+    """Finds and opens files, here on this machine. Paths are opaque text to everyone else, from any thread."""
 
     remote = False  # True if every method call can be a network request
 

@@ -226,7 +226,7 @@ def _half_of_memory() -> int:
 
 
 class VerifiedFiles:
-    """`Files` of which only verified bytes are read. It drops those least recently used from memory first."""
+    """`Files` of which only verified bytes are read. The files least recently used leave memory first."""
 
     def __init__(self, files: Files, expected: Expected) -> None:
         self._files = files

@@ -265,8 +265,8 @@ def choose(
             return row.embedding or row.base
         number, total = place(name, kind)
         cells = row.falcon if sizes.architecture == _FALCON and kind in row.falcon else row.cells
-        held = (cell.type for cell in cells.get(kind, ()) if cell.holds(number, total, sizes, imatrix))
-        chosen = next(held, row.base)
+        types = (cell.type for cell in cells.get(kind, ()) if cell.holds(number, total, sizes, imatrix))
+        chosen = next(types, row.base)
         if kind == _VALUE and sizes.is_70b and chosen in ("q3_k", "q4_k"):
             chosen = "q5_k"
         return "q8_0" if kind in (_VALUE, _KEY) and sizes.experts == 8 else chosen

@@ -103,7 +103,7 @@ class TokenizerFiles:
 
     @cached_property
     def added_elsewhere(self) -> list[AddedToken]:
-        """The added tokens of ``added_tokens.json``, then those of ``tokenizer_config.json``."""
+        """The added tokens of ``added_tokens.json``, then the tokens of ``tokenizer_config.json``."""
         tokens = []
         for text, number in (self._read(ADDED) or {}).items():
             tokens.append(self._added(ADDED, number, {"content": text}))

@@ -282,18 +282,18 @@ def _at_once(
     folder, old = request.folder, []
     adapters = [] if options.get("adapters") is None else _paths_of(options["adapters"])
     documents = [] if verify is None or isinstance(verify, bool) else _documents_of(verify)
-    given = [options.get("imatrix"), *adapters, *documents]
+    beside_sources = [options.get("imatrix"), *adapters, *documents]
     with ExitStack() as stack:
         if folder is None and request.place.files.remote:
             file_in_store(request.place, overwrite=overwrite)
         elif folder is None:
             check_free(request.path, overwrite)
-            refuse_inputs(request.path, given, beside=adapters)
+            refuse_inputs(request.path, beside_sources, beside=adapters)
             old = shards_beside(request.path, overwrite)
         else:
             folder.check_free(overwrite)
             for name in (SINGLE, INDEX, CONFIG):
-                refuse_inputs((folder.location / name).path, given)
+                refuse_inputs((folder.location / name).path, beside_sources)
         catalog = stack.enter_context(open_sources(src, request, verify))
         if overwrite and os.name == "nt":
             _give_way(catalog, src)

@@ -336,7 +336,7 @@ def _pieces(
             "editable": shard.editable,
         }
         piece = json.loads(json.dumps(piece))
-        # A shard depends on the sources of its own piece, not on those of other pieces.
+        # A shard depends on the sources of its own piece, not on the sources of other pieces.
         pieces.append({**piece, "id": digest_of(piece), "file": file, "storage_options": None})
     return pieces
 

@@ -272,8 +272,8 @@ def bars(shown: ReportContent) -> str:
     names, plain = labels(totals), "o" if shown.colours else 0
     rows = [(breakable(names[kind]), shown.colours.get(kind, plain), total) for kind, total in totals.items()]
     if rest := rows[KINDS:]:
-        others = f"{len(rest):,} other{'' if len(rest) == 1 else 's'}"
-        rows[KINDS:] = [(others, plain, sum(total for *_, total in rest))]
+        label = f"{len(rest):,} other{'' if len(rest) == 1 else 's'}"
+        rows[KINDS:] = [(label, plain, sum(total for *_, total in rest))]
     shares = [100 * total / total_bytes for *_, total in rows]
     texts = ["< 0.1 %" if 0 < share < 0.1 else f"{share:.1f} %" for share in shares]
     drawn = _bars([(*row, text) for row, text in zip(rows, texts, strict=True)], "name mono")

@@ -326,7 +326,7 @@ def _errors(
 
 
 def _digests(sizes: Mapping[str, int | None], threads: int | None, bars: Bars) -> dict[str, str]:
-    """Return the SHA-256 of files, without those that cannot be read, hashing several files at a time."""
+    """Return the SHA-256 of files, without unreadable files, hashing several files at a time."""
     files = [file for file, nbytes in sizes.items() if nbytes is not None]
     total = sum(filter(None, sizes.values()))
     with bars("sha256") as progress:

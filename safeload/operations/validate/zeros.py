@@ -152,16 +152,16 @@ def _finding(run: ZeroRun, unwritten: bool, where: str, role: Callable[[str], st
     touched = run.whole + [p for p in cut if min(p.end, run.end) - max(p.begin, run.begin) >= _BLOCK]
     if all(may_be_zero(place.name) or role(place.tensor) in ("bias", "buffer") for place in touched):
         return None
-    several = len(touched) > 1
+    in_tensors = len(touched) > 1
     long = run.size >= _LONG
     never = ", never written," if unwritten else ""
     first = run.places[0].name
     inside = show(first)
-    if several:
+    if in_tensors:
         inside = f"{plural(len(run.places), 'tensor')}, {inside} to {show(run.places[-1].name)}"
     zeros = f"{where}{run.size:,} bytes from byte {run.begin:,} are zero{never} in {inside}"
-    if long and (several or unwritten):
-        return find("file.hole" if several or not run.on_rows else "file.hole:unwritten", zeros=zeros)
+    if long and (in_tensors or unwritten):
+        return find("file.hole" if in_tensors or not run.on_rows else "file.hole:unwritten", zeros=zeros)
     if run.size < _RUN_AT_LEAST or not run.on_blocks:
         return None
     if not run.on_rows:
@@ -406,8 +406,8 @@ def _searched(catalog: Catalog) -> Iterator[_File]:
 def _has_many_zeros(stats: Mapping[str, TensorStats]) -> bool:
     """True if tensors can have a run of zeros, alone or with zero tensors beside it."""
     whole = sum(row.count for row in stats.values() if row.zeros == row.count)
-    most = max((row.zeros for row in stats.values()), default=0)
-    return whole * _LARGEST_ITEM >= _RUN_AT_LEAST or most * _LARGEST_ITEM >= _HALF
+    largest = max((row.zeros for row in stats.values()), default=0)
+    return whole * _LARGEST_ITEM >= _RUN_AT_LEAST or largest * _LARGEST_ITEM >= _HALF
 
 
 def _is_suspect(place: StoredRange, row: TensorStats | None, file: WeightFile) -> bool:
@@ -418,7 +418,7 @@ def _is_suspect(place: StoredRange, row: TensorStats | None, file: WeightFile) -
 
 
 def _joined(places: Iterable[StoredRange]) -> list[tuple[int, int]]:
-    """Return the ranges of places, joined in the same blocks, without those too short for a run."""
+    """Return the ranges of places, joined in the same blocks, without ranges too short for a run."""
     joined: list[tuple[int, int]] = []
     for place in places:
         if joined and place.begin - place.begin % _BLOCK <= joined[-1][1]:
