@@ -23,7 +23,7 @@ _DEFAULT_BITS = 4
 
 def gemma(group: PackedGroup) -> Packing:
     """Bytes of codes, the first in the low bits, and F32 scales; the configuration sets the bits of each module."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     if len(stored) != 2 or len(scale) != 2 or scale[0] != stored[0] or not scale[1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
     bits = _bits(group)
