@@ -49,17 +49,11 @@ def describe(group: PackedGroup) -> Packing:
         raise Misfit(f"qzeros are {group.dtype(packing.ZERO)}, expected I32")
     transposed = stored[1] in (scale[1], scale[1] / _CODES_IN_WORD)
     rows = stored[0] == scale[0] and zeros == (scale[0], scale[1] // _CODES_IN_WORD)
-    if rows and (_version(settings) == "gemv" or not transposed):
+    if rows and (not transposed or str(settings.get("version")).lower() == "gemv"):
         return _gemv(group, settings)
     if not transposed:
         raise Misfit(f"words {list(stored)} and scales {list(scale)} are neither GPTQ's nor AWQ's")
     return _gptq(group, settings, zeros) if stored[1] == scale[1] else _gemm(group, settings, zeros)
-
-
-def _version(settings: Mapping[str, Any]) -> str:
-    """Return AWQ's layout in the configuration."""
-    version = settings.get("version")
-    return version.lower() if isinstance(version, str) else ""
 
 
 def _refuse(group: PackedGroup, settings: Mapping[str, Any]) -> None:

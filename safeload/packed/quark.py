@@ -349,8 +349,7 @@ def _is_rotated(quantization: Quantization, module: str) -> bool:
     """Return True if the module's weights are rotated, and its inputs at run time."""
     config = quantization.get("algo_config")
     for algorithm in config if isinstance(config, list) else [config]:
-        online = algorithm.get("online_config") if isinstance(algorithm, Mapping) else None
-        layers = online.get("online_rotation_layers") if isinstance(online, Mapping) else None
+        layers = mapping(mapping(algorithm).get("online_config")).get("online_rotation_layers")
         if isinstance(layers, list) and module in layers:
             return True
     return False
