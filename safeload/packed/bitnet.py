@@ -12,7 +12,7 @@ from ..base.packing import Grid, Packing
 from ..errors import RangeError
 from .families import Family
 from .grid import Misfit
-from .packed_group import PackedGroup, packing_of
+from .packed_group import GroupContext, PackedGroup, packing_of
 from .quantization import QUANTIZATION, Quantization
 
 _SMALLEST_MEAN = 1e-5  # the smallest mean magnitude, as in ``WeightQuant``
@@ -23,11 +23,10 @@ _CONFIG = Quantization(QUANTIZATION, "bitnet", {"linear_class": "bitlinear", "qu
 
 def bitnet(group: PackedGroup) -> Packing:
     """Four planes of 2 bits; ``linear_class`` decides if the scale multiplies or divides."""
-    stored = group.shape()
-    if len(stored) != 2 or math.prod(group.shape(packing.SCALE)) != 1:
+    stored = group.stored
+    if len(stored) != 2 or math.prod(group.scales) != 1:
         raise Misfit(
-            f"codes {list(stored)} and scale {list(group.shape(packing.SCALE))} do not fit: expected a matrix with a "
-            "single scale"
+            f"codes {list(stored)} and scale {list(group.scales)} do not fit: expected a matrix with a single scale"
         )
     shape = (stored[0] * 4, stored[1])
     grid = Grid(max(1, shape[0]), max(1, shape[1]), 1, 1)
@@ -59,7 +58,7 @@ def lay_out(values: Array) -> tuple[Packing, dict[str, Array]]:
             part |= (codes << 2 * plane).astype(np.uint8)
     parts = {packing.CODES: data, packing.SCALE: np.array([scale])}
     names = {packing.CODES: ".weight", packing.SCALE: ".weight_scale"}
-    return packing_of("weight", names, parts, _CONFIG), parts
+    return packing_of(GroupContext({}, _CONFIG), "weight", names, parts), parts
 
 
 FAMILIES = [

@@ -68,9 +68,9 @@ def four_bits(group: PackedGroup) -> Packing:
     flat = len(shape) < 2 or shape[-1] % block > 0
     matrices, rows, columns = (1, 1, count) if flat else matrices_of(shape)
     across = -(-columns // block)
-    if math.prod(group.shape(packing.SCALE)) != matrices * rows * across:
+    if math.prod(group.scales) != matrices * rows * across:
         raise Misfit(
-            f"absmax {list(group.shape(packing.SCALE))} does not fit shape {list(shape)} in blocks of {block} "
+            f"absmax {list(group.scales)} does not fit shape {list(shape)} in blocks of {block} "
             "(blocksize in its quant_state)"
         )
     packed = group.packing(
@@ -116,7 +116,7 @@ def _nested(group: PackedGroup, state: Mapping[str, Any], packed: Packing) -> Pa
         raise Misfit(f"absmax is {dtype}, but it must be U8 beside a nested_absmax")
     if not group.has(packing.NESTED_TABLE):
         raise Misfit(f"{_missing(group, packing.NESTED_TABLE)} is missing")
-    block, scales = _block(state, "nested_blocksize"), math.prod(group.shape(packing.SCALE))
+    block, scales = _block(state, "nested_blocksize"), math.prod(group.scales)
     _check_numbers(group, packing.NESTED, -(-scales // block))
     _check_numbers(group, packing.NESTED_TABLE, 256)
     return packed._replace(
@@ -171,7 +171,7 @@ def _number(state: Mapping[str, Any], key: str) -> float:
 
 def eight_bits(group: PackedGroup) -> Packing:
     """LLM.int8: a scale per row, in units of 1/127; two roundings."""
-    shape, scales = group.shape(), group.shape(packing.SCALE)
+    shape, scales = group.stored, group.scales
     if len(shape) != 2 or scales not in (shape[:1], (shape[0], 1)):
         raise Misfit(f"SCB {list(scales)} does not fit codes {list(shape)}: expected one scale per row")
     if group.has(packing.FORMAT):

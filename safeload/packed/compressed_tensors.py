@@ -32,7 +32,7 @@ from .quantization import is_length, with_quantization
 
 def ct_packed(group: PackedGroup) -> Packing:
     """compressed-tensors, pack-quantized: words of codes, scales per group, row or tensor."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     if len(stored) < 2:
         raise Misfit(f"codes {list(stored)} are not a matrix")
     shape, bits, words = _ct_shape(group)
@@ -50,11 +50,11 @@ def ct_packed(group: PackedGroup) -> Packing:
 def _ct_zeros(group: PackedGroup, grid: Grid, packed: Zeros) -> Zeros | None:
     """Return how zero points are packed: down the rows, if per row or group. None if they are plain numbers."""
     if group.dtype(packing.ZERO) != "I32":
-        zeros, expected = None, group.shape(packing.SCALE)
+        zeros, expected = None, group.scales
     elif grid.row_block == 1:
-        zeros, expected = packed, (*group.shape()[:-2], words_for(packed, grid.rows), grid.columns)
+        zeros, expected = packed, (*group.stored[:-2], words_for(packed, grid.rows), grid.columns)
     else:
-        raise Misfit(f"zero points are packed, but scales {list(group.shape(packing.SCALE))} are not per row")
+        raise Misfit(f"zero points are packed, but scales {list(group.scales)} are not per row")
     if group.shape(packing.ZERO) != expected:
         raise Misfit(f"zero points are {list(group.shape(packing.ZERO))}, expected {list(expected)}")
     return zeros
@@ -73,7 +73,7 @@ def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
 
 def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
     """Return the logical shape, bits of a code, and codes per word before compressed-tensors 0.17 (since then 0)."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     described = [(weights.get("num_bits"), weights.get("group_size")) for weights in group.weights] or [(None, None)]
     grouped = math.prod(scale) > 1
     counts = [scale[-1] * size if grouped and is_length(size) else None for _, size in described]
@@ -98,12 +98,12 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
 def _is_usual_shape(group: PackedGroup) -> bool:
     """Return True if weight_shape has its usual form beside scales of two or more groups."""
     form = group.dtype(packing.SHAPE), group.shape(packing.SHAPE)
-    return form[0] in ("I32", "I64") and form[1] in ((2,), (len(group.shape()),)) and group.shape(packing.SCALE)[-1] > 1
+    return form[0] in ("I32", "I64") and form[1] in ((2,), (len(group.stored),)) and group.scales[-1] > 1
 
 
 def _ct_columns(group: PackedGroup) -> int:
     """Return the columns in weight_shape."""
-    stored, logical = group.shape(), group.integers(packing.SHAPE)
+    stored, logical = group.stored, group.integers(packing.SHAPE)
     if (
         not 2 <= len(logical) <= len(stored)
         or min(logical) < 0
@@ -153,7 +153,7 @@ def _ct_small_floats(group: PackedGroup) -> Packing:
         if {weights.get("strategy") for weights in group.weights} != {"group"}:  # NVFP4 has a global scale
             raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.dtype(packing.SCALE)}")
         return fp4(group, "fp4 g16", 16, _scale_of_nvfp4(group))
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     if stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
         shape = (*stored[:-1], stored[-1] // 3 * 4)
         grid = whole_grid(shape, 1, 32)
@@ -178,17 +178,17 @@ def bitmask(group: PackedGroup) -> Packing:
     """``X.compressed`` holds the values of all rows, ``X.bitmask`` a bit per position, lowest bit first."""
     if f".{group.logical}".endswith((".weight.weight", ".bias.weight")):
         raise Misfit(f"{show(group.codes)} belongs to a tensor, not to a module")  # another family fits better
-    shape = _shape_of_pairs(group) if len(group.shape()) == 2 else _sparse_shape(group)
+    shape = _shape_of_pairs(group) if len(group.stored) == 2 else _sparse_shape(group)
     mask = (*shape[:-1], -(-shape[-1] // 8))
     if (group.dtype(packing.MASK), group.shape(packing.MASK)) != ("U8", mask):
         form = f"{group.dtype(packing.MASK)} {list(group.shape(packing.MASK))}"
         raise Misfit(f"bitmask is {form}, expected U8 {list(mask)} for shape {list(shape)}")
-    pairs = len(group.shape()) == 2
+    pairs = len(group.stored) == 2
     if not pairs:
         _check_offsets(group, shape)
     prefix = "sparse 2:4" if pairs else "sparse"
     return _sparse_values(group, prefix, shape)._replace(
-        layout=packing.MASKED, row_bytes=group.shape()[1] * group.element_bytes() if pairs else 0
+        layout=packing.MASKED, row_bytes=group.stored[1] * group.element_bytes() if pairs else 0
     )
 
 
@@ -210,8 +210,8 @@ def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> P
 
 def _sparse_shape(group: PackedGroup) -> tuple[int, ...]:
     """Return the logical shape from its own tensor: the mask only implies its number of bytes."""
-    if len(group.shape()) != 1:
-        raise Misfit(f"values must be a list or a matrix, got shape {list(group.shape())}")
+    if len(group.stored) != 1:
+        raise Misfit(f"values must be a list or a matrix, got shape {list(group.stored)}")
     shape = group.integers(packing.SHAPE)
     if len(shape) > 2:
         raise Refused(f"shape {list(shape)} has more than two axes, and row_offsets locate only the rows of a matrix")
@@ -232,9 +232,9 @@ def _check_offsets(group: PackedGroup, shape: tuple[int, ...]) -> None:
 
 def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
     """Return the logical shape if rows store two of every four values."""
-    rows, columns = group.shape()[0], 2 * group.shape()[1]
+    rows, columns = group.stored[0], 2 * group.stored[1]
     if columns % 4:
-        raise Misfit(f"values {list(group.shape())} are not two of every four columns")
+        raise Misfit(f"values {list(group.stored)} are not two of every four columns")
     if group.shape(packing.SHAPE) not in ((2, 1), (2,)) or group.dtype(packing.SHAPE) not in ("I64", "I32"):
         raise Misfit(f"shape is {group.dtype(packing.SHAPE)} {list(group.shape(packing.SHAPE))}, expected I64 [2, 1]")
     return rows, columns

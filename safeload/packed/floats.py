@@ -24,7 +24,7 @@ from .quantization import brief, is_length, with_quantization
 
 def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     """8-bit codes, and scales broadcast over blocks."""
-    shape, numbers = group.shape(), group.dtype()
+    shape, numbers = group.stored, group.dtype()
     scale_row, scale = group.parts[packing.SCALE]
     matrices, rows, columns = matrices_of(shape)
     grid = configured_grid(group, shape) or _flat_grid(group)
@@ -59,7 +59,7 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
 
 def _flat_grid(group: PackedGroup) -> Grid | None:
     """Return the grid of fp8 in groups by auto-round, which stores the scales of all rows in one list; else None."""
-    shape, scale = group.shape(), group.shape(packing.SCALE)
+    shape, scale = group.stored, group.scales
     size = group.settings().get("group_size") if group.method in AUTO_ROUND else None
     if len(shape) != 2 or len(scale) != 1 or not is_length(size) or shape[1] % size or size >= shape[1]:
         return None
@@ -88,7 +88,7 @@ def _block_of(group: PackedGroup) -> tuple[int, int]:
     """Return the configured rows and columns of a block of scales."""
     if not group.is_configured:
         return 128, 128
-    scale, codes = group.shape(packing.SCALE), group.shape()
+    scale, codes = group.scales, group.stored
     grouped = len(scale) == len(codes) > 1 and scale[:-1] == codes[:-1]
     size = configured_group_size(group)
     if grouped and size is not None and scale[-1] > 1:
@@ -102,7 +102,7 @@ def _block_of(group: PackedGroup) -> tuple[int, int]:
 
 def deepseek_v4(group: PackedGroup) -> Packing:
     """``X.scale`` beside ``X.weight``: fp8 in blocks, or two E2M1 codes per byte with a scale per 32 codes."""
-    shape, scale = group.shape(), group.shape(packing.SCALE)
+    shape, scale = group.stored, group.scales
     if len(shape) < 2 or len(scale) != len(shape) or group.dtype(packing.SCALE) not in ("F8_E8M0", "U8", "F32"):
         raise Misfit("its scale is not the scale of a weight")
     if group.dtype() == "I8":
@@ -115,7 +115,7 @@ def deepseek_v4(group: PackedGroup) -> Packing:
 
 def fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: str = "e2m1") -> Packing:
     """Two 4-bit codes per byte, the first in the low bits, and a scale per ``block`` codes."""
-    stored = group.shape()
+    stored = group.stored
     if len(stored) < 2:
         raise Misfit(f"codes {list(stored)} are not a matrix")
     if group.dtype(packing.SCALE) not in ("U8", exponents) and not (label == "mxfp4" and group.dtype() == "I8"):
@@ -124,19 +124,17 @@ def fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: str
     sizes = [weights["group_size"] for weights in group.weights if weights.get("group_size") is not None]
     if sizes and block not in sizes:
         raise Misfit(f"{label} has groups of {block}, but group_size is {brief(show(sizes[0]))} (config_groups)")
-    if group.shape(packing.SCALE) != (*shape[:-1], -(-shape[-1] // block)) or shape[-1] % block:
-        raise Misfit(f"scales {list(group.shape(packing.SCALE))} do not fit rows of {shape[-1]} in blocks of {block}")
+    if group.scales != (*shape[:-1], -(-shape[-1] // block)) or shape[-1] % block:
+        raise Misfit(f"scales {list(group.scales)} do not fit rows of {shape[-1]} in blocks of {block}")
     grid = whole_grid(shape, 1, block)
     return group.packing("fp4", label, shape, 4, numbers, grid=grid, scale_dtype=group.scale_dtype(exponents))
 
 
 def gpt_oss(group: PackedGroup) -> Packing:
     """16-byte blocks on their own axis; transformers' parameter is transposed, OpenAI's is not."""
-    stored = group.shape()
-    if len(stored) < 3 or stored[-1] != 16 or group.shape(packing.SCALE) != stored[:-1]:
-        raise Misfit(
-            f"blocks {list(stored)} and scales {list(group.shape(packing.SCALE))} do not fit: blocks must have 16 bytes"
-        )
+    stored = group.stored
+    if len(stored) < 3 or stored[-1] != 16 or group.scales != stored[:-1]:
+        raise Misfit(f"blocks {list(stored)} and scales {list(group.scales)} do not fit: blocks must have 16 bytes")
     if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
         raise Misfit(f"scales of mxfp4 must be F8_E8M0, got {group.dtype(packing.SCALE)}")
     rows, columns = stored[-3], stored[-2] * 32

@@ -6,7 +6,6 @@ Source: transformers ``integrations/gemma_quant.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from ..base import packing
 from ..base.packing import Packing
@@ -16,6 +15,7 @@ from .families import Family
 from .grid import Misfit, Refused, label_of, whole_grid
 from .packed_group import PackedGroup
 from .patterns import compiled
+from .quantization import mapping
 
 # transformers' default if the configuration has no num_bits.
 _DEFAULT_BITS = 4
@@ -23,7 +23,7 @@ _DEFAULT_BITS = 4
 
 def gemma(group: PackedGroup) -> Packing:
     """Bytes of codes, the first in the low bits, and F32 scales; the configuration sets the bits of each module."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     if len(stored) != 2 or len(scale) != 2 or scale[0] != stored[0] or not scale[1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
     bits = _bits(group)
@@ -42,13 +42,9 @@ def gemma(group: PackedGroup) -> Packing:
 def _bits(group: PackedGroup) -> int:
     """Return the ``num_bits`` of a module: of the first pattern in its name, else the shared value."""
     shared = group.config.get("num_bits")
-    default = _DEFAULT_BITS if shared is None else shared
-    overrides = group.config.get("module_quant_configs")
-    bits = default
-    for pattern, own in overrides.items() if isinstance(overrides, Mapping) else ():
-        if _is_in(pattern, group.module):
-            bits = own.get("num_bits", default) if isinstance(own, Mapping) else default
-            break
+    overrides = mapping(group.config.get("module_quant_configs"))
+    own = next((own for pattern, own in overrides.items() if _is_in(pattern, group.module)), None)
+    bits = mapping(own).get("num_bits", _DEFAULT_BITS if shared is None else shared)
     if type(bits) is not int or bits not in (2, 4, 8):
         raise Misfit(f"num_bits in config.json must be 2, 4 or 8, got {show(str(bits))}")
     return bits

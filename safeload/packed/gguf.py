@@ -37,7 +37,7 @@ def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str, blocks: bool) -> 
 
     ``blocks`` means that the codes have their logical shape; otherwise their last axis counts bytes.
     """
-    shape, scale = group.shape(), group.shape(SCALE)
+    shape, scale = group.stored, group.scales
     if group.dtype(SCALE) != "F32":
         raise Misfit(f"{group.names[SCALE]} is {group.dtype(SCALE)}, but scales of {label} must be F32")
     if not blocks:

@@ -41,7 +41,7 @@ def describe(group: PackedGroup) -> Packing:
     """Return the layout for the shapes of words, scales and zero points."""
     settings = group.settings()
     _refuse(group, settings)
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     zeros = group.shape(packing.ZERO) if group.has(packing.ZERO) else None
     if len(stored) != 2 or len(scale) != 2 or 0 in (*stored, *scale):
         raise Misfit(f"words {list(stored)} and scales {list(scale)} do not form a matrix")
@@ -49,17 +49,11 @@ def describe(group: PackedGroup) -> Packing:
         raise Misfit(f"qzeros are {group.dtype(packing.ZERO)}, expected I32")
     transposed = stored[1] in (scale[1], scale[1] / _CODES_IN_WORD)
     rows = stored[0] == scale[0] and zeros == (scale[0], scale[1] // _CODES_IN_WORD)
-    if rows and (_version(settings) == "gemv" or not transposed):
+    if rows and (not transposed or str(settings.get("version")).lower() == "gemv"):
         return _gemv(group, settings)
     if not transposed:
         raise Misfit(f"words {list(stored)} and scales {list(scale)} are neither GPTQ's nor AWQ's")
     return _gptq(group, settings, zeros) if stored[1] == scale[1] else _gemm(group, settings, zeros)
-
-
-def _version(settings: Mapping[str, Any]) -> str:
-    """Return AWQ's layout in the configuration."""
-    version = settings.get("version")
-    return version.lower() if isinstance(version, str) else ""
 
 
 def _refuse(group: PackedGroup, settings: Mapping[str, Any]) -> None:
@@ -78,7 +72,7 @@ def _refuse(group: PackedGroup, settings: Mapping[str, Any]) -> None:
 def _check_method(group: PackedGroup, layout: str, methods: frozenset[str]) -> None:
     if group.method not in (None, *methods):
         raise Misfit(
-            f"words {list(group.shape())} and scales {list(group.shape(packing.SCALE))} have the layout of {layout}, "
+            f"words {list(group.stored)} and scales {list(group.scales)} have the layout of {layout}, "
             f"but quant_method is {show(group.method)}"
         )
 
@@ -87,7 +81,7 @@ def _check_bits(group: PackedGroup, settings: Mapping[str, Any], bits: int) -> N
     configured = settings.get("bits", settings.get("w_bit"))
     if type(configured) is int and configured != bits:
         raise Misfit(
-            f"words {list(group.shape())} beside scales {list(group.shape(packing.SCALE))} hold {bits} bits, but bits "
+            f"words {list(group.stored)} beside scales {list(group.scales)} hold {bits} bits, but bits "
             f"is {show(configured)} ({group.config})"
         )
 
@@ -103,8 +97,7 @@ def _group_size(group: PackedGroup, settings: Mapping[str, Any], length: int, gr
     size = length if configured < 0 or configured > length else configured
     if -(-length // size) != groups:
         raise Misfit(
-            f"scales {list(group.shape(packing.SCALE))} do not fit rows of {length} in groups of "
-            f"{show(configured)} (group_size)"
+            f"scales {list(group.scales)} do not fit rows of {length} in groups of {show(configured)} (group_size)"
         )
     return size
 
@@ -121,7 +114,7 @@ _AWQ = frozenset(("awq", *AUTO_ROUND))
 
 def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...] | None) -> Packing:
     """GPTQ: codes run down the columns of the words, which are rows of the weight."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     _check_method(group, "GPTQ", _GPTQ)
     if zeros is None:
         raise Misfit("its qzeros are missing")
@@ -205,7 +198,7 @@ def _settled(packed: Packed, zeros: Zeros) -> Zeros:
 
 def _gemm(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...] | None) -> Packing:
     """AWQ's gemm: words along the rows, which are columns of the weight, with permuted codes."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     _check_method(group, "AWQ", _AWQ)
     _check_bits(group, settings, 4)
     if zeros is None and settings.get("zero_point") is not False:
@@ -235,7 +228,7 @@ def _word_order(settings: Mapping[str, Any]) -> tuple[int, bool]:
 
 def _gemv(group: PackedGroup, settings: Mapping[str, Any]) -> Packing:
     """AWQ's gemv: plain rows; scales and zero points of a row are padded to whole words."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     _check_method(group, "AWQ", _AWQ)
     _check_bits(group, settings, 4)
     length, size = stored[1] * _CODES_IN_WORD, settings.get("group_size", settings.get("q_group_size"))

@@ -29,7 +29,7 @@ _MLX_BITS, _MLX_GROUP = 4, 64
 
 def mlx(group: PackedGroup) -> Packing:
     """Words of unsigned codes with a scale and a bias per group of columns, or the mx modes."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
     own = group.config.get(group.module)
@@ -75,7 +75,7 @@ def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
         modes = ", ".join(("affine", *_MLX_MODES))
         raise Misfit(f"unknown quantization mode {show(mode)}, expected one of {modes}")
     bits, block, numbers, exponents = _MLX_MODES[mode]
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     shape = (*stored[:-1], stored[-1] * 32 // bits)
     if group.dtype(packing.SCALE) != "U8" or shape[-1] != scale[-1] * block:
         raise Misfit(f"{group.dtype(packing.SCALE)} scales {list(scale)} do not fit rows of {shape[-1]} in {mode}")

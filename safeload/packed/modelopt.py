@@ -29,7 +29,7 @@ def modelopt_nvfp4(group: PackedGroup) -> Packing:
 
 def modelopt_experts(group: PackedGroup) -> Packing:
     """Experts in a single tensor; Llama 4 stores them as [in, out], packed along ``in``."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     if len(stored) != 3 or len(scale) != 3 or scale[-1] != stored[-1] or scale[-2] * 8 != stored[-2]:
         return modelopt_nvfp4(group)
     if group.dtype(packing.SCALE) != "F8_E4M3":

@@ -91,13 +91,10 @@ class GroupContext:
             self._read.update(_contents([part]))
         return self._read.get(name)
 
-    def add(self, arrays: Mapping[str, Array]) -> None:
-        """Add tensors in memory."""
-        self._read = dict(arrays)
-        for name, array in arrays.items():
-            row = dtypes.row_of(array.dtype)
-            assert row is not None
-            self.tensors[name] = Stored(row, array.shape)
+    def hold(self, arrays: dict[str, Array]) -> None:
+        """Replace the tensors by arrays."""
+        self._read = arrays
+        self.tensors = {name: Stored(dtypes.row_of(array.dtype), array.shape) for name, array in arrays.items()}  # type: ignore[arg-type]
 
     def _small(self, name: str) -> Part | None:
         part = self.part(name)
@@ -132,6 +129,8 @@ class PackedGroup:
         self.config = context.quantization
         self.method = self.config.method  # ``quant_method``
         self.parts = {role: context.tensors[name] for role, name in names.items()}  # by role
+        self.stored = self.parts[packing.CODES].shape
+        self.scales = self.parts[packing.SCALE].shape if packing.SCALE in self.parts else ()
         self.weights = self.config.weights(self.module)  # the descriptions in ``config_groups``
         self._own = {} if self.config.is_uniform else self.config.own(self.module)
         self._context = context
@@ -171,6 +170,7 @@ class PackedGroup:
         """Return the group as if its codes had this shape."""
         group = PackedGroup(self.codes, self.logical, self.names, self._context)
         group.parts[packing.CODES] = self.parts[packing.CODES]._replace(shape=shape)
+        group.stored = shape
         return group
 
     def has(self, role: str) -> bool:
@@ -181,7 +181,7 @@ class PackedGroup:
         """Return True if the module has another tensor with this suffix."""
         return f"{self.module}{suffix}" in self._context.tensors
 
-    def shape(self, role: str = packing.CODES) -> tuple[int, ...]:
+    def shape(self, role: str) -> tuple[int, ...]:
         """Return the shape of a part."""
         return self.parts[role].shape
 
@@ -235,7 +235,7 @@ class PackedGroup:
         self, family: str, label: str, shape: tuple[int, int], bits: int, numbers: str, *, size: int, **fields: object
     ) -> Packing:
         """Return a `Packing` of a matrix stored as columns by rows, with scales for groups of ``size`` columns."""
-        (rows, columns), scales = shape, self.parts[packing.SCALE].shape
+        (rows, columns), scales = shape, self.scales
         grid = Grid(size, 1, scales[0], scales[1])
         return self.packing(
             family, label, shape, bits, numbers, transpose=True, rows=columns, columns=rows, grid=grid, **fields
@@ -264,14 +264,13 @@ class PackedGroup:
         return dtype if self.dtype(packing.SCALE) == "U8" else None
 
 
-def packing_of(name: str, names: Mapping[str, str], parts: Mapping[str, Array], quantization: Quantization) -> Packing:
+def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts: Mapping[str, Array]) -> Packing:
     """Return the packing of a weight that we have written, as a reader would find it; both mappings are by role."""
-    context = GroupContext({}, quantization)
-    context.add({names[role]: array for role, array in parts.items()})
+    context.hold({names[role]: array for role, array in parts.items()})
     codes, dtype = names[packing.CODES], dtypes.row_of(parts[packing.CODES].dtype)
     for family in families():
         fits = family.describe is not None and dtype is not None and dtype.code in family.dtypes
-        if not fits or not codes.endswith(family.main) or family.method not in (None, quantization.method):
+        if not fits or not codes.endswith(family.main) or family.method not in (None, context.quantization.method):
             continue
         if family.parts_beside(codes, context.tensors) is None:
             continue
@@ -279,7 +278,7 @@ def packing_of(name: str, names: Mapping[str, str], parts: Mapping[str, Array], 
             return PackedGroup(codes, name, names, context).described(family)
         except Misfit:
             continue
-    raise AssertionError(f"no family reads {quantization}")
+    raise AssertionError(f"no family reads {context.quantization}")
 
 
 # ---- settings of config_groups ----
@@ -304,7 +303,7 @@ def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
     """Return the grid of scales in ``config_groups`` for codes of a shape, or None."""
     if group.method != "compressed-tensors":
         return None
-    described, scale = group.weights, group.parts[packing.SCALE].shape
+    described, scale = group.weights, group.scales
     if len(described) != 1:
         return described_grid(described, shape, scale)
     key, grids = (id(described[0]), shape, scale), group.config.once(_no_grids)
@@ -345,7 +344,7 @@ def check(group: PackedGroup, packed: Packing) -> Packing:
     if max(1, packed.matrices) * max(1, packed.rows) * max(1, packed.columns) >= MOST:
         raise Misfit(f"shape {list(packed.shape)} has too many elements")
     if _code_bytes(packed) > group.nbytes():
-        raise Misfit(f"codes {list(group.shape())} are too few for {list(packed.shape)}")
+        raise Misfit(f"codes {list(group.stored)} are too few for {list(packed.shape)}")
     if packed.grid is not None:
         _check_grid(group, packed)
     described = group.weights

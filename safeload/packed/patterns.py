@@ -6,13 +6,14 @@ Configurations come from untrusted files, and `re` takes exponential time on som
 alternation and anchors, with the semantics of `re`. It simulates a nondeterministic automaton (Thompson, 1968), which
 takes at most the length of the pattern times the length of the name.
 
-`Globs` matches as `fnmatch` does: a glob of literals and ``*`` by a search per literal, a glob with ``?`` or classes
-as a `Pattern`.
+`Globs` matches with the expressions of `fnmatch`, which never try a part of a name twice (bpo-40480).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from fnmatch import translate
 from functools import lru_cache
 
 from ..base.text import show
@@ -29,6 +30,8 @@ _CLASSES = {
     "s": " \t\n\r\f\v",
 }
 _WILDCARDS = "*?["
+# `fnmatch`'s expression for a class without characters.
+_NOTHING = "(?!)"
 
 
 # ---- regular expressions ----
@@ -40,7 +43,7 @@ class Pattern:
     def __init__(self, text: str, key: str) -> None:
         self._text, self._key, self._at = text, key, 0
         if len(text) > LONGEST:
-            raise UnsupportedError(f"{key}: a pattern of {len(text):,} characters exceeds the limit of {LONGEST:,}")
+            raise _too_long(text, key)
         # By state: the next states without a character; and characters, if set all but these, with the state after one.
         self._free: list[list[int]] = []
         self._steps: list[tuple[frozenset[str], bool, int] | None] = []
@@ -206,14 +209,12 @@ class Globs:
 
     def __init__(self, texts: Iterable[str], key: str) -> None:
         self._names: dict[str, int] = {}
-        self._globs: list[tuple[int, str, _Stars | Pattern]] = []
+        self._globs: list[tuple[int, str, re.Pattern[str]]] = []
         for number, text in enumerate(texts):
-            if not any(char in text for char in _WILDCARDS):
-                self._names[text] = number
-            elif "?" in text or "[" in text:
-                self._globs.append((number, text, Pattern(_expression(text), key)))
+            if any(char in text for char in _WILDCARDS):
+                self._globs.append((number, text, _expression(text, key)))
             else:
-                self._globs.append((number, text, _Stars(text)))
+                self._names[text] = number
 
     def first(self, name: str) -> str | None:
         """Return the first matching name or glob, or None."""
@@ -221,52 +222,20 @@ class Globs:
         for number, text, glob in self._globs:
             if exact is not None and exact < number:
                 break
-            if glob.matches(name):
+            if glob.match(name):
                 return text
         return None if exact is None else name
 
 
-class _Stars:
-    """A glob of literals and ``*``, matched greedily: the leftmost match of a literal leaves the most to the rest."""
-
-    def __init__(self, text: str) -> None:
-        self._first, *self._between, self._last = text.split("*")
-
-    def matches(self, name: str) -> bool:
-        """Return True if the whole name matches."""
-        at, end = len(self._first), len(name) - len(self._last)
-        if at > end or not name.startswith(self._first) or not name.endswith(self._last):
-            return False
-        for literal in self._between:
-            at = name.find(literal, at, end)
-            if at < 0:
-                return False
-            at += len(literal)
-        return True
+def _expression(glob: str, key: str) -> re.Pattern[str]:
+    """Translate a glob, in which each star takes the first match for good."""
+    if len(glob) > LONGEST:
+        raise _too_long(glob, key)
+    text = translate(glob)
+    if _NOTHING in text:
+        raise UnsupportedError(f"{key}: the glob {show(glob)} has an empty range of characters")
+    return re.compile(text)
 
 
-def _expression(glob: str) -> str:
-    """Translate a glob into a regular expression for whole names."""
-    parts, at = [], 0
-    while at < len(glob):
-        char = glob[at]
-        end = _end_of_class(glob, at) if char == "[" else -1
-        if end >= 0:
-            inside = glob[at + 1 : end]
-            negated = inside.startswith("!")
-            parts.append(f"[{'^' if negated else ''}{''.join(map(_escaped_in_class, inside[negated:]))}]")
-            at = end
-        else:
-            parts.append({"*": ".*", "?": "."}.get(char) or (char if char.isalnum() else f"\\{char}"))
-        at += 1
-    return "".join(parts) + "$"
-
-
-def _end_of_class(glob: str, begin: int) -> int:
-    """Return the position of the closing bracket of a class; -1 if the opening bracket is a literal."""
-    first = begin + 1 + glob.startswith("!", begin + 1)
-    return glob.find("]", first + 1)  # a leading "]" is a character of the class
-
-
-def _escaped_in_class(char: str) -> str:
-    return char if char.isalnum() or char == "-" else f"\\{char}"
+def _too_long(text: str, key: str) -> UnsupportedError:
+    return UnsupportedError(f"{key}: a pattern of {len(text):,} characters exceeds the limit of {LONGEST:,}")

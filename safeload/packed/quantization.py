@@ -27,7 +27,7 @@ from .methods import (
     part_of,
     unknown_setting,
 )
-from .patterns import compiled
+from .patterns import Pattern, compiled
 
 # Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
 _CONFIG_DEPTH = 4
@@ -212,20 +212,23 @@ class Quantization:
         syntax: shapes and dtypes then decide.
         """
         described = self._described
-        if len(described) < 2 or not self._can_match_targets:
+        if self._targets is None:
             return described
-        return [weights for weights, targets in self._weights if _is_targeted(targets, module)] or described
+        targets = zip(described, self._targets, strict=True)
+        targeted = [
+            weights
+            for weights, (names, patterns) in targets
+            if module in names or any(pattern.matches(module) for pattern in patterns)
+        ]
+        return targeted or described
 
     @cached_property
-    def _can_match_targets(self) -> bool:
-        """False if a target in ``config_groups`` is a pattern with unsupported syntax."""
+    def _targets(self) -> list[tuple[frozenset[str], list[Pattern]]] | None:
+        """The names and patterns of each description; None if there is one, or a pattern has unsupported syntax."""
         try:
-            for _, targets in self._weights:
-                for target in targets if isinstance(targets, list) else ():
-                    _is_targeted([target], "")
+            return [_names_and_patterns(targets) for _, targets in self._weights] if len(self._weights) > 1 else None
         except UnsupportedError:
-            return False
-        return True
+            return None
 
     @cached_property
     def _described(self) -> list[Mapping[str, Any]]:
@@ -277,12 +280,10 @@ def _keeps_basis(scheme: Any) -> bool:
     return locations <= _MERGED or locations == _SCORES
 
 
-def _is_targeted(targets: Any, module: str) -> bool:
-    """Return True if a name or a pattern among the targets of a config group stands for a module."""
-    for target in filter(lambda target: isinstance(target, str), targets if isinstance(targets, list) else ()):
-        if target == module or (target.startswith("re:") and compiled(target[3:], "config_groups").matches(module)):
-            return True
-    return False
+def _names_and_patterns(targets: Any) -> tuple[frozenset[str], list[Pattern]]:
+    """Return the targets of a config group: names, and the patterns among them."""
+    texts = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+    return frozenset(texts), [compiled(text[3:], "config_groups") for text in texts if text.startswith("re:")]
 
 
 def overrides_key(quantization: Quantization) -> str:

@@ -85,7 +85,7 @@ def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
         raise Misfit(f"its configuration has no dtype for its {group.dtype()} codes")
     row = quark_dtypes().get(dtype)
     if row is None or group.dtype() not in row["stored"]:
-        raise Misfit(f"its codes {list(group.shape())} are {group.dtype()}, but dtype is {show(dtype)}")
+        raise Misfit(f"its codes {list(group.stored)} are {group.dtype()}, but dtype is {show(dtype)}")
     return row["numbers"], row["bits"]
 
 
@@ -100,7 +100,7 @@ def _label(prefix: str, group: PackedGroup, spec: Mapping[str, Any], grid: Grid,
 
 def _grid_of(group: PackedGroup, spec: Mapping[str, Any], shape: tuple[int, ...]) -> Grid:
     """Return the grid of a single scale, or of scales per row or per column."""
-    scale, (rows, columns) = group.shape(packing.SCALE), shape[-2:]
+    scale, (rows, columns) = group.scales, shape[-2:]
     scheme, axis = spec.get("qscheme"), spec.get("ch_axis")
     if math.prod(scale) == 1 and scheme in (None, "per_tensor"):
         return Grid(max(1, rows), max(1, columns), 1, 1, shared=True)
@@ -131,7 +131,7 @@ def _group_size(spec: Mapping[str, Any], scale: tuple[int, ...], length: int, gr
 
 def _bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     """fp8 and int8; integers in groups are stored transposed."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     integers = group.dtype() not in FP8
     if integers:
         _check_zeros(group, spec, needed=False)
@@ -166,7 +166,7 @@ def _block(spec: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, int] |
 
 
 def _grouped_bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     if len(stored) != 2 or len(scale) != 2 or scale[1] != stored[1] or 0 in stored:
         raise Misfit(f"codes {list(stored)} and scales {list(scale)} must be [in, out] and [groups, out]")
     group.has_zeros()  # of the same shape
@@ -180,7 +180,7 @@ def _grouped_bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
 
 def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing:
     """Words along the rows; weights in groups, their scales and their zero points are stored transposed."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     if len(stored) != 2 or 0 in (*stored, *scale):
         raise Misfit(f"words {list(stored)} and scales {list(scale)} do not form a matrix")
     layout = _layout(group)
@@ -219,7 +219,7 @@ def _zeros_in_groups(group: PackedGroup, layout: int, packed_shape: tuple[int, i
         return None
     expected: tuple[int, ...] = packed_shape
     if group.dtype(packing.ZERO) in NUMBERS:  # zero_point_type float32
-        expected = group.shape(packing.SCALE)
+        expected = group.scales
     elif group.dtype(packing.ZERO) != "I32":
         raise Misfit(f"zero points are {group.dtype(packing.ZERO)}, expected I32")
     if group.shape(packing.ZERO) != expected:
@@ -236,7 +236,7 @@ def _zeros_of(group: PackedGroup, layout: int, grid: Grid) -> Zeros | None:
         raise Misfit(f"zero points are {group.dtype(packing.ZERO)}, expected I32")
     fits = math.prod(zeros) == 1 if grid.shared else zeros == (-(-count // _CODES_IN_WORD),)
     if not fits:
-        raise Misfit(f"zero points {list(zeros)} do not fit scales {list(group.shape(packing.SCALE))}")
+        raise Misfit(f"zero points {list(zeros)} do not fit scales {list(group.scales)}")
     if grid.shared:
         return Zeros(packing.ROWS, 4)
     if grid.columns == 1:
@@ -249,7 +249,7 @@ def _zeros_of(group: PackedGroup, layout: int, grid: Grid) -> Zeros | None:
 
 def _small_floats(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     """Rows of codes, the first in the low bits, with a scale per group: an exponent or a number."""
-    stored, scale = group.shape(), group.shape(packing.SCALE)
+    stored, scale = group.stored, group.scales
     numbers, bits = _numbers(group, spec)
     if len(stored) < 2 or 0 in stored or stored[-1] * 8 % bits:
         raise Misfit(f"codes {list(stored)} are not rows of {bits}-bit codes")
@@ -277,7 +277,7 @@ def _scales_in_fp8(group: PackedGroup, spec: Mapping[str, Any], scales: Mapping[
         raise Misfit("the global scale of its scales is missing (weight_scale_2)")
     if group.dtype(packing.SCALE) != "F8_E4M3" or math.prod(group.shape(packing.GLOBAL)) != 1:
         raise Misfit(
-            f"scales {list(group.shape(packing.SCALE))} are {group.dtype(packing.SCALE)} beside "
+            f"scales {list(group.scales)} are {group.dtype(packing.SCALE)} beside "
             f"{list(group.shape(packing.GLOBAL))}, but dtype is {show(str(scales.get('dtype')))}"
         )
     packed = _small_floats(group, {**spec, "scale_format": None})
@@ -349,8 +349,7 @@ def _is_rotated(quantization: Quantization, module: str) -> bool:
     """Return True if the module's weights are rotated, and its inputs at run time."""
     config = quantization.get("algo_config")
     for algorithm in config if isinstance(config, list) else [config]:
-        online = algorithm.get("online_config") if isinstance(algorithm, Mapping) else None
-        layers = online.get("online_rotation_layers") if isinstance(online, Mapping) else None
+        layers = mapping(mapping(algorithm).get("online_config")).get("online_rotation_layers")
         if isinstance(layers, list) and module in layers:
             return True
     return False

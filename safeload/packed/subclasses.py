@@ -23,7 +23,7 @@ _TYPES = frozenset(("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor"))
 
 def quanto(group: PackedGroup) -> Packing:
     """``X._data`` and ``X._scale``, one per index of the first axis, for linear layers and convolutions."""
-    shape, scale = group.shape(), group.shape(packing.SCALE)
+    shape, scale = group.stored, group.scales
     if len(shape) < 3:
         return plain(group)
     if scale != (shape[0], *(1 for _ in shape[1:])):
@@ -46,7 +46,7 @@ def quanto(group: PackedGroup) -> Packing:
 
 def torchao(group: PackedGroup) -> Packing:
     """``X._weight_qdata`` and ``X._weight_scale``, for any parameter; scales divide the codes into equal blocks."""
-    shape, scale, numbers = group.shape(), group.shape(packing.SCALE), group.dtype()
+    shape, scale, numbers = group.stored, group.scales, group.dtype()
     _check_type(group)
     if group.has(packing.FACTORS):
         raise Refused("its act_pre_scale multiplies the activations, so weights alone do not give the model's results")

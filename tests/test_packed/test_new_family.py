@@ -17,9 +17,9 @@ from .quantization import with_quantization
 
 
 def nibbles(group):
-    rows, stored = group.shape()
-    if group.shape(packing.SCALE) not in ((rows,), (rows, 1)):
-        raise Misfit(f"steps {list(group.shape(packing.SCALE))} do not fit {rows} rows")
+    rows, stored = group.stored
+    if group.scales not in ((rows,), (rows, 1)):
+        raise Misfit(f"steps {list(group.scales)} do not fit {rows} rows")
     shape = (rows, 2 * stored)
     return group.packing("toy", "toy4 row", shape, 4, "offset", grid=whole_grid(shape, 1, shape[1]))
 

@@ -29,7 +29,7 @@ from ...models.diffusion import ARCHITECTURE
 from ...models.schema import Schema
 from ...models.tied import absent_heads
 from ...packed.families import presets
-from ...packed.packed_group import packing_of
+from ...packed.packed_group import GroupContext, packing_of
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from .encoding import Encoding, encode, largest_in
@@ -383,7 +383,7 @@ def _load_for_engine(catalog: Catalog, rules: EngineRules, threads: int | None, 
     if not quantized:
         raise nothing_left(rules.preset, kept)
     before, done = sum(about.nbytes for about in abouts.values()), 0
-    quantization, buffers = rules.quantization(quantized), ScratchBuffers()
+    context, buffers = GroupContext({}, rules.quantization(quantized)), ScratchBuffers()
     maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes of weights that share a scale
     result = QuantizedDict()
 
@@ -403,7 +403,7 @@ def _load_for_engine(catalog: Catalog, rules: EngineRules, threads: int | None, 
                 parts = {role: jobs.native_order(part) for role, part in {**parts, **encoding.constants()}.items()}
                 module = name.removesuffix(".weight")
                 names = {role: module + part.suffix for role, part in preset.parts.items()}
-                kind = packing_of(name, names, parts, quantization)
+                kind = packing_of(context, name, names, parts)
                 result[name] = QuantizedTensor.of_parts(kind, {packing.NAME: name, **names}, parts)
             else:
                 row = rules.kept_dtype(about, None)

@@ -259,7 +259,6 @@ def _packed_zeros(zeros: Array, bits: int) -> Array:
     rows, columns = zeros.shape
     padded = np.zeros((-(-rows // per_word), per_word, columns), np.uint8)
     padded.reshape(-1, columns)[:rows] = zeros + np.int8(half)
-    words = np.zeros((len(padded), columns), np.uint32)
-    for k in range(per_word):
-        words |= padded[:, k].astype(np.uint32) << np.uint32(bits * k)
+    shifts = (bits * np.arange(per_word, dtype=np.uint32))[:, None]
+    words: Array = np.bitwise_or.reduce(padded.astype(np.uint32) << shifts, axis=1)
     return jobs.native_order(words.view(np.int32))

@@ -79,17 +79,18 @@ def weights_in(
     threads: int | None,
 ) -> Weights:
     """Return the values of a weight of a model as a dtype; weights with a merged adapter are computed first."""
-    base = catalog.base if isinstance(catalog, EngineCatalog) else catalog
+    base, dtype = catalog.base if isinstance(catalog, EngineCatalog) else catalog, dtypes.array_dtype(row.number)
     if isinstance(catalog, EngineCatalog) and not catalog.is_unchanged(name):
         items = catalog.items(name)
         if len(items) > 1:
             packed = any(base.about(source).packed for source in catalog.sources_of(name))
             return _of_items(catalog, items, row, scratch, alone=packed or type(base) is not Catalog)
-    elif type(base) is Catalog and not catalog.about(name).quantized:
-        source = catalog.source(name)
-        assert isinstance(source, Source)
-        return _ranges_of(source, row, scratch)
-    values = whole(catalog.about(name).shape, dtypes.array_dtype(row.number))
+    elif type(base) is Catalog:
+        value = catalog.restoring(name) or catalog.source(name)
+        if isinstance(value, Source) and value.packed is None:
+            return _ranges_of(value, row, scratch)
+        return in_memory(jobs.native_order(read_values(value, row, whole(value.shape, dtype), threads)))
+    values = whole(catalog.about(name).shape, dtype)
     catalog.read_into(name, row, values, threads)
     return in_memory(jobs.native_order(values))
 
