@@ -172,8 +172,9 @@ def _is_document(name: str) -> bool:
 
 def _local(path: Any) -> str | None:
     """Return the path of a local file, also of a ``file://`` URL; None for anything else."""
-    text = os.fspath(path) if isinstance(path, (str, bytes, os.PathLike)) and not hasattr(path, "fs") else None
-    text = os.fsdecode(text) if text is not None else None
-    if text is None or "\0" in text or not urls.is_url(text):
-        return None if text is None or "\0" in text else text
+    text = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) and not hasattr(path, "fs") else "\0"
+    if "\0" in text:
+        return None
+    if not urls.is_url(text):
+        return text
     return urls.local_path(text) if urls.scheme_of(text) == "file" else None

@@ -66,26 +66,18 @@ def extras_of(folder: Location) -> dict[str, Location]:
         listed = folder.files.listing(folder.path)
     except (UnsupportedError, RemotePermissionError):  # https, or a key without permission to list
         return {}
-    names = [
-        name
+    return {
+        name: location
         for name, is_folder in listed
         if not is_folder and is_extra(name) and os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
-    ]
-    locations = {name: folder / name for name in names}
-    if folder.files.remote:
-        return locations
-    return {name: location for name, location in locations.items() if _is_extra(location.path)}
+        if _is_small(location := folder / name)
+    }
 
 
-def _is_extra(path: str) -> bool:
-    return os.path.isfile(path) and os.stat(path).st_size <= LARGEST_EXTRA
-
-
-def divide(outputs: Mapping[str, Output], limit: int) -> dict[str, dict[str, Output]]:
-    """Return the tensors of each shard by file name; see `shard_bounds`."""
-    tensors = list(outputs.items())
-    bounds = shard_bounds([output.nbytes for output in outputs.values()], limit)
-    return {file: dict(tensors[rows]) for file, rows in bounds.items()}
+def _is_small(extra: Location) -> bool:
+    """Return True for a file in a store: its size is read when it is copied."""
+    path = extra.path
+    return extra.files.remote or (os.path.isfile(path) and os.stat(path).st_size <= LARGEST_EXTRA)
 
 
 def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
@@ -165,12 +157,12 @@ def write_folder(
     sink: Sink, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, limit: int, overwrite: bool
 ) -> None:
     """Write all tensors of a folder."""
-    shards = divide(tensors, limit)
-    names = free_names(sink, [*shards])
-    shards = {names[file]: shard for file, shard in shards.items()}
-    total = sum(tensor.nbytes for tensor in tensors.values())
+    items, sizes = [*tensors.items()], [tensor.nbytes for tensor in tensors.values()]
+    bounds = shard_bounds(sizes, limit)
+    names = free_names(sink, [*bounds])
+    shards = {names[file]: dict(items[rows]) for file, rows in bounds.items()}
     files, writers = weight_map(shards), {file: partial(writer_of, shard, metadata) for file, shard in shards.items()}
-    index = {} if [*shards] == [SINGLE] else {INDEX: index_text(files, total)}
+    index = {} if [*shards] == [SINGLE] else {INDEX: index_text(files, sum(sizes))}
     write_shards(writers, index, sink, overwrite=overwrite)
 
 

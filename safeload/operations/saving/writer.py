@@ -88,7 +88,7 @@ class Writer:
         self._target = target_of(
             dst, max_shard_size, overwrite=overwrite, durable=durable, storage_options=storage_options
         )
-        self._in_folder = isinstance(self._target, Sink)
+        self._in_folder = not isinstance(self._target, FileSink)
         self._in_order = isinstance(self._target, FileSink) and self._target.in_order
         if self._in_order and self._declared is None:
             raise ValueError("the destination cannot seek: pass tensors={name: (dtype, shape)} with all its tensors")
@@ -144,21 +144,16 @@ class Writer:
         for part in sources:
             if part in self._names:
                 raise ValueError(f"tensor {show(part)} was added before; it also stores a part of {show(name)}")
-        if isinstance(self._target, Sink):
-            self._begin_shard(self._target, sum(source.nbytes for source in sources.values()))
-        else:
-            self._begin_file(self._target)
-        self._put(sources)
+        self._put(self._spool(sum(source.nbytes for source in sources.values())), sources)
         if isinstance(value, QuantizedTensor):
             self._packer.parts(name, value)
 
-    def _put(self, sources: Mapping[str, TensorToWrite]) -> None:
-        assert self._file is not None
+    def _put(self, spool: Spool, sources: Mapping[str, TensorToWrite]) -> None:
         for part, source in sources.items():
             try:
                 if self._declared is not None:
                     self._check_declared(self._declared, part, source)
-                self._file.add(part, source)
+                spool.add(part, source)
             except BaseException:
                 # Bytes of an unfinished tensor are in the way if the file cannot seek, and parts belong together.
                 if len(sources) > 1 or self._in_order:
@@ -182,32 +177,26 @@ class Writer:
             text = f"the file cannot seek, so tensors come in the order of tensors=: expected {show(expected)}"
             raise ValueError(f"{text}, got {show(name)}")
 
-    def _check_complete(self) -> None:
-        if self._missing:
-            first = show(next(iter(self._missing)))
-            names = f"{first} and {len(self._missing) - 1:,} more" if len(self._missing) > 1 else first
-            raise ValueError(f"the file is incomplete: tensors= declares {names}; add every tensor before the end")
-
-    def _begin_file(self, target: FileSink) -> None:
-        """Create the file before its first tensor."""
-        if self._file is None:
-            header, size = None, None
-            if self._declared is not None:
-                header, size = declared_header(self._declared, self._metadata, keeps_order=target.in_order)
-            self._file = Spool(self._stack.enter_context(target.open(size)), header, [*(self._declared or ())])
-
-    def _begin_shard(self, sink: Sink, nbytes: int) -> None:
-        """Create a shard unless the current one has space for this many bytes."""
-        if self._file is None:
-            self._stack.enter_context(sink.begin(overwrite=self._overwrite))
-        elif self._file.nbytes + nbytes > self._limit and self._file.names:
-            self._complete_shard(self._file)
-            if sink.location.files.remote:
-                self._upload_shard(sink)
-        else:
-            return
-        self._file = Spool(sink.new(f"model-{len(self._shards) + 1:05}.safetensors", 0))
-        self._packer = Packer(self._metadata, in_folder=self._in_folder)
+    def _spool(self, nbytes: int = 0) -> Spool:
+        """Return the file for more tensors: a new one at first, and when a shard has no space for so many bytes."""
+        target, spool = self._target, self._file
+        if isinstance(target, FileSink):
+            if spool is None:
+                header, size = None, None
+                if self._declared is not None:
+                    header, size = declared_header(self._declared, self._metadata, keeps_order=target.in_order)
+                spool = Spool(self._stack.enter_context(target.open(size)), header, [*(self._declared or ())])
+        elif spool is None or (spool.names and spool.nbytes + nbytes > self._limit):
+            if spool is None:
+                self._stack.enter_context(target.begin(overwrite=self._overwrite))
+            else:
+                self._complete_shard(spool)
+                if target.location.files.remote:
+                    self._upload_shard(target)
+            spool = Spool(target.new(f"model-{len(self._shards) + 1:05}.safetensors", 0))
+            self._packer = Packer(self._metadata, in_folder=self._in_folder)
+        self._file = spool
+        return spool
 
     def _complete_shard(self, spool: Spool) -> None:
         spool.complete(self._packer.texts)
@@ -226,10 +215,6 @@ class Writer:
 
     def _finish_folder(self, sink: Sink) -> None:
         """Put the shards and their index in place."""
-        if self._file is None:
-            self._begin_shard(sink, 0)
-        assert self._file is not None
-        self._complete_shard(self._file)
         total, names = len(self._shards), [SINGLE]
         if self._weight_map:
             self._upload_shard(sink)
@@ -264,13 +249,16 @@ class Writer:
             raise unsaved(error) from None
 
     def _finish(self) -> None:
-        self._check_complete()
-        if isinstance(self._target, Sink):
+        if self._missing:
+            first = show(next(iter(self._missing)))
+            names = f"{first} and {len(self._missing) - 1:,} more" if len(self._missing) > 1 else first
+            raise ValueError(f"the file is incomplete: tensors= declares {names}; add every tensor before the end")
+        spool = self._spool()
+        if isinstance(self._target, FileSink):
+            spool.complete(self._packer.texts)
+        else:
+            self._complete_shard(spool)
             self._finish_folder(self._target)
-            return
-        self._begin_file(self._target)
-        assert self._file is not None
-        self._file.complete(self._packer.texts)
 
     def __enter__(self) -> Self:
         if self._state != "open":
