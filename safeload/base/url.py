@@ -131,11 +131,10 @@ class Url:
             texts += [self.place.partition(":")[2], self.path]
         values = (field.partition("=")[2] for field in (self.query or "").split("&"))
         texts += [value for value in values if len(value) >= _LONG_VALUE]
-        spellings = set[str]()
-        for raw in texts:  # as written, unescaped, and fully escaped in upper and lower case
-            every = _quoted(_decoded(raw), "")
-            spellings |= {raw, _decoded(raw), every, re.sub("%..", lambda match: match[0].lower(), every)}
-        return tuple(spellings - {""})
+        # As written, unescaped, and fully escaped in upper and lower case.
+        every = [_quoted(_decoded(text), "") for text in texts]
+        lower = [re.sub("%..", lambda match: match[0].lower(), text) for text in every]
+        return tuple({*texts, *map(_decoded, texts), *every, *lower} - {""})
 
 
 @dataclass(frozen=True, repr=False)
