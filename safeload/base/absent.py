@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # without an import, as in `forking`
-if TYPE_CHECKING:
-    from typing import Any
+from importlib import import_module
+from typing import Any
 
 
 def needed(package: str, text: str, pip: str = "", *others: str) -> Any:
     """Import an optional package, or raise the error for one that is not installed: ``text`` says what needs it."""
-    from importlib import import_module
-
     try:
         return import_module(package)
     except ImportError as error:

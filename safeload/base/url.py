@@ -42,7 +42,6 @@ _S3, _GS = re.compile(r"\?versionId="), re.compile(r"#[0-9]+$|\?generation=")
 _VERSIONED = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS} | dict.fromkeys(
     ("az", "abfs", "abfss"), re.compile(r"(?i)\?versionid=")
 )
-_NEVER = re.compile(r"(?!)")
 # Shorter values in a query are words and numbers, which may appear in messages.
 _LONG_VALUE = 12
 # Links of a chain without a path of their own.
@@ -132,7 +131,10 @@ class Url:
             texts += [self.place.partition(":")[2], self.path]
         values = (field.partition("=")[2] for field in (self.query or "").split("&"))
         texts += [value for value in values if len(value) >= _LONG_VALUE]
-        return tuple({text for raw in texts for text in _spellings(raw) if text})
+        # As written, unescaped, and fully escaped in upper and lower case.
+        every = [_quoted(_decoded(text), "") for text in texts]
+        lower = [re.sub("%..", lambda match: match[0].lower(), text) for text in every]
+        return tuple({*texts, *map(_decoded, texts), *every, *lower} - {""})
 
 
 @dataclass(frozen=True, repr=False)
@@ -259,7 +261,7 @@ def join(folder: str, name: str, literal: bool = False) -> str:
     if not literal and _is_escaped(chain, at):
         path = f"{link.path.rstrip('/')}/{_quoted(name, '')}"
         return _chained(chain, at, replace(link, path=path, fragment=None))
-    if _VERSIONED.get(link.scheme, _NEVER).search(name):
+    if (version := _VERSIONED.get(link.scheme)) is not None and version.search(name):
         raise UrlError("the name ends in a version suffix, which this store would read as a version of another file")
     path = f"{link.path}{link.tail}".rstrip("/")
     joined = _chained(chain, at, replace(link, path=f"{path}/{name}", query=None, fragment=None))
@@ -363,13 +365,6 @@ def _quoted(text: str, safe: str) -> str:
     from urllib.parse import quote  # only here and below: most paths are local, and the import takes milliseconds
 
     return quote(text.encode("utf-8", "surrogateescape"), safe=safe)
-
-
-def _spellings(raw: str) -> tuple[str, ...]:
-    """Return a text as written, unescaped, and fully escaped in upper and lower case."""
-    plain = _decoded(raw)
-    every = _quoted(plain, "")
-    return raw, plain, every, re.sub("%..", lambda match: match[0].lower(), every)
 
 
 def _decoded(path: str) -> str:

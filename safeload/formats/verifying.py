@@ -24,11 +24,11 @@ from ..stores.digests import (
 )
 from ..stores.files import LOCAL, Files
 from ..stores.json_file import MAX_JSON, parse_json
+from ..stores.local import read_from
 from ..stores.places import places_of
 from ..stores.signature import SIGNATURE_KEY, Signature, signed_files
 from ..stores.store import read_at
 from ..stores.thread_group import each
-from ..stores.verified import read_from
 
 # The argument ``verify=``: the path of a manifest or signature, or True for the one next to the files, or for the
 # digests of a cache.

@@ -19,11 +19,11 @@ from .http_client import (
     Exchange,
     Failure,
     RequestTarget,
-    Tries,
     broken_off,
     of_error,
     of_status,
     redirected,
+    retried,
     target_of,
 )
 from .local import compare
@@ -167,19 +167,17 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
     def note(exchange: Exchange, url: WebUrl) -> None:
         debug("%s: %s: %d", path, url.shown, exchange.status)
 
-    tries, origin = Tries(client.retries), target.url.origin
+    def mended(failure: Failure) -> bool:
+        debug("%s: %s", path, failure.error)
+        return False
+
+    def attempt() -> _Result:
+        origin = target.url.origin
+        with answered(client, target.url, target.headers_at, path, origin=origin, note=note) as (exchange, _):
+            return use(exchange)
+
     with client.kept():
-        while True:
-            try:
-                with answered(client, target.url, target.headers_at, path, origin=origin, note=note) as (exchange, _):
-                    return use(exchange)
-            except Failure as caught:
-                failure = caught
-            try:
-                debug("%s: %s", path, failure.error)
-                tries.failed(failure)
-            finally:
-                del failure  # its error refers to this frame
+        return retried(attempt, client.retries, mended)
 
 
 class HttpStore(RemoteStore):
@@ -229,24 +227,25 @@ class HttpStore(RemoteStore):
 
     def _persist(self, transfer: _Transfer, use: Callable[[Exchange, WebUrl], object]) -> None:
         """Request the missing bytes until all have arrived; errors are never chained to urllib3's."""
-        tries, renewed = Tries(self._client.retries, transfer.at), False  # a URL is resolved again once
-        while True:
+        route, renewed = self._route, False  # a URL is resolved again once
+
+        def attempt() -> None:
+            nonlocal route
             route = self._route
-            try:
-                return self._request(route, transfer, use)
-            except Failure as caught:
-                failure = caught
-            try:
-                if isinstance(failure.error, RemoteError):
-                    failure.error.begin, failure.error.end = transfer.at, transfer.end
-                debug("%s: bytes [%d, %d): %s", self.path, transfer.at, transfer.end, failure.error.args[0])
-                if failure.refused is not None and not renewed and self._renew(route, failure.refused):
-                    renewed = True
-                    current().sleep(failure.wait)
-                else:
-                    tries.failed(failure, transfer.at)
-            finally:
-                del failure  # its error refers to this frame
+            self._request(route, transfer, use)
+
+        def mended(failure: Failure) -> bool:
+            nonlocal renewed
+            if isinstance(failure.error, RemoteError):
+                failure.error.begin, failure.error.end = transfer.at, transfer.end
+            debug("%s: bytes [%d, %d): %s", self.path, transfer.at, transfer.end, failure.error.args[0])
+            if failure.refused is None or renewed or not self._renew(route, failure.refused):
+                return False
+            renewed = True
+            current().sleep(failure.wait)
+            return True
+
+        retried(attempt, self._client.retries, mended, lambda: transfer.at)
 
     def _request(self, route: _Route, transfer: _Transfer, use: Callable[[Exchange, WebUrl], object]) -> None:
         """Request the missing bytes once."""

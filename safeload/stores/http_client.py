@@ -339,29 +339,32 @@ class Failure(Exception):  # noqa: N818  callers see its error
         self.wait = wait  # seconds requested by the server
 
 
-class Tries:
-    """Counts the attempts to read a range."""
-
-    def __init__(self, retries: int, at: int = 0) -> None:
-        self._retries = retries
-        self._at = at
-        self._consecutive = 0
-        self._total = 0
-
-    def failed(self, failure: Failure, at: int = 0) -> None:
-        """Wait for the next attempt."""
-        if at - self._at >= PROGRESS:
-            self._at, self._consecutive = at, 0
-        self._consecutive += 1
-        self._total += 1
-        if failure.transient and self._consecutive <= self._retries:
-            longest = min(_BACKOFF_MOST, _BACKOFF * 2.0 ** (self._consecutive - 1))
-            current().sleep(failure.wait + random.uniform(0, longest))
-            return
-        if self._total > 1:
-            failure.error.args = (f"{failure.error.args[0]}; tried {self._total} times", *failure.error.args[1:])
+def retried(
+    attempt: Callable[[], _Result],
+    retries: int,
+    mended: Callable[[Failure], bool],
+    at: Callable[[], int] = lambda: 0,
+) -> _Result:
+    """Repeat an attempt at reading from byte ``at()`` on, while its failures are `mended` or transient."""
+    begin, consecutive, total = at(), 0, 0
+    while True:
         try:
-            raise failure.error
+            return attempt()
+        except Failure as caught:
+            failure = caught
+        try:
+            if mended(failure):
+                continue
+            if at() - begin >= PROGRESS:
+                begin, consecutive = at(), 0
+            consecutive, total = consecutive + 1, total + 1
+            if not failure.transient or consecutive > retries:
+                if total > 1:
+                    text, *rest = failure.error.args
+                    failure.error.args = (f"{text}; tried {total} times", *rest)
+                raise failure.error
+            longest = min(_BACKOFF_MOST, _BACKOFF * 2.0 ** (consecutive - 1))
+            current().sleep(failure.wait + random.uniform(0, longest))
         finally:
             del failure  # its error refers to this frame
 

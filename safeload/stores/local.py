@@ -346,6 +346,18 @@ def keeping_position(descriptor: int) -> Iterator[None]:
         os.lseek(descriptor, position, os.SEEK_SET)
 
 
+def read_from(store: ByteStore, offset: int, memory: memoryview, path: str) -> None:
+    """Fill memory from a store, without the GIL if the file is local."""
+    if not isinstance(store, LocalStore) or not hasattr(os, "preadv"):
+        store.read_into(offset, memory)
+        return
+    while memory:
+        count = store.use(os.preadv, [memory], offset)
+        if not count:
+            raise FormatError(f"the file ends at byte {offset:,}, but had {store.size:,} bytes", path, offset)
+        memory, offset = memory[count:], offset + count
+
+
 def direct_of(handle: int) -> int | None:
     """Open another handle of a file, for reads past the page cache; None if the system or the disk has none."""
     return short.sl_file_open_direct(handle) or None

@@ -60,7 +60,7 @@ class MemberStore(RemoteStore):
     def confirm(self) -> None:
         if isinstance(self.container, RemoteStore):
             self.container.confirm()
-        elif isinstance(self.container, LocalStore):
+        elif isinstance(self.container, LocalStore) and os.name != "nt":  # where its handle is no descriptor
             compare(identity_of(self.container.use(os.fstat)), self.container.identity, self.path)
 
 

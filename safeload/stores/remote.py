@@ -15,6 +15,7 @@ from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError, UnsupportedError
+from .local import read_from
 from .store import WINDOW, ByteStore, Memory, Span
 from .thread_group import current, each, left_behind
 
@@ -316,7 +317,7 @@ def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
             fill(spans, begin, content)
         return
     memory = bytearray(end - begin)
-    store.read_into(begin, memory)
+    read_from(store, begin, memoryview(memory), getattr(store, "path", ""))
     fill(spans, begin, memory)
 
 

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 from ..base.forking import ProcessLock
 from ..base.native import private_buffer
-from ..errors import FormatError, VerificationError
+from ..errors import VerificationError
 from .digests import Expected, ExpectedFile, Hasher, refused
 from .files import Files
-from .local import LocalStore
+from .local import LocalStore, read_from
 from .remote import RemoteStore, fill
 from .store import WINDOW, ByteStore, Span
 from .thread_group import REMOTE_WORKERS, each, in_order
@@ -163,18 +163,6 @@ class VerifiedStore(RemoteStore):
         self._files.drop(self)
         self._memory = None
         self._store.close()
-
-
-def read_from(store: ByteStore, offset: int, memory: memoryview, path: str) -> None:
-    """Fill memory from a store, without the GIL if the file is local."""
-    if not isinstance(store, LocalStore) or not hasattr(os, "preadv"):
-        store.read_into(offset, memory)
-        return
-    while memory:
-        count = store.use(os.preadv, [memory], offset)
-        if not count:
-            raise FormatError(f"the file ends at byte {offset:,}, but had {store.size:,} bytes", path, offset)
-        memory, offset = memory[count:], offset + count
 
 
 def compare_digests(pieces: Iterable[memoryview], expected: ExpectedFile, size: int, *, path: str, source: str) -> None:

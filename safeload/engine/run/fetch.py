@@ -44,7 +44,8 @@ class Fetch:
         self._local: list[Job] = []
         remote: list[Job] = []
         for job in jobs:
-            (remote if _reads_remote(job) else self._local).append(job)
+            reads_remote = job.size and any(map(is_remote, job.files)) and _remote_parts(job)
+            (remote if reads_remote else self._local).append(job)
         self.done = 0  # bytes of the jobs
         self._execute = execute
         self._turns = threading.BoundedSemaphore(threads)
@@ -97,9 +98,10 @@ class Fetch:
         with window.placing:
             if window.staged and window.memory is None:
                 window.place(self._take(window.staged))
-        spans = [
-            Span(begin, _memory(piece.address + begin - piece.begin, end - begin)) for piece, begin, end in request
-        ]
+        spans = []
+        for piece, begin, end in request:
+            address = ffi.cast("char *", piece.address + begin - piece.begin)
+            spans.append(Span(begin, memoryview(ffi.buffer(address, end - begin))))
         try:
             read_spans(file.store, spans)
         except RemoteError as error:
@@ -254,10 +256,6 @@ def _windows(jobs: Iterable[Job], request_size: int) -> Iterator[_Window]:
         yield window
 
 
-def _reads_remote(job: Job) -> bool:
-    return bool(job.size) and any(map(is_remote, job.files)) and bool(_remote_parts(job))
-
-
 def _remote_parts(job: Job) -> dict[str, tuple[Any, int, int]]:
     """Return the remote byte ranges of a job by role of a packed tensor; under "" the bytes of the job itself."""
     places: dict[str, tuple[Any, int, int]] = {"": (job.file, job.offset, job.offset + _extent(job))}
@@ -298,10 +296,6 @@ def _divided(job: Job, request_size: int) -> Iterator[Job]:
             origin = origin._replace(first=origin.first + begin // unit * count)
         memory = job.memory + begin // unit * to
         yield job._replace(offset=job.offset + begin, memory=memory, size=min(step, job.size - begin), origin=origin)
-
-
-def _memory(address: int, size: int) -> memoryview:
-    return memoryview(ffi.buffer(ffi.cast("char *", address), size))
 
 
 def _tensor_at(request: Iterable[tuple[_Piece, int, int]], position: int) -> str | None:
