@@ -153,10 +153,8 @@ def answered(
                 exchange.drain()
                 following = redirected(url, exchange.headers.get("Location"), path)
         except TRANSPORT_ERRORS as error:
-            failure = of_error(error, path, client.timeout)
-            if url.origin != origin:
-                failure.error.args = (f"{failure.error.args[0]}, after a redirect to {url.place}",)
-            raise failure from None
+            suffix = "" if url.origin == origin else f", after a redirect to {url.place}"
+            raise of_error(error, path, client.timeout).noted(suffix) from None
         url = following
     raise Failure(RemoteError("the server redirects in a loop", path))
 

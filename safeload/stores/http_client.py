@@ -338,6 +338,12 @@ class Failure(Exception):  # noqa: N818  callers see its error
         self.transient = transient  # whether to retry
         self.wait = wait  # seconds requested by the server
 
+    def noted(self, note: str) -> Failure:
+        """Return the failure with a note at the end of its text."""
+        text, *rest = self.error.args
+        self.error.args = (f"{text}{note}", *rest)
+        return self
+
 
 def retried(
     attempt: Callable[[], _Result],
@@ -360,8 +366,7 @@ def retried(
             consecutive, total = consecutive + 1, total + 1
             if not failure.transient or consecutive > retries:
                 if total > 1:
-                    text, *rest = failure.error.args
-                    failure.error.args = (f"{text}; tried {total} times", *rest)
+                    failure.noted(f"; tried {total} times")
                 raise failure.error
             longest = min(_BACKOFF_MOST, _BACKOFF * 2.0 ** (consecutive - 1))
             current().sleep(failure.wait + random.uniform(0, longest))

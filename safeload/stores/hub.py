@@ -397,10 +397,7 @@ class Hub(Backend):
         error = self._error(code, status, text, place)
         if error is not None:
             raise Failure(error)
-        failure = of_status(exchange, place.shown)
-        if text:
-            failure.error.args = (f"{failure.error.args[0]}: {text}", *failure.error.args[1:])
-        raise failure
+        raise of_status(exchange, place.shown).noted(f": {text}" if text else "")
 
     def _translated(self, error: Exception, shown: str, *_: Any) -> Exception:
         """Return safeload's error for huggingface_hub's, with the Hub's own explanation."""

@@ -13,7 +13,11 @@ import safeload
 from safeload import errors
 from safeload.numpy import load_file, save_file
 
-FAMILY = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SafeloadError)]
+FAMILY = [
+    kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.SafeloadError) and not name.startswith("_")
+]
 
 
 @pytest.mark.parametrize("kind", FAMILY, ids=lambda kind: kind.__name__)
