@@ -30,9 +30,8 @@ from ..base import dtypes
 from ..base.arrays import Array, array_fits, c_strides
 from ..base.cached import cached_property
 from ..base.forking import ProcessLock
-from ..base.listed_table import ListedTable, Listing, unreadable
 from ..base.messages import error_about
-from ..base.table import Unknown
+from ..base.table import ListedTable, Listing, Unknown, unreadable
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError
 from ..stores.remote import RemoteStore

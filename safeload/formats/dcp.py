@@ -48,10 +48,9 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, c_strides
 from ..base.cached import cached_property
-from ..base.listed_table import ListedTable
 from ..base.messages import error_about
 from ..base.paths import is_bare
-from ..base.table import Table, Unknown
+from ..base.table import ListedTable, Table, Unknown
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, missing_file, public

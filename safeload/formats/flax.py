@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.arrays import array_fits
-from ..base.listed_table import ListedTable, Listing, unreadable
 from ..base.messages import error_about
+from ..base.table import ListedTable, Listing, unreadable
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError

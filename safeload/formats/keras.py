@@ -76,9 +76,8 @@ import numpy as np
 from ..base import dtypes
 from ..base.absent import not_installed
 from ..base.arrays import Array, array_fits, c_strides
-from ..base.listed_table import ListedTable, Listing, unreadable
 from ..base.messages import error_about
-from ..base.table import Unknown
+from ..base.table import ListedTable, Listing, Unknown, unreadable
 from ..base.text import show
 from ..engine.run.atomic_file import reserve
 from ..engine.run.weight_file import WeightFile, open_temporary

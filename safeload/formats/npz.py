@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ..base.arrays import check_mapping
-from ..base.listed_table import ListedTable
 from ..base.messages import encode, error_about
 from ..base.paths import PathLike
+from ..base.table import ListedTable
 from ..base.text import show
 from ..engine.read.lazy import materialize
 from ..engine.run.atomic_file import AtomicFile, reserve

@@ -49,8 +49,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_fits
-from ..base.listed_table import ListedTable, Listing, unreadable
 from ..base.messages import error_about
+from ..base.table import ListedTable, Listing, unreadable
 from ..base.text import plural, show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError

@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from ..base import hub_cache, log
-from ..base.listed_table import ListedTable, Listing
 from ..base.messages import error_about
 from ..base.paths import PathLike
+from ..base.table import ListedTable, Listing
 from ..base.text import clip, plural, printable, show
 from ..engine.read.load import LoadOptions
 from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang

@@ -20,8 +20,8 @@ from math import prod
 from typing import Any, TypeAlias
 
 from ..base import dtypes
-from ..base.listed_table import ListedTable
 from ..base.messages import error_about
+from ..base.table import ListedTable
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import ForbiddenError, FormatError, SafeloadError, UnsupportedError

@@ -28,9 +28,9 @@ from ..base import dtypes
 from ..base.arrays import array_fits
 from ..base.cached import cached_property
 from ..base.gc_pause import paused
-from ..base.listed_table import ListedTable, Listing
 from ..base.messages import error_about
 from ..base.paths import is_bare
+from ..base.table import ListedTable, Listing
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table, places_in
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported

@@ -31,8 +31,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over
-from ..base.listed_table import Listing
 from ..base.messages import error_about
+from ..base.table import Listing
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError

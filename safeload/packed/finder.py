@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..base import dtypes, packing
-from ..base.listed_table import ListedTable, Listing
 from ..base.packing import CODES, Packed, Part
+from ..base.table import ListedTable, Listing
 from ..base.text import clip, plural, printable, show, tensor_named
 from ..engine.read.tensors import FileTensor, Tensors
 from ..engine.run.weight_file import WeightFile

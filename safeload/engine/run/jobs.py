@@ -13,7 +13,6 @@ from ...base.native import TIER, Error, check, ffi, lib, private_buffer, short
 from ...base.text import subject
 from ...errors import RangeError
 from ...stores.local import direct_of, none_free
-from ...stores.thread_group import current
 from .job import Channels, Job, JobGrid, Origin, Updates
 from .memory import address_of
 from .progress import Progress, reporter
@@ -220,7 +219,8 @@ class Batch:
             job.packed and any(map(is_remote, job.files)) for job in self.jobs
         ):
             return self.jobs
-        from .fetch import Fetch  # `formats.opening` has imported it
+        from ...stores.thread_group import current
+        from .fetch import Fetch  # `formats.opening` has imported both
 
         def execute(jobs: Sequence[Job], path: str) -> None:
             stop = current()

@@ -12,10 +12,9 @@ from typing import Any, BinaryIO, NoReturn
 from ...base import dtypes
 from ...base.arrays import ArraySpec, array_spec
 from ...base.gc_pause import collected_young, paused
-from ...base.listed_table import ListedTable
 from ...base.paths import PathLike
 from ...base.scheme import INT8
-from ...base.table import Table, TensorInfo
+from ...base.table import ListedTable, Table, TensorInfo
 from ...errors import UnsupportedError
 from ...stores.files import LOCAL, Files
 from ...stores.local import LocalStore, compare, open_local

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from ...base import dtypes
 from ...base.arrays import MAX_ARRAY, array_fits, c_strides
 from ...base.gc_pause import paused
-from ...base.listed_table import ListedTable, Listing, unreadable
 from ...base.messages import error_about
+from ...base.table import ListedTable, Listing, unreadable
 from ...base.text import plural, show
 from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError

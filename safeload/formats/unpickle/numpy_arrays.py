@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from ...base import dtypes
 from ...base.arrays import array_fits, c_strides
-from ...base.listed_table import ListedTable, Listing, unreadable
+from ...base.table import ListedTable, Listing, unreadable
 from ...engine.run.weight_file import WeightFile, open_temporary
 from .machine import Built, Fault, Global, Inert, LargeBytes, describe
 from .run import Unpickled
