@@ -58,7 +58,7 @@ _MODULE_OF = {
         "operations.quantize.stack": "StackedDict stack",
         "operations.report.report": "report",
         "operations.saving.edit": "edit",
-        "operations.saving.edit_base": "Edit",
+        "operations.saving.edit_file": "Edit",
         "operations.saving.patch": "PatchReport apply_patch make_patch",
         "operations.saving.save": "save",
         "operations.saving.writer": "Writer",

@@ -37,7 +37,7 @@ from ...formats.safetensors.header import MAX_HEADER, Header
 from ...stores.places import Located, places_of
 from ..folders.destinations import refuse_inputs
 from ..folders.targets import FileSink, SaveDestination, target_of
-from .edit_base import resolved
+from .edit_file import resolved
 from .values import check_name, value_of
 from .writer import checked_metadata
 
