@@ -242,12 +242,14 @@ def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[StagedBytes | Non
 
 
 def source_of(name: str, value: Any) -> TensorToWrite:
-    """Return the tensor to write for an array, `Memory` or `Lazy`."""
+    """Return the tensor to write for an array, `Memory`, `Lazy` or a tensor to write."""
     if isinstance(value, Memory):
         return TensorToWrite(value.row, value.shape, value)
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, (np.ndarray, Lazy)):
+        if isinstance(value, TensorToWrite):
+            return value
         raise not_an_array(tensor_named(name), value, safetensors=True)
     if type(value) not in _PLAIN:
         refuse_masked(value, tensor_named(name))

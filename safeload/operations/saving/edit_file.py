@@ -3,27 +3,185 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, closing
+from itertools import count, pairwise
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from ...base import dtypes
 from ...base.messages import error_about
 from ...base.native import ffi
 from ...base.text import show
 from ...engine.run.atomic_file import AtomicFile
+from ...engine.run.memory import address_of
 from ...engine.run.weight_file import open_without_table
-from ...errors import FormatError, UnsupportedError, public, unsaved
+from ...errors import FormatError, TensorNotFoundError, UnsupportedError, exported, public, unsaved
 from ...formats.gguf import read as gguf_reading
 from ...formats.gguf.write import data_begin, head_with
 from ...formats.safetensors.file import TensorToWrite, open_file, source_of
-from ...formats.safetensors.header import ROOM, Header
+from ...formats.safetensors.header import ROOM, Header, text
 from ...formats.safetensors.quantized import CODES_SUFFIX, KEY, QUANTIZED, SCALE_SUFFIX
 from ...stores.edit_journal import Locked, remove, replace_header
 from ...stores.local import BLOCK
-from .edit_base import Edit, EditedMetadata, resolved
-from .values import value_of
+from .values import check_name, value_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _LENGTH = 8
+# Folders of the Hub's cache, in which one file can belong to several snapshots.
+_CACHED = ("models--", "datasets--", "spaces--")
+
+
+class _EditedMetadata(MutableMapping[str, Any]):
+    """The metadata of an edited file: its values, and the changes to them."""
+
+    def __init__(self, values: Mapping[str, Any], *, texts: bool) -> None:
+        self._values = values
+        self._texts = texts  # True if all values are text
+        self.changes: dict[str, Any] = {}  # None for a removed key
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.changes[key] if key in self.changes else self._values[key]
+        if value is None:
+            raise KeyError(key)
+        return value
+
+    @public
+    def __setitem__(self, key: str, value: Any) -> None:
+        text(key, "a metadata key")
+        if self._texts:
+            text(value, f"metadata {show(key)}")
+        elif value is None:
+            raise TypeError(f"metadata {show(key)} must not be None; use del to remove it")
+        self.changes[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self:
+            raise KeyError(key)
+        if key in self._values:
+            self.changes[key] = None
+        else:
+            del self.changes[key]
+
+    def __iter__(self) -> Iterator[str]:
+        for key in dict.fromkeys([*self._values, *self.changes]):
+            if self.changes.get(key, self) is not None:
+                yield key
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+@exported()
+class Edit(ABC):
+    """An edit of a file or folder, which `safeload.edit` begins. Leaving the ``with`` block writes it.
+
+    Names are those of the stored tensors. After an exception nothing is written.
+
+    Attributes:
+        path: path of the file or folder.
+        metadata: a mutable mapping; text to text in safetensors files, text to values in GGUF files.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> safeload.save({"w": np.ones(2, np.float32)}, "w.safetensors")
+        >>> with safeload.edit("w.safetensors") as file:
+        ...     file["bias"] = np.zeros(2, np.float32)
+        ...     list(file)
+        ['w', 'bias']
+    """
+
+    path: str
+    metadata: MutableMapping[str, Any]
+
+    _stack: ExitStack  # closes the files
+    _tensors: dict[str, Any]  # the place of each tensor
+
+    def __init__(self, path: str, metadata: Mapping[str, Any], *, texts: bool = True) -> None:
+        self.path = path  # for messages
+        self.metadata = self._edited = _EditedMetadata(metadata, texts=texts)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the tensors."""
+        return iter([*self._tensors])
+
+    def __contains__(self, name: object) -> bool:
+        """Return True if there is a tensor with this name."""
+        return name in self._tensors
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._tensors)
+
+    @public
+    def rename(self, old: str, new: str) -> None:
+        """Rename a tensor.
+
+        Raises:
+            TensorNotFoundError: there is no tensor of the old name.
+            ValueError: there is a tensor of the new name.
+            UnsupportedError: GGUF, or the tensor is a part of a quantized tensor.
+        """
+        self._check(old)
+        if old != new:
+            self._check(new, new=True)
+            self._rename(old, new)
+
+    @public
+    def __delitem__(self, name: str) -> None:
+        """Remove a tensor; see `rename` for errors."""
+        self._check(name)
+        self._remove(name)
+
+    @public
+    def __setitem__(self, name: str, array: Any) -> None:
+        """Add or replace a tensor by an array, which must not change before the end of the block.
+
+        Raises:
+            TypeError, SafetensorError: see `Writer.add`.
+        """
+        self._check(name, new=name not in self)
+        self._put(name, array)
+
+    def _check(self, name: str, *, new: bool = False) -> None:
+        """Refuse a new name that is taken, and a tensor that does not exist or cannot change."""
+        if new and check_name(name) in self:
+            raise ValueError(f"{self.path}: there is a tensor {show(name)} already")
+        if not new and name not in self:
+            raise TensorNotFoundError(f"{self.path}: no tensor {show(name)}", tensor=str(name))
+
+    def _rename(self, old: str, new: str) -> None:
+        self._tensors[new] = self._tensors.pop(old)
+
+    def _remove(self, name: str) -> None:
+        del self._tensors[name]
+
+    @abstractmethod
+    def _put(self, name: str, array: Any) -> None: ...
+
+    @abstractmethod
+    def _write(self) -> None:
+        """Write the changes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    @public
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            if kind is None:
+                self._write()
 
 
 class _Stored(NamedTuple):
@@ -38,115 +196,93 @@ class _Stored(NamedTuple):
 class SafetensorsEdit(Edit):
     """An edit of a safetensors file."""
 
+    _tensors: dict[str, tuple[int, _Stored | TensorToWrite]]  # with their positions in file order
+
     def __init__(self, path: str, file: Locked, *, durable: bool) -> None:
-        super().__init__()
-        self.path, self._file, self._durable = path, file, durable  # the path is for messages
-        opened = open_file(file.path, brief=True)
-        try:
+        with closing(open_file(file.path, brief=True)) as opened:
             table = opened.table
-            ranges = table.byte_ranges()
-            self._names: list[str | None] = [*table.names]  # in file order; None for a removed tensor
-            self._tensors: list[_Stored | TensorToWrite] = [
-                _Stored(row, shape, begin, end - begin)
-                for row, shape, (begin, end) in zip(table.rows, table.shapes, ranges, strict=True)
-            ]
-            self._places = {name: k for k, name in enumerate(table.names)}
+            rows = zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True)
+            self._tensors = {
+                name: (place, _Stored(row, shape, begin, end - begin))
+                for place, (name, row, shape, (begin, end)) in enumerate(rows)
+            }
             self._before = table.metadata()
-        finally:
-            opened.close()
-        remove(file.path)  # the journal of an edit that did not damage the header
+        super().__init__(path, self._before or {})
+        self._file, self._durable = file, durable
+        self._parts = _parts_of(self._before or {})
+        self._stored_names = [*self._tensors]
+        self._places = count(len(self._tensors))  # of new tensors
         length = int.from_bytes(file.read(_LENGTH), "little")
         if not 0 < length <= file.identity.size - _LENGTH:
             raise FormatError("the header changed while it was read", path, 0)
         self._old = file.read(_LENGTH + length)
         self._new: bytes | None = None  # the header that was written in the place of the old one
-        self.metadata = self._edited = EditedMetadata(self._before or {}, texts=True)
-        self._stack.enter_context(file)
-        self._parts = _parts_of(self._before or {})
-        self._moved = False  # True if tensors are added or removed
-        self._renamed = False
         self._keep: list[Any] = []
 
     def __iter__(self) -> Iterator[str]:
-        return iter([name for name in self._names if name is not None])
+        return iter([name for name, _ in self._in_order()])
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
+    def _in_order(self) -> list[tuple[str, _Stored | TensorToWrite]]:
+        items = sorted(self._tensors.items(), key=lambda item: item[1][0])
+        return [(name, tensor) for name, (_place, tensor) in items]
 
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @public
-    def rename(self, old: str, new: str) -> None:
-        self._check_free(old)
-        if old == new:
-            return
-        self._check_new(new)
-        place = self._places[new] = self._places.pop(old)
-        self._names[place] = new
-        self._renamed = True
-
-    @public
-    def __delitem__(self, name: str) -> None:
-        self._check_free(name)
-        self._names[self._places.pop(name)] = None
-        self._moved = True
-
-    @public
-    def __setitem__(self, name: str, array: Any) -> None:
-        if name in self:
-            self._check_free(name)
-        else:
-            self._check_new(name)
-        value = value_of(name, array, self._keep)
-        if isinstance(value, QUANTIZED):
-            raise error_about(UnsupportedError, "is quantized; convert the file to add it", tensor=name)
-        tensor = source_of(name, value)
-        place = self._places.setdefault(name, len(self._names))
-        self._names[place : place + 1], self._tensors[place : place + 1] = [name], [tensor]
-        self._moved = True
-
-    def _check_free(self, name: str) -> None:
-        self._check_known(name)
-        if name in self._parts:
+    def _check(self, name: str, *, new: bool = False) -> None:
+        super()._check(name, new=new)
+        if not new and name in self._parts:
             raise UnsupportedError(
                 f"{self.path}: {show(name)} is a part of a quantized tensor; convert the file to change it"
             )
 
-    @property
-    def in_place(self) -> bool:
-        """True if only metadata changes, and the new header fits in the place of the old one."""
-        if self._moved or self._renamed:
-            return False
-        return not self._edited.changes or self._header(keeps_order=True).nbytes <= len(self._old)
+    def _put(self, name: str, array: Any) -> None:
+        value = value_of(name, array, self._keep)
+        if isinstance(value, QUANTIZED):
+            raise error_about(UnsupportedError, "is quantized; convert the file to add it", tensor=name)
+        tensor = source_of(name, value)
+        place = self._tensors[name][0] if name in self else next(self._places)
+        self._tensors[name] = place, tensor
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for _, tensor in self._present())
+        return sum(tensor.nbytes for _place, tensor in self._tensors.values())
 
-    def _present(self) -> Iterator[tuple[str, _Stored | TensorToWrite]]:
-        for name, tensor in zip(self._names, self._tensors, strict=True):
-            if name is not None:
-                yield name, tensor
+    @property
+    def in_place(self) -> bool:
+        """True if only metadata changes, and the new header fits in the place of the old one."""
+        return [*self] == self._stored_names and not self._moves and (not self._edited.changes or bool(self._fitting()))
+
+    @property
+    def _moves(self) -> bool:
+        """True if tensors are added or removed."""
+        stored = sum(isinstance(tensor, _Stored) for _place, tensor in self._tensors.values())
+        return not stored == len(self._tensors) == len(self._stored_names)
+
+    def _header(self) -> Header:
+        metadata, items = dict(self.metadata), self._in_order()
+        names, numbers = [name for name, _ in items], bytes(tensor.row.number for _, tensor in items)
+        texts = None if self._before is None and not metadata else metadata
+        return Header(names, numbers, [tensor.shape for _, tensor in items], texts, keeps_order=not self._moves)
+
+    def _fitting(self) -> bytes | None:
+        """Return the new header if it fits in the place of the old one."""
+        if self._moves or (header := self._header()).nbytes > len(self._old):
+            return None
+        header.pad_to(len(self._old))
+        return bytes(ffi.buffer(header.memory, header.nbytes))
 
     def _write(self) -> None:
-        if not (self._moved or self._renamed or self._edited.changes):
+        if not self._edited.changes and not self._moves and [*self] == self._stored_names:
             return
         self._file.check_unchanged()
-        if not self._moved:
-            header = self._header(keeps_order=True)
-            if header.nbytes <= len(self._old):
-                header.pad_to(len(self._old))
-                new = bytes(ffi.buffer(header.memory, header.nbytes))
-                if new != self._old:
-                    replace_header(self._file, self._old, new, durable=self._durable)
-                    self._new = new
-                return
-        try:
-            self.write_to(self._file.path, overwrite=True)
-        except OSError as error:
-            raise unsaved(error) from None
+        new = self._fitting()
+        if new is None:
+            try:
+                self.write_to(self._file.path, overwrite=True)
+            except OSError as error:
+                raise unsaved(error) from None
+        elif new != self._old:
+            replace_header(self._file, self._old, new, durable=self._durable)
+            self._new = new
 
     def undo(self) -> None:
         """Put the old header back if another one was written in its place."""
@@ -156,11 +292,11 @@ class SafetensorsEdit(Edit):
 
     def write_to(self, path: str, *, overwrite: bool) -> None:
         """Write the edited file to a new file."""
-        header = self._header(keeps_order=not self._moved)
+        header = self._header()
         # Blocks can be shared if the bytes keep their positions in blocks.
         size = header.nbytes + ROOM
         header.pad_to(size + (len(self._old) - size) % BLOCK if len(self._old) % _LENGTH == 0 else size)
-        tensors = [tensor for _, tensor in self._present()]
+        tensors = [tensor for _, tensor in self._in_order()]
         total = header.nbytes + int(header.sizes.sum())
         with AtomicFile(path, total, overwrite=overwrite, durable=self._durable) as file:
             file.write([(header.address, header.nbytes)])
@@ -180,13 +316,6 @@ class SafetensorsEdit(Edit):
             file.copy(self._file.descriptor, begin, end - begin)
             self._file.finish_reading()
 
-    def _header(self, *, keeps_order: bool) -> Header:
-        metadata = dict(self.metadata)
-        numbers = bytes(tensor.row.number for _, tensor in self._present())
-        shapes = [tensor.shape for _, tensor in self._present()]
-        texts = None if self._before is None and not metadata else metadata
-        return Header([*self], numbers, shapes, texts, keeps_order=keeps_order)
-
 
 def _parts_of(metadata: Mapping[str, str]) -> set[str]:
     """Return the names of the tensors that quantized tensors consist of."""
@@ -203,65 +332,38 @@ def _parts_of(metadata: Mapping[str, str]) -> set[str]:
 
 
 class GgufEdit(Edit):
-    """An edit of the metadata of a GGUF file; see `SafetensorsEdit`."""
+    """An edit of the metadata of a GGUF file."""
 
     def __init__(self, path: str, file: Locked, *, durable: bool) -> None:
-        super().__init__()
-        self.path, self._file, self._durable = path, file, durable  # the path is for messages
-        opened = open_without_table(file.path)
-        try:
+        with closing(open_without_table(file.path)) as opened:
             table = gguf_reading.read_table(opened)
-        finally:
-            opened.close()
-        remove(file.path)  # the journal of an edit that did not damage the header
-        self._names = list(table.names)
+        self._tensors = dict.fromkeys(table.names)
         self._before = table.metadata()
-        size = file.identity.size
-        self._begin = min(data_begin(self._before), size) if self._before.tensor_count else size
-        self.metadata = self._edited = EditedMetadata(self._before, texts=False)
-        self._stack.enter_context(file)
+        super().__init__(path, self._before, texts=False)
+        self._file, self._durable = file, durable
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+    def _check(self, name: str, *, new: bool = False) -> None:
+        raise UnsupportedError(f"{self.path}: only the metadata of a GGUF file can be edited; convert it instead")
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    @public
-    def rename(self, old: str, new: str) -> None:
-        raise self._only_metadata()
-
-    @public
-    def __delitem__(self, name: str) -> None:
-        raise self._only_metadata()
-
-    @public
-    def __setitem__(self, name: str, array: Any) -> None:
-        raise self._only_metadata()
-
-    def _only_metadata(self) -> UnsupportedError:
-        return UnsupportedError(f"{self.path}: only the metadata of a GGUF file can be edited; convert it instead")
+    def _put(self, name: str, array: Any) -> None:
+        self._check(name)
 
     def _write(self) -> None:
         if not self._edited.changes:
             return
         self._file.check_unchanged()
-        head = head_with(self._before, self._edited.changes)
-        old = self._file.read(self._begin)
-        if len(head) == len(old):
-            if head != old:
-                replace_header(self._file, old, head, durable=self._durable)
+        size = self._file.identity.size
+        begin = min(data_begin(self._before), size) if self._before.tensor_count else size
+        old, new = self._file.read(begin), head_with(self._before, self._edited.changes)
+        if len(new) == len(old):
+            if new != old:
+                replace_header(self._file, old, new, durable=self._durable)
             return
-        rest = self._file.identity.size - self._begin
+        head = np.frombuffer(new, np.uint8)
         try:
-            with AtomicFile(self._file.path, len(head) + rest, durable=self._durable) as new:
-                with new.stream() as stream:
-                    stream.write(head)
-                new.seek(len(head))
-                new.copy(self._file.descriptor, self._begin, rest)
+            with AtomicFile(self._file.path, len(new) + size - begin, durable=self._durable) as file:
+                file.write([(address_of(head), head.size)])
+                file.copy(self._file.descriptor, begin, size - begin)
                 self._file.finish_reading()
         except OSError as error:
             raise unsaved(error) from None
@@ -269,11 +371,26 @@ class GgufEdit(Edit):
 
 def edit_file(path: str, *, force: bool, durable: bool) -> Edit:
     """Return the edit of a single file; see `edit`."""
-    file = Locked(resolved(path, force=force))
-    try:
-        head = file.read(min(4, file.identity.size))
-        kind = GgufEdit if head == b"GGUF" else SafetensorsEdit
-        return kind(path, file, durable=durable)
-    except BaseException:
-        file.close()
-        raise
+    with ExitStack() as stack:
+        file = stack.enter_context(Locked(resolved(path, force=force)))
+        kind = GgufEdit if file.read(min(4, file.identity.size)) == b"GGUF" else SafetensorsEdit
+        edit = kind(path, file, durable=durable)
+        remove(file.path)  # the journal of an edit that did not damage the header
+        edit._stack = stack.pop_all()
+        return edit
+
+
+def resolved(path: str, *, force: bool) -> str:
+    """Return the path of a file without symbolic links."""
+    real = os.path.realpath(path, strict=True)
+    for place in (os.path.abspath(path), real):
+        parts = place.split(os.sep)
+        if any(part.startswith(_CACHED) and inner in ("blobs", "snapshots") for part, inner in pairwise(parts)):
+            raise UnsupportedError(
+                f"{path} is in the cache of the Hugging Face Hub, which other programs share: copy the file and edit "
+                "the copy"
+            )
+    links = os.stat(real).st_nlink
+    if links > 1 and not force:
+        raise UnsupportedError(f"{path} has {links} hard links, and an edit may change all of them; pass force=True")
+    return real

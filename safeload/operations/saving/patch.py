@@ -1,4 +1,4 @@
-"""Make patches: the differences of two sets of tensors, in TRL's layout.
+"""Make and apply patches: the differences of two sets of tensors, in TRL's layout.
 
 A patch is a safetensors file. A changed tensor has ``<name>.indices``, flat positions as int32 (int64 if it has more
 elements), and ``<name>.values``, its new elements. A tensor that is new, or has another dtype or shape, or mostly other
@@ -12,36 +12,45 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array
+from ...base.arrays import Array, as_array
+from ...base.messages import error_about
+from ...base.native import ffi
+from ...base.paths import PathLike
+from ...base.table import Table
 from ...base.text import plural, size
 from ...engine.read.lazy import Lazy
-from ...engine.run.memory import address_of
-from ...errors import exported, public
-from ...formats.safetensors.file import Memory
+from ...engine.run.memory import address_of, check_spans
+from ...engine.run.weight_file import WeightFile
+from ...errors import FormatError, SafeloadError, UnsupportedError, exported, public, unsaved
+from ...formats.registry import SAFETENSORS, OpenRequest, open_file
+from ...formats.safetensors.file import TensorToWrite, parse_head, source_of
+from ...formats.safetensors.header import MAX_HEADER, Header
+from ...stores.places import Located, places_of
 from ..folders.destinations import refuse_inputs
 from ..folders.targets import FileSink, SaveDestination, target_of
-from .patch_sides import (
-    ContentDigest,
-    DictSide,
-    PatchSide,
-    Side,
-    content_digest,
-    same_layout,
-    sha256_of,
-    side_of,
-    unsigned,
-)
+from .edit_file import resolved
+from .values import check_name, value_of
 from .writer import checked_metadata
 
-KEY, VERSION = "safeload.patch", 1
-HEADER, INDICES, VALUES = "safeload.header", ".indices", ".values"
+# A side of a patch.
+PatchSide: TypeAlias = PathLike | Located | Mapping[str, Any]
+
+_KEY, _VERSION = "safeload.patch", 1
+_HEADER, _INDICES, _VALUES = "safeload.header", ".indices", ".values"
+_INDEX_CODES = ("I32", "I64")
 _MAX_INT32 = (1 << 31) - 1
+# Bytes of a tensor that are compared or copied at once; a multiple of every element.
+_CHUNK = 32 << 20
+_LENGTH = 8
 
 
 @exported()
@@ -131,110 +140,241 @@ def make_patch(
     if not isinstance(target, FileSink):
         raise ValueError("a patch is a file: use the suffix .safetensors")
     refuse_inputs(dst, (base, new))
-    with side_of(base, "base", storage_options) as old, side_of(new, "new", storage_options) as changed:
-        difference = _Difference(old, changed)
-        tensors, report = difference.tensors, difference.report()
-        header = changed.header
-        tensors[HEADER] = np.frombuffer(header.rstrip(b" "), np.uint8)
+    with _side_of(base, "base", storage_options) as old, _side_of(new, "new", storage_options) as changed:
+        tensors, report = _difference(old.tensors, changed.tensors)
+        header = changed.header or _header_of(changed.tensors, None)
+        tensors[_HEADER] = _in_memory(source_of(_HEADER, np.frombuffer(header.rstrip(b" "), np.uint8)))
         total = len(header) + sum(tensor.nbytes for tensor in changed.tensors.values())
         exact = not isinstance(new, Mapping)
-        facts = PatchFacts(VERSION, report.base, report.result, len(header), total, "", exact)
-        facts = facts._replace(digest=own_digest(DictSide(tensors, "patch"), facts))
+        facts = _Facts(_VERSION, report.base, report.result, len(header), total, "", exact)
+        facts = facts._replace(digest=_own_digest(tensors, facts))
         texts = {
             "sparse": "True",
             "sparsity": f"{1 - report.changed / max(1, report.elements):.6f}",
             "changed_params": str(report.changed),
             **texts,
-            KEY: json.dumps(facts._asdict()),
+            _KEY: json.dumps(facts._asdict()),
         }
-        target.write(tensors, texts, room=0)
+        target.write({name: tensor.to_write() for name, tensor in tensors.items()}, texts, room=0)
     return report
 
 
-class _Difference:
-    """Compare two sides, tensor by tensor."""
+@public
+def apply_patch(
+    base: PatchSide,
+    patch: PatchSide,
+    dst: SaveDestination | None = None,
+    *,
+    check: bool = True,
+    overwrite: bool = False,
+    durable: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> str | None:
+    """Apply a patch of `make_patch` to a file, or to a dict of arrays in place.
 
-    def __init__(self, old: Side, new: Side) -> None:
-        self.tensors: dict[str, Any] = {}  # of the patch
-        self._changed = self._count = 0
-        self._digests = ContentDigest(), ContentDigest()
-        self._keep: list[Array] = []
-        for name, tensor in new.tensors.items():
-            before = old.tensors.get(name)
-            if before is not None and same_layout(before, tensor) and tensor.sparse:
-                self._compare(old, new, name)
-            else:
-                self._take(new, name)
-                if before is not None:
-                    self._digests[0].add(name, before, sha256_of(old, name))
-        for name, tensor in old.tensors.items():
-            if name not in new.tensors:
-                self._digests[0].add(name, tensor, sha256_of(old, name))
+    A file gets exactly the bytes of the new file; if the patch was made from a dict, a file keeps its metadata. It is
+    replaced atomically, so arrays of an open checkpoint keep their values. In a dict, changed elements are written into
+    the arrays; tensors whose dtype or shape changes are replaced, and tensors are added and removed. Everything is
+    checked before the first element changes.
 
-    def _compare(self, old: Side, new: Side, name: str) -> None:
-        """Find the changed elements of a tensor, which both sides have."""
-        tensor, first = new.tensors[name], 0
-        hashes = hashlib.sha256(), hashlib.sha256()
-        positions, values = [], []
-        for before, after in zip(old.chunks(name), new.chunks(name), strict=True):
-            hashes[0].update(before.data)
-            hashes[1].update(after.data)
-            elements = unsigned(after, tensor.itemsize)
-            places = np.flatnonzero(unsigned(before, tensor.itemsize) != elements)
-            if places.size:
-                positions.append(places + first)
-                values.append(elements[places])
-            first += elements.size
-        for digest, done in zip(self._digests, hashes, strict=True):
-            digest.add(name, tensor, done.hexdigest())
-        count = sum(map(len, values))
-        if not count:
-            self._count += tensor.elements
-            return
-        width = np.int32 if tensor.elements <= _MAX_INT32 else np.int64
-        if count * (np.dtype(width).itemsize + tensor.itemsize) >= tensor.nbytes:
-            self._store(new, name)
-        else:
-            self.tensors[name + INDICES] = np.concatenate(positions).astype(width)
-            data = np.concatenate(values)
-            self._keep.append(data)
-            self.tensors[name + VALUES] = Memory(tensor.row, (count,), address_of(data), data.nbytes)
-        self._count += tensor.elements
-        self._changed += count
+    Args:
+        base: path or URL of a safetensors file, or a dict of NumPy arrays or torch tensors. Arrays must be writable and
+            C-contiguous.
+        patch: path or URL of the patch.
+        dst: for a file: where the result goes, see `Writer`. None replaces the base.
+        check: True to verify the digests of the patch, the base and the result, which takes time. TRL's own patches
+            have no digests and need False. Names, dtypes, shapes and indices are checked in any case.
+        overwrite: False to raise FileExistsError if ``dst`` exists.
+        durable: False to skip the fsync of the file.
+        storage_options: options of the filesystem behind URLs, see `open`.
 
-    def _take(self, new: Side, name: str) -> None:
-        """Add a whole tensor that has no counterpart."""
-        tensor = new.tensors[name]
-        self._digests[1].add(name, tensor, sha256_of(new, name))
-        self._store(new, name)
-        self._count += tensor.elements
-        self._changed += tensor.elements
+    Returns:
+        The digest of the result, which is the base of the next patch; None for a patch without digests.
 
-    def _store(self, new: Side, name: str) -> None:
-        tensor = new.tensors[name]
-        if tensor.row.packed:  # an array would lose the dtype
-            data = new.whole(name)
-            self._keep.append(data)
-            address = address_of(data) if data.size else 0
-            self.tensors[name + VALUES] = Memory(tensor.row, tensor.shape, address, tensor.nbytes)
-            return
-        dtype = dtypes.array_dtype(tensor.row.number)
+    Raises:
+        SafeloadError: the base is not the base of the patch.
+        FormatError: the patch or the base is damaged or malformed.
+        UnsupportedError: the patch has no digests, and ``check`` is True; the base is a folder, or an array that cannot
+            change.
+        ValueError: ``dst`` is given with a dict; the result would replace the patch; or arrays share memory, except
+            an array whose two names change alike.
+        OSError: a file cannot be read or written.
 
-        def make() -> Array:
-            array: Array = new.whole(name).view(dtype).reshape(tensor.shape)
-            return array
-
-        self.tensors[name + VALUES] = Lazy(dtype, tensor.shape, make)
-
-    def report(self) -> PatchReport:
-        """Return the counts and digests."""
-        base, result = (digest.hexdigest() for digest in self._digests)
-        names = {name.removesuffix(VALUES) for name in self.tensors if name.endswith(VALUES)}
-        nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        return PatchReport(self._changed, self._count, len(names), nbytes, base, result)
+    Example:
+        >>> import numpy as np, safeload
+        >>> safeload.save({"w": np.zeros(4, np.float32)}, "old.safetensors")
+        >>> safeload.save({"w": np.ones(4, np.float32)}, "new.safetensors")
+        >>> report = safeload.make_patch("old.safetensors", "new.safetensors", "patch.safetensors")
+        >>> safeload.apply_patch("old.safetensors", "patch.safetensors") == report.result
+        True
+        >>> from pathlib import Path
+        >>> Path("old.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+        True
+    """
+    if isinstance(base, Mapping) and dst is not None:
+        raise ValueError("a dict of arrays is changed in place, so it takes no dst")
+    refuse_inputs(base if dst is None else dst, [patch])
+    with _opened(patch, storage_options) as delta, _side_of(base, "base", storage_options) as old:
+        target: FileSink | None = None
+        if not isinstance(base, Mapping):
+            chosen = target_of(
+                _own(base, storage_options) if dst is None else dst,
+                overwrite=overwrite or dst is None,
+                durable=durable,
+                storage_options=storage_options,
+            )
+            if not isinstance(chosen, FileSink):
+                raise ValueError("the result is a file: use the suffix .safetensors")
+            target = chosen
+        facts = _facts_of(delta, check=check)
+        result = _result_of(old, delta, facts)
+        if check and facts is not None:
+            digest = _digest_of(tensor.line(name) for name, tensor in old.tensors.items())
+            if digest != facts.base:
+                text = f"is not the base of {delta.place}: it has digest {digest}, not {facts.base}"
+                raise SafeloadError(f"{old.place} {text}")
+        if isinstance(base, Mapping):
+            _change_arrays(base, old.tensors, result)
+        elif target is not None:
+            _write(target, result, old.file, facts.result if check and facts is not None else None, delta.place)
+    return None if facts is None else facts.result
 
 
-class PatchFacts(NamedTuple):
+def _own(base: Any, storage_options: Mapping[str, Any] | None) -> Any:
+    """Return the base as destination: symbolic links are followed, but not into the Hub's cache."""
+    (path,), files = places_of((base,), storage_options)
+    return base if files.remote else resolved(path, force=True)
+
+
+# ---- tensors as plain bytes ----
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a side, of a patch or of a result."""
+
+    row: dtypes.Dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    chunks: Callable[[], Iterator[Array]]  # return the bytes, in arrays of `_CHUNK` bytes except for the last
+
+    def __str__(self) -> str:
+        return f"{self.row.code} {list(self.shape)}"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return dtypes.array_dtype(self.row.number)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that a patch can change."""
+        return self.nbytes // self.dtype.itemsize
+
+    def is_like(self, other: _Tensor | None) -> bool:
+        """Return True if another tensor has the dtype and shape of this one."""
+        return other is not None and (self.row.number, self.shape) == (other.row.number, other.shape)
+
+    def whole(self) -> Array:
+        """Return all bytes."""
+        chunks = [*self.chunks()]
+        return chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, np.uint8), *chunks])
+
+    def units(self, data: Array) -> Array:
+        """Return bytes of this tensor as unsigned integers of its element size."""
+        return data.view(f"u{self.dtype.itemsize}")
+
+    def line(self, name: str, digest: Any = None) -> str:
+        """Return the line of `_digest_of`; ``digest`` is the SHA-256 of the bytes if it is known."""
+        if digest is None:
+            digest = hashlib.sha256()
+            for chunk in self.chunks():
+                digest.update(chunk.data)
+        return json.dumps([name, self.row.code, list(self.shape), digest.hexdigest()])
+
+    def to_write(self) -> TensorToWrite:
+        """Return the input of the writer, which reads the bytes when their turn comes."""
+        return TensorToWrite(self.row, self.shape, Lazy(np.dtype(np.uint8), (self.nbytes,), self.whole))
+
+
+class _Side(NamedTuple):
+    """The tensors of a file or dict."""
+
+    place: str  # for messages
+    tensors: dict[str, _Tensor]
+    header: bytes = b""  # of a file, with its length
+    metadata: Mapping[str, str] = {}
+    file: WeightFile | None = None
+
+
+@contextmanager
+def _side_of(value: Any, place: str, storage_options: Mapping[str, Any] | None) -> Iterator[_Side]:
+    """Open a side of a patch."""
+    if not isinstance(value, Mapping):
+        with _opened(value, storage_options) as side:
+            yield side
+        return
+    keep: list[Any] = []  # lives until the block ends
+    sources = {check_name(name): source_of(name, value_of(name, array, keep)) for name, array in value.items()}
+    yield _Side(place, {name: _in_memory(source) for name, source in sources.items()})
+
+
+@contextmanager
+def _opened(value: Any, storage_options: Mapping[str, Any] | None) -> Iterator[_Side]:
+    """Open a safetensors file."""
+    (path,), files = places_of((value,), storage_options)
+    if not files.remote and os.path.isdir(path):
+        raise UnsupportedError(f"{path} is a folder: patches are made and applied file by file")
+    file = open_file(path, OpenRequest((SAFETENSORS,), files=files)).file
+    try:
+        header = bytes(file.read_at(0, _LENGTH + int.from_bytes(file.read_at(0, _LENGTH), "little")))
+        tensors = _tensors_of(file.table, file.read_at)
+        yield _Side(files.shown(path), tensors, header, file.table.metadata() or {}, file)
+    finally:
+        file.close()
+
+
+def _tensors_of(table: Table, read_at: Callable[[int, int], Any]) -> dict[str, _Tensor]:
+    rows = zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True)
+    return {
+        name: _Tensor(row, tuple(shape), end - begin, partial(_chunks_of_file, read_at, begin, end))
+        for name, row, shape, (begin, end) in rows
+    }
+
+
+def _chunks_of_file(read_at: Callable[[int, int], Any], begin: int, end: int) -> Iterator[Array]:
+    for at in range(begin, end, _CHUNK):
+        yield np.frombuffer(read_at(at, min(_CHUNK, end - at)), np.uint8)
+
+
+def _in_memory(source: TensorToWrite) -> _Tensor:
+    return _Tensor(source.row, tuple(source.shape), source.nbytes, partial(_chunks_in_memory, source))
+
+
+def _chunks_in_memory(source: TensorToWrite) -> Iterator[Array]:
+    pieces = [
+        np.frombuffer(ffi.buffer(ffi.cast("char *", address), nbytes)[:], np.uint8)
+        for _owner, address, nbytes in source.pieces()
+        if nbytes
+    ]
+    whole = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
+    for at in range(0, whole.size, _CHUNK):
+        yield whole[at : at + _CHUNK]
+
+
+def _header_of(
+    tensors: Mapping[str, _Tensor], metadata: Mapping[str, str] | None, *, keeps_order: bool = False
+) -> bytes:
+    numbers = bytes(tensor.row.number for tensor in tensors.values())
+    shapes = [tensor.shape for tensor in tensors.values()]
+    header = Header([*tensors], numbers, shapes, metadata, keeps_order=keeps_order)
+    return bytes(ffi.buffer(header.memory, header.nbytes))
+
+
+def _digest_of(lines: Iterable[str]) -> str:
+    """Return the SHA-256 over names, dtypes, shapes and bytes of tensors, whatever their order and the metadata."""
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+class _Facts(NamedTuple):
     """The metadata of a patch."""
 
     version: int
@@ -246,8 +386,282 @@ class PatchFacts(NamedTuple):
     exact: bool = True  # False if the new side is a dict, which has no metadata: the result keeps those of its base
 
 
-def own_digest(patch: Side, facts: PatchFacts) -> str:
+def _own_digest(tensors: Mapping[str, _Tensor], facts: _Facts) -> str:
     """Return the digest of a patch: its tensors and its facts."""
     values = facts._replace(digest="")
-    text = json.dumps([*(values[:-1] if facts.exact else values), content_digest(patch)])
+    content = _digest_of(tensor.line(name) for name, tensor in tensors.items())
+    text = json.dumps([*(values[:-1] if facts.exact else values), content])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---- making ----
+
+
+def _difference(old: Mapping[str, _Tensor], new: Mapping[str, _Tensor]) -> tuple[dict[str, _Tensor], PatchReport]:
+    """Compare two sides, tensor by tensor, and return the tensors of the patch."""
+    tensors: dict[str, _Tensor] = {}
+    lines = [tensor.line(name) for name, tensor in old.items() if not _is_compared(tensor, new.get(name))]
+    new_lines, changed = [], 0
+    for name, tensor in new.items():
+        before, count = old.get(name), tensor.elements
+        if before is None or not _is_compared(before, tensor):
+            new_lines.append(tensor.line(name))
+        else:
+            digests, positions, values = _compare(before, tensor)
+            lines.append(before.line(name, digests[0]))
+            new_lines.append(tensor.line(name, digests[1]))
+            width = np.int32 if tensor.elements <= _MAX_INT32 else np.int64
+            count = sum(map(len, values))
+            if not count:
+                continue
+            if count * (np.dtype(width).itemsize + tensor.dtype.itemsize) < tensor.nbytes:
+                indices = np.concatenate(positions).astype(width)
+                tensors[name + _INDICES] = _in_memory(source_of(name, indices))
+                tensors[name + _VALUES] = _in_memory(TensorToWrite(tensor.row, (count,), np.concatenate(values)))
+        tensors.setdefault(name + _VALUES, tensor)
+        changed += count
+    report = PatchReport(
+        changed,
+        sum(tensor.elements for tensor in new.values()),
+        sum(name.endswith(_VALUES) for name in tensors),
+        sum(tensor.nbytes for tensor in tensors.values()),
+        _digest_of(lines),
+        _digest_of(new_lines),
+    )
+    return tensors, report
+
+
+def _is_compared(before: _Tensor, after: _Tensor | None) -> bool:
+    """Return True if single elements can change: both sides have the tensor, and elements are whole bytes."""
+    return before.is_like(after) and not before.row.packed
+
+
+def _compare(before: _Tensor, after: _Tensor) -> tuple[tuple[Any, Any], list[Array], list[Array]]:
+    """Return the digests of both tensors, and positions and new values of the changed elements."""
+    digests, first = (hashlib.sha256(), hashlib.sha256()), 0
+    positions, values = [], []
+    for old, new in zip(before.chunks(), after.chunks(), strict=True):
+        digests[0].update(old.data)
+        digests[1].update(new.data)
+        elements = after.units(new)
+        places = np.flatnonzero(before.units(old) != elements)
+        if places.size:
+            positions.append(places + first)
+            values.append(elements[places])
+        first += elements.size
+    return digests, positions, values
+
+
+# ---- applying ----
+
+
+def _facts_of(patch: _Side, *, check: bool) -> _Facts | None:
+    """Return the facts of a patch, or None for a patch of TRL."""
+    text = patch.metadata.get(_KEY)
+    if text is None:
+        if check:
+            raise UnsupportedError(f"{patch.place} has no digests, as patches of TRL: pass check=False to apply it")
+        return None
+    try:
+        facts = _Facts(**json.loads(text))
+        numbers = all(type(number) is int for number in (facts.version, facts.header, facts.size))
+        numbers = numbers and isinstance(facts.exact, bool)
+        valid = numbers and all(isinstance(digest, str) for digest in (facts.base, facts.result, facts.digest))
+    except (ValueError, TypeError, RecursionError):
+        valid = False
+    if not valid:
+        raise FormatError(f"the metadata {_KEY} is malformed", patch.place)
+    if facts.version != _VERSION:
+        text = f"is a patch of version {facts.version}, but this safeload reads version {_VERSION}"
+        raise UnsupportedError(f"{patch.place} {text}")
+    if check and _own_digest(patch.tensors, facts) != facts.digest:
+        raise FormatError("the patch is damaged: its bytes do not have their digest", patch.place)
+    return facts
+
+
+class _Result(NamedTuple):
+    """The file that a patch makes of its base."""
+
+    header: bytes
+    tensors: dict[str, _Tensor]  # in file order
+    whole: dict[str, _Tensor]  # tensors whose bytes the patch has
+    elements: dict[str, Callable[[], tuple[Array, Array]]]  # return ascending indices and values of new elements
+
+
+def _result_of(base: _Side, patch: _Side, facts: _Facts | None) -> _Result:
+    """Check a patch against its base; the indices are checked when they are read."""
+
+    def fault(name: str, text: str) -> FormatError:
+        return error_about(FormatError, text, path=patch.place, tensor=name)
+
+    header, layout = _head_of(base, patch, facts)
+    result = _Result(header, {}, {}, {})
+    for name in patch.tensors:
+        stem, dot, suffix = name.rpartition(".")
+        if name == _HEADER:
+            continue
+        if dot + suffix not in (_INDICES, _VALUES):
+            raise fault(name, "belongs to no tensor of a patch")
+        if stem not in layout:
+            raise fault(stem, "is not in the result")
+    for name, tensor in layout.items():
+        indices, values = patch.tensors.get(name + _INDICES), patch.tensors.get(name + _VALUES)
+        if indices is None and values is not None:
+            if not tensor.is_like(values):
+                raise fault(name, f"is {tensor} in the header, but its values are {values}")
+            result.tensors[name] = result.whole[name] = values
+            continue
+        before = base.tensors.get(name)
+        if before is None or not tensor.is_like(before):
+            raise fault(name, f"must be {tensor} in the base, where it is {before or 'missing'}")
+        result.tensors[name] = before
+        if indices is None:
+            continue
+        if values is None:
+            raise fault(name, "has indices without values")
+        if indices.row.code not in _INDEX_CODES or len(indices.shape) != 1:
+            raise fault(name, f"needs flat I32 or I64 indices, got {indices}")
+        if values.row.number != tensor.row.number or values.shape != indices.shape or tensor.row.packed:
+            raise fault(name, f"is {tensor}, but has values {values} for indices {indices}")
+        elements = partial(_elements, before, indices, values, partial(fault, name))
+        result.elements[name] = elements
+        result.tensors[name] = before._replace(chunks=partial(_changed_chunks, before, elements))
+    return result
+
+
+def _head_of(base: _Side, patch: _Side, facts: _Facts | None) -> tuple[bytes, Mapping[str, _Tensor]]:
+    """Return the header of the result, and the layout of its tensors in file order."""
+    if facts is None:
+        return base.header, base.tensors
+    stored = patch.tensors.get(_HEADER)
+    if stored is None or stored.row.code != "U8":
+        raise FormatError(f"the patch has no {_HEADER}", patch.place)
+    if not 8 <= stored.nbytes <= facts.header <= MAX_HEADER + 8:
+        text = f"the patch says that the header has {facts.header} bytes, but has {stored.nbytes}"
+        raise FormatError(text, patch.place)
+    header = stored.whole().tobytes() + b" " * (facts.header - stored.nbytes)
+    if not facts.header <= facts.size < 1 << 63:
+        raise FormatError(f"the patch says that the result has {facts.size} bytes", patch.place)
+    table = parse_head(header, facts.size, patch.place)
+    layout = _tensors_of(table, lambda begin, nbytes: header[begin : begin + nbytes])
+    if not facts.exact and base.metadata:
+        header = _header_of(layout, base.metadata, keeps_order=True)
+    return header, layout
+
+
+def _elements(
+    tensor: _Tensor, indices: _Tensor, values: _Tensor, fault: Callable[[str], FormatError]
+) -> tuple[Array, Array]:
+    places, new = indices.whole().view(f"<i{indices.dtype.itemsize}"), tensor.units(values.whole())
+    if places.size > 1 and not (places[1:] > places[:-1]).all():
+        order = np.argsort(places, kind="stable")
+        places, new = places[order], new[order]
+        if (places[1:] == places[:-1]).any():
+            raise fault("has an index twice")
+    if places.size and (places[0] < 0 or places[-1] >= tensor.elements):
+        bad = places[0] if places[0] < 0 else places[-1]
+        raise fault(f"has {tensor.elements} elements, but the patch has index {bad}")
+    return places, new
+
+
+def _changed_chunks(base: _Tensor, elements: Callable[[], tuple[Array, Array]]) -> Iterator[Array]:
+    """Iterate over the bytes of a tensor with new elements."""
+    indices, values = elements()
+    first = 0
+    for chunk in base.chunks():
+        count = base.units(chunk).size
+        rows = slice(*np.searchsorted(indices, [first, first + count]))
+        if rows.start < rows.stop:
+            chunk = chunk.copy()
+            base.units(chunk)[indices[rows] - first] = values[rows]
+        yield chunk
+        first += count
+
+
+def _write(target: FileSink, result: _Result, base: WeightFile | None, expected: str | None, patch: str) -> None:
+    """Write the result, and compare it with its digest before it is put in place."""
+    size = len(result.header) + sum(tensor.nbytes for tensor in result.tensors.values())
+    header = np.frombuffer(result.header, np.uint8)
+    lines = []
+    try:
+        with target.open(size) as file:
+            file.write([(address_of(header), header.size)])
+            for name, tensor in result.tensors.items():
+                digest = hashlib.sha256()
+                for chunk in tensor.chunks():
+                    file.write([(address_of(chunk), chunk.size)])
+                    if expected is not None:
+                        digest.update(chunk.data)
+                lines.append(tensor.line(name, digest))
+            if expected is not None and _digest_of(lines) != expected:
+                raise FormatError("the result does not have its digest", patch)
+            if os.name == "nt" and base is not None:
+                base.close()  # Windows does not replace open files
+    except OSError as error:
+        raise unsaved(error) from None
+
+
+def _change_arrays(arrays: Mapping[str, Any], base: Mapping[str, _Tensor], result: _Result) -> None:
+    """Change the arrays of a dict; everything is checked first."""
+    removed = arrays.keys() - result.tensors.keys()
+    replaced = {name: tensor for name, tensor in result.whole.items() if not tensor.is_like(base.get(name))}
+    if (removed or replaced) and not isinstance(arrays, MutableMapping):
+        raise UnsupportedError("the patch adds, removes or replaces tensors: pass a dict")
+    changes: dict[str, tuple[Array, Array]] = {}
+    for name, tensor in result.tensors.items():
+        if name in result.elements:
+            changes[name] = result.elements[name]()
+        elif name in result.whole and name not in replaced:
+            values = tensor.units(tensor.whole())
+            changes[name] = np.arange(values.size), values
+    puts = {name: _putter(name, arrays[name]) for name in changes}
+    spans = {name: _span(arrays[name]) for name in result.tensors if name in arrays and name not in replaced}
+    kept = {name: (indices.tobytes(), values.tobytes()) for name, (indices, values) in changes.items()}
+    check_spans({name: span for name, span in spans.items() if span is not None}, kept, kept, "arrays")
+    as_tensors = any(map(_is_torch, arrays.values()))
+    new = {name: _new_array(name, tensor, as_tensors) for name, tensor in replaced.items()}
+    for name, (indices, values) in changes.items():
+        puts[name](indices, values)
+    if isinstance(arrays, MutableMapping):
+        for name in removed:
+            del arrays[name]
+        arrays.update(new)
+
+
+def _is_torch(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch"
+
+
+def _span(value: Any) -> tuple[int, int] | None:
+    """Return address and size of a contiguous array or tensor; None if it cannot change in place."""
+    if isinstance(value, np.ndarray):
+        return (address_of(value), value.nbytes) if value.flags.c_contiguous and value.nbytes else None
+    if _is_torch(value) and value.is_contiguous():
+        return value.data_ptr(), value.numel() * value.element_size()
+    return None
+
+
+def _new_array(name: str, tensor: _Tensor, as_tensor: bool) -> Any:
+    array = tensor.whole().copy()
+    if not tensor.row.packed:
+        array = array.view(tensor.dtype).reshape(tensor.shape)
+    if not as_tensor:
+        return array
+    from ...frameworks import torch_arrays
+
+    return torch_arrays.from_array(array, name)
+
+
+def _putter(name: str, value: Any) -> Callable[[Array, Array], None]:
+    """Return a function that puts unsigned integers into the memory of an array."""
+    if isinstance(value, np.ndarray):
+        if not value.flags.c_contiguous or not value.flags.writeable or not value.dtype.isnative:
+            text = "must be writable, C-contiguous and of native byte order to change in place"
+            raise error_about(UnsupportedError, text, tensor=name)
+        return as_array(value, name).reshape(-1).view(f"u{value.dtype.itemsize}").__setitem__
+    if _is_torch(value):
+        from ...frameworks import torch_arrays
+
+        return torch_arrays.putter(name, value)
+    text = f"is {type(value).__name__}, which cannot change in place: pass NumPy arrays or torch tensors"
+    raise error_about(UnsupportedError, text, tensor=name)
