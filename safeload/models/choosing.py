@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from .expert_forms import with_expert_form
-from .family import with_schema
+from .family import FamilyFile, with_schema
 from .schema import MAX_LISTED, PREFIX, Schema, SchemaEntry
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
@@ -36,50 +36,41 @@ class Choice(NamedTuple):
 
 
 def choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
-    """Choose a schema, and adapt it to the form of the model's experts; see `_choose`."""
-    choice = _choose(config, format, names)
-    return None if choice is None else choice._replace(schema=with_expert_form(choice.schema, names))
+    """Choose a schema in the form of the model's experts: by the config, without one by the format.
+
+    The schema of a format needs at least half of its tensors in the model.
+    """
+    families = _by_format(format, names) if config is None else _by_config(config)
+    return next((Choice(with_expert_form(family.schema, names), complete) for family, complete in families), None)
 
 
-def _choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
-    """Choose by the config's architectures, else by its model_type, else by its keys; without a config, by the format.
+def _by_format(format: str | None, names: Collection[str]) -> Iterator[tuple[FamilyFile, bool]]:
+    for family in with_schema().values():
+        if format in family.formats:
+            required = [entry.name for entry in family.schema.entries if not entry.optional]
+            if 2 * sum(name in names for name in required) >= len(required):
+                yield family, True
+
+
+def _by_config(config: Mapping[str, Any]) -> Iterator[tuple[FamilyFile, bool]]:
+    """Yield the family of the architectures, then of the model_type, then of the keys; and if its schema is complete.
 
     An architecture that no schema lists belongs to the family at the start of its name, and has another head or none:
-    "LlamaForSequenceClassification", "LlamaModel". The schema of a format needs at least half of its tensors in the
-    model.
+    "LlamaForSequenceClassification", "LlamaModel".
     """
-    if config is None:
-        for family in with_schema().values():
-            if format in family.formats:
-                required = [entry.name for entry in family.schema.entries if not entry.optional]
-                if 2 * sum(name in names for name in required) >= len(required):
-                    return Choice(family.schema, True)
-        return None
-    architectures = config.get("architectures")
+    known = with_schema().values()
+    architectures, model_type = config.get("architectures"), config.get("model_type")
     listed = architectures[:MAX_LISTED] if isinstance(architectures, list) else []
-    model_type = config.get("model_type")
-    for family in with_schema().values():
-        if any(architecture in family.architectures for architecture in listed):
-            return Choice(family.schema, True)
-    for family in with_schema().values():
-        if model_type is not None and model_type in family.model_types:
-            return Choice(family.schema, not listed)
-    if not listed and model_type is None:
-        for family in with_schema().values():
-            if family.keys and all(key in config for key in family.keys):
-                return Choice(family.schema, not any(map(_is_model, config.values())))
+    yield from ((family, True) for family in known if any(text in family.architectures for text in listed))
+    if model_type is not None:
+        yield from ((family, not listed) for family in known if model_type in family.model_types)
+    elif not listed:  # the config of an inner model, such as a vision encoder, has a width
+        inner = any(isinstance(value, Mapping) and any(key in value for key in _WIDTHS) for value in config.values())
+        yield from ((family, not inner) for family in known if family.keys and config.keys() >= {*family.keys})
     if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
-        return None  # a model of models, see `choose_inner`
+        return  # a model of models, see `choose_inner`
     stems = {_stem(architecture) for architecture in listed} - {None}
-    for family in with_schema().values():
-        if any(_stem(architecture) in stems for architecture in family.architectures):
-            return Choice(family.schema, False)
-    return None
-
-
-def _is_model(value: Any) -> bool:
-    """Return True if a value of a config is the config of an inner model, such as a vision encoder."""
-    return isinstance(value, Mapping) and any(key in value for key in _WIDTHS)
+    yield from ((family, False) for family in known if any(_stem(text) in stems for text in family.architectures))
 
 
 def _stem(architecture: Any) -> str | None:

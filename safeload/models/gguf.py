@@ -121,15 +121,8 @@ class GgufForm:
     @cached_property
     def schema(self) -> Schema:
         """The tensors of a file."""
-        return Schema.of(
-            f"gguf:{self.architecture}",
-            {
-                "about": f"GGUF files of llama.cpp's architecture {self.architecture}",
-                "config": METADATA,
-                "layers": "block_count",
-                **{key: self._content[key] for key in ("defaults", "tensors")},
-            },
-        )
+        fields = {key: self._content[key] for key in ("defaults", "tensors")}
+        return Schema.of(f"gguf:{self.architecture}", {"config": METADATA, "layers": "block_count", **fields})
 
     @cached_property
     def layouts(self) -> dict[str, dict[str, GgufLayout]]:
