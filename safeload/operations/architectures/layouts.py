@@ -14,8 +14,7 @@ from ...models.gguf import PLACE, GgufForm, GgufLayout, without_numbers
 from ...models.module_names import stored_names
 from ..sources.catalog import Catalog
 from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
-from .file_keys import FileKeys
-from .settings import ModelConfig
+from .settings import ModelConfig, count_at
 
 SINGLE, FUSED = "single", "fused"
 
@@ -175,8 +174,9 @@ class FromLlamaCpp:
         return tuple(self._catalog.about(name).shape)
 
     def _heads(self, names: Sequence[str]) -> int:
-        keys, prefix = FileKeys(self._catalog.metadata, self._title), f"{self._form.architecture}."
-        heads = next((count for name in names if (count := keys.count(prefix + name)) is not None), None)
+        prefix = f"{self._form.architecture}."
+        counts = (count_at(self._catalog, prefix + name) for name in names)
+        heads = next((count for count in counts if count is not None), None)
         if not heads:
             raise FormatError(f"key {prefix}{names[-1]} must be a positive integer, got {heads}", self._title)
         return heads

@@ -1,4 +1,4 @@
-"""The metadata keys of llama.cpp from a ``config.json``.
+"""The metadata keys of llama.cpp from a ``config.json``, and a config from the keys of another program.
 
 A family's file says which keys hold which values, see `safeload.models.gguf`. Every key that changes the computation
 is either written, or must have the value that llama.cpp assumes.
@@ -14,14 +14,18 @@ import numpy as np
 
 from ...base import log
 from ...base.arrays import Array
+from ...base.messages import error_about
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import values
+from ...models.diffusion import ARCHITECTURE
+from ...models.family import gguf_architectures, gguf_forms
 from ...models.gguf import U32, USUAL_BASE, GgufForm, GgufKey
+from ..sources.catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1
 # Largest number of rotation factors: half of the largest head.
-MAX_FACTORS = 1 << 16
+_MAX_FACTORS = 1 << 16
 
 # Keys of rope parameters by type, besides those of `_ANY_ROPE`.
 _ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -36,7 +40,18 @@ _ROPE_KEYS: dict[str, set[str]] = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
     "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
 }
+# Keys of llama.cpp below ``rope.scaling``, with the rope parameters that hold the value.
+_YARN: dict[str, Sequence[str]] = {
+    "yarn_ext_factor": ("extrapolation_factor",),
+    "yarn_attn_factor": ("attention_factor", "attn_factor"),
+    "yarn_beta_fast": ("beta_fast",),
+    "yarn_beta_slow": ("beta_slow",),
+}
 _ROPE_ALIASES = {"su": "longrope"}
+# Settings of Llama 3.1 and later beside the factor; published models have the first context length.
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_CONTEXTS = (8192, *(1 << k for k in range(6, 21)))
+_TOKENS = ("bos", "eos", "padding")
 
 
 class ModelConfig:
@@ -150,17 +165,17 @@ def _check(config: ModelConfig, form: GgufForm) -> None:
     if scale is not None and form.query_scale_by_width is not None:
         heads = config.size("attention.head_count")
         width, layers = config.size("embedding_length"), config.size("block_count")
-        expected_scale = query_scale(form, layers, width, heads, config.head_dim)
+        expected_scale = _query_scale(form, layers, width, heads, config.head_dim)
         if scale != expected_scale:
             raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {expected_scale}")
 
 
-def query_scale(form: GgufForm, layers: int, width: int, heads: int, head_dim: int) -> int:
+def _query_scale(form: GgufForm, layers: int, width: int, heads: int, head_dim: int) -> int:
     """Return the number that llama.cpp divides queries by the root of."""
     return width // heads if layers == form.query_scale_by_width else head_dim
 
 
-def kinds_of_layers(layers: int, full_every: int) -> list[str]:
+def _kinds_of_layers(layers: int, full_every: int) -> list[str]:
     """Return ``layer_types``, as llama.cpp takes every layer of this number for one without a sliding window."""
     return ["sliding_attention" if k % full_every else "full_attention" for k in range(1, layers + 1)]
 
@@ -172,7 +187,7 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise config.fault(f"layer_types must be a list of {layers} items, got {show(kinds)}")
     if every is not None:
-        if kinds is not None and kinds != kinds_of_layers(layers, every):
+        if kinds is not None and kinds != _kinds_of_layers(layers, every):
             raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
         if values_.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
@@ -272,7 +287,7 @@ class Rope(NamedTuple):
             yield "rope.scaling.factor", values.F32(self._number(config, "factor"))
         if self.kind == "yarn":
             yield "rope.scaling.original_context_length", values.U32(self._original(config))
-            for key, names in YARN.items():
+            for key, names in _YARN.items():
                 name = next((name for name in names if self.full.get(name) is not None), None)
                 if name is not None:
                     yield f"rope.scaling.{key}", values.F32(self._number(config, name))
@@ -305,7 +320,7 @@ class Rope(NamedTuple):
 
     def _factors(self, config: ModelConfig, name: str) -> Array:
         count, factors = self._rotated(config) // 2, self.full.get(f"{name}_factor")
-        if not isinstance(factors, list) or len(factors) != count or count > MAX_FACTORS:
+        if not isinstance(factors, list) or len(factors) != count or count > _MAX_FACTORS:
             raise config.fault(f"{name}_factor must be a list of {count} numbers, got {show(factors)}")
         return np.array([config.number(factor, f"{name}_factor") for factor in factors], np.float32)
 
@@ -332,8 +347,8 @@ class Rope(NamedTuple):
     def _llama3(self, config: ModelConfig) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
         size = config.head_dim
-        if size // 2 > MAX_FACTORS:
-            raise config.fault(f"head_dim must be at most {2 * MAX_FACTORS}, got {size}")
+        if size // 2 > _MAX_FACTORS:
+            raise config.fault(f"head_dim must be at most {2 * _MAX_FACTORS}, got {size}")
         base = np.float32(self._number(config, "rope_theta", USUAL_BASE))
         if not base > 0:
             raise config.fault(f"rope_theta must be above 0, got {base}")
@@ -358,10 +373,171 @@ class Rope(NamedTuple):
         return np.array(factors, np.float32)
 
 
-# Keys of llama.cpp below ``rope.scaling``, with the rope parameters that hold the value.
-YARN: dict[str, Sequence[str]] = {
-    "yarn_ext_factor": ("extrapolation_factor",),
-    "yarn_attn_factor": ("attention_factor", "attn_factor"),
-    "yarn_beta_fast": ("beta_fast",),
-    "yarn_beta_slow": ("beta_slow",),
-}
+# ---- the way back: the config of a file that another program wrote ----
+
+
+def number_at(catalog: Catalog, key: str) -> float | None:
+    """Return an int, or the shortest decimal number that an f32 stands for; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _key_fault(catalog, key, "a number")
+    return int(value) if isinstance(value, int) else _shortest(value)
+
+
+def count_at(catalog: Catalog, key: str) -> int | None:
+    """Return an integer of at least 0; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _key_fault(catalog, key, "a number of at least 0 without a fraction")
+    return int(value)
+
+
+def text_at(catalog: Catalog, key: str) -> str | None:
+    """Return a string; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is not None and not isinstance(value, str):
+        raise _key_fault(catalog, key, "a string")
+    return value
+
+
+def _key_fault(catalog: Catalog, key: str, expected: str) -> FormatError:
+    return FormatError(f"key {key} must be {expected}, got {show(catalog.metadata[key])}", catalog.title)
+
+
+def _shortest(value: float) -> float:
+    """Return the shortest decimal number that stands for a number as f32."""
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))
+
+
+def form_of(catalog: Catalog) -> GgufForm:
+    """Return the family of a foreign file: the one that a key of the file chooses, or the usual one."""
+    architecture = str(catalog.metadata[ARCHITECTURE])
+    for form in gguf_forms().values():
+        if (
+            form.architecture == architecture
+            and form.chosen_by
+            and count_at(catalog, f"{architecture}.{form.chosen_by}")
+        ):
+            return form
+    return gguf_architectures()[architecture]
+
+
+def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
+    """Return the config of a foreign file, and the settings that the file lacks."""
+    config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
+    for name, key in form.keys.items():
+        if not key.config:
+            continue
+        value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
+        if value is None or (name == "attention.sliding_window" and value == 0):
+            if not key.optional and key.default is None:
+                raise FormatError(f"key {form.architecture}.{name} is missing", catalog.title)
+            continue
+        config[key.config[0]] = value
+    config["vocab_size"] = _rows_of_embedding(catalog)
+    config["tie_word_embeddings"] = "output.weight" not in catalog
+    config["attention_bias"] = "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog
+    config[form.activations["config"][0]] = form.activations["values"][0]
+    config.update((key, form.assumes[key][0]) for key in form.restores)
+    for kind in _TOKENS:
+        number = number_at(catalog, f"tokenizer.ggml.{kind}_token_id")
+        known = isinstance(number, int) and 0 <= number < config["vocab_size"]  # llama.cpp has -1 for no token
+        config[f"{'pad' if kind == 'padding' else kind}_token_id"] = number if known else None
+    layers, heads = config["num_hidden_layers"], max(1, config["num_attention_heads"])
+    if form.query_scale_by_width is not None:
+        config["query_pre_attn_scalar"] = _query_scale(form, layers, config["hidden_size"], heads, config["head_dim"])
+    if form.full_every is not None and layers <= 10_000:
+        config["layer_types"] = _kinds_of_layers(layers, form.full_every)
+    _add_rope(config, catalog, form)
+    notes = ["the dtype of the weights before conversion"]
+    if form.ignores_windows and "sliding_window" not in config:
+        notes.append("a sliding window, which llama.cpp ignores")
+        config["sliding_window"] = None
+    _check_rope(catalog, config, form)
+    return config, notes
+
+
+def _rows_of_embedding(catalog: Catalog) -> int:
+    """Return the number of tokens."""
+    name = "token_embd.weight"
+    if name not in catalog:
+        raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
+    shape = catalog.about(name).shape
+    if len(shape) != 2:
+        raise error_about(FormatError, f"has the shape {list(shape)}, expected 2 axes", path=catalog.title, tensor=name)
+    return int(shape[0])
+
+
+def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
+    prefix = f"{form.architecture}.rope."
+
+    def number(key: str, default: float) -> float:
+        value = number_at(catalog, prefix + key)
+        return default if value is None else value
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("freq_base", USUAL_BASE)}
+    kind = text_at(catalog, f"{prefix}scaling.type") or "none"
+    if kind in ("linear", "yarn"):
+        rope.update(rope_type=kind, factor=number("scaling.factor", 1.0))
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = number("scaling.original_context_length", 0)
+            settings = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
+            rope.update((name, value) for name, value in settings if value is not None)
+            rope["truncate"] = True
+    elif kind not in ("none", "longrope"):
+        raise UnsupportedError(
+            f"{catalog.title}: rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
+        )
+    if "rope_freqs.weight" in catalog:
+        factors = _factors_in(catalog, "rope_freqs.weight")
+        rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
+        rope["original_max_position_embeddings"] = _CONTEXTS[0]
+    if "rope_factors_long.weight" in catalog and "rope_factors_short.weight" in catalog:
+        rope["rope_type"] = "longrope"
+        for name in ("long", "short"):
+            factors = _factors_in(catalog, f"rope_factors_{name}.weight")
+            rope[f"{name}_factor"] = [_shortest(factor) for factor in factors.tolist()]
+    if form.rope.dimensions == "partial":
+        heads = max(1, config["num_attention_heads"])
+        original = number("scaling.original_context_length", config["max_position_embeddings"])
+        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"] = original
+        share = number("dimension_count", config["hidden_size"] // heads) * heads / max(1, config["hidden_size"])
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"] = share
+    config["rope_parameters"] = rope
+    if form.rope.sliding:
+        sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
+
+
+def _factors_in(catalog: Catalog, name: str) -> Array:
+    """Return the factors of rotations in a tensor."""
+    size = math.prod(catalog.about(name).shape)
+    if size > _MAX_FACTORS:
+        raise error_about(FormatError, f"has {size:,} factors of rotations", path=catalog.title, tensor=name)
+    factors: Array = catalog.array(name).reshape(-1)
+    return factors
+
+
+def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> None:
+    """Compare the settings of rotations with the tensors of the file."""
+    rope = config["rope_parameters"]
+    for original in _CONTEXTS if rope.get("rope_type") == "llama3" else (None,):  # gemma3's is nested, and never this
+        if original is not None:
+            rope["original_max_position_embeddings"] = original
+        settings = settings_of(ModelConfig(config, catalog.title, form.keys), form)
+        if all(_equal(catalog, name, expected) for name, expected in settings.tensors.items()):
+            return
+    raise UnsupportedError(
+        f"{catalog.title}: the factors of rotations need unknown settings; raw=True keeps the tensors"
+    )
+
+
+def _equal(catalog: Catalog, name: str, expected: Array) -> bool:
+    if name not in catalog or tuple(catalog.about(name).shape) != expected.shape:
+        return False
+    return bool(np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0))

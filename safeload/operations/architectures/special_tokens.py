@@ -9,6 +9,7 @@ from typing import Any
 from ...base.text import show
 from ...errors import FormatError
 from ...formats.gguf import values
+from ...stores.json_file import parse_json
 from .sentencepiece import USUAL_IDS
 from .settings import ModelConfig
 from .tokenizer import CONFIG, JSON, OLD_TEMPLATE, TEMPLATE, TokenizerFiles, Vocabulary
@@ -152,7 +153,7 @@ class SpecialTokens:
             except UnicodeDecodeError as error:
                 raise FormatError(f"{TEMPLATE} is not UTF-8: {error.reason}", self._files.folder.shown) from None
         elif (old := self._files.content(OLD_TEMPLATE)) is not None:
-            template = _object(old, OLD_TEMPLATE, self._files).get("chat_template")
+            template = parse_json(old, OLD_TEMPLATE, self._files.folder.shown).get("chat_template")
         template = self._config.get("chat_template", template)
         if isinstance(template, str):
             yield "tokenizer.chat_template", template
@@ -169,12 +170,6 @@ class SpecialTokens:
                 yield "tokenizer.chat_templates", list(named)
             for name, text in named.items():
                 yield f"tokenizer.chat_template.{name}", text
-
-
-def _object(content: bytes, name: str, files: TokenizerFiles) -> dict[str, Any]:
-    from ...stores.json_file import parse_json
-
-    return parse_json(content, name, files.folder.shown)
 
 
 def _text(entry: Any) -> str | None:
