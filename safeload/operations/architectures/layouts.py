@@ -239,12 +239,9 @@ def check_tensors(
         if name not in expected:
             raise UnsupportedError(f"{title}: llama.cpp's {form.architecture} has no tensor {show(name)}", tensor=name)
         required_shape = expected[name].shape
-        if required_shape is not None and not _fits(shape, required_shape):
+        if required_shape is None:
+            continue
+        pairs = zip(shape, required_shape, strict=False)
+        if len(shape) != len(required_shape) or any(size not in (None, own) for own, size in pairs):
             text = f"has the shape {list(shape)}, but the sizes of the model need {list(required_shape)}"
             raise error_about(FormatError, text, path=title, tensor=name)
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(expected) and all(
-        size is None or size == own for own, size in zip(shape, expected, strict=True)
-    )

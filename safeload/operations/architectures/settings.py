@@ -24,9 +24,15 @@ from ...models.gguf import U32, USUAL_BASE, GgufForm, GgufKey
 from ..sources.catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1
+_MAX_F32 = float(np.finfo(np.float32).max)
 # Largest number of rotation factors: half of the largest head.
 _MAX_FACTORS = 1 << 16
 
+# Rope parameters that older configs have outside of them, under these names.
+_OUTSIDE_ROPE = {
+    "rope_theta": ("rope_theta", "rope_global_theta"),
+    "partial_rotary_factor": ("partial_rotary_factor",),
+}
 # Keys of rope parameters by type, besides those of `_ANY_ROPE`.
 _ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _ORIGINAL = "original_max_position_embeddings"
@@ -76,7 +82,7 @@ class ModelConfig:
 
     def number(self, value: Any, name: str) -> float:
         """Check a finite number."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _fits_f32(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MAX_F32:
             raise self.fault(f"{name} must be a number, got {show(value)}")
         return float(value)
 
@@ -98,13 +104,6 @@ class ModelConfig:
         return max(1, self.size("embedding_length") // self.size("attention.head_count"))
 
 
-def _fits_f32(value: float) -> bool:
-    try:
-        return math.isfinite(value) and abs(value) < float(np.finfo(np.float32).max)
-    except OverflowError:
-        return False
-
-
 class Settings(NamedTuple):
     """The settings that llama.cpp needs of a config."""
 
@@ -124,9 +123,9 @@ def settings_of(config: ModelConfig, form: GgufForm) -> Settings:
     experts, used = (metadata.get(f"{architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
-    rope = Rope.of(config)
-    metadata.update((f"{architecture}.{key}", value) for key, value in rope.keys(config, form))
-    return Settings(metadata, rope.tensors(config, form))
+    rope = _Rope.of(config)
+    metadata.update((f"{architecture}.{key}", value) for key, value in rope.keys(form))
+    return Settings(metadata, rope.tensors(form))
 
 
 def _value(config: ModelConfig, key: GgufKey) -> Any:
@@ -209,15 +208,16 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
 # ---- rotations ----
 
 
-class Rope(NamedTuple):
+class _Rope(NamedTuple):
     """The settings of rotary embeddings."""
 
+    config: ModelConfig
     kind: str  # "default", "linear", ...
     full: Mapping[str, Any]  # parameters of layers with full attention
     sliding_base: float | None = None  # base of layers with a sliding window
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Rope:
+    def of(cls, config: ModelConfig) -> _Rope:
         """Read the parameters as transformers 5 writes them (``rope_parameters``), or as older versions do."""
         content = cls._content(config)
         parameters = dict(content or {})
@@ -228,17 +228,18 @@ class Rope(NamedTuple):
             if extra or not all(part is None or isinstance(part, Mapping) for part in inner):
                 raise config.fault(f"rope_parameters must map kinds of layers to objects, got {show(content)}")
             parameters = dict(inner[0] or {})
-            sliding = cls._sliding(config, inner[1] or {})
+            windowed = inner[1] or {}
+            if windowed.get("rope_type", "default") != "default":
+                raise config.unsupported(f"rope type {show(windowed['rope_type'])} of layers with a sliding window")
+            sliding = windowed.get("rope_theta")
+            sliding = None if sliding is None else config.number(sliding, "rope_theta")
         local = config.find(("rope_local_base_freq", "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
         if local is not None and sliding is None:
             sliding = config.number(local, "rope_local_base_freq")
-        for key, names in (
-            ("rope_theta", ("rope_theta", "rope_global_theta")),
-            ("partial_rotary_factor", ("partial_rotary_factor",)),
-        ):
+        for key, names in _OUTSIDE_ROPE.items():
             value = config.find(names)
-            if key not in parameters and value is not None:
-                parameters[key] = value
+            if value is not None:
+                parameters.setdefault(key, value)
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         kind = _ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if not isinstance(kind, str) or kind not in _ROPE_KEYS:
@@ -246,7 +247,7 @@ class Rope(NamedTuple):
         for key, value in parameters.items():
             if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE and value is not None:
                 raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
-        return cls(kind, parameters, sliding)
+        return cls(config, kind, parameters, sliding)
 
     @staticmethod
     def _content(config: ModelConfig) -> Mapping[str, Any] | None:
@@ -263,101 +264,95 @@ class Rope(NamedTuple):
             raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(other)}")
         return content
 
-    @staticmethod
-    def _sliding(config: ModelConfig, parameters: Mapping[str, Any]) -> float | None:
-        if parameters.get("rope_type", "default") != "default":
-            raise config.unsupported(f"rope type {show(parameters['rope_type'])} of layers with a sliding window")
-        base = parameters.get("rope_theta")
-        return None if base is None else config.number(base, "rope_theta")
-
-    def keys(self, config: ModelConfig, form: GgufForm) -> Iterator[tuple[str, Any]]:
+    def keys(self, form: GgufForm) -> Iterator[tuple[str, Any]]:
         """Yield the keys of rotations, without the architecture."""
         rope = form.rope
         if rope.dimensions == "head":
-            yield "rope.dimension_count", values.U32(config.head_dim)
+            yield "rope.dimension_count", values.U32(self.config.head_dim)
         base = self.full.get("rope_theta")
         if base is None and rope.base != USUAL_BASE:
             base = rope.base
         if base is not None and base != rope.unless:
-            yield "rope.freq_base", values.F32(config.number(base, "rope_theta"))
+            yield "rope.freq_base", values.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None:
             yield "rope.freq_base_swa", values.F32(self.sliding_base)
         if self.kind in ("linear", "yarn"):
             yield "rope.scaling.type", self.kind
-            yield "rope.scaling.factor", values.F32(self._number(config, "factor"))
+            yield "rope.scaling.factor", values.F32(self._number("factor"))
         if self.kind == "yarn":
-            yield "rope.scaling.original_context_length", values.U32(self._original(config))
+            yield "rope.scaling.original_context_length", values.U32(self._original())
             for key, names in _YARN.items():
                 name = next((name for name in names if self.full.get(name) is not None), None)
                 if name is not None:
-                    yield f"rope.scaling.{key}", values.F32(self._number(config, name))
+                    yield f"rope.scaling.{key}", values.F32(self._number(name))
         partial = self.full.get("partial_rotary_factor")
         if rope.dimensions == "partial":
-            yield "rope.dimension_count", values.U32(self._rotated(config))
-            yield "rope.scaling.original_context_length", values.U32(self._original(config))
+            yield "rope.dimension_count", values.U32(self._rotated())
+            yield "rope.scaling.original_context_length", values.U32(self._original())
             if self.kind == "longrope":
-                yield "rope.scaling.attn_factor", values.F32(self._attention_factor(config))
+                yield "rope.scaling.attn_factor", values.F32(self._attention_factor())
         elif partial not in (None, 1, 1.0):
-            raise config.unsupported(f"partial_rotary_factor is {show(partial)}")
+            raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
-    def tensors(self, config: ModelConfig, form: GgufForm) -> dict[str, Array]:
+    def tensors(self, form: GgufForm) -> dict[str, Array]:
         """Return the tensors of factors."""
         if self.kind not in form.rope.types:
-            raise config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
+            raise self.config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
         if self.kind == "llama3":
-            return {"rope_freqs.weight": self._llama3(config)}
+            return {"rope_freqs.weight": self._llama3()}
         if self.kind == "longrope":
-            return {f"rope_factors_{name}.weight": self._factors(config, name) for name in ("long", "short")}
+            return {f"rope_factors_{name}.weight": self._factors(name) for name in ("long", "short")}
         return {}
 
-    def _rotated(self, config: ModelConfig) -> int:
+    def _rotated(self) -> int:
         """Return the elements of a head that are rotated."""
         partial = self.full.get("partial_rotary_factor")
-        share = 1.0 if partial is None else config.number(partial, "partial_rotary_factor")
+        share = 1.0 if partial is None else self.config.number(partial, "partial_rotary_factor")
         if not 0 < share <= 1:
-            raise config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
-        return int(share * config.size("embedding_length")) // config.size("attention.head_count")
+            raise self.config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
+        return int(share * self.config.size("embedding_length")) // self.config.size("attention.head_count")
 
-    def _factors(self, config: ModelConfig, name: str) -> Array:
-        count, factors = self._rotated(config) // 2, self.full.get(f"{name}_factor")
+    def _factors(self, name: str) -> Array:
+        count, factors = self._rotated() // 2, self.full.get(f"{name}_factor")
         if not isinstance(factors, list) or len(factors) != count or count > _MAX_FACTORS:
-            raise config.fault(f"{name}_factor must be a list of {count} numbers, got {show(factors)}")
-        return np.array([config.number(factor, f"{name}_factor") for factor in factors], np.float32)
+            raise self.config.fault(f"{name}_factor must be a list of {count} numbers, got {show(factors)}")
+        return np.array([self.config.number(factor, f"{name}_factor") for factor in factors], np.float32)
 
-    def _attention_factor(self, config: ModelConfig) -> float:
+    def _attention_factor(self) -> float:
         """Return the factor of attention for long contexts."""
-        original = self._original(config)
-        scale = config.size("context_length") / original
+        original = self._original()
+        scale = self.config.size("context_length") / original
         return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
 
-    def _number(self, config: ModelConfig, key: str, default: float | None = None) -> float:
+    def _number(self, key: str, default: float | None = None) -> float:
         value = self.full.get(key)
         if value is None:
             if default is None:
-                raise config.fault(f"rope parameter {key} is missing")
+                raise self.config.fault(f"rope parameter {key} is missing")
             return default
-        return config.number(value, key)
+        return self.config.number(value, key)
 
-    def _original(self, config: ModelConfig) -> int:
-        value = next((v for v in (self.full.get(_ORIGINAL), config.values.get(_ORIGINAL)) if v is not None), None)
+    def _original(self) -> int:
+        value = self.full.get(_ORIGINAL)
+        value = self.config.values.get(_ORIGINAL) if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
-            raise config.fault(f"{_ORIGINAL} must be a positive integer, got {show(value)}")
+            raise self.config.fault(f"{_ORIGINAL} must be a positive integer, got {show(value)}")
         return value
 
-    def _llama3(self, config: ModelConfig) -> Array:
+    def _llama3(self) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
-        size = config.head_dim
+        size = self.config.head_dim
         if size // 2 > _MAX_FACTORS:
-            raise config.fault(f"head_dim must be at most {2 * _MAX_FACTORS}, got {size}")
-        base = np.float32(self._number(config, "rope_theta", USUAL_BASE))
+            raise self.config.fault(f"head_dim must be at most {2 * _MAX_FACTORS}, got {size}")
+        base = np.float32(self._number("rope_theta", USUAL_BASE))
         if not base > 0:
-            raise config.fault(f"rope_theta must be above 0, got {base}")
+            raise self.config.fault(f"rope_theta must be above 0, got {base}")
         frequencies = np.float32(1.0) / base ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
-        factor = self._number(config, "factor", 8.0)
-        low, high = self._number(config, "low_freq_factor", 1.0), self._number(config, "high_freq_factor", 4.0)
-        original = self._number(config, _ORIGINAL, 8192)
+        factor = self._number("factor", 8.0)
+        low, high = self._number("low_freq_factor", 1.0), self._number("high_freq_factor", 4.0)
+        original = self._number(_ORIGINAL, 8192)
         if not (0 < low < high and factor > 0 and original > 0):
-            raise config.fault(
+            raise self.config.fault(
                 "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
             )
         factors = []
