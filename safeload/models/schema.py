@@ -41,6 +41,8 @@ WEIGHT = "weight"
 # have at most 100,000 tensors.
 MAX_LAYERS = 10_000
 MAX_TENSORS = 500_000
+# Experts of a layer; published models have at most 512.
+MAX_EXPERTS = 1 << 16
 
 # Maximum number of architectures of a config to compare; models usually have only one.
 MAX_LISTED = 100

@@ -8,10 +8,10 @@ from typing import Any
 from ...base.messages import error_about
 from ...base.text import plural, show
 from ...errors import FormatError, UnsupportedError
-from ...models.expert_forms import MAX_EXPERTS
 from ...models.gguf import FUSED as ONE_MATRIX
 from ...models.gguf import PLACE, GgufForm, GgufLayout, without_numbers
 from ...models.module_names import stored_names
+from ...models.schema import MAX_EXPERTS
 from ..sources.catalog import Catalog
 from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
 from .settings import ModelConfig, count_at
