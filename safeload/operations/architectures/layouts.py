@@ -8,7 +8,6 @@ from typing import Any
 from ...base.messages import error_about
 from ...base.text import plural, show
 from ...errors import FormatError, UnsupportedError
-from ...models.gguf import FUSED as ONE_MATRIX
 from ...models.gguf import PLACE, GgufForm, GgufLayout, without_numbers
 from ...models.module_names import stored_names
 from ...models.schema import MAX_EXPERTS
@@ -220,16 +219,8 @@ def check_tensors(
     shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[Any, Any], tokens: int, title: str, form: GgufForm
 ) -> None:
     """Compare the tensors of a file with those that llama.cpp expects."""
-    prefix = f"{form.architecture}."
-    sizes = {
-        key.removeprefix(prefix).replace(".", "_"): int(value)
-        for key, value in metadata.items()
-        if isinstance(key, str) and key.startswith(prefix) and isinstance(value, int) and not isinstance(value, bool)
-    }
-    sizes["vocab_size"] = tokens
-    sizes[ONE_MATRIX] = int(any(name.endswith(".attn_qkv.weight") for name in shapes))
     try:
-        expected = form.schema.expand(sizes, shapes.keys())
+        expected = form.schema.expand(form.sizes(metadata, shapes, tokens), shapes.keys())
     except ValueError as error:
         raise FormatError(f"sizes of the model: {error}", title) from None
     missing = [name for name, tensor in expected.items() if tensor.required and name not in shapes]
