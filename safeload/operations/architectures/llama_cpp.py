@@ -22,7 +22,7 @@ from ...stores.json_file import read_if_there
 from ..sources.catalog import Catalog
 from ..sources.recipes import TensorRecipe
 from ..sources.restructured import RestructuredCatalog
-from .layouts import SINGLE, FromLlamaCpp, ToLlamaCpp, check_tensors
+from .layouts import SINGLE, ToLlamaCpp, check_tensors, published_recipes
 from .sentencepiece import MAX_PIECES
 from .settings import ModelConfig, config_of, form_of, settings_of
 from .special_tokens import SpecialTokens, skeleton
@@ -212,7 +212,7 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     else:
         form, experts = form_of(catalog), SINGLE
         config, notes = config_of(catalog, form)
-    recipes = FromLlamaCpp(catalog, form, experts).run()
+    recipes = published_recipes(catalog, form, experts)
     shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
     rows = next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)

@@ -38,12 +38,20 @@ class SpecialTokens:
         if files.json is not None:
             self._read_processor(files.json.get("post_processor"))
         if files.config is not None:
+            numbers: dict[str | None, int] = {token.text: token.id for token in reversed(files.added_in_json)}
             for kind in self._types:
-                self._read(kind)
+                flag = self._config.get(f"add_{kind}_token")
+                if isinstance(flag, bool):
+                    self._adds.setdefault(kind, flag)
+                self._set(kind, numbers.get(_text(self._config.get(f"{kind}_token"))))
         for kind in self._types:
             self._set(kind, config.values.get(f"{kind}_token_id"))
         if files.json is None:
-            self._find(vocabulary)
+            numbers = {text: number for number, text in enumerate(vocabulary.texts)}
+            for kind in _USUAL:
+                number = numbers.get(_text(self._config.get(f"{kind}_token")))
+                if number != USUAL_IDS.get(kind):  # llama.cpp assumes that one
+                    self._set(kind, number)
 
     def keys(self) -> Iterator[tuple[str, Any]]:
         """Yield the metadata keys."""
@@ -54,29 +62,10 @@ class SpecialTokens:
                 yield f"tokenizer.ggml.add_{kind}_token", flag
         yield from self._templates()
 
-    def _find(self, vocabulary: Vocabulary) -> None:
-        """Look up tokens that have no id, and write an id that llama.cpp does not assume."""
-        numbers = {text: number for number, text in enumerate(vocabulary.texts)}
-        for kind in _USUAL:
-            text = _text(self._config.get(f"{kind}_token"))
-            number = None if text is None else numbers.get(text)
-            if number is not None and number != USUAL_IDS.get(kind):
-                self._set(kind, number)
-
     def _set(self, kind: str, number: Any) -> None:
-        if isinstance(number, bool) or not isinstance(number, int) or kind in self._ids:
-            return
-        if 0 <= number < self._size:
+        whole = isinstance(number, int) and not isinstance(number, bool)
+        if whole and kind not in self._ids and 0 <= number < self._size:
             self._ids[kind] = number
-
-    def _read(self, kind: str) -> None:
-        """Read a token of ``tokenizer_config.json``, and whether a text gets it."""
-        flag = self._config.get(f"add_{kind}_token")
-        if isinstance(flag, bool):
-            self._adds.setdefault(kind, flag)
-        text = _text(self._config.get(f"{kind}_token"))
-        if text is not None:
-            self._set(kind, next((token.id for token in self._files.added_in_json if token.text == text), None))
 
     def _read_processor(self, processor: Any) -> None:
         """Read which tokens the post-processor of ``tokenizer.json`` adds to a text."""
