@@ -14,7 +14,7 @@ import numpy as np
 
 from ..base.text import show
 from ..errors import FormatError, UnsupportedError
-from ..models.expert_forms import STACK
+from ..models.choosing import STACK
 from ..models.module_names import stored_names
 from ..models.tied import is_unclear, tied_heads
 from ..packed.conv1d import CONV1D, CONV1D_MODELS

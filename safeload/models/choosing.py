@@ -1,4 +1,7 @@
-"""Choose the schema of a model by its config, the format of its file and the names of its tensors."""
+"""Choose the schema of a model by its config, the format of its file and the names of its tensors.
+
+The experts of a model are stored one by one, fused by transformers, or stacked by mlx-lm.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from .expert_forms import with_expert_form
-from .family import with_schema
+from .family import FamilyFile, with_schema
 from .schema import MAX_LISTED, PREFIX, Schema, SchemaEntry
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
@@ -27,6 +29,20 @@ _CONFIGS, _MODELS = 16, 16
 # A prefix outside the schema is accepted if it puts at least 1 in this many names into the schema.
 _PLACED_OF = 4
 
+_COUNT = "expert"
+_ONE = ".experts.{expert}."
+# Transformers holds gate and up of all experts in one tensor.
+_FUSED_BLOCK = ".mlp.experts"
+_GATE_UP, _DOWN = f"{_FUSED_BLOCK}.gate_up_proj", f"{_FUSED_BLOCK}.down_proj"
+# A part of the names of mlx-lm's stacks.
+STACK = ".switch_mlp."
+# The block of Mixtral's experts in its files, and the experts' in transformers 5.
+_MIXTRAL_BLOCK, _NEW = ".block_sparse_moe.", ".mlp.experts."
+# The names of Mixtral's modules in mlx-lm and in transformers 5.
+_RENAMED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# mlx-lm divides the up-projection of latent attention by heads.
+_HEADS, _EMBED, _UNEMBED = ".self_attn.kv_b_proj.weight", ".self_attn.embed_q.weight", ".self_attn.unembed_out.weight"
+
 
 class Choice(NamedTuple):
     """The schema of a model."""
@@ -36,50 +52,41 @@ class Choice(NamedTuple):
 
 
 def choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
-    """Choose a schema, and adapt it to the form of the model's experts; see `_choose`."""
-    choice = _choose(config, format, names)
-    return None if choice is None else choice._replace(schema=with_expert_form(choice.schema, names))
+    """Choose a schema in the form of the model's experts: by the config, without one by the format.
+
+    The schema of a format needs at least half of its tensors in the model.
+    """
+    families = _by_format(format, names) if config is None else _by_config(config)
+    return next((Choice(_with_expert_form(family.schema, names), complete) for family, complete in families), None)
 
 
-def _choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
-    """Choose by the config's architectures, else by its model_type, else by its keys; without a config, by the format.
+def _by_format(format: str | None, names: Collection[str]) -> Iterator[tuple[FamilyFile, bool]]:
+    for family in with_schema().values():
+        if format in family.formats:
+            required = [entry.name for entry in family.schema.entries if not entry.optional]
+            if 2 * sum(name in names for name in required) >= len(required):
+                yield family, True
+
+
+def _by_config(config: Mapping[str, Any]) -> Iterator[tuple[FamilyFile, bool]]:
+    """Yield the family of the architectures, then of the model_type, then of the keys; and if its schema is complete.
 
     An architecture that no schema lists belongs to the family at the start of its name, and has another head or none:
-    "LlamaForSequenceClassification", "LlamaModel". The schema of a format needs at least half of its tensors in the
-    model.
+    "LlamaForSequenceClassification", "LlamaModel".
     """
-    if config is None:
-        for family in with_schema().values():
-            if format in family.formats:
-                required = [entry.name for entry in family.schema.entries if not entry.optional]
-                if 2 * sum(name in names for name in required) >= len(required):
-                    return Choice(family.schema, True)
-        return None
-    architectures = config.get("architectures")
+    known = with_schema().values()
+    architectures, model_type = config.get("architectures"), config.get("model_type")
     listed = architectures[:MAX_LISTED] if isinstance(architectures, list) else []
-    model_type = config.get("model_type")
-    for family in with_schema().values():
-        if any(architecture in family.architectures for architecture in listed):
-            return Choice(family.schema, True)
-    for family in with_schema().values():
-        if model_type is not None and model_type in family.model_types:
-            return Choice(family.schema, not listed)
-    if not listed and model_type is None:
-        for family in with_schema().values():
-            if family.keys and all(key in config for key in family.keys):
-                return Choice(family.schema, not any(map(_is_model, config.values())))
+    yield from ((family, True) for family in known if any(text in family.architectures for text in listed))
+    if model_type is not None:
+        yield from ((family, not listed) for family in known if model_type in family.model_types)
+    elif not listed:  # the config of an inner model, such as a vision encoder, has a width
+        inner = any(isinstance(value, Mapping) and any(key in value for key in _WIDTHS) for value in config.values())
+        yield from ((family, not inner) for family in known if family.keys and config.keys() >= {*family.keys})
     if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
-        return None  # a model of models, see `choose_inner`
+        return  # a model of models, see `choose_inner`
     stems = {_stem(architecture) for architecture in listed} - {None}
-    for family in with_schema().values():
-        if any(_stem(architecture) in stems for architecture in family.architectures):
-            return Choice(family.schema, False)
-    return None
-
-
-def _is_model(value: Any) -> bool:
-    """Return True if a value of a config is the config of an inner model, such as a vision encoder."""
-    return isinstance(value, Mapping) and any(key in value for key in _WIDTHS)
+    yield from ((family, False) for family in known if any(_stem(text) in stems for text in family.architectures))
 
 
 def _stem(architecture: Any) -> str | None:
@@ -155,3 +162,65 @@ def _with_prefix(schema: Schema, prefix: str) -> Schema:
 
     entries = tuple(map(placed, schema.entries))
     return replace(schema, prefixes=(prefix,), entries=entries)
+
+
+# ---- experts ----
+
+
+def _with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
+    """Return the schema of a model with these names, or the schema itself if its experts are stored one by one."""
+    if _COUNT not in schema.counts:
+        return schema
+    fused = any(name.endswith((_GATE_UP, _DOWN)) for name in names)
+    stacked = not fused and any(STACK in name for name in names)
+    heads = any(name.endswith(_EMBED) for name in names)
+    renamed = any(_MIXTRAL_BLOCK in entry.name for entry in schema.entries) and any(_NEW in name for name in names)
+    if not (fused or stacked or heads or renamed):
+        return schema
+    known = schema.entries
+    if renamed:
+        modules = fused or any(_NEW in name and name.endswith(".gate_proj.weight") for name in names)
+        known = tuple(_in_transformers_5(entry, modules) for entry in known)
+    entries: list[SchemaEntry] = []
+    for entry in known:
+        if fused and _ONE in entry.name:
+            entries += _fused(entry, schema.counts[_COUNT])
+        elif stacked and _ONE in entry.name:
+            entries.append(_stacked(entry, schema.counts[_COUNT]))
+        elif heads and entry.name.endswith(_HEADS):
+            entries += _divided(entry)
+        else:
+            entries.append(entry)
+    return replace(schema, entries=tuple(entries))
+
+
+def _in_transformers_5(entry: SchemaEntry, modules: bool) -> SchemaEntry:
+    """Return an entry of Mixtral under the names of transformers 5, in which llm-compressor also stores experts."""
+    name = entry.name.replace(_MIXTRAL_BLOCK, ".mlp.")
+    block, one, module = name.partition(_ONE)
+    inner, _, suffix = module.partition(".")
+    if one and modules:
+        name = f"{block}{one}{_RENAMED.get(inner, inner)}.{suffix}"
+    return entry._replace(name=name)
+
+
+def _fused(entry: SchemaEntry, count: str) -> Iterator[SchemaEntry]:
+    block, _, module = entry.name.partition(_ONE)
+    if f"{block}.experts".endswith(_FUSED_BLOCK) and entry.shape is not None and module.startswith(("gate", "down")):
+        rows, columns = entry.shape
+        gate = module.startswith("gate")
+        name = f"{block}.experts.{'gate_up_proj' if gate else 'down_proj'}"
+        yield entry._replace(name=name, shape=(count, f"2 * ({rows})" if gate else rows, columns))
+
+
+def _stacked(entry: SchemaEntry, count: str) -> SchemaEntry:
+    block, _, module = entry.name.partition(_ONE)
+    inner, _, suffix = module.partition(".")
+    shape = None if entry.shape is None else (count, *entry.shape)
+    return entry._replace(name=f"{block}{STACK}{_RENAMED.get(inner, inner)}.{suffix}", shape=shape)
+
+
+def _divided(entry: SchemaEntry) -> Iterator[SchemaEntry]:
+    stem = entry.name.removesuffix(_HEADS)
+    yield entry._replace(name=stem + _EMBED, shape=("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim"))
+    yield entry._replace(name=stem + _UNEMBED, shape=("num_attention_heads", "v_head_dim", "kv_lora_rank"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..base import dtypes
@@ -20,10 +20,11 @@ def dtype_in(config: Mapping[str, Any] | None) -> dtypes.Dtype | None:
     """
     if config is None:
         return None
-    row = _own(config)
-    if row is not None:
+    named = (value for key in reversed(_KEYS) if isinstance(value := config.get(key), str) and dtypes.is_name(value))
+    row = next(map(dtypes.parse, named), None)
+    if row is not None and row.floating and row.bits >= 16:
         return row
-    nested = {key: dtype_in(part) for key, part in _nested(config)}
+    nested = {key: dtype_in(part) for key, part in config.items() if _is_config(key, part)}
     if nested.get(_FIRST) is not None:
         return nested[_FIRST]
     rows = {row for row in nested.values() if row is not None}
@@ -38,28 +39,11 @@ def with_dtype(config: Mapping[str, Any], dtype: dtypes.Dtype) -> dict[str, Any]
     return result
 
 
-def _own(config: Mapping[str, Any]) -> dtypes.Dtype | None:
-    for key in reversed(_KEYS):
-        value = config.get(key)
-        if isinstance(value, str) and dtypes.is_name(value):
-            row = dtypes.parse(value)
-            return row if row.floating and row.bits >= 16 else None
-    return None
-
-
-def _nested(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key.endswith("config"):
-            yield key, value
+def _is_config(key: str, value: Any) -> bool:
+    return isinstance(value, Mapping) and key.endswith("config")
 
 
 def _changed(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    nested = dict(_nested(config))
-    return {
-        key: name
-        if key in _KEYS and isinstance(value, str)
-        else _changed(nested[key], name)
-        if key in nested
-        else value
-        for key, value in config.items()
-    }
+    result = {key: _changed(value, name) if _is_config(key, value) else value for key, value in config.items()}
+    result.update((key, name) for key in _KEYS if isinstance(config.get(key), str))
+    return result

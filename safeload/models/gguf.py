@@ -20,7 +20,7 @@ Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..base.cached import cached_property
@@ -28,9 +28,6 @@ from .schema import Schema
 
 # What messages call the metadata.
 METADATA = "metadata"
-# Set if the file has the projections of q, k and v in a single matrix.
-FUSED = "attn_qkv"
-
 U32, F32, BOOL, TEXT, TEXTS, NUMBERS = "u32", "f32", "bool", "string", "array of strings", "array of numbers"
 
 # Keys for the names and shapes of all tensors.
@@ -121,15 +118,8 @@ class GgufForm:
     @cached_property
     def schema(self) -> Schema:
         """The tensors of a file."""
-        return Schema.of(
-            f"gguf:{self.architecture}",
-            {
-                "about": f"GGUF files of llama.cpp's architecture {self.architecture}",
-                "config": METADATA,
-                "layers": "block_count",
-                **{key: self._content[key] for key in ("defaults", "tensors")},
-            },
-        )
+        fields = {key: self._content[key] for key in ("defaults", "tensors")}
+        return Schema.of(f"gguf:{self.architecture}", {"config": METADATA, "layers": "block_count", **fields})
 
     @cached_property
     def layouts(self) -> dict[str, dict[str, GgufLayout]]:
@@ -149,6 +139,17 @@ class GgufForm:
             for source, layout in sources.items():
                 result.setdefault(source, []).append((name, layout))
         return result
+
+    def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, int]:
+        """Return the integers of a file's metadata under the names of its schema."""
+        values = {key: metadata.get(f"{self.architecture}.{key}") for key in self.keys}
+        whole = {key: value for key, value in values.items() if isinstance(value, int) and not isinstance(value, bool)}
+        sizes = {key.replace(".", "_"): int(value) for key, value in whole.items()}
+        if tokens is not None:
+            sizes["vocab_size"] = tokens
+        # Some files have the projections of q, k and v in a single matrix.
+        sizes["attn_qkv"] = int(any(name.endswith(".attn_qkv.weight") for name in names))
+        return sizes
 
 
 def without_numbers(name: str) -> tuple[str, list[str]]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -41,6 +41,8 @@ WEIGHT = "weight"
 # have at most 100,000 tensors.
 MAX_LAYERS = 10_000
 MAX_TENSORS = 500_000
+# Experts of a layer; published models have at most 512.
+MAX_EXPERTS = 1 << 16
 
 # Maximum number of architectures of a config to compare; models usually have only one.
 MAX_LISTED = 100
@@ -62,14 +64,14 @@ class SchemaEntry(NamedTuple):
     """A tensor of a schema, or a tensor of each layer; the module docstring describes the fields."""
 
     name: str
-    shape: tuple[str, ...] | None
-    role: str
-    optional: bool
-    when: str | None
-    tied: str | None
-    tied_when: str | None
-    also: tuple[str, ...]
-    architectures: tuple[str, ...]
+    shape: tuple[str, ...] | None = None
+    role: str = WEIGHT
+    optional: bool = False
+    when: str | None = None
+    tied: str | None = None
+    tied_when: str | None = None
+    also: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
 
 
 class ExpectedTensor(NamedTuple):
@@ -103,50 +105,22 @@ class Schema:
     """The tensors of a family; the module docstring describes the fields."""
 
     name: str
-    about: str
-    architectures: tuple[str, ...]
-    model_types: tuple[str, ...]
-    formats: tuple[str, ...]
-    keys: tuple[str, ...]
-    prefixes: tuple[str, ...]
-    layers: str | None
-    more_layers: str | None
-    counts: Mapping[str, str]
-    defaults: Mapping[str, int | str]
-    config: str
     entries: tuple[SchemaEntry, ...]
+    architectures: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ("",)
+    layers: str | None = None
+    more_layers: str | None = None
+    counts: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, int | str] = field(default_factory=dict)
+    config: str = "config.json"
 
     @classmethod
     def of(cls, name: str, content: Mapping[str, Any]) -> Schema:
-        """Make the schema of a family from its JSON."""
-        return cls(
-            name=name,
-            about=content.get("about", ""),
-            architectures=content.get("architectures", ()),
-            model_types=content.get("model_types", ()),
-            formats=content.get("formats", ()),
-            keys=content.get("keys", ()),
-            prefixes=content.get("prefixes") or ("",),
-            layers=content.get("layers"),
-            more_layers=content.get("more_layers"),
-            counts=content.get("counts", {}),
-            defaults=content.get("defaults", {}),
-            config=content.get("config", "config.json"),
-            entries=tuple(
-                SchemaEntry(
-                    name,
-                    entry.get("shape"),
-                    entry.get("role", WEIGHT),
-                    entry.get("optional", False),
-                    entry.get("when"),
-                    entry.get("tied"),
-                    entry.get("tied_when"),
-                    entry.get("also", ()),
-                    entry.get("architectures", ()),
-                )
-                for name, entry in content["tensors"].items()
-            ),
-        )
+        """Make the schema of a family from its JSON; ``from`` is for llama.cpp, see `safeload.models.gguf`."""
+        tensors = content["tensors"].items()
+        entries = (SchemaEntry(key, **{k: v for k, v in entry.items() if k != "from"}) for key, entry in tensors)
+        fields = {key: content[key] for key in cls.__dataclass_fields__ if key in content}
+        return cls(**{**fields, "name": name, "entries": tuple(entries)})
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[SchemaEntry, str | None, tuple[str, ...]]]]:

@@ -175,7 +175,6 @@ NAMES = {
     "model_families": "models.family",
     "tied": "models.tied",
     "comfyui": "operations.architectures.comfyui",
-    "pre_tokenizers": "operations.architectures.pre_tokenizers",
     "sentencepiece": "operations.architectures.sentencepiece",
     "VocabularyPiece": "operations.architectures.sentencepiece:VocabularyPiece",
     "serialized": "operations.architectures.sentencepiece:serialized",

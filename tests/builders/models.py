@@ -247,15 +247,15 @@ SMALL = {
 def small(kind, dtype=ml_dtypes.bfloat16):
     """Config and tensors of a small model: what must be there, with values as trained ones are."""
     name, sizes = SMALL[kind]
-    found = BUILT_IN_SCHEMAS[name]
+    family = families.families()[name]
     config = dict(sizes)
-    if not found.keys:
-        config["model_type"] = next(iter(found.model_types), name)
+    if not family.keys:
+        config["model_type"] = next(iter(family.model_types), name)
     if name in _ARCHITECTURES:
         config["architectures"] = [_ARCHITECTURES[name]]
     rng = np.random.default_rng(5)
     tensors = {}
-    for wanted in found.expand(config, ()).values():
+    for wanted in family.schema.expand(config, ()).values():
         if wanted.required:
             values = rng.standard_normal(wanted.shape, np.float32) * np.float32(0.02)
             tensors[wanted.name] = (values + (wanted.entry.role == "norm")).astype(dtype)

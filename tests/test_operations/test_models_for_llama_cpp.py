@@ -292,12 +292,6 @@ def test_an_unknown_hash_falls_back_to_the_expression(folder, tmp_path):
             assert file.metadata["tokenizer.ggml.pre"] == name
 
 
-def test_unknown_ids_have_no_name():
-    from builders.inside import pre_tokenizers
-
-    assert pre_tokenizers.by_ids([1, 2, 3]) is None
-
-
 # ---- sources, options ----
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -123,19 +123,11 @@ def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
         text = f": {error}; drop= leaves it out"
         raise error_about(FormatError, text, path=catalog.title, tensor=name) from None
     recipes = {name: TensorRecipe(shape, (Move(name),)) for name, shape in shapes.items()}
-    general = {key: value for key, value in metadata.items() if not _describes_file(key)}
-    restored = dtypes.BY_CODE["BF16" if "BF16" in set(_codes(catalog)) else "F16"]
+    # Without the keys about the types and shapes of the GGUF file.
+    keys = {
+        key for key in metadata if isinstance(key, str) and (key.startswith(SHAPE_KEY) or key in mixtures.FILE_KEYS)
+    }
+    general = {key: value for key, value in metadata.items() if key not in keys}
+    bf16 = any(not (about := catalog.about(name)).quantized and about.row.code == "BF16" for name in catalog)
+    restored = dtypes.BY_CODE["BF16" if bf16 else "F16"]
     return RestructuredCatalog(catalog, recipes, constants={}, metadata=general, restored=restored)
-
-
-def _describes_file(key: object) -> bool:
-    """Return True for keys about the types and shapes of the GGUF file."""
-    return isinstance(key, str) and (key.startswith(SHAPE_KEY) or key in mixtures.FILE_KEYS)
-
-
-def _codes(catalog: Catalog) -> Iterator[str]:
-    """Yield the codes of the dtypes of unquantized tensors."""
-    for name in catalog:
-        about = catalog.about(name)
-        if not about.quantized:
-            yield about.row.code

@@ -8,14 +8,12 @@ from typing import Any
 from ...base.messages import error_about
 from ...base.text import plural, show
 from ...errors import FormatError, UnsupportedError
-from ...models.expert_forms import MAX_EXPERTS
-from ...models.gguf import FUSED as ONE_MATRIX
 from ...models.gguf import PLACE, GgufForm, GgufLayout, without_numbers
 from ...models.module_names import stored_names
+from ...models.schema import MAX_EXPERTS
 from ..sources.catalog import Catalog
 from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
-from .file_keys import FileKeys
-from .settings import ModelConfig
+from .settings import ModelConfig, count_at
 
 SINGLE, FUSED = "single", "fused"
 
@@ -123,78 +121,73 @@ class ToLlamaCpp:
         return TensorRecipe((count, *shapes.pop()), moves)
 
 
-class FromLlamaCpp:
-    """Builds the recipes of a model of transformers."""
+def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:
+    """Return the recipes of a model of transformers, in the order of the file."""
+    recipes: dict[str, TensorRecipe] = {}
+    unknown = []
+    for name in catalog:
+        if name not in _SETTINGS:
+            placed = dict(_published(catalog, form, experts, name))
+            recipes.update(placed)
+            unknown += [] if placed else [name]
+    _refuse(unknown, catalog.title, "transformers")
+    return recipes
 
-    def __init__(self, catalog: Catalog, form: GgufForm, experts: str) -> None:
-        self._catalog, self._title = catalog, catalog.title
-        self._form = form
-        self._chosen = -1 if experts == FUSED else 0  # of the published tensors that llama.cpp joins
 
-    def run(self) -> dict[str, TensorRecipe]:
-        """Return the recipes in the order of the file."""
-        recipes: dict[str, TensorRecipe] = {}
-        unknown = []
-        for name in self._catalog:
-            if name not in _SETTINGS:
-                placed = dict(self._of(name))
-                recipes.update(placed)
-                unknown += [] if placed else [name]
-        _refuse(unknown, self._title, "transformers")
-        return recipes
+def _published(catalog: Catalog, form: GgufForm, experts: str, name: str) -> Iterator[tuple[str, TensorRecipe]]:
+    """Yield the published tensors that a tensor of a file becomes, or becomes a part of."""
+    pattern, numbers = without_numbers(name)
+    sources = [*form.layouts.get(pattern, {}).items()]
+    if not sources:
+        return
+    place, layout = sources[-1 if experts == FUSED else 0]  # of the published tensors that llama.cpp joins
+    full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
+    if "_exps." in name and (len(shape) != (2 if name.endswith(".bias") else 3) or not 0 < shape[0] <= MAX_EXPERTS):
+        raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
+    if layout.stack:
+        for k in range(shape[0]):
+            yield full.replace(PLACE, str(k)), TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
+    elif layout.part is not None:
+        parts = {other.replace(PLACE, numbers[0]): layout for other, layout in form.targets[place]}
+        yield full, _whole(catalog, parts, layout)
+    elif layout.transposed:
+        moves = tuple(Move(name, TensorView(k), TensorView(k, transposed=True)) for k in range(shape[0]))
+        yield full, TensorRecipe((shape[0], shape[2], shape[1]), moves)
+    elif layout.row and len(shape) == 1:
+        yield full, TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
+    else:
+        heads = _heads(catalog, [f"{form.architecture}.{key}" for key in layout.heads])
+        if heads and (not shape or shape[0] % (2 * heads)):
+            text = f"{list(shape)} does not have {heads} heads"
+            raise error_about(FormatError, text, path=catalog.title, tensor=name)
+        yield full, TensorRecipe(shape, (Move(name),), heads, inverse=True, shift=-layout.add)
 
-    def _of(self, name: str) -> Iterator[tuple[str, TensorRecipe]]:
-        """Yield the published tensors that a tensor of the file becomes, or becomes a part of."""
-        pattern, numbers = without_numbers(name)
-        sources = [*self._form.layouts.get(pattern, {}).items()]
-        if not sources:
-            return
-        place, layout = sources[self._chosen]
-        full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, self._shape(name)
-        if "_exps." in name and (len(shape) != (2 if name.endswith(".bias") else 3) or not 0 < shape[0] <= MAX_EXPERTS):
-            raise error_about(FormatError, f"{list(shape)} does not hold experts", path=self._title, tensor=name)
-        if layout.stack:
-            for k in range(shape[0]):
-                yield full.replace(PLACE, str(k)), TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
-        elif layout.part is not None:
-            parts = {other.replace(PLACE, numbers[0]): layout for other, layout in self._form.targets[place]}
-            yield full, self._whole(parts, layout)
-        elif layout.transposed:
-            moves = tuple(Move(name, TensorView(k), TensorView(k, transposed=True)) for k in range(shape[0]))
-            yield full, TensorRecipe((shape[0], shape[2], shape[1]), moves)
-        elif layout.row and len(shape) == 1:
-            yield full, TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
-        else:
-            heads = self._heads(layout.heads) if layout.heads else 0
-            if heads and (not shape or shape[0] % (2 * heads)):
-                text = f"{list(shape)} does not have {heads} heads"
-                raise error_about(FormatError, text, path=self._title, tensor=name)
-            yield full, TensorRecipe(shape, (Move(name),), heads, inverse=True, shift=-layout.add)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._catalog.about(name).shape)
+def _heads(catalog: Catalog, keys: Sequence[str]) -> int:
+    """Return the value of the first key that the file has, 0 without keys."""
+    if not keys:
+        return 0
+    counts = (count_at(catalog, key) for key in keys)
+    heads = next((count for count in counts if count is not None), None)
+    if not heads:
+        raise FormatError(f"key {keys[-1]} must be a positive integer, got {heads}", catalog.title)
+    return heads
 
-    def _heads(self, names: Sequence[str]) -> int:
-        keys, prefix = FileKeys(self._catalog.metadata, self._title), f"{self._form.architecture}."
-        heads = next((count for name in names if (count := keys.count(prefix + name)) is not None), None)
-        if not heads:
-            raise FormatError(f"key {prefix}{names[-1]} must be a positive integer, got {heads}", self._title)
-        return heads
 
-    def _whole(self, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:
-        """Return gate and up of all experts as a single tensor."""
-        first = next(iter(parts))
-        if first not in self._catalog:
-            raise error_about(FormatError, "is missing", path=self._title, tensor=first)
-        shape = self._shape(first)
-        other = next((name for name in parts if name not in self._catalog or self._shape(name) != shape), None)
-        if other is not None:
-            text = f"is missing or differs in shape from {show(first)}"
-            raise error_about(FormatError, text, path=self._title, tensor=other)
-        views = {name: _rows(part, shape[1]) for name, part in parts.items()}
-        moves = tuple(Move(name, TensorView(k), view(k)) for k in range(shape[0]) for name, view in views.items())
-        rows = shape[1] * len(parts)
-        return TensorRecipe((shape[0], *shape[2:], rows) if layout.transposed else (shape[0], rows, *shape[2:]), moves)
+def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:
+    """Return gate and up of all experts as a single tensor."""
+    shapes = {name: tuple(catalog.about(name).shape) if name in catalog else None for name in parts}
+    first, shape = next(iter(shapes.items()))
+    if shape is None:
+        raise error_about(FormatError, "is missing", path=catalog.title, tensor=first)
+    other = next((name for name in shapes if shapes[name] != shape), None)
+    if other is not None:
+        text = f"is missing or differs in shape from {show(first)}"
+        raise error_about(FormatError, text, path=catalog.title, tensor=other)
+    views = {name: _rows(part, shape[1]) for name, part in parts.items()}
+    moves = tuple(Move(name, TensorView(k), view(k)) for k in range(shape[0]) for name, view in views.items())
+    rows = shape[1] * len(parts)
+    return TensorRecipe((shape[0], *shape[2:], rows) if layout.transposed else (shape[0], rows, *shape[2:]), moves)
 
 
 def _rows(layout: GgufLayout, rows: int) -> Callable[[int], TensorView]:
@@ -220,16 +213,8 @@ def check_tensors(
     shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[Any, Any], tokens: int, title: str, form: GgufForm
 ) -> None:
     """Compare the tensors of a file with those that llama.cpp expects."""
-    prefix = f"{form.architecture}."
-    sizes = {
-        key.removeprefix(prefix).replace(".", "_"): int(value)
-        for key, value in metadata.items()
-        if isinstance(key, str) and key.startswith(prefix) and isinstance(value, int) and not isinstance(value, bool)
-    }
-    sizes["vocab_size"] = tokens
-    sizes[ONE_MATRIX] = int(any(name.endswith(".attn_qkv.weight") for name in shapes))
     try:
-        expected = form.schema.expand(sizes, shapes.keys())
+        expected = form.schema.expand(form.sizes(metadata, shapes, tokens), shapes.keys())
     except ValueError as error:
         raise FormatError(f"sizes of the model: {error}", title) from None
     missing = [name for name, tensor in expected.items() if tensor.required and name not in shapes]
@@ -239,12 +224,9 @@ def check_tensors(
         if name not in expected:
             raise UnsupportedError(f"{title}: llama.cpp's {form.architecture} has no tensor {show(name)}", tensor=name)
         required_shape = expected[name].shape
-        if required_shape is not None and not _fits(shape, required_shape):
+        if required_shape is None:
+            continue
+        pairs = zip(shape, required_shape, strict=False)
+        if len(shape) != len(required_shape) or any(size not in (None, own) for own, size in pairs):
             text = f"has the shape {list(shape)}, but the sizes of the model need {list(required_shape)}"
             raise error_about(FormatError, text, path=title, tensor=name)
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(expected) and all(
-        size is None or size == own for own, size in zip(shape, expected, strict=True)
-    )

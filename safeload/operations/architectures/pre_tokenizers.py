@@ -10,36 +10,32 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from ...base.data import read_data
-
-_data = partial(read_data, __name__, "pre_tokenizers.json")
 
 # Steps of published tokenizers are at most this many.
 _MOST_STEPS = 16
 
 
+def _data() -> dict[str, Any]:
+    return read_data(__name__, "pre_tokenizers.json")
+
+
 def probe_text() -> str:
-    """Return the text to encode for `by_ids`."""
+    """Return the text to encode for `name_of`."""
     text: str = _data()["probe_text"]
     return text
 
 
-def by_ids(ids: list[int]) -> str | None:
-    """Return the name for the token ids of `probe_text`, or None."""
-    names: Mapping[str, str] = _data()["by_hash"]
-    return names.get(hashlib.sha256(str(ids).encode()).hexdigest())
-
-
-def by_steps(pre_tokenizer: Any, ignore_merges: bool) -> str | None:
-    """Return the name for the pre-tokenizer of a ``tokenizer.json``, or None."""
+def name_of(ids: list[int], pre_tokenizer: Any, ignore_merges: bool) -> str | None:
+    """Return the name for the token ids of `probe_text`, or else for the pre-tokenizer of a ``tokenizer.json``."""
+    name: str | None = _data()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
+    if name is not None:
+        return name
     steps = _steps(pre_tokenizer)
-    for row in _data()["by_steps"]:
-        if row["ignore_merges"] == ignore_merges and _steps({"type": "Sequence", **row}) == steps:
-            return str(row["name"])
-    return None
+    rows = (row for row in _data()["by_steps"] if row["ignore_merges"] == ignore_merges)
+    return next((row["name"] for row in rows if _steps({"type": "Sequence", **row}) == steps), None)
 
 
 def steps_of(name: str) -> tuple[dict[str, Any], bool] | None:
@@ -64,12 +60,9 @@ def _step(step: Any) -> tuple[Any, ...] | None:
         return kind, step.get("use_regex", True) is not False
     if kind == "Digits" and step.get("individual_digits") is True:
         return (kind,)
-    if kind == "Split" and _isolates(step) and isinstance(step.get("pattern"), Mapping):
-        return kind, step["pattern"].get("Regex")
+    if kind == "Split" and isinstance(step.get("pattern"), Mapping):
+        # Matches are words of their own; without gaps, removing the gaps does the same.
+        isolated = step.get("behavior") == "Isolated" and not step.get("invert")
+        if isolated or (step.get("behavior") == "Removed" and step.get("invert") is True):
+            return kind, step["pattern"].get("Regex")
     return None
-
-
-def _isolates(step: Mapping[str, Any]) -> bool:
-    """Return True if a split keeps matches as words of their own; without gaps, removing the gaps does the same."""
-    isolated = step.get("behavior") == "Isolated" and not step.get("invert")
-    return isolated or (step.get("behavior") == "Removed" and step.get("invert") is True)

@@ -1,4 +1,4 @@
-"""The metadata keys of llama.cpp from a ``config.json``.
+"""The metadata keys of llama.cpp from a ``config.json``, and a config from the keys of another program.
 
 A family's file says which keys hold which values, see `safeload.models.gguf`. Every key that changes the computation
 is either written, or must have the value that llama.cpp assumes.
@@ -14,15 +14,25 @@ import numpy as np
 
 from ...base import log
 from ...base.arrays import Array
+from ...base.messages import error_about
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import values
+from ...models.diffusion import ARCHITECTURE
+from ...models.family import gguf_architectures, gguf_forms
 from ...models.gguf import U32, USUAL_BASE, GgufForm, GgufKey
+from ..sources.catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1
+_MAX_F32 = float(np.finfo(np.float32).max)
 # Largest number of rotation factors: half of the largest head.
-MAX_FACTORS = 1 << 16
+_MAX_FACTORS = 1 << 16
 
+# Rope parameters that older configs have outside of them, under these names.
+_OUTSIDE_ROPE = {
+    "rope_theta": ("rope_theta", "rope_global_theta"),
+    "partial_rotary_factor": ("partial_rotary_factor",),
+}
 # Keys of rope parameters by type, besides those of `_ANY_ROPE`.
 _ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _ORIGINAL = "original_max_position_embeddings"
@@ -36,7 +46,18 @@ _ROPE_KEYS: dict[str, set[str]] = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
     "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
 }
+# Keys of llama.cpp below ``rope.scaling``, with the rope parameters that hold the value.
+_YARN: dict[str, Sequence[str]] = {
+    "yarn_ext_factor": ("extrapolation_factor",),
+    "yarn_attn_factor": ("attention_factor", "attn_factor"),
+    "yarn_beta_fast": ("beta_fast",),
+    "yarn_beta_slow": ("beta_slow",),
+}
 _ROPE_ALIASES = {"su": "longrope"}
+# Settings of Llama 3.1 and later beside the factor; published models have the first context length.
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_CONTEXTS = (8192, *(1 << k for k in range(6, 21)))
+_TOKENS = ("bos", "eos", "padding")
 
 
 class ModelConfig:
@@ -61,7 +82,7 @@ class ModelConfig:
 
     def number(self, value: Any, name: str) -> float:
         """Check a finite number."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _fits_f32(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MAX_F32:
             raise self.fault(f"{name} must be a number, got {show(value)}")
         return float(value)
 
@@ -83,13 +104,6 @@ class ModelConfig:
         return max(1, self.size("embedding_length") // self.size("attention.head_count"))
 
 
-def _fits_f32(value: float) -> bool:
-    try:
-        return math.isfinite(value) and abs(value) < float(np.finfo(np.float32).max)
-    except OverflowError:
-        return False
-
-
 class Settings(NamedTuple):
     """The settings that llama.cpp needs of a config."""
 
@@ -109,9 +123,9 @@ def settings_of(config: ModelConfig, form: GgufForm) -> Settings:
     experts, used = (metadata.get(f"{architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
-    rope = Rope.of(config)
-    metadata.update((f"{architecture}.{key}", value) for key, value in rope.keys(config, form))
-    return Settings(metadata, rope.tensors(config, form))
+    rope = _Rope.of(config)
+    metadata.update((f"{architecture}.{key}", value) for key, value in rope.keys(form))
+    return Settings(metadata, rope.tensors(form))
 
 
 def _value(config: ModelConfig, key: GgufKey) -> Any:
@@ -150,17 +164,17 @@ def _check(config: ModelConfig, form: GgufForm) -> None:
     if scale is not None and form.query_scale_by_width is not None:
         heads = config.size("attention.head_count")
         width, layers = config.size("embedding_length"), config.size("block_count")
-        expected_scale = query_scale(form, layers, width, heads, config.head_dim)
+        expected_scale = _query_scale(form, layers, width, heads, config.head_dim)
         if scale != expected_scale:
             raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {expected_scale}")
 
 
-def query_scale(form: GgufForm, layers: int, width: int, heads: int, head_dim: int) -> int:
+def _query_scale(form: GgufForm, layers: int, width: int, heads: int, head_dim: int) -> int:
     """Return the number that llama.cpp divides queries by the root of."""
     return width // heads if layers == form.query_scale_by_width else head_dim
 
 
-def kinds_of_layers(layers: int, full_every: int) -> list[str]:
+def _kinds_of_layers(layers: int, full_every: int) -> list[str]:
     """Return ``layer_types``, as llama.cpp takes every layer of this number for one without a sliding window."""
     return ["sliding_attention" if k % full_every else "full_attention" for k in range(1, layers + 1)]
 
@@ -172,7 +186,7 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise config.fault(f"layer_types must be a list of {layers} items, got {show(kinds)}")
     if every is not None:
-        if kinds is not None and kinds != kinds_of_layers(layers, every):
+        if kinds is not None and kinds != _kinds_of_layers(layers, every):
             raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
         if values_.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
@@ -194,15 +208,16 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
 # ---- rotations ----
 
 
-class Rope(NamedTuple):
+class _Rope(NamedTuple):
     """The settings of rotary embeddings."""
 
+    config: ModelConfig
     kind: str  # "default", "linear", ...
     full: Mapping[str, Any]  # parameters of layers with full attention
     sliding_base: float | None = None  # base of layers with a sliding window
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Rope:
+    def of(cls, config: ModelConfig) -> _Rope:
         """Read the parameters as transformers 5 writes them (``rope_parameters``), or as older versions do."""
         content = cls._content(config)
         parameters = dict(content or {})
@@ -213,17 +228,18 @@ class Rope(NamedTuple):
             if extra or not all(part is None or isinstance(part, Mapping) for part in inner):
                 raise config.fault(f"rope_parameters must map kinds of layers to objects, got {show(content)}")
             parameters = dict(inner[0] or {})
-            sliding = cls._sliding(config, inner[1] or {})
+            windowed = inner[1] or {}
+            if windowed.get("rope_type", "default") != "default":
+                raise config.unsupported(f"rope type {show(windowed['rope_type'])} of layers with a sliding window")
+            sliding = windowed.get("rope_theta")
+            sliding = None if sliding is None else config.number(sliding, "rope_theta")
         local = config.find(("rope_local_base_freq", "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
         if local is not None and sliding is None:
             sliding = config.number(local, "rope_local_base_freq")
-        for key, names in (
-            ("rope_theta", ("rope_theta", "rope_global_theta")),
-            ("partial_rotary_factor", ("partial_rotary_factor",)),
-        ):
+        for key, names in _OUTSIDE_ROPE.items():
             value = config.find(names)
-            if key not in parameters and value is not None:
-                parameters[key] = value
+            if value is not None:
+                parameters.setdefault(key, value)
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         kind = _ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if not isinstance(kind, str) or kind not in _ROPE_KEYS:
@@ -231,7 +247,7 @@ class Rope(NamedTuple):
         for key, value in parameters.items():
             if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE and value is not None:
                 raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
-        return cls(kind, parameters, sliding)
+        return cls(config, kind, parameters, sliding)
 
     @staticmethod
     def _content(config: ModelConfig) -> Mapping[str, Any] | None:
@@ -248,101 +264,95 @@ class Rope(NamedTuple):
             raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(other)}")
         return content
 
-    @staticmethod
-    def _sliding(config: ModelConfig, parameters: Mapping[str, Any]) -> float | None:
-        if parameters.get("rope_type", "default") != "default":
-            raise config.unsupported(f"rope type {show(parameters['rope_type'])} of layers with a sliding window")
-        base = parameters.get("rope_theta")
-        return None if base is None else config.number(base, "rope_theta")
-
-    def keys(self, config: ModelConfig, form: GgufForm) -> Iterator[tuple[str, Any]]:
+    def keys(self, form: GgufForm) -> Iterator[tuple[str, Any]]:
         """Yield the keys of rotations, without the architecture."""
         rope = form.rope
         if rope.dimensions == "head":
-            yield "rope.dimension_count", values.U32(config.head_dim)
+            yield "rope.dimension_count", values.U32(self.config.head_dim)
         base = self.full.get("rope_theta")
         if base is None and rope.base != USUAL_BASE:
             base = rope.base
         if base is not None and base != rope.unless:
-            yield "rope.freq_base", values.F32(config.number(base, "rope_theta"))
+            yield "rope.freq_base", values.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None:
             yield "rope.freq_base_swa", values.F32(self.sliding_base)
         if self.kind in ("linear", "yarn"):
             yield "rope.scaling.type", self.kind
-            yield "rope.scaling.factor", values.F32(self._number(config, "factor"))
+            yield "rope.scaling.factor", values.F32(self._number("factor"))
         if self.kind == "yarn":
-            yield "rope.scaling.original_context_length", values.U32(self._original(config))
-            for key, names in YARN.items():
+            yield "rope.scaling.original_context_length", values.U32(self._original())
+            for key, names in _YARN.items():
                 name = next((name for name in names if self.full.get(name) is not None), None)
                 if name is not None:
-                    yield f"rope.scaling.{key}", values.F32(self._number(config, name))
+                    yield f"rope.scaling.{key}", values.F32(self._number(name))
         partial = self.full.get("partial_rotary_factor")
         if rope.dimensions == "partial":
-            yield "rope.dimension_count", values.U32(self._rotated(config))
-            yield "rope.scaling.original_context_length", values.U32(self._original(config))
+            yield "rope.dimension_count", values.U32(self._rotated())
+            yield "rope.scaling.original_context_length", values.U32(self._original())
             if self.kind == "longrope":
-                yield "rope.scaling.attn_factor", values.F32(self._attention_factor(config))
+                yield "rope.scaling.attn_factor", values.F32(self._attention_factor())
         elif partial not in (None, 1, 1.0):
-            raise config.unsupported(f"partial_rotary_factor is {show(partial)}")
+            raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
-    def tensors(self, config: ModelConfig, form: GgufForm) -> dict[str, Array]:
+    def tensors(self, form: GgufForm) -> dict[str, Array]:
         """Return the tensors of factors."""
         if self.kind not in form.rope.types:
-            raise config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
+            raise self.config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
         if self.kind == "llama3":
-            return {"rope_freqs.weight": self._llama3(config)}
+            return {"rope_freqs.weight": self._llama3()}
         if self.kind == "longrope":
-            return {f"rope_factors_{name}.weight": self._factors(config, name) for name in ("long", "short")}
+            return {f"rope_factors_{name}.weight": self._factors(name) for name in ("long", "short")}
         return {}
 
-    def _rotated(self, config: ModelConfig) -> int:
+    def _rotated(self) -> int:
         """Return the elements of a head that are rotated."""
         partial = self.full.get("partial_rotary_factor")
-        share = 1.0 if partial is None else config.number(partial, "partial_rotary_factor")
+        share = 1.0 if partial is None else self.config.number(partial, "partial_rotary_factor")
         if not 0 < share <= 1:
-            raise config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
-        return int(share * config.size("embedding_length")) // config.size("attention.head_count")
+            raise self.config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
+        return int(share * self.config.size("embedding_length")) // self.config.size("attention.head_count")
 
-    def _factors(self, config: ModelConfig, name: str) -> Array:
-        count, factors = self._rotated(config) // 2, self.full.get(f"{name}_factor")
-        if not isinstance(factors, list) or len(factors) != count or count > MAX_FACTORS:
-            raise config.fault(f"{name}_factor must be a list of {count} numbers, got {show(factors)}")
-        return np.array([config.number(factor, f"{name}_factor") for factor in factors], np.float32)
+    def _factors(self, name: str) -> Array:
+        count, factors = self._rotated() // 2, self.full.get(f"{name}_factor")
+        if not isinstance(factors, list) or len(factors) != count or count > _MAX_FACTORS:
+            raise self.config.fault(f"{name}_factor must be a list of {count} numbers, got {show(factors)}")
+        return np.array([self.config.number(factor, f"{name}_factor") for factor in factors], np.float32)
 
-    def _attention_factor(self, config: ModelConfig) -> float:
+    def _attention_factor(self) -> float:
         """Return the factor of attention for long contexts."""
-        original = self._original(config)
-        scale = config.size("context_length") / original
+        original = self._original()
+        scale = self.config.size("context_length") / original
         return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
 
-    def _number(self, config: ModelConfig, key: str, default: float | None = None) -> float:
+    def _number(self, key: str, default: float | None = None) -> float:
         value = self.full.get(key)
         if value is None:
             if default is None:
-                raise config.fault(f"rope parameter {key} is missing")
+                raise self.config.fault(f"rope parameter {key} is missing")
             return default
-        return config.number(value, key)
+        return self.config.number(value, key)
 
-    def _original(self, config: ModelConfig) -> int:
-        value = next((v for v in (self.full.get(_ORIGINAL), config.values.get(_ORIGINAL)) if v is not None), None)
+    def _original(self) -> int:
+        value = self.full.get(_ORIGINAL)
+        value = self.config.values.get(_ORIGINAL) if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
-            raise config.fault(f"{_ORIGINAL} must be a positive integer, got {show(value)}")
+            raise self.config.fault(f"{_ORIGINAL} must be a positive integer, got {show(value)}")
         return value
 
-    def _llama3(self, config: ModelConfig) -> Array:
+    def _llama3(self) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
-        size = config.head_dim
-        if size // 2 > MAX_FACTORS:
-            raise config.fault(f"head_dim must be at most {2 * MAX_FACTORS}, got {size}")
-        base = np.float32(self._number(config, "rope_theta", USUAL_BASE))
+        size = self.config.head_dim
+        if size // 2 > _MAX_FACTORS:
+            raise self.config.fault(f"head_dim must be at most {2 * _MAX_FACTORS}, got {size}")
+        base = np.float32(self._number("rope_theta", USUAL_BASE))
         if not base > 0:
-            raise config.fault(f"rope_theta must be above 0, got {base}")
+            raise self.config.fault(f"rope_theta must be above 0, got {base}")
         frequencies = np.float32(1.0) / base ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
-        factor = self._number(config, "factor", 8.0)
-        low, high = self._number(config, "low_freq_factor", 1.0), self._number(config, "high_freq_factor", 4.0)
-        original = self._number(config, _ORIGINAL, 8192)
+        factor = self._number("factor", 8.0)
+        low, high = self._number("low_freq_factor", 1.0), self._number("high_freq_factor", 4.0)
+        original = self._number(_ORIGINAL, 8192)
         if not (0 < low < high and factor > 0 and original > 0):
-            raise config.fault(
+            raise self.config.fault(
                 "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
             )
         factors = []
@@ -358,10 +368,171 @@ class Rope(NamedTuple):
         return np.array(factors, np.float32)
 
 
-# Keys of llama.cpp below ``rope.scaling``, with the rope parameters that hold the value.
-YARN: dict[str, Sequence[str]] = {
-    "yarn_ext_factor": ("extrapolation_factor",),
-    "yarn_attn_factor": ("attention_factor", "attn_factor"),
-    "yarn_beta_fast": ("beta_fast",),
-    "yarn_beta_slow": ("beta_slow",),
-}
+# ---- the way back: the config of a file that another program wrote ----
+
+
+def number_at(catalog: Catalog, key: str) -> float | None:
+    """Return an int, or the shortest decimal number that an f32 stands for; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _key_fault(catalog, key, "a number")
+    return int(value) if isinstance(value, int) else _shortest(value)
+
+
+def count_at(catalog: Catalog, key: str) -> int | None:
+    """Return an integer of at least 0; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _key_fault(catalog, key, "a number of at least 0 without a fraction")
+    return int(value)
+
+
+def text_at(catalog: Catalog, key: str) -> str | None:
+    """Return a string; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is not None and not isinstance(value, str):
+        raise _key_fault(catalog, key, "a string")
+    return value
+
+
+def _key_fault(catalog: Catalog, key: str, expected: str) -> FormatError:
+    return FormatError(f"key {key} must be {expected}, got {show(catalog.metadata[key])}", catalog.title)
+
+
+def _shortest(value: float) -> float:
+    """Return the shortest decimal number that stands for a number as f32."""
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))
+
+
+def form_of(catalog: Catalog) -> GgufForm:
+    """Return the family of a foreign file: the one that a key of the file chooses, or the usual one."""
+    architecture = str(catalog.metadata[ARCHITECTURE])
+    for form in gguf_forms().values():
+        if (
+            form.architecture == architecture
+            and form.chosen_by
+            and count_at(catalog, f"{architecture}.{form.chosen_by}")
+        ):
+            return form
+    return gguf_architectures()[architecture]
+
+
+def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
+    """Return the config of a foreign file, and the settings that the file lacks."""
+    config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
+    for name, key in form.keys.items():
+        if not key.config:
+            continue
+        value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
+        if value is None or (name == "attention.sliding_window" and value == 0):
+            if not key.optional and key.default is None:
+                raise FormatError(f"key {form.architecture}.{name} is missing", catalog.title)
+            continue
+        config[key.config[0]] = value
+    config["vocab_size"] = _rows_of_embedding(catalog)
+    config["tie_word_embeddings"] = "output.weight" not in catalog
+    config["attention_bias"] = "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog
+    config[form.activations["config"][0]] = form.activations["values"][0]
+    config.update((key, form.assumes[key][0]) for key in form.restores)
+    for kind in _TOKENS:
+        number = number_at(catalog, f"tokenizer.ggml.{kind}_token_id")
+        known = isinstance(number, int) and 0 <= number < config["vocab_size"]  # llama.cpp has -1 for no token
+        config[f"{'pad' if kind == 'padding' else kind}_token_id"] = number if known else None
+    layers, heads = config["num_hidden_layers"], max(1, config["num_attention_heads"])
+    if form.query_scale_by_width is not None:
+        config["query_pre_attn_scalar"] = _query_scale(form, layers, config["hidden_size"], heads, config["head_dim"])
+    if form.full_every is not None and layers <= 10_000:
+        config["layer_types"] = _kinds_of_layers(layers, form.full_every)
+    _add_rope(config, catalog, form)
+    notes = ["the dtype of the weights before conversion"]
+    if form.ignores_windows and "sliding_window" not in config:
+        notes.append("a sliding window, which llama.cpp ignores")
+        config["sliding_window"] = None
+    _check_rope(catalog, config, form)
+    return config, notes
+
+
+def _rows_of_embedding(catalog: Catalog) -> int:
+    """Return the number of tokens."""
+    name = "token_embd.weight"
+    if name not in catalog:
+        raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
+    shape = catalog.about(name).shape
+    if len(shape) != 2:
+        raise error_about(FormatError, f"has the shape {list(shape)}, expected 2 axes", path=catalog.title, tensor=name)
+    return int(shape[0])
+
+
+def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
+    prefix = f"{form.architecture}.rope."
+
+    def number(key: str, default: float) -> float:
+        value = number_at(catalog, prefix + key)
+        return default if value is None else value
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("freq_base", USUAL_BASE)}
+    kind = text_at(catalog, f"{prefix}scaling.type") or "none"
+    if kind in ("linear", "yarn"):
+        rope.update(rope_type=kind, factor=number("scaling.factor", 1.0))
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = number("scaling.original_context_length", 0)
+            settings = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
+            rope.update((name, value) for name, value in settings if value is not None)
+            rope["truncate"] = True
+    elif kind not in ("none", "longrope"):
+        raise UnsupportedError(
+            f"{catalog.title}: rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
+        )
+    if "rope_freqs.weight" in catalog:
+        factors = _factors_in(catalog, "rope_freqs.weight")
+        rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
+        rope["original_max_position_embeddings"] = _CONTEXTS[0]
+    if "rope_factors_long.weight" in catalog and "rope_factors_short.weight" in catalog:
+        rope["rope_type"] = "longrope"
+        for name in ("long", "short"):
+            factors = _factors_in(catalog, f"rope_factors_{name}.weight")
+            rope[f"{name}_factor"] = [_shortest(factor) for factor in factors.tolist()]
+    if form.rope.dimensions == "partial":
+        heads = max(1, config["num_attention_heads"])
+        original = number("scaling.original_context_length", config["max_position_embeddings"])
+        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"] = original
+        share = number("dimension_count", config["hidden_size"] // heads) * heads / max(1, config["hidden_size"])
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"] = share
+    config["rope_parameters"] = rope
+    if form.rope.sliding:
+        sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
+
+
+def _factors_in(catalog: Catalog, name: str) -> Array:
+    """Return the factors of rotations in a tensor."""
+    size = math.prod(catalog.about(name).shape)
+    if size > _MAX_FACTORS:
+        raise error_about(FormatError, f"has {size:,} factors of rotations", path=catalog.title, tensor=name)
+    factors: Array = catalog.array(name).reshape(-1)
+    return factors
+
+
+def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> None:
+    """Compare the settings of rotations with the tensors of the file."""
+    rope = config["rope_parameters"]
+    for original in _CONTEXTS if rope.get("rope_type") == "llama3" else (None,):  # gemma3's is nested, and never this
+        if original is not None:
+            rope["original_max_position_embeddings"] = original
+        settings = settings_of(ModelConfig(config, catalog.title, form.keys), form)
+        if all(_equal(catalog, name, expected) for name, expected in settings.tensors.items()):
+            return
+    raise UnsupportedError(
+        f"{catalog.title}: the factors of rotations need unknown settings; raw=True keeps the tensors"
+    )
+
+
+def _equal(catalog: Catalog, name: str, expected: Array) -> bool:
+    if name not in catalog or tuple(catalog.about(name).shape) != expected.shape:
+        return False
+    return bool(np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0))

@@ -9,6 +9,7 @@ from typing import Any
 from ...base.text import show
 from ...errors import FormatError
 from ...formats.gguf import values
+from ...stores.json_file import parse_json
 from .sentencepiece import USUAL_IDS
 from .settings import ModelConfig
 from .tokenizer import CONFIG, JSON, OLD_TEMPLATE, TEMPLATE, TokenizerFiles, Vocabulary
@@ -37,12 +38,20 @@ class SpecialTokens:
         if files.json is not None:
             self._read_processor(files.json.get("post_processor"))
         if files.config is not None:
+            numbers: dict[str | None, int] = {token.text: token.id for token in reversed(files.added_in_json)}
             for kind in self._types:
-                self._read(kind)
+                flag = self._config.get(f"add_{kind}_token")
+                if isinstance(flag, bool):
+                    self._adds.setdefault(kind, flag)
+                self._set(kind, numbers.get(_text(self._config.get(f"{kind}_token"))))
         for kind in self._types:
             self._set(kind, config.values.get(f"{kind}_token_id"))
         if files.json is None:
-            self._find(vocabulary)
+            numbers = {text: number for number, text in enumerate(vocabulary.texts)}
+            for kind in _USUAL:
+                number = numbers.get(_text(self._config.get(f"{kind}_token")))
+                if number != USUAL_IDS.get(kind):  # llama.cpp assumes that one
+                    self._set(kind, number)
 
     def keys(self) -> Iterator[tuple[str, Any]]:
         """Yield the metadata keys."""
@@ -53,29 +62,10 @@ class SpecialTokens:
                 yield f"tokenizer.ggml.add_{kind}_token", flag
         yield from self._templates()
 
-    def _find(self, vocabulary: Vocabulary) -> None:
-        """Look up tokens that have no id, and write an id that llama.cpp does not assume."""
-        numbers = {text: number for number, text in enumerate(vocabulary.texts)}
-        for kind in _USUAL:
-            text = _text(self._config.get(f"{kind}_token"))
-            number = None if text is None else numbers.get(text)
-            if number is not None and number != USUAL_IDS.get(kind):
-                self._set(kind, number)
-
     def _set(self, kind: str, number: Any) -> None:
-        if isinstance(number, bool) or not isinstance(number, int) or kind in self._ids:
-            return
-        if 0 <= number < self._size:
+        whole = isinstance(number, int) and not isinstance(number, bool)
+        if whole and kind not in self._ids and 0 <= number < self._size:
             self._ids[kind] = number
-
-    def _read(self, kind: str) -> None:
-        """Read a token of ``tokenizer_config.json``, and whether a text gets it."""
-        flag = self._config.get(f"add_{kind}_token")
-        if isinstance(flag, bool):
-            self._adds.setdefault(kind, flag)
-        text = _text(self._config.get(f"{kind}_token"))
-        if text is not None:
-            self._set(kind, next((token.id for token in self._files.added_in_json if token.text == text), None))
 
     def _read_processor(self, processor: Any) -> None:
         """Read which tokens the post-processor of ``tokenizer.json`` adds to a text."""
@@ -152,7 +142,7 @@ class SpecialTokens:
             except UnicodeDecodeError as error:
                 raise FormatError(f"{TEMPLATE} is not UTF-8: {error.reason}", self._files.folder.shown) from None
         elif (old := self._files.content(OLD_TEMPLATE)) is not None:
-            template = _object(old, OLD_TEMPLATE, self._files).get("chat_template")
+            template = parse_json(old, OLD_TEMPLATE, self._files.folder.shown).get("chat_template")
         template = self._config.get("chat_template", template)
         if isinstance(template, str):
             yield "tokenizer.chat_template", template
@@ -169,12 +159,6 @@ class SpecialTokens:
                 yield "tokenizer.chat_templates", list(named)
             for name, text in named.items():
                 yield f"tokenizer.chat_template.{name}", text
-
-
-def _object(content: bytes, name: str, files: TokenizerFiles) -> dict[str, Any]:
-    from ...stores.json_file import parse_json
-
-    return parse_json(content, name, files.folder.shown)
 
 
 def _text(entry: Any) -> str | None:

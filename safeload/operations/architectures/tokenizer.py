@@ -13,13 +13,13 @@ llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...base import log
-from ...base.absent import not_installed
+from ...base.absent import needed
 from ...base.cached import cached_property
 from ...base.text import plural, show
 from ...errors import FormatError, SafeloadError, UnsupportedError
@@ -165,7 +165,9 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     kind = model.get("type") if isinstance(model, dict) else None
     if not isinstance(model, dict) or kind != "BPE":
         raise files.unsupported(f"{JSON} has a model of type {show(kind)}, expected 'BPE'")
-    _check_model(files, model)
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key) not in (None, "", 0):
+            raise files.unsupported(f"{JSON} has the {key} {show(model[key])}, which llama.cpp does not have")
     decoder = files.json.get("decoder")
     decodes = decoder.get("type") if isinstance(decoder, dict) else None
     if model.get("byte_fallback") is True and decodes == "Sequence":
@@ -175,14 +177,7 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     return _byte_level(files, model, rows)
 
 
-def _check_model(files: TokenizerFiles, model: Mapping[str, Any]) -> None:
-    """Refuse settings of byte pair encoding that llama.cpp does not have."""
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key) not in (None, "", 0):
-            raise files.unsupported(f"{JSON} has the {key} {show(model[key])}, which llama.cpp does not have")
-
-
-def looks_special(text: str) -> bool:
+def _looks_special(text: str) -> bool:
     """Return True if a token is a control token by its text."""
     fenced = (text.startswith("<|") and text.endswith("|>")) or (
         text.startswith("<\uff5c") and text.endswith("\uff5c>")
@@ -212,7 +207,7 @@ class _Scored:
 
     def add(self, token: AddedToken) -> None:
         """Set an added token."""
-        special = token.special or looks_special(token.text)
+        special = token.special or _looks_special(token.text)
         text = token.text if special else token.text.replace(SPACE, " ")
         self.put(token.id, text, _ADDED_SCORE, CONTROL if special else USER_DEFINED)
 
@@ -221,10 +216,9 @@ class _Scored:
         for token in self._files.added_elsewhere:
             self.add(token)
         for token in self._files.added_in_json:  # llama.cpp's converter reads these for some models only
-            if token.id >= len(self.texts) or self.texts[token.id] != token.text:
-                padding = token.id < len(self.texts) and self.types[token.id] == UNUSED
-                if padding or token.id >= len(self.texts):
-                    self.add(token)
+            beyond = token.id >= len(self.texts)
+            if beyond or (self.types[token.id] == UNUSED and self.texts[token.id] != token.text):
+                self.add(token)
         if self._beyond:
             log.warning(
                 "%s: %s beyond the %d rows of the embedding left out",
@@ -233,7 +227,7 @@ class _Scored:
                 len(self.texts),
             )
         stated = (self._files.config or {}).get("add_prefix_space")
-        prefix = space_prefix if not isinstance(stated, bool) else stated if space_prefix is None else space_prefix
+        prefix = stated if space_prefix is None and isinstance(stated, bool) else space_prefix
         return Vocabulary("llama", "default", self.texts, self.types, self.scores, add_space_prefix=prefix)
 
 
@@ -290,16 +284,12 @@ def _check_scores(
             raise files.fault(JSON, f"token {vocab[text]} has {len(text):,} characters, too many to merge")
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
-            if left in vocab and right in vocab and (left, right) not in pairs and _reachable(left, right, ranks):
+            reachable = all(part in vocab and (len(part) == 1 or part in ranks) for part in (left, right))
+            if reachable and (left, right) not in pairs:
                 raise files.unsupported(
                     f"{JSON}: {show(left)} and {show(right)} form a token without a merge, so scores cannot express "
                     f"its merges; add {MODEL}"
                 )
-
-
-def _reachable(left: str, right: str, ranks: Mapping[str, int]) -> bool:
-    """Return True if both parts can come up while a text is cut."""
-    return all(len(part) == 1 or part in ranks for part in (left, right))
 
 
 def _space_prefix(files: TokenizerFiles) -> bool:
@@ -357,60 +347,38 @@ def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> V
         if number >= rows:
             raise files.fault(JSON, f"token {show(text)} has the id {number}, but the embedding has {rows} rows")
         texts[number], types[number] = text, NORMAL
-    library = _Library(files)
+    ids, decoded = _by_library(files, [token.text for token in files.added_in_json if not token.normalized])
+    parts = iter(decoded)
     for token in files.added_in_json:
         if token.id >= rows:
             raise files.fault(
                 JSON, f"token {show(token.text)} has the id {token.id}, but the embedding has {rows} rows"
             )
-        text = token.text if token.normalized else library.decoded(token.text)
-        special = token.special or looks_special(text)
+        text = token.text if token.normalized else next(parts)
+        special = token.special or _looks_special(text)
         texts[token.id] = text if special else text.replace(SPACE, " ")
         types[token.id] = CONTROL if special else USER_DEFINED
-    pre = pre_tokenizers.by_ids(library.ids(pre_tokenizers.probe_text(), add_special_tokens=True))
-    if pre is None:
-        pre = pre_tokenizers.by_steps(files.json.get("pre_tokenizer"), model.get("ignore_merges") is True)
+    pre = pre_tokenizers.name_of(ids, files.json.get("pre_tokenizer"), model.get("ignore_merges") is True)
     if pre is None:
         raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
     merges = [" ".join(part.replace(" ", _BYTE_SPACE) for part in pair) for pair in _pairs(files, model)]
     return Vocabulary("gpt2", pre, texts, types, merges=merges)
 
 
-class _Library:
-    """The tokenizer of the library tokenizers."""
-
-    def __init__(self, files: TokenizerFiles) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            text = f"{JSON} needs the library tokenizers, which is not installed: pip install tokenizers"
-            raise not_installed(error, text, "tokenizers") from None
-        self._files = files
-        with self._refusing():
-            self._tokenizer = Tokenizer.from_str((files.content(JSON) or b"").decode())
-
-    def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a text."""
-        with self._refusing():
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            return ids
-
-    def decoded(self, text: str) -> str:
-        """Return a token after it is encoded and decoded."""
-        ids = self.ids(text, add_special_tokens=False)
-        with self._refusing():
-            decoded: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-            return decoded
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Turn errors of the library, which is written in Rust and whose panics are not Exceptions, into refusals."""
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit, MemoryError, SafeloadError, OSError):
-            raise
-        except BaseException as error:
-            raise self._files.fault(JSON, f"the library tokenizers refuses it: {show(str(error))[1:-1]}") from None
+def _by_library(files: TokenizerFiles, texts: list[str]) -> tuple[list[int], list[str]]:
+    """Return the ids of the probe text, and texts after they are encoded and decoded, by the library tokenizers."""
+    tokenizers = needed("tokenizers", f"{JSON} needs the library tokenizers")
+    try:
+        library = tokenizers.Tokenizer.from_str((files.content(JSON) or b"").decode())
+        decoded = []
+        for text in texts:
+            ids = library.encode(text, add_special_tokens=False).ids
+            decoded.append(library.decode(ids, skip_special_tokens=False))
+        return library.encode(pre_tokenizers.probe_text(), add_special_tokens=True).ids, decoded
+    except (KeyboardInterrupt, SystemExit, MemoryError, SafeloadError, OSError):
+        raise
+    except BaseException as error:  # it is written in Rust, and panics are not Exceptions
+        raise files.fault(JSON, f"the library tokenizers refuses it: {show(str(error))[1:-1]}") from None
 
 
 def _vocab(files: TokenizerFiles, model: Mapping[str, Any]) -> dict[str, int]:

@@ -14,8 +14,8 @@ from ...errors import FormatError
 from ...stores.json_file import parse_json
 from ..sources.catalog import Catalog
 from . import pre_tokenizers, sentencepiece
-from .file_keys import FileKeys
 from .sentencepiece import CONTROL, NORMAL, UNUSED, USER_DEFINED, VocabularyPiece
+from .settings import text_at
 from .tokenizer import CONFIG, JSON, KEPT, MODEL, TEMPLATE
 
 _PREFIX = "tokenizer.ggml."
@@ -33,26 +33,24 @@ _IDS = {
 
 def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list[str]]:
     """Return the files of a model's tokenizer, by name, and the settings that are not recovered."""
-    metadata, keys = catalog.metadata, FileKeys(catalog.metadata, catalog.title)
-    kind = keys.text(f"{_PREFIX}model")
+    kind = text_at(catalog, f"{_PREFIX}model")
     if kind not in ("llama", "gpt2"):
         return {}, [f"the tokenizer, of type {show(kind)}"]
-    tokens = _Tokens(metadata, catalog.title, scored=kind == "llama")
-    kept = _kept(metadata, catalog.title)
+    tokens = _Tokens(catalog, scored=kind == "llama")
+    kept, config = kept_json(catalog, JSON), kept_json(catalog, CONFIG)
     files: dict[str, bytes] = {}
     notes: list[str] = []
-    if kind == "llama" and JSON not in kept:
-        files[MODEL] = tokens.sentencepiece(metadata.get(f"{_PREFIX}add_space_prefix") is not False)
+    if tokens.scored and kept is None:
+        files[MODEL] = tokens.sentencepiece()
     else:
-        content = tokens.json(kept.get(JSON), kind == "llama")
+        content = tokens.json(kept)
         if content is None:
             return {}, [f"the tokenizer, whose pre-tokenizer is {show(tokens.pre)}"]
         files[JSON] = _encoded(JSON, content)
-    config = kept.get(CONFIG)
-    template = keys.text("tokenizer.chat_template")
+    template = text_at(catalog, "tokenizer.chat_template")
     if config is None:
         notes.append("settings of the tokenizer that llama.cpp has no key for")
-        config = tokens.config(name, kind == "llama")
+        config = tokens.config(name)
         if template is not None:
             config["chat_template"] = template
     elif template is not None and config.get("chat_template") != template:
@@ -61,39 +59,35 @@ def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list
     return files, notes
 
 
+def kept_json(catalog: Catalog, name: str) -> dict[str, Any] | None:
+    """Return settings that `llama_cpp` has kept in metadata, or None in a foreign file."""
+    key = f"{KEPT}{name}"
+    text = catalog.metadata.get(key)
+    return parse_json(text.encode("utf-8", "surrogateescape"), key, catalog.title) if isinstance(text, str) else None
+
+
 def _encoded(name: str, content: Mapping[str, Any]) -> bytes:
     return encode(json.dumps(content, ensure_ascii=False, indent=2) + "\n", name)
-
-
-def _kept(metadata: Mapping[Any, Any], title: str) -> dict[str, dict[str, Any]]:
-    """Return the settings of our own files, by file."""
-    kept = {}
-    for name in (JSON, CONFIG):
-        text = metadata.get(f"{KEPT}{name}")
-        if isinstance(text, str):
-            kept[name] = parse_json(text.encode("utf-8", "surrogateescape"), f"{KEPT}{name}", title)
-    return kept
 
 
 class _Tokens:
     """The vocabulary of a file."""
 
-    def __init__(self, metadata: Mapping[Any, Any], title: str, *, scored: bool) -> None:
-        self._metadata = metadata
-        self._title = title
-        self.pre = FileKeys(metadata, title).text(f"{_PREFIX}pre")
-        texts = metadata.get(f"{_PREFIX}tokens")
+    def __init__(self, catalog: Catalog, *, scored: bool) -> None:
+        self._metadata, self._title = catalog.metadata, catalog.title
+        self.scored = scored  # a vocabulary of SentencePiece
+        self.pre = text_at(catalog, f"{_PREFIX}pre")
+        texts = self._metadata.get(f"{_PREFIX}tokens")
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise FormatError(f"key {_PREFIX}tokens must be an array of strings", title)
+            raise FormatError(f"key {_PREFIX}tokens must be an array of strings", self._title)
         self.texts: list[str] = texts
         self.types: list[int] = self._numbers("token_type", NORMAL, "iu")
-        usual = sentencepiece.USUAL_IDS if scored else {}
-        ids = {name: int(metadata[key]) for key, name in self._id_keys() if 0 <= int(metadata[key]) < len(texts)}
-        self.ids = {**{name: number for name, number in usual.items() if number < len(texts)}, **ids}
-
-    def _id_keys(self) -> list[tuple[str, str]]:
-        keys = [(f"{_PREFIX}{key}_token_id", name) for key, name in _IDS.items()]
-        return [(key, name) for key, name in keys if isinstance(self._metadata.get(key), int)]
+        usual = sentencepiece.USUAL_IDS.items() if scored else ()
+        self.ids = {name: number for name, number in usual if number < len(texts)}
+        for key, name in _IDS.items():
+            number = self._metadata.get(f"{_PREFIX}{key}_token_id")
+            if isinstance(number, int) and 0 <= number < len(texts):
+                self.ids[name] = int(number)
 
     def _numbers(self, key: str, default: float, kinds: str) -> list[Any]:
         array = self._metadata.get(f"{_PREFIX}{key}")
@@ -117,7 +111,7 @@ class _Tokens:
         return value if isinstance(value, bool) else default
 
     def _pads(self, number: int) -> bool:
-        """Return True if an id has no token, so its text is a filler."""
+        """Return True for the filler of an id without a token."""
         return self.types[number] == UNUSED and self.texts[number] == f"[PAD{number}]"
 
     def _added(self) -> list[int]:
@@ -125,7 +119,7 @@ class _Tokens:
 
     # ---- SentencePiece ----
 
-    def sentencepiece(self, add_prefix: bool) -> bytes:
+    def sentencepiece(self) -> bytes:
         """Return the vocabulary as a ``tokenizer.model``, without fillers at its end."""
         scores = self._scores()
         count = len(self.texts)
@@ -136,11 +130,11 @@ class _Tokens:
             kind = self.types[k] if NORMAL <= self.types[k] <= sentencepiece.BYTE else NORMAL
             text = self.texts[k].replace(" ", "\u2581") if kind == USER_DEFINED else self.texts[k]
             pieces.append(VocabularyPiece(text, scores[k], kind))
-        return sentencepiece.serialized(pieces, add_prefix, self.ids)
+        return sentencepiece.serialized(pieces, self._flag("add_space_prefix", True), self.ids)
 
     # ---- tokenizer.json ----
 
-    def json(self, kept: dict[str, Any] | None, scored: bool) -> dict[str, Any] | None:
+    def json(self, kept: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return a ``tokenizer.json``; None if its pre-tokenizer is unknown."""
         content = self._template() if kept is None else kept  # our own metadata keep all but vocabulary and merges
         if content is None:
@@ -158,7 +152,7 @@ class _Tokens:
                 raise FormatError(f"key {KEPT}{JSON}: token {show(bad)} has the id {show(own[bad])}", self._title)
             vocab.update(own)
         vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
-        merges = self._scored_merges(vocab) if scored else self._merges()
+        merges = self._scored_merges(vocab) if self.scored else self._merges()
         return {**content, "model": {**model, "vocab": vocab, "merges": merges}}
 
     def _merges(self) -> list[list[str]]:
@@ -231,13 +225,13 @@ class _Tokens:
 
     # ---- tokenizer_config.json ----
 
-    def config(self, name: str, pieces: bool) -> dict[str, Any]:
+    def config(self, name: str) -> dict[str, Any]:
         """Return a ``tokenizer_config.json`` for a foreign file."""
         own = "GemmaTokenizer" if name.startswith("Gemma") else "LlamaTokenizer"
-        config: dict[str, Any] = {"tokenizer_class": own if pieces else "PreTrainedTokenizerFast"}
+        config: dict[str, Any] = {"tokenizer_class": own if self.scored else "PreTrainedTokenizerFast"}
         config.update((f"{kind}_token", self.texts[number]) for kind, number in self.ids.items())
         config["clean_up_tokenization_spaces"] = False
-        if pieces:
+        if self.scored:
             config.update(
                 add_bos_token=self._flag("add_bos_token", True), add_eos_token=self._flag("add_eos_token", False)
             )

@@ -210,8 +210,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     if options.get("raw") or (request.format != "gguf" and not is_restored(catalog, request)):
         return catalog
     from ..architectures.comfyui import from_comfyui, recognized, to_comfyui  # only here: most need no architecture
-    from ..architectures.from_llama_cpp import from_llama_cpp
-    from ..architectures.to_llama_cpp import source_of, to_llama_cpp
+    from ..architectures.llama_cpp import from_llama_cpp, source_of, to_llama_cpp
 
     diffusion = None
     if request.format != "gguf" and model_of(catalog.metadata) is not None:

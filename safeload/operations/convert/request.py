@@ -259,7 +259,7 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) ->
 
 def _is_supported(config: dict[str, Any], catalog: Catalog, request: ConvertRequest) -> bool:
     """Return True if an engine has the class in a config, and the tensors can be those of such a model."""
-    from ..architectures.to_llama_cpp import source_of  # only here: most results need no model
+    from ..architectures.llama_cpp import source_of  # only here: most results need no model
 
     if request.preset is not None:
         known = config.get("model_type") in engine_model_types()

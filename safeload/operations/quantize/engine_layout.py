@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from ...base.messages import error_about
 from ...base.text import show
 from ...errors import FormatError, UnsupportedError
-from ...models.expert_forms import MAX_EXPERTS, STACK
+from ...models.choosing import STACK
 from ...models.family import MlxExperts, mlx_experts_of
+from ...models.schema import MAX_EXPERTS
 from ...packed.families import Preset, presets
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription

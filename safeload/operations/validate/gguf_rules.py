@@ -53,7 +53,9 @@ def check_gguf(
         findings.append(find("gguf.unchecked:layers", key=array))
     if array is not None or any(key in sizes for key, _ in faults):
         return findings, None, None
-    return findings, Choice(form.schema, True), _config(metadata, architecture, tensors)
+    tokens = metadata.get(_TOKENS)
+    count = len(tokens) if isinstance(tokens, (list, tuple)) else None
+    return findings, Choice(form.schema, True), form.sizes(metadata, tensors, count)
 
 
 def _check_diffusion(metadata: Mapping[Any, Any], tensors: Descriptions, model: DiffusionModel) -> Iterator[Finding]:
@@ -121,18 +123,3 @@ def _check_vectors(tensors: Descriptions) -> Iterator[Finding]:
         if (len(about.shape) == 1 or name.endswith(".bias")) and about.dtype != "float32":
             kind = "bias" if name.endswith(".bias") else "vector"
             yield find("gguf.vector", name, kind=kind, dtype=about.dtype)
-
-
-def _config(metadata: Mapping[Any, Any], architecture: str, tensors: Descriptions) -> dict[str, Any]:
-    """Return the integers of the metadata under the names of a schema."""
-    prefix = f"{architecture}."
-    config: dict[str, Any] = {}
-    for key in gguf_architectures()[architecture].keys:
-        value = metadata.get(f"{prefix}{key}")
-        if isinstance(value, int) and not isinstance(value, bool):
-            config[key.replace(".", "_")] = int(value)
-    tokens = metadata.get(_TOKENS)
-    if isinstance(tokens, (list, tuple)):
-        config["vocab_size"] = len(tokens)
-    config[rows.FUSED] = int(any(name.endswith(".attn_qkv.weight") for name in tensors))
-    return config

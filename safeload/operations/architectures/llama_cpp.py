@@ -1,0 +1,238 @@
+"""Present a model of transformers as the file that llama.cpp loads, and such a file as a model of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...base import log
+from ...base.messages import error_about
+from ...base.text import show
+from ...errors import FormatError, UnsupportedError
+from ...formats.gguf import mixtures, values
+from ...models.diffusion import ARCHITECTURE
+from ...models.family import gguf_architectures, gguf_forms
+from ...models.gguf import is_kept_f32
+from ...packed.quantization import without_quantization
+from ...stores.files import Location
+from ...stores.json_file import read_if_there
+from ..sources.catalog import Catalog
+from ..sources.recipes import TensorRecipe
+from ..sources.restructured import RestructuredCatalog
+from .layouts import SINGLE, ToLlamaCpp, check_tensors, published_recipes
+from .sentencepiece import MAX_PIECES
+from .settings import ModelConfig, config_of, form_of, settings_of
+from .special_tokens import SpecialTokens, skeleton
+from .tokenizer import KEPT, TokenizerFiles, vocabulary_of
+from .tokenizer_files import kept_json, tokenizer_files
+
+# safeload's keys for the way back.
+_CONFIG = "config"
+_EXPERTS = f"{KEPT}experts"
+_GENERATION = "generation_config.json"
+_VERSION_LIKE = re.compile(r"v\d+(?:\.\d+)*|\d.*", re.ASCII)
+# Longest name to write.
+_LONGEST = 200
+
+# Keys of `_GENERATION`, and the type of their value.
+_SAMPLING: dict[str, tuple[tuple[str, ...], type[int] | type[float]]] = {
+    "top_k": (("top_k",), values.I32),
+    "top_p": (("top_p",), values.F32),
+    "min_p": (("min_p",), values.F32),
+    "temp": (("temperature",), values.F32),
+    "penalty_repeat": (("penalty_repeat", "repetition_penalty"), values.F32),
+}
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+
+
+def source_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return the class that a config names, or None if it names none."""
+    if config is None:
+        return None
+    listed = config.get("architectures")
+    if isinstance(listed, list) and listed:
+        return listed[0] if isinstance(listed[0], str) else str(listed[0])[:100]
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        return None
+    return _class_of(model_type) or f"model_type {show(model_type)}"
+
+
+def _class_of(model_type: object) -> str | None:
+    """Return the class of a ``model_type`` in llama.cpp, or None."""
+    return next((name for name, form in gguf_forms().items() if form.model_type == model_type), None)
+
+
+def to_llama_cpp(catalog: Catalog) -> Catalog:
+    """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class."""
+    name = source_of(catalog.config)
+    if name is None or catalog.format == "gguf":
+        return catalog
+    form = gguf_forms().get(name)
+    if form is None:
+        raise UnsupportedError(
+            f"{catalog.title}: architecture {show(name)} cannot be converted for llama.cpp, expected one of "
+            f"{', '.join(gguf_forms())}; raw=True writes the tensors as they are"
+        )
+    catalog.refuse_codes(catalog, "convert for llama.cpp")
+    config = ModelConfig(catalog.config or {}, catalog.title, form.keys)
+    settings = settings_of(config, form)
+    recipes, experts = ToLlamaCpp(catalog, config, form).run()
+    rows = _rows_of_embedding(recipes.get("token_embd.weight"), catalog.title)
+    files = TokenizerFiles(_home_of(catalog))
+    vocabulary = vocabulary_of(files, rows)
+    if not form.adds_space and files.model is not None:
+        vocabulary = vocabulary._replace(add_space_prefix=False)
+    shapes = {name: recipe.shape for name, recipe in recipes.items()}
+    shapes.update((name, array.shape) for name, array in settings.tensors.items())
+    metadata = {
+        ARCHITECTURE: form.architecture,
+        "general.type": "model",
+        **_general_keys(files.folder, shapes, config),
+        **settings.metadata,
+        mixtures.FILE_TYPE: values.U32(0),  # replaced once types are decided
+        mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
+        **dict(vocabulary.keys()),
+        **dict(SpecialTokens(files, config, vocabulary).keys()),
+        **_ends_of_turns(form.end_of_turn, vocabulary.texts),
+        f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
+        **({} if experts is None else {_EXPERTS: experts}),
+        **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
+    }
+    check_tensors(shapes, settings.metadata, rows, catalog.title, form)
+    kept = [name for name in recipes if is_kept_f32(name)]
+    return RestructuredCatalog(
+        catalog, recipes, constants=settings.tensors, metadata=metadata, format="gguf", kept_f32=kept
+    )
+
+
+def _rows_of_embedding(recipe: TensorRecipe | None, title: str) -> int:
+    """Return the number of tokens, 0 without an embedding."""
+    if recipe is None:
+        return 0
+    if len(recipe.shape) != 2 or recipe.shape[0] > MAX_PIECES:
+        text = f"has the shape {list(recipe.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
+        raise error_about(FormatError, text, path=title, tensor=next(iter(recipe.sources)))
+    return recipe.shape[0]
+
+
+def _home_of(catalog: Catalog) -> Location:
+    """Return the folder with the files beside the weights."""
+    if catalog.folder is not None:
+        return catalog.folder
+    file = catalog.weight_files[0]
+    return Location(file.files, file.files.split(file.place)[0])
+
+
+def _ends_of_turns(token: str | None, texts: list[str]) -> dict[str, Any]:
+    """Return the token that ends a turn of a chat, for models whose tokenizer does not name it."""
+    return {"tokenizer.ggml.eot_token_id": values.U32(texts.index(token))} if token in texts else {}
+
+
+# ---- name, size and settings of sampling ----
+
+
+def _general_keys(folder: Location, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Any]:
+    """Return the general keys of a model."""
+    name = folder.shown.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    named = config.values.get("_name_or_path")
+    if isinstance(named, str) and named and named.count("/") <= 1:
+        name = named.rpartition("/")[2]
+    content = read_if_there((folder / _GENERATION).path, _GENERATION, folder.files) or {}
+    keys = dict(_sampling(content, folder))
+    if name.strip(". "):
+        keys["general.name"] = _title_of(name[:_LONGEST])
+    return {**keys, "general.size_label": _size_label(shapes)}
+
+
+def _sampling(content: Mapping[str, Any], folder: Location) -> Iterator[tuple[str, Any]]:
+    for key, (names, kind) in _SAMPLING.items():
+        value = next((value for name in names if (value := content.get(name)) is not None), None)
+        if value is None:
+            continue
+        whole = kind is values.I32
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not abs(value) < 1 << 31:
+            raise FormatError(f"{_GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
+        yield f"general.sampling.{key}", kind(value)
+
+
+def _title_of(name: str) -> str:
+    """Return a model's name for people, as llama.cpp's converter writes it."""
+    words = name.strip().replace("-", " ").split()
+    return " ".join(word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
+
+
+def _size_label(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the number of parameters as llama.cpp's converter writes it: "8.0B", "8x7B"."""
+    total = shared = single = 0
+    counts = []
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        total += size
+        if "_exps." in name and len(shape) >= 3:
+            count = max(1, shape[-2 if ".bias" in name else -3])
+            single += size // count
+            counts.append(count)
+        else:
+            shared += size
+    if not counts:
+        return _rounded(total)
+    return f"{sum(counts) // len(counts)}x{_rounded(shared + single)}"
+
+
+def _rounded(count: int) -> str:
+    divisor, unit = next(((divisor, unit) for divisor, unit in _UNITS if count > divisor), (1e3, "K"))
+    scaled = count * (1 / divisor)
+    digits = max(2 - len(str(round(scaled)).lstrip("0")), 0)
+    return f"{scaled:.{digits}f}{unit}"
+
+
+# ---- the way back ----
+
+
+def from_llama_cpp(catalog: Catalog) -> Catalog:
+    """Return the tensors, the config and the tokenizer's files of a model."""
+    metadata = catalog.metadata
+    architecture = str(metadata[ARCHITECTURE])
+    known = gguf_architectures()
+    if architecture not in known:
+        raise UnsupportedError(
+            f"{catalog.title}: architecture {show(architecture)} cannot become a folder for transformers, expected "
+            f"one of {', '.join(sorted(known))}; raw=True writes the tensors as they are"
+        )
+    catalog.refuse_codes(catalog, "convert to a model of transformers")
+    notes: list[str] = []
+    config = _own_config(catalog, architecture)
+    if config is not None:
+        form = gguf_forms()[config["architectures"][0]]
+        experts = str(metadata.get(_EXPERTS, SINGLE))
+    else:
+        form, experts = form_of(catalog), SINGLE
+        config, notes = config_of(catalog, form)
+    recipes = published_recipes(catalog, form, experts)
+    shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
+    rows = next(iter(shapes.get("token_embd.weight", ())), 0)
+    check_tensors(shapes, metadata, rows, catalog.title, form)
+    result = RestructuredCatalog(catalog, recipes, constants={}, metadata={}, config=config)
+    result.texts, more = tokenizer_files(catalog, form.class_name)
+    notes += more
+    if notes:
+        log.warning("%s: not recovered: %s", catalog.title, "; ".join(notes))
+    return result
+
+
+def _own_config(catalog: Catalog, architecture: str) -> dict[str, Any] | None:
+    """Return the config that `to_llama_cpp` has kept, or None in a foreign file."""
+    config = kept_json(catalog, _CONFIG)
+    if config is None:
+        return None
+    listed = config.get("architectures")
+    name = listed[0] if isinstance(listed, list) and listed else _class_of(config.get("model_type"))
+    if not isinstance(name, str) or name not in gguf_forms() or gguf_forms()[name].architecture != architecture:
+        raise FormatError(
+            f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}", catalog.title
+        )
+    return {**without_quantization(config), "architectures": [name]}
