@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from ..base.messages import error_about
 from ..checkpoint import Checkpoint, codes_of, tensors_of
 from ..engine.codes.code_ranges import rows_apart
 from ..engine.codes.source import Source, in_file
-from ..engine.run.weight_file import WeightFile
 from ..errors import UnsupportedError
 from ..packed import finder
 
@@ -35,74 +34,46 @@ class AdapterTarget(NamedTuple):
     source: Source | None = None  # the plain values, if jobs can read them a few rows at a time
 
 
-class Base(Protocol):
+class Base(NamedTuple):
     """The tensors of a model to merge adapters into."""
 
-    @property
-    def title(self) -> str:
-        """The path, for messages."""
+    title: str  # the path, for messages
+    names: Collection[str]
+    config: Mapping[str, Any] | None
+    shape: Callable[[str], tuple[int, ...]]
+    target: Callable[[str], AdapterTarget]
 
     @property
     def model_type(self) -> str | None:
         """``model_type`` in ``config.json``."""
-
-    def __contains__(self, name: object) -> bool: ...
-    def __iter__(self) -> Iterator[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def target(self, name: str) -> AdapterTarget: ...
+        model_type = (self.config or {}).get("model_type")
+        return model_type if isinstance(model_type, str) else None
 
 
-class CheckpointBase:
-    """An open checkpoint as a base."""
+def base_of(checkpoint: Checkpoint) -> Base:
+    """Return an open checkpoint as a base."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.title = checkpoint.path
-        self.model_type = model_type_of(checkpoint.config)
+    def shape(name: str) -> tuple[int, ...]:
+        return checkpoint.tensors[name].shape
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._checkpoint
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        ((_, file, index),) = tensors_of(self._checkpoint, [name])
-        return _shape_of(file, index)
-
-    def target(self, name: str) -> AdapterTarget:
-        ((_, file, index),) = tensors_of(self._checkpoint, [name])
-        return of_file(self._checkpoint, name, file, index)
+    return Base(checkpoint.path, checkpoint, checkpoint.config, shape, partial(target_of, checkpoint))
 
 
-def model_type_of(config: Mapping[str, Any] | None) -> str | None:
-    """Return the ``model_type`` of a config."""
-    model_type = (config or {}).get("model_type")
-    return model_type if isinstance(model_type, str) else None
-
-
-def _shape_of(file: WeightFile, index: int) -> tuple[int, ...]:
-    """Return the logical shape of a tensor in a file."""
-    packed = file.table.packed(index)
-    return tuple(file.table.shape(index) if packed is None else packed.packing.shape)
-
-
-def of_file(checkpoint: Checkpoint, name: str, file: WeightFile, index: int) -> AdapterTarget:
+def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     """Return a tensor of an open checkpoint as a target."""
     finder.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
-    packed, row = file.table.packed(index), file.table.row(index)
-    shape = _shape_of(file, index)
+    ((_, file, index),) = tensors_of(checkpoint, [name])
+    packed, row, shape = file.table.packed(index), file.table.row(index), checkpoint.tensors[name].shape
     quantized = packed is not None or file.table.is_quantized(index)
     if not quantized:
         check_floating(name, row, checkpoint.path)
     work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
+    source = None if quantized else plain_source(checkpoint, name, work)
     if row.packed and not quantized:  # elements share bytes, so they are decoded together
-        source = in_rows(in_file(checkpoint, name, file, index), work)
         return AdapterTarget(name, shape, None, work, partial(_decoded, checkpoint, name), True, source)
     together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
-    lazy = checkpoint.get_slice(name, dtype=work.name)
-    source = None if quantized else in_rows(in_file(checkpoint, name, file, index), work)
-    return AdapterTarget(name, tuple(lazy.shape), None if quantized else row, work, lazy.__getitem__, together, source)
+    read = checkpoint.get_slice(name, dtype=work.name).__getitem__
+    return AdapterTarget(name, shape, None if quantized else row, work, read, together, source)
 
 
 def plain_source(checkpoint: Checkpoint, name: str, work: np.dtype[Any]) -> Source | None:

@@ -183,7 +183,7 @@ class WithStacks:
         self._wrapped: dict[str, str] | None = None  # names without wrappers -> stored name
 
     def __contains__(self, name: str) -> bool:
-        return name in self._base or name in self.apart or name in self.renamed or self._find(name)
+        return name in self._base.names or name in self.apart or name in self.renamed or self._find(name)
 
     def look_up(self, name: str) -> bool:
         """Return whether the base has a tensor, and remember the name under which it is stored."""
@@ -194,7 +194,7 @@ class WithStacks:
 
     def _find(self, name: str) -> bool:
         for stored in _stored_names(name):
-            if stored in self._base:
+            if stored in self._base.names:
                 self.renamed[name] = stored
                 return True
             stack = self._stack(stored)
@@ -202,7 +202,7 @@ class WithStacks:
                 self.apart[name] = stack
                 return True
         if self._wrapped is None:  # only now: few names are missing
-            self._wrapped = stored_names(self._base, self.title)
+            self._wrapped = stored_names(self._base.names, self.title)
         wrapped = next((self._wrapped[stored] for stored in _stored_names(name) if stored in self._wrapped), None)
         if wrapped is not None:
             self.renamed[name] = wrapped
@@ -217,7 +217,7 @@ class WithStacks:
             outer, choices = f"{block}.experts", [(layer,) for layer in _MLX_LAYERS.get(last, ())]
         for layers in choices:
             count = 0
-            while all(_expert_name(outer, count, layer) in self._base for layer in layers):
+            while all(_expert_name(outer, count, layer) in self._base.names for layer in layers):
                 count += 1
             shapes = {self._base.shape(_expert_name(outer, k, layer)) for k in range(count) for layer in layers}
             if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
@@ -291,7 +291,7 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
         frozenset(m for m in adapter.modules if transposed.get(m, flag and m not in parameters)),
         unclear,
         base.apart,
-        {name: value for name, value in heads.mirrored(adapter).items() if name in whole},
+        {name: value for name, value in heads.mirrored(adapter).items() if name in whole.names},
         heads.redundant(adapter),
         base.renamed,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from ...base import dtypes
 from ...base.arrays import Array
 from ...base.paths import absolute
 from ...loading.adapter import Adapter, Weighted, listed, opened
-from ...loading.adapter_base import AdapterTarget, check_floating, in_rows, model_type_of, of_file
+from ...loading.adapter_base import AdapterTarget, Base, check_floating, in_rows, target_of
 from ...loading.adapter_fit import Apart, Fit, Heads, heads_of
 from ...loading.merge import Merge, warn_of_untied
 from ...models.tied import untied
@@ -25,36 +25,18 @@ from ..sources.description import TensorDescription
 from ..sources.executors import in_memory
 
 
-class _Base:
-    """A catalog as the base model of adapters."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self.title = catalog.title
-        self.model_type = model_type_of(catalog.config)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._catalog
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._catalog)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._catalog.about(name).shape)
-
-    def target(self, name: str) -> AdapterTarget:
-        origin, file, index = self._catalog.place(name)
-        if file is not None:
-            owner: Any = origin  # tensors of a dict have no file
-            return of_file(owner, name, file, index)
-        about = self._catalog.about(name)
-        if not about.quantized:
-            check_floating(name, about.row, None)
-        work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
-        read: Callable[[Any], Array] = partial(_rows, self._catalog, name, work)
-        source = None if about.quantized else in_rows(self._catalog.in_place(name), work)
-        row = None if about.quantized else about.row
-        return AdapterTarget(name, about.shape, row, work, read, about.quantized, source)
+def _target(catalog: Catalog, name: str) -> AdapterTarget:
+    origin, file, _ = catalog.place(name)
+    if file is not None:
+        owner: Any = origin  # tensors of a dict have no file
+        return target_of(owner, name)
+    about = catalog.about(name)
+    if not about.quantized:
+        check_floating(name, about.row, None)
+    work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
+    source = None if about.quantized else in_rows(catalog.in_place(name), work)
+    row = None if about.quantized else about.row
+    return AdapterTarget(name, about.shape, row, work, partial(_rows, catalog, name, work), about.quantized, source)
 
 
 def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
@@ -80,7 +62,8 @@ class MergedCatalog(Catalog):
         self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
         whole = catalog.with_aliases(self.aliases)
         super().__init__(whole._origins, catalog.mapped)
-        self._merge = Merge(_Base(whole), adapters, among=among, fits=fits, heads=heads)
+        base = Base(whole.title, whole, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
+        self._merge = Merge(base, adapters, among=among, fits=fits, heads=heads)
         self.heads = heads
         if heads.untied and self.config is not None:
             self.config = untied(self.config)
