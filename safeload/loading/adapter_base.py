@@ -63,7 +63,8 @@ def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     """Return a tensor of an open checkpoint as a target."""
     finder.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
     ((_, file, index),) = tensors_of(checkpoint, [name])
-    packed, row, shape = file.table.packed(index), file.table.row(index), checkpoint.tensors[name].shape
+    packed, row = file.table.packed(index), file.table.row(index)
+    shape = tuple(file.table.shape(index) if packed is None else packed.packing.shape)
     quantized = packed is not None or file.table.is_quantized(index)
     if not quantized:
         check_floating(name, row, checkpoint.path)
