@@ -14,7 +14,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.paths import absolute
-from ...loading.adapter import Adapter, Weighted, listed, opened
+from ...loading.adapter import Adapter, listed, opened
 from ...loading.adapter_base import AdapterTarget, Base, check_floating, in_rows, target_of
 from ...loading.adapter_fit import Apart, Fit, Heads, heads_of
 from ...loading.merge import Merge, warn_of_untied
@@ -142,7 +142,7 @@ def reopened(
         for path, size, version in adapter["files"]:
             check_unchanged(path, (size, version))
         paths = [path for path, _, _ in adapter["files"]]
-        weighted.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
+        weighted.append((paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
         apart = {
             name: Apart(experts, tuple(layers), *rest) for name, (experts, layers, *rest) in adapter["apart"].items()
         }
