@@ -6,21 +6,55 @@ architectures. Whatever remains ambiguous is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base import dtypes
+from ..base.arrays import Array
 from ..base.cached import cached_property
 from ..base.text import show
+from ..engine.codes.source import Source
 from ..errors import FormatError, UnsupportedError
 from ..models.expert_forms import STACK
 from ..models.module_names import stored_names
 from ..models.tied import is_unclear, tied_heads
 from ..packed.conv1d import CONV1D, CONV1D_MODELS
 from .adapter import BIAS, EMBEDDING_A, VALUE, A, Adapter, B
-from .adapter_base import Base
+
+# ---- bases ----
+
+
+class AdapterTarget(NamedTuple):
+    """A base tensor to merge into."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: dtypes.Dtype | None  # the dtype to keep without dtype=; None if the tensor is packed
+    work: np.dtype[Any]  # the dtype to merge in
+    # Values as `work`, at a range of the first axis. If rows are plain, also at (integer, range of the second axis).
+    read: Callable[[Any], Array]
+    together: bool = False  # values can only be read all at once
+    source: Source | None = None  # the plain values, if jobs can read them a few rows at a time
+
+
+class Base(NamedTuple):
+    """The tensors of a model to merge adapters into."""
+
+    title: str  # the path, for messages
+    names: Collection[str]
+    config: Mapping[str, Any] | None
+    shape: Callable[[str], tuple[int, ...]]
+    target: Callable[[str], AdapterTarget]
+
+    @property
+    def model_type(self) -> str | None:
+        """``model_type`` in ``config.json``."""
+        model_type = (self.config or {}).get("model_type")
+        return model_type if isinstance(model_type, str) else None
+
 
 # ---- tied heads ----
 

@@ -20,7 +20,9 @@ from ..base.native import lib
 from ..base.selecting import Patterns
 from ..base.table import similar
 from ..base.text import show
-from ..checkpoint import Checkpoint, chosen, with_aliases
+from ..checkpoint import Checkpoint, chosen, codes_of, tensors_of, with_aliases
+from ..engine.codes.code_ranges import rows_apart
+from ..engine.codes.source import Source, in_file
 from ..engine.read.delivery import check_fits, refuse_own_files
 from ..engine.read.load import check_backend, check_out_names, parse_target
 from ..engine.run.cast import astype, target_array
@@ -30,9 +32,9 @@ from ..engine.run.memory import address_of, check_disjoint
 from ..engine.run.progress import Progress, reporter
 from ..engine.run.threads import check_threads
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from ..packed import finder
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B, listed, opened
-from .adapter_base import AdapterTarget, Base, base_of, plain_source
-from .adapter_fit import Fit, Heads, fitted, heads_of
+from .adapter_fit import AdapterTarget, Base, Fit, Heads, fitted, heads_of
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
@@ -44,10 +46,69 @@ _PRODUCT = 1 << 20
 _MAX_COMPARED = 3
 # Name endings of the weights a head may be tied to.
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
-_NO_HEADS = Heads({}, {})
 # Stacks whose factors stay in memory if experts are stored separately: enough for a layer or two.
 _CACHED_STACKS = 4
 _F32 = dtypes.BY_CODE["F32"]
+
+# ---- bases ----
+
+
+def base_of(checkpoint: Checkpoint) -> Base:
+    """Return an open checkpoint as a base."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        return checkpoint.tensors[name].shape
+
+    return Base(checkpoint.path, checkpoint, checkpoint.config, shape, partial(target_of, checkpoint))
+
+
+def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
+    """Return a tensor of an open checkpoint as a target."""
+    finder.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
+    ((_, file, index),) = tensors_of(checkpoint, [name])
+    packed, row = file.table.packed(index), file.table.row(index)
+    shape = tuple(file.table.shape(index) if packed is None else packed.packing.shape)
+    quantized = packed is not None or file.table.is_quantized(index)
+    if not quantized:
+        check_floating(name, row, checkpoint.path)
+    work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
+    source = None if quantized else plain_source(checkpoint, name, work)
+    if row.packed and not quantized:  # elements share bytes, so they are decoded together
+        return AdapterTarget(name, shape, None, work, partial(_decoded, checkpoint, name), True, source)
+    together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
+    read = checkpoint.get_slice(name, dtype=work.name).__getitem__
+    return AdapterTarget(name, shape, None if quantized else row, work, read, together, source)
+
+
+def plain_source(checkpoint: Checkpoint, name: str, work: np.dtype[Any]) -> Source | None:
+    """Return a plain tensor of an open checkpoint as a source; see `in_rows`."""
+    ((_, file, index),) = tensors_of(checkpoint, [name])
+    return in_rows(in_file(checkpoint, name, file, index), work)
+
+
+def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
+    """Return a source if jobs can read its rows as float32, `work`; remote files are fetched tile by tile instead."""
+    if source is None or source.packed is not None or (source.file is not None and source.file.remote):
+        return None
+    if work != np.float32 or math.prod(source.shape[1:]) % source.row.block or not source.row.converts_to(_F32):
+        return None
+    return source
+
+
+def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
+    """Refuse integers."""
+    if not row.floating:
+        text = (
+            f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "
+            "config.json"
+        )
+        raise error_about(UnsupportedError, text, path=path, tensor=name)
+
+
+def _decoded(checkpoint: Checkpoint, name: str, rows: Any) -> Array:
+    values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
+    return values
+
 
 # ---- changes of a tensor ----
 
@@ -200,11 +261,11 @@ class Merge:
         self,
         base: Base,
         adapters: Sequence[Adapter],
+        heads: Heads,
         *,
         among: Container[str] | None = None,
         fits: Sequence[Fit] | None = None,
         problems: list[SafeloadError] | None = None,
-        heads: Heads = _NO_HEADS,
     ) -> None:
         self.base, self._among = base, among
         self._problems = [] if problems is None else problems
@@ -449,25 +510,20 @@ def _merge_in_core(
     ]
     origin = Origin(target.name, target.shape)
 
-    def job(part: Array) -> Job:
-        return Job(None, 0, address_of(part), 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=origin)
+    def run(part: Array, begin: int, **source: Any) -> None:
+        merge = Updates(columns, [update._replace(left=update.left[begin:]) for update in updates])
+        job = Job(None, 0, address_of(part), 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=origin, merge=merge)
+        batch = Batch([job._replace(**source)])
+        batch.results([part])
+        batch.run(threads=threads)
 
-    if target.source is not None:
-        source, merge = target.source, Updates(columns, updates)
-        file, size = source.file, source.size
-        whole = job(out)._replace(file=file, offset=source.offset, size=size, source=source.row.number, merge=merge)
-        _run(whole, out, threads)
+    source = target.source
+    if source is not None:
+        run(out, 0, file=source.file, offset=source.offset, size=source.size, source=source.row.number)
         return
     for begin, values in _tiles(target):
-        part, tile = out[begin : begin + len(values)], native_order(np.ascontiguousarray(values))
-        merge = Updates(columns, [update._replace(left=update.left[begin:]) for update in updates])
-        _run(job(part)._replace(offset=address_of(tile), size=tile.nbytes, merge=merge), part, threads)
-
-
-def _run(job: Job, out: Array, threads: int | None) -> None:
-    batch = Batch([job])
-    batch.results([out])
-    batch.run(threads=threads)
+        tile = native_order(np.ascontiguousarray(values))
+        run(out[begin : begin + len(values)], begin, offset=address_of(tile), size=tile.nbytes)
 
 
 def _apply(step: _Step, tile: Array, begin: int, product: Array) -> None:
@@ -529,7 +585,7 @@ def fit(
     heads = heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
     base = with_aliases(checkpoint, absent) if absent else checkpoint
-    return base, Merge(base_of(base), adapters, problems=problems, heads=heads)
+    return base, Merge(base_of(base), adapters, heads, problems=problems)
 
 
 def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:

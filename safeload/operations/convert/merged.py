@@ -15,9 +15,8 @@ from ...base import dtypes
 from ...base.arrays import Array
 from ...base.paths import absolute
 from ...loading.adapter import Adapter, listed, opened
-from ...loading.adapter_base import AdapterTarget, Base, check_floating, in_rows, target_of
-from ...loading.adapter_fit import Apart, Fit, Heads, heads_of
-from ...loading.merge import Merge, warn_of_untied
+from ...loading.adapter_fit import AdapterTarget, Apart, Base, Fit, Heads, heads_of
+from ...loading.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
 from ...models.tied import untied
 from ...stores.local import check_unchanged, identity_of
 from ..sources.catalog import Catalog, Made
@@ -63,7 +62,7 @@ class MergedCatalog(Catalog):
         whole = catalog.with_aliases(self.aliases)
         super().__init__(whole._origins, catalog.mapped)
         base = Base(whole.title, whole, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
-        self._merge = Merge(base, adapters, among=among, fits=fits, heads=heads)
+        self._merge = Merge(base, adapters, heads, among=among, fits=fits)
         self.heads = heads
         if heads.untied and self.config is not None:
             self.config = untied(self.config)
@@ -122,12 +121,12 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
             {
                 "files": [[absolute(path), *identity_of(os.stat(path))[:2]] for path in paths],  # the config comes last
                 "weight": adapter.weight,
-                "parameters": dict(fit.parameters),
+                "parameters": fit.parameters,
                 "transposed": sorted(fit.transposed),
-                "apart": {name: [*fit.apart[name]] for name in fit.parameters.values() if name in fit.apart},
-                "mirrored": dict(fit.mirrored),
+                "apart": {name: fit.apart[name] for name in fit.parameters.values() if name in fit.apart},
+                "mirrored": fit.mirrored,
                 "untied": catalog.aliases,
-                "renamed": dict(fit.renamed),
+                "renamed": fit.renamed,
             }
         )
     return adapters
