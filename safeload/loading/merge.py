@@ -6,7 +6,7 @@ The C core merges as it reads the base (`lib.SL_OP_MERGE`). NumPy merges into fl
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -249,13 +249,9 @@ def _check_axes(match: _Match, *parts: str) -> None:
 class Merge:
     """Adapters fitted to a base.
 
-    ``among`` limits it to these base tensors; otherwise each module of an adapter needs one. Without ``problems`` the
-    first misfit is raised.
+    With ``fits``, one for each adapter, the base may be a part of the base that they were found for; without, each
+    module of an adapter needs a tensor. Without ``problems`` the first misfit is raised.
     """
-
-    changes: dict[str, list[Change]]  # by base tensor, in order; untied heads are included even if unchanged
-    fits: Sequence[Fit]  # per adapter
-    heads: Heads
 
     def __init__(
         self,
@@ -263,15 +259,15 @@ class Merge:
         adapters: Sequence[Adapter],
         heads: Heads,
         *,
-        among: Container[str] | None = None,
         fits: Sequence[Fit] | None = None,
         problems: list[SafeloadError] | None = None,
     ) -> None:
-        self.base, self._among = base, among
+        self.base, self.adapters, self.heads = base, adapters, heads
         self._problems = [] if problems is None else problems
-        self.changes = {head: [] for head in heads.untied if among is None or head in among}
         self._cached_factors = lru_cache(_CACHED_STACKS)(_factors)
-        self.heads = heads
+        # Changes by base tensor, in order; untied heads are included even if unchanged.
+        self.changes: dict[str, list[Change]] = {head: [] for head in heads.untied}
+        self._in_part = fits is not None
         self.fits = [fitted(adapter, base, heads) for adapter in adapters] if fits is None else fits
         for adapter, fit in zip(adapters, self.fits, strict=True):
             mirrored = {name: {VALUE: value} for name, value in fit.mirrored.items()}
@@ -281,9 +277,6 @@ class Merge:
 
     def __contains__(self, name: object) -> bool:
         return name in self.changes
-
-    def _skips(self, name: str) -> bool:
-        return self._among is not None and name not in self._among
 
     def _fit(self, adapter: Adapter, module: str, parts: Mapping[str, str], fit: Fit) -> None:
         """Add the changes of a module."""
@@ -302,10 +295,9 @@ class Merge:
                 targets[f"{module}.bias"] = {BIAS: parts[BIAS], A: parts[A]}
         for model_name, roles in targets.items():
             name = fit.renamed.get(model_name, model_name)
-            known = name in self.base.names
-            if self._skips(name) or (not known and name in fit.redundant):
-                continue
-            if not known:
+            if name not in self.base.names:
+                if self._in_part or name in fit.redundant:
+                    continue
                 raise self._missing(adapter, name, next(iter(roles.values())))
             target = self.base.target(name)._replace(name=model_name)  # patterns match the names of the model
             self._add(name, change_of(adapter, module, roles, target=target, base=self.base.title, fit=fit))
@@ -328,7 +320,7 @@ class Merge:
         apart = fit.apart[stack]
         change: Change | None = None
         for name, expert, begin in apart.tensors():
-            if self._skips(name):
+            if name not in self.base.names:  # it belongs to another piece
                 continue
             target = self.base.target(name)
             if target.shape != (apart.rows, apart.columns):  # a plan can say anything

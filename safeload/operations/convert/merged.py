@@ -47,41 +47,30 @@ class MergedCatalog(Catalog):
     """A catalog with adapters merged into its tensors, in float32, when a tensor is read."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        adapters: Sequence[Adapter],
-        *,
-        among: Container[str] | None = None,  # names of the tensors to consider, see `Merge`
-        fits: Sequence[Fit] | None = None,  # of each adapter; None to find the fits here
-        heads: Heads | None = None,  # None to find the tied heads here
+        self, catalog: Catalog, adapters: Sequence[Adapter], heads: Heads, fits: Sequence[Fit] | None = None
     ) -> None:
-        if heads is None:
-            heads = heads_of(adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
         # The embedding of each untied head that is not stored.
         self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
         whole = catalog.with_aliases(self.aliases)
         super().__init__(whole._origins, catalog.mapped)
         base = Base(whole.title, whole, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
-        self._merge = Merge(base, adapters, heads, among=among, fits=fits)
-        self.heads = heads
+        self.merge = Merge(base, adapters, heads, fits=fits)
         if heads.untied and self.config is not None:
             self.config = untied(self.config)
-        self.adapters = adapters
-        self.fits = self._merge.fits
 
     def made(self, name: str) -> Made | None:
-        if name not in self._merge:
+        if name not in self.merge:
             return None
         work = dtypes.BY_CODE["F64" if super().about(name).row.code == "F64" else "F32"]
-        return Made(partial(self._merge.values, name), work)
+        return Made(partial(self.merge.values, name), work)
 
     def check_kept(self, name: str) -> None:
-        if name in self._merge:
-            self._merge.target_row(name, None)
+        if name in self.merge:
+            self.merge.target_row(name, None)
 
     def about(self, name: str) -> TensorDescription:
         tensor = super().about(name)
-        if name not in self._merge or tensor.packed or not (tensor.quantized or tensor.row.packed):
+        if name not in self.merge or tensor.packed or not (tensor.quantized or tensor.row.packed):
             return tensor
         row = dtypes.BY_CODE["F32"]  # merging turns blocks into numbers
         return TensorDescription(name, row.name, tensor.shape, row.nbytes(math.prod(tensor.shape)), row, True)
@@ -99,9 +88,11 @@ def merged(
     weighted = listed(adapters)
     if not weighted:
         return catalog
-    result = MergedCatalog(catalog, opened(stack, weighted, storage_options))
+    opened_adapters = opened(stack, weighted, storage_options)
+    heads = heads_of(opened_adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
+    result = MergedCatalog(catalog, opened_adapters, heads)
     if not with_config or catalog.config is None:
-        warn_of_untied(result.heads, catalog.config)
+        warn_of_untied(heads, catalog.config)
     return result
 
 
@@ -113,7 +104,7 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
     if not isinstance(catalog, MergedCatalog):
         return []
     adapters = []
-    for adapter, fit in zip(catalog.adapters, catalog.fits, strict=True):
+    for adapter, fit in zip(catalog.merge.adapters, catalog.merge.fits, strict=True):
         if adapter.checkpoint.weight_files[0].files.remote:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
         paths = [*(file.place for file in adapter.checkpoint.weight_files), adapter.config_at.path]
@@ -149,7 +140,7 @@ def reopened(
         fits.append(Fit(parameters, transposed, {}, apart, mirrored, renamed=adapter["renamed"]))
         heads.update(adapter["untied"])
     present = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
-    return MergedCatalog(catalog, opened(stack, weighted), among=among, fits=fits, heads=Heads(heads, present))
+    return MergedCatalog(catalog, opened(stack, weighted), Heads(heads, present), fits)
 
 
 def stored_names(adapters: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
