@@ -117,7 +117,7 @@ def test_bits_do_not_depend_on_how_the_base_is_read(tmp_path, monkeypatch, dtype
     safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype, threads=3, out=out)
     converted = tmp_path / "merged.safetensors"
     safeload.convert({"w.weight": w}, converted, adapters=adapters, dtype=dtype)
-    monkeypatch.setattr(inside.adapter_base, "in_rows", lambda source, work: None)
+    monkeypatch.setattr(inside.merge, "in_rows", lambda source, work: None)
     inside.tune(monkeypatch, merge_tile=131 * 300)
     tiled = safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype)["w.weight"]
     for values in (out["w.weight"], safeload.load(converted)["w.weight"], tiled):

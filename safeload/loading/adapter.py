@@ -35,15 +35,15 @@ _RANK, _ALPHA = 8, 8
 _MAX_RANK = 1 << 20
 # Initializations that change the base, unless the adapter was converted after training.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-# Settings that give the adapter further targets in the base.
+# Settings for further targets in the base, and for more than s * B A or a base changed before training.
 _REFUSED = {
-    "layer_replication": "repeats layers of the base",
-    "trainable_token_indices": "changes rows of embeddings",
+    "layer_replication": "repeats layers of the base, which",
+    "trainable_token_indices": "changes rows of embeddings, which",
+    **dict.fromkeys(
+        ("use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config"),
+        "is a variant of LoRA that",
+    ),
 }
-# Variants that compute more than s * B A, or change the base before training.
-_VARIANTS = (
-    "use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config",
-)  # fmt: skip
 # Limits on lists of names, which are compared with the names of modules.
 _MAX_NAMES, _MAX_NAME_LENGTH = 10_000, 1000
 # A plain pattern: the end of a name; "." matches any character. A config may have one for each module.
@@ -90,27 +90,24 @@ def _of_module(patterns: Mapping[str, Any], key: str, module: str, default: Any)
     """Return the value of the first pattern that matches the end of a module's name, at a name boundary."""
     for pattern, value in patterns.items():
         if _PLAIN.fullmatch(pattern):
-            if _ends_with(module, pattern):
-                return value
-            continue
-        # "^" can match only if nothing precedes the pattern, and the subset has no "^".
-        before, inner = ("", pattern[1:]) if pattern.startswith("^") and "|" not in pattern else (r"(.*\.)?", pattern)
-        if compiled(rf"{before}({inner})$", key).matches(module):
+            matches = _ends_with(module, pattern)
+        else:
+            # "^" can match only if nothing precedes the pattern, and the subset has no "^".
+            whole = pattern.startswith("^") and "|" not in pattern
+            expression = rf"({pattern[1:]})$" if whole else rf"(.*\.)?({pattern})$"
+            matches = compiled(expression, key).matches(module)
+        if matches:
             return value
     return default
 
 
 def _ends_with(module: str, end: str) -> bool:
     """Return whether a module's name ends with a plain pattern, at a name boundary."""
-    if end.startswith("^"):
-        end = end[1:]
-        if len(module) != len(end):
-            return False
-    before = module[: len(module) - len(end)]
-    last = module[len(before) :]
-    if len(last) != len(end) or (before and not before.endswith(".")):
+    bare = end.removeprefix("^")
+    begin = len(module) - len(bare)
+    if begin < 0 or (begin > 0 and (bare != end or module[begin - 1] != ".")):
         return False
-    return all(expected in (".", letter) for expected, letter in zip(end, last, strict=True))
+    return all(expected in (".", letter) for expected, letter in zip(bare, module[begin:], strict=True))
 
 
 def _parse(config: Mapping[str, Any], path: str) -> AdapterSettings:
@@ -124,12 +121,8 @@ def _parse(config: Mapping[str, Any], path: str) -> AdapterSettings:
         raise error_about(UnsupportedError, text, path=path)
     for key, effect in _REFUSED.items():
         if config.get(key):
-            text = f'"{key}" {effect}, which safeload does not merge; merge this adapter with PEFT'
+            text = f'"{key}" {effect} safeload does not merge; merge this adapter with PEFT'
             raise error_about(UnsupportedError, text, path=path)
-    variant = next((key for key in _VARIANTS if config.get(key)), None)
-    if variant is not None:
-        text = f'"{variant}" is a variant of LoRA that safeload does not merge; merge this adapter with PEFT'
-        raise error_about(UnsupportedError, text, path=path)
     initialization = config.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.lower().startswith(_CHANGES_BASE):
         log.warning(
@@ -281,15 +274,8 @@ class Adapter:
         return sum(shape[1:2] if self.settings.mlx else shape[:1])
 
 
-class Weighted(NamedTuple):
-    """The path and the weight of an adapter in ``adapters=``."""
-
-    path: Any
-    weight: float
-
-
-def listed(adapters: Any) -> list[Weighted]:
-    """Parse the ``adapters=`` argument."""
+def listed(adapters: Any) -> list[tuple[Any, float]]:
+    """Return the paths in ``adapters=`` with their weights."""
     if adapters is None:
         return []
     items = adapters if isinstance(adapters, (list, tuple)) and not _is_pair(adapters) else [adapters]
@@ -300,7 +286,7 @@ def listed(adapters: Any) -> list[Weighted]:
             raise TypeError(f"adapters must be a path, a pair (path, weight) or a list of these, got {show(item)}")
         if not abs(weight) <= 1e30:  # `not <=` also catches NaN
             raise ValueError(f"adapters: the weight of {show(path)} must be a finite number, got {show(weight)}")
-        weighted.append(Weighted(path, float(weight)))
+        weighted.append((path, float(weight)))
     return weighted
 
 
@@ -310,7 +296,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def opened(
-    stack: ExitStack, adapters: Iterable[Weighted], storage_options: Mapping[str, Any] | None = None
+    stack: ExitStack, adapters: Iterable[tuple[Any, float]], storage_options: Mapping[str, Any] | None = None
 ) -> list[Adapter]:
     """Open adapters until ``stack`` closes."""
     result = []

@@ -6,20 +6,55 @@ architectures. Whatever remains ambiguous is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base import dtypes
+from ..base.arrays import Array
+from ..base.cached import cached_property
 from ..base.text import show
+from ..engine.codes.source import Source
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import STACK
 from ..models.module_names import stored_names
 from ..models.tied import is_unclear, tied_heads
 from ..packed.conv1d import CONV1D, CONV1D_MODELS
 from .adapter import BIAS, EMBEDDING_A, VALUE, A, Adapter, B
-from .adapter_base import Base
+
+# ---- bases ----
+
+
+class AdapterTarget(NamedTuple):
+    """A base tensor to merge into."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: dtypes.Dtype | None  # the dtype to keep without dtype=; None if the tensor is packed
+    work: np.dtype[Any]  # the dtype to merge in
+    # Values as `work`, at a range of the first axis. If rows are plain, also at (integer, range of the second axis).
+    read: Callable[[Any], Array]
+    together: bool = False  # values can only be read all at once
+    source: Source | None = None  # the plain values, if jobs can read them a few rows at a time
+
+
+class Base(NamedTuple):
+    """The tensors of a model to merge adapters into."""
+
+    title: str  # the path, for messages
+    names: Collection[str]
+    config: Mapping[str, Any] | None
+    shape: Callable[[str], tuple[int, ...]]
+    target: Callable[[str], AdapterTarget]
+
+    @property
+    def model_type(self) -> str | None:
+        """``model_type`` in ``config.json``."""
+        model_type = (self.config or {}).get("model_type")
+        return model_type if isinstance(model_type, str) else None
+
 
 # ---- tied heads ----
 
@@ -36,27 +71,20 @@ class Heads(NamedTuple):
     pairs: Mapping[str, str]  # head -> embedding
     untied: Mapping[str, str]  # head -> embedding, if the head gets its own weights
 
-    def mirrored(self, adapter: Adapter) -> dict[str, str]:
-        """Return the adapter tensors whose values also replace a tied tensor, by the tied tensor's name."""
-        replaced: dict[str, str] = {}
-        for pair in self.pairs.items():
-            for name, tied in (pair, pair[::-1]):
-                value = adapter.modules.get(name, {}).get(VALUE)
-                if value is not None and not adapter.is_copy(name) and tied not in adapter.modules:
-                    replaced[tied] = value
-        return replaced
-
-    def redundant(self, adapter: Adapter) -> set[str]:
-        """Return the heads that stay tied because the adapter repeats the embedding's values for them."""
-        return {head for head in self.pairs if head not in self.untied and VALUE in adapter.modules.get(head, {})}
-
 
 def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, names: Collection[str]) -> Heads:
     """Decide which tied heads of a base get weights of their own."""
     pairs = tied_heads(config, names)
     untied = {}
     if is_unclear(config, pairs):
-        _check_embeddings(adapters)
+        for adapter in adapters:
+            for module, parts in adapter.modules.items():
+                if EMBEDDING_A in parts:
+                    text = (
+                        f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to an "
+                        "embedding, but their names are not known, so the head would change too"
+                    )
+                    raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=parts[EMBEDDING_A])
     for pair in pairs.items():
         changes = [(adapter, name) for adapter in adapters if (name := _changed_alone(adapter, *pair)) is not None]
         if changes and pair[1].endswith(_SHARED):
@@ -72,27 +100,14 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
     return Heads(pairs, untied)
 
 
-def _check_embeddings(adapters: Iterable[Adapter]) -> None:
-    """Refuse changes of an embedding with an unknown tied head."""
-    for adapter in adapters:
-        for module, parts in adapter.modules.items():
-            if EMBEDDING_A in parts:
-                raise UnsupportedError(
-                    f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to an "
-                    "embedding, but their names are not known, so the head would change too",
-                    path=adapter.checkpoint.path,
-                    tensor=parts[EMBEDDING_A],
-                )
-
-
 def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
     """Return the changed tensor of a tied pair, or None if the adapter changes neither or both."""
     if adapter.settings.mlx:  # its embeddings are their own heads
         return None
-    modules = adapter.modules
-    factors = [name for name in (head, embedding) if _has_factors(adapter, name)]
-    changed = factors or [name for name in (head, embedding) if adapter.is_copy(name)]
-    values = [modules.get(name, {}).get(VALUE) for name in (head, embedding)]
+    pair, modules = (head, embedding), adapter.modules
+    factors = [name for name in pair if modules.get(name.removesuffix(".weight"), {}).keys() & {A, EMBEDDING_A}]
+    changed = factors or [name for name in pair if adapter.is_copy(name)]
+    values = [modules.get(name, {}).get(VALUE) for name in pair]
     if not factors and (adapter.settings.tying or not changed) and all(value is not None for value in values):
         if _equal(adapter, *map(str, values)):
             return None
@@ -104,10 +119,6 @@ def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
                 tensor=values[0],
             )
     return changed[0] if changed else None
-
-
-def _has_factors(adapter: Adapter, name: str) -> bool:
-    return not {A, EMBEDDING_A}.isdisjoint(adapter.modules.get(name.removesuffix(".weight"), {}))
 
 
 def _equal(adapter: Adapter, first: str, second: str) -> bool:
@@ -171,42 +182,35 @@ def _expert_name(outer: str, expert: int, layer: str) -> str:
 class WithStacks:
     """A base under the names of the model: renamed tensors, and stacks of separately stored experts."""
 
-    apart: dict[str, Apart]  # stacks looked up so far, by name
-    renamed: dict[str, str]  # model name -> stored name, for tensors looked up so far
-
     def __init__(self, base: Base) -> None:
-        self._base = base
-        self.title = base.title
-        self.model_type = base.model_type
-        self.apart = {}
-        self.renamed = {}
-        self._wrapped: dict[str, str] | None = None  # names without wrappers -> stored name
+        self.base = base
+        self.apart: dict[str, Apart] = {}  # stacks looked up so far, by name
+        self.renamed: dict[str, str] = {}  # model name -> stored name, for tensors looked up so far
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._base or name in self.apart or name in self.renamed or self._find(name)
-
-    def look_up(self, name: str) -> bool:
+    def find(self, name: str) -> bool:
         """Return whether the base has a tensor, and remember the name under which it is stored."""
-        return name in self
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.apart[name].shape if name in self.apart else self._base.shape(self.renamed.get(name, name))
-
-    def _find(self, name: str) -> bool:
-        for stored in _stored_names(name):
-            if stored in self._base:
+        if name in self.base.names or name in self.apart or name in self.renamed:
+            return True
+        names = [name, *(name.replace(part, stored) for part, stored in _RENAMED if part in name)]
+        for stored in names:
+            if stored in self.base.names:
                 self.renamed[name] = stored
                 return True
-            stack = self._stack(stored)
-            if stack is not None:
+            if (stack := self._stack(stored)) is not None:
                 self.apart[name] = stack
                 return True
-        if self._wrapped is None:  # only now: few names are missing
-            self._wrapped = stored_names(self._base, self.title)
-        wrapped = next((self._wrapped[stored] for stored in _stored_names(name) if stored in self._wrapped), None)
+        wrapped = next((self._unwrapped[stored] for stored in names if stored in self._unwrapped), None)
         if wrapped is not None:
             self.renamed[name] = wrapped
         return wrapped is not None
+
+    @cached_property
+    def _unwrapped(self) -> dict[str, str]:
+        """The stored names by their names without wrappers; few names are missing, so most bases need none."""
+        return stored_names(self.base.names, self.base.title)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.apart[name].shape if name in self.apart else self.base.shape(self.renamed.get(name, name))
 
     def _stack(self, name: str) -> Apart | None:
         """Return the stack of this name, or None if the base lacks its experts."""
@@ -217,21 +221,13 @@ class WithStacks:
             outer, choices = f"{block}.experts", [(layer,) for layer in _MLX_LAYERS.get(last, ())]
         for layers in choices:
             count = 0
-            while all(_expert_name(outer, count, layer) in self._base for layer in layers):
+            while all(_expert_name(outer, count, layer) in self.base.names for layer in layers):
                 count += 1
-            shapes = {self._base.shape(_expert_name(outer, k, layer)) for k in range(count) for layer in layers}
+            shapes = {self.base.shape(_expert_name(outer, k, layer)) for k in range(count) for layer in layers}
             if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
                 rows, columns = shape
                 return Apart(count, layers, rows, columns, outer)
         return None
-
-
-def _stored_names(name: str) -> Iterator[str]:
-    """Yield the names under which files can store a model's tensor, its own name first."""
-    yield name
-    for part, stored in _RENAMED:
-        if part in name:
-            yield name.replace(part, stored)
 
 
 # ---- modules ----
@@ -267,7 +263,7 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
     for module, parts in () if adapter.settings.mlx else adapter.modules.items():
         name = module if VALUE in parts else tensor_of(module, parameters)
         sizes = _sizes(adapter, module)
-        if name not in base or sizes is None or module in unclear:
+        if not base.find(name) or sizes is None or module in unclear:
             continue
         shape = base.shape(name)
         if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):  # PEFT never transposes one expert
@@ -276,23 +272,27 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
             square.append(module)
         elif sizes in (shape[-2:], shape[:-3:-1]):
             transposed[module] = sizes != shape[-2:]
-    clues = _Clues(adapter, transposed, parameters, base.model_type)
-    guesses = {module: clues.experts(module) if module in parameters else clues.layer(module) for module in square}
-    for module, guess in guesses.items():
+    for module, guess in _guesses(adapter, square, transposed, parameters, whole.model_type).items():
         if guess is None:
             unclear[module] = _ambiguous(adapter, module, tensor_of(module, parameters), base, module in parameters)
         else:
             transposed[module] = guess
     for module, parts in adapter.modules.items():
-        base.look_up(module if VALUE in parts else f"{module}.{'bias' if BIAS in parts else 'weight'}")
+        base.find(module if VALUE in parts else f"{module}.{'bias' if BIAS in parts else 'weight'}")
     flag = adapter.settings.transposed
+    values = {name: parts[VALUE] for name, parts in adapter.modules.items() if VALUE in parts}
+    tied = ((name, other) for pair in heads.pairs.items() for name, other in (pair, pair[::-1]))
     return Fit(
         parameters,
         frozenset(m for m in adapter.modules if transposed.get(m, flag and m not in parameters)),
         unclear,
         base.apart,
-        {name: value for name, value in heads.mirrored(adapter).items() if name in whole},
-        heads.redundant(adapter),
+        {
+            other: values[name]
+            for name, other in tied
+            if name in values and not adapter.is_copy(name) and other not in adapter.modules and other in whole.names
+        },
+        {head for head in heads.pairs if head not in heads.untied and head in values},
         base.renamed,
     )
 
@@ -315,7 +315,7 @@ def _parameters(adapter: Adapter, base: WithStacks, unclear: dict[str, str]) -> 
     """Return the tensors named by ``target_parameters``, and MLX's stacks of separate experts, by module."""
     if adapter.settings.mlx:
         stacks = {module: f"{module}.weight" for module in adapter.modules if STACK in module}
-        return {module: name for module, name in stacks.items() if name in base and name in base.apart}
+        return {module: name for module, name in stacks.items() if base.find(name) and name in base.apart}
     if not adapter.settings.parameters:
         return {}
     targets: dict[str, list[str]] = {}  # by the end of their module's name
@@ -329,7 +329,7 @@ def _parameters(adapter: Adapter, base: WithStacks, unclear: dict[str, str]) -> 
             wrapped.setdefault(outermost(module), []).append(module)
     parameters: dict[str, str] = {}
     for outer, modules in wrapped.items():
-        names = {f"{outer}.{last}": None for last in targets.get("", ()) if f"{outer}.{last}" in base}
+        names = {f"{outer}.{last}": None for last in targets.get("", ()) if base.find(f"{outer}.{last}")}
         for place in _endings(outer, depth):
             names.update((f"{outer}.{last}", None) for last in targets.get(place, ()))
         if names:
@@ -359,7 +359,7 @@ def _matched(
 
     PEFT stores no names of parameters. It nests the changes in the order in which the layer created its parameters.
     """
-    absent = next((name for name in names if name not in base), None)
+    absent = next((name for name in names if not base.find(name)), None)
     if absent is not None:
         return dict.fromkeys(modules, absent)
     orders = [tuple(names)]
@@ -378,7 +378,7 @@ def _matched(
         return dict(zip(modules, orders[0], strict=False))
     changes = " and ".join(show(adapter.modules[module][A]) for module in modules[:_MAX_PARAMETERS])
     of_base = " and ".join(map(show, names[:_MAX_PARAMETERS]))
-    unclear.update(dict.fromkeys(modules, f"{changes} of the adapter change {of_base} of {base.title}: {reason}"))
+    unclear.update(dict.fromkeys(modules, f"{changes} of the adapter change {of_base} of {base.base.title}: {reason}"))
     return dict.fromkeys(modules, names[0])
 
 
@@ -393,66 +393,62 @@ def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
 # ---- orders of axes ----
 
 
-class _Clues:
-    """Evidence for the order of the axes of a square weight."""
+def _guesses(
+    adapter: Adapter,
+    square: Sequence[str],
+    transposed: Mapping[str, bool],
+    parameters: Mapping[str, str],
+    model_type: str | None,
+) -> dict[str, bool | None]:
+    """Return whether square weights are stored as [in, out], from the orders of others; None if that is ambiguous.
 
-    def __init__(
-        self, adapter: Adapter, transposed: Mapping[str, bool], parameters: Mapping[str, str], model_type: str | None
-    ) -> None:
-        self._flag = adapter.settings.transposed
-        self._model_type = model_type
-        self._experts: dict[str, set[bool]] = {}  # by outermost module
-        self._layers: dict[str, set[bool]] = {}  # by the last part of the module's name
-        for module, turned in transposed.items():
-            if module in parameters:
-                self._experts.setdefault(outermost(module), set()).add(turned)
-            else:
-                self._layers.setdefault(_last(module), set()).add(turned)
-        layers = (module for module, parts in adapter.modules.items() if A in parts and module not in parameters)
-        self._all_conv1d = all(_last(module) in CONV1D for module in layers)
+    All parameters of a module have one order, because PEFT asks the module, and its default order has changed. Of
+    layers PEFT asks each, and stores the ``fan_in_fan_out`` of the last one.
+    """
+    experts: dict[str, set[bool]] = {}  # orders by outermost module
+    layers: dict[str, set[bool]] = {}  # by the last part of the module's name
+    for module, turned in transposed.items():
+        orders, key = (experts, outermost(module)) if module in parameters else (layers, _last(module))
+        orders.setdefault(key, set()).add(turned)
+    every_expert, every_layer = set().union(*experts.values()), set().union(*layers.values())
+    conv1d = set().union(*(orders for last, orders in layers.items() if last in CONV1D))
+    flag = adapter.settings.transposed
+    plain = (module for module, parts in adapter.modules.items() if A in parts and module not in parameters)
+    unsure = not conv1d and not flag and not all(_last(module) in CONV1D for module in plain)
 
-    def experts(self, module: str) -> bool | None:
-        """Return whether experts are stored as [experts, in, out], or None if the order is ambiguous.
-
-        All parameters of a module have one order, because PEFT asks the module. PEFT's default order has changed.
-        """
-        for orders in (self._experts.get(outermost(module), set()), _united(self._experts)):
+    def expert(module: str) -> bool | None:
+        for orders in (experts.get(outermost(module), set()), every_expert):
             if len(orders) == 1:
                 return next(iter(orders))
-        return True if self._model_type in _IN_FIRST else None
+        return True if model_type in _IN_FIRST else None
 
-    def layer(self, module: str) -> bool | None:
-        """Return whether the weight of a layer is stored as [in, out], or None if the order is ambiguous.
-
-        PEFT asks each layer, and stores the ``fan_in_fan_out`` of the last one.
-        """
-        last = _last(module)
-        if self._model_type in CONV1D_MODELS:
+    def layer(last: str) -> bool | None:
+        if model_type in CONV1D_MODELS:
             return last in CONV1D
-        orders = self._layers.get(last, set())
+        orders = layers.get(last, set())
         if len(orders) != 1 and last in CONV1D:
-            orders = _united({name: known for name, known in self._layers.items() if name in CONV1D})
-            if not orders and not self._flag and not self._all_conv1d:
+            if unsure:
                 return None
+            orders = conv1d
         if len(orders) == 1:
             return next(iter(orders))
-        return self._flag if _united(self._layers) <= {self._flag} else None
+        return flag if every_layer <= {flag} else None
+
+    return {module: expert(module) if module in parameters else layer(_last(module)) for module in square}
 
 
 def _last(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _united(orders: Mapping[str, set[bool]]) -> set[bool]:
-    return set().union(*orders.values())
-
-
 def _ambiguous(adapter: Adapter, module: str, name: str, base: WithStacks, experts: bool) -> str:
     """Return the reason to refuse a square weight."""
     shape, tensor = list(base.shape(name)), adapter.modules[module][A]
     orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
-    message = f"tensor {show(tensor)} of the adapter changes {show(name)} of {base.title}, which is {shape}: {orders}? "
+    message = (
+        f"tensor {show(tensor)} of the adapter changes {show(name)} of {base.base.title}, which is {shape}: {orders}? "
+    )
     if experts:
         return f"{message}Square experts do not show the order, and the adapter changes no other experts"
-    hint = "" if base.model_type else "; open the base as a folder, because its config.json may show the order"
+    hint = "" if base.base.model_type else "; open the base as a folder, because its config.json may show the order"
     return f"{message}'fan_in_fan_out' may not hold for every layer of this adapter{hint}"

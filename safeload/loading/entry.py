@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from ..base.arrays import Array
@@ -199,23 +200,12 @@ def load(
         storage_options=storage_options,
         verify=verify,
     ) as checkpoint:
-        if adapters is None:
-            return checkpoint.load(
-                names,
-                only=only,
-                drop=drop,
-                dtype=dtype,
-                backend=backend,
-                out=out,
-                threads=threads,
-                progress=progress,
-            )
-        from .merge import load_with_adapters  # only here: most programs merge nothing
+        load_from: Callable[..., dict[str, Any]] = checkpoint.load
+        if adapters is not None:
+            from .merge import load_with_adapters  # only here: most programs merge nothing
 
-        return load_with_adapters(
-            checkpoint,
-            adapters,
-            storage_options,
+            load_from = partial(load_with_adapters, checkpoint, adapters, storage_options)
+        return load_from(
             names=names,
             only=only,
             drop=drop,

@@ -6,10 +6,10 @@ The C core merges as it reads the base (`lib.SL_OP_MERGE`). NumPy merges into fl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,9 @@ from ..base.native import lib
 from ..base.selecting import Patterns
 from ..base.table import similar
 from ..base.text import show
-from ..checkpoint import Checkpoint, chosen, with_aliases
+from ..checkpoint import Checkpoint, chosen, codes_of, tensors_of, with_aliases
+from ..engine.codes.code_ranges import rows_apart
+from ..engine.codes.source import Source, in_file
 from ..engine.read.delivery import check_fits, refuse_own_files
 from ..engine.read.load import check_backend, check_out_names, parse_target
 from ..engine.run.cast import astype, target_array
@@ -30,9 +32,9 @@ from ..engine.run.memory import address_of, check_disjoint
 from ..engine.run.progress import Progress, reporter
 from ..engine.run.threads import check_threads
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from ..packed import finder
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B, listed, opened
-from .adapter_base import AdapterTarget, Base, CheckpointBase, plain_source
-from .adapter_fit import Fit, Heads, fitted, heads_of, tensor_of
+from .adapter_fit import AdapterTarget, Base, Fit, Heads, fitted, heads_of
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
@@ -44,10 +46,69 @@ _PRODUCT = 1 << 20
 _MAX_COMPARED = 3
 # Name endings of the weights a head may be tied to.
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
-_NO_HEADS = Heads({}, {})
 # Stacks whose factors stay in memory if experts are stored separately: enough for a layer or two.
 _CACHED_STACKS = 4
 _F32 = dtypes.BY_CODE["F32"]
+
+# ---- bases ----
+
+
+def base_of(checkpoint: Checkpoint) -> Base:
+    """Return an open checkpoint as a base."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        return checkpoint.tensors[name].shape
+
+    return Base(checkpoint.path, checkpoint, checkpoint.config, shape, partial(target_of, checkpoint))
+
+
+def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
+    """Return a tensor of an open checkpoint as a target."""
+    finder.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
+    ((_, file, index),) = tensors_of(checkpoint, [name])
+    packed, row = file.table.packed(index), file.table.row(index)
+    shape = tuple(file.table.shape(index) if packed is None else packed.packing.shape)
+    quantized = packed is not None or file.table.is_quantized(index)
+    if not quantized:
+        check_floating(name, row, checkpoint.path)
+    work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
+    source = None if quantized else plain_source(checkpoint, name, work)
+    if row.packed and not quantized:  # elements share bytes, so they are decoded together
+        return AdapterTarget(name, shape, None, work, partial(_decoded, checkpoint, name), True, source)
+    together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
+    read = checkpoint.get_slice(name, dtype=work.name).__getitem__
+    return AdapterTarget(name, shape, None if quantized else row, work, read, together, source)
+
+
+def plain_source(checkpoint: Checkpoint, name: str, work: np.dtype[Any]) -> Source | None:
+    """Return a plain tensor of an open checkpoint as a source; see `in_rows`."""
+    ((_, file, index),) = tensors_of(checkpoint, [name])
+    return in_rows(in_file(checkpoint, name, file, index), work)
+
+
+def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
+    """Return a source if jobs can read its rows as float32, `work`; remote files are fetched tile by tile instead."""
+    if source is None or source.packed is not None or (source.file is not None and source.file.remote):
+        return None
+    if work != np.float32 or math.prod(source.shape[1:]) % source.row.block or not source.row.converts_to(_F32):
+        return None
+    return source
+
+
+def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
+    """Refuse integers."""
+    if not row.floating:
+        text = (
+            f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "
+            "config.json"
+        )
+        raise error_about(UnsupportedError, text, path=path, tensor=name)
+
+
+def _decoded(checkpoint: Checkpoint, name: str, rows: Any) -> Array:
+    values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
+    return values
+
 
 # ---- changes of a tensor ----
 
@@ -65,7 +126,7 @@ class Change(NamedTuple):
 
 
 class _Match(NamedTuple):
-    """Adapter tensors and the base tensor they change; shapes are not checked yet."""
+    """Adapter tensors and the base tensor they change, before and while their shapes are checked."""
 
     adapter: Adapter
     parts: Mapping[str, str]
@@ -76,14 +137,30 @@ class _Match(NamedTuple):
         """Return the shape of an adapter tensor."""
         return self.adapter.shape(self.parts[part])
 
-    def misfit(self, part: str, requirement: str) -> FormatError:
-        """Return the error for an adapter tensor of the wrong shape."""
-        target = self.target
-        text = (
-            f"of the adapter is {list(self.shape(part))}, but {show(target.name)} of {self.base} is "
-            f"{list(target.shape)}: it needs {requirement}"
-        )
-        return error_about(FormatError, text, path=self.adapter.checkpoint.path, tensor=self.parts[part])
+    def need(self, fits: bool, part: str, requirement: str) -> None:
+        """Refuse an adapter tensor of the wrong shape."""
+        if not fits:
+            target = self.target
+            text = (
+                f"of the adapter is {list(self.shape(part))}, but {show(target.name)} of {self.base} is "
+                f"{list(target.shape)}: it needs {requirement}"
+            )
+            raise error_about(FormatError, text, path=self.adapter.checkpoint.path, tensor=self.parts[part])
+
+    def need_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse adapter tensors of other shapes."""
+        for part, shape in shapes.items():
+            self.need(self.shape(part) == shape, part, str(list(shape)))
+
+    def refused(self, part: str, text: str) -> UnsupportedError:
+        """Return the error for an adapter tensor that cannot be merged into the base tensor."""
+        text = f"of the adapter {text}"
+        return error_about(UnsupportedError, text, path=self.adapter.checkpoint.path, tensor=self.parts[part])
+
+    def change(self, part: str, module: str, rank: Sequence[int], *fields: Any) -> Change:
+        """Return the change; ``rank`` is empty if A has no axes."""
+        scaling = self.adapter.settings.scaling(module, sum(rank), self.parts[part]) * self.adapter.weight
+        return Change(self.adapter, self.parts, scaling, *fields)
 
 
 def change_of(
@@ -91,119 +168,79 @@ def change_of(
 ) -> Change:
     """Return the change of a base tensor by a module of an adapter."""
     match = _Match(adapter, parts, target, base)
-    for name in parts.values():
+    for part, name in parts.items():
         info = adapter.checkpoint.tensors[name]
         if not dtypes.parse(info.dtype).floating:
-            text = f"of the adapter is {info.dtype}: it must be floating"
-            raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=name)
+            raise match.refused(part, f"is {info.dtype}: it must be floating")
     if VALUE in parts:
-        return _replacement(match)
+        match.need(match.shape(VALUE) == target.shape, VALUE, "an equal shape, because it replaces the base tensor")
+        if adapter.weight != 1:
+            text = f"replaces {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}"
+            raise match.refused(VALUE, text)
+        return Change(adapter, parts, 1.0)
+    transposed = module in fit.transposed
     if module in fit.parameters and not adapter.settings.mlx:
-        return _parameter_change(match, module in fit.transposed)
+        return _parameter_change(match, transposed)
     if BIAS in parts:
-        return _bias_change(match, module)
-    return _weight_change(match, module, module in fit.transposed)
-
-
-def _replacement(match: _Match) -> Change:
-    adapter, target, name = match.adapter, match.target, match.parts[VALUE]
-    if match.shape(VALUE) != target.shape:
-        raise match.misfit(VALUE, "an equal shape, because it replaces the base tensor")
-    if adapter.weight != 1:
-        text = (
-            f"of the adapter replaces {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}"
-        )
-        raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=name)
-    return Change(adapter, match.parts, 1.0)
-
-
-def _bias_change(match: _Match, module: str) -> Change:
-    if match.shape(BIAS) != match.target.shape:
-        raise match.misfit(BIAS, "an equal shape, because it is added to the base tensor")
-    return Change(match.adapter, match.parts, _scaling(match, A, module, match.shape(A)[:1]))
-
-
-def _weight_change(match: _Match, module: str, transposed: bool) -> Change:
-    """Return the change of a linear layer, a convolution or an embedding."""
-    target, parts = match.target, match.parts
-    rows, columns = target.shape[0] if target.shape else 1, math.prod(target.shape[1:])
-    mlx, embedding = match.adapter.settings.mlx, EMBEDDING_A in parts
-    shape_a: tuple[int, ...]
-    shape_b: tuple[int, ...]
-    a, b = (EMBEDDING_A, EMBEDDING_B) if embedding else (A, B)
+        match.need(match.shape(BIAS) == target.shape, BIAS, "an equal shape, because it is added to the base tensor")
+        return match.change(A, module, match.shape(A)[:1])
+    a, b = (EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)
     _check_axes(match, a, b)
-    if mlx and len(target.shape) == 3:
+    if adapter.settings.mlx and len(target.shape) == 3:
         return _stack_change(match, module)
+    return _weight_change(match, module, a, b, transposed)
+
+
+def _weight_change(match: _Match, module: str, a: str, b: str, transposed: bool) -> Change:
+    """Return the change of a linear layer, a convolution or an embedding."""
+    shape, mlx = match.target.shape, match.adapter.settings.mlx
+    rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
     rank = match.shape(a)[1 if mlx else 0]
-    by_columns = embedding or (transposed and len(target.shape) == 2)
+    by_columns = a == EMBEDDING_A or (transposed and len(shape) == 2)
     if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
-        linear = match.shape(a) == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
+        linear = match.shape(a) == (columns, rank) and not match.target.name.endswith(_EMBEDDINGS)
         by_columns = match.shape(a) == (rows, rank) and not linear
-        shape_a, shape_b = ((rows if by_columns else columns), rank), (rank, columns if by_columns else rows)
-    else:
-        inner, outer = (rows, columns) if by_columns else (columns, rows)
-        convolution = len(target.shape) > 2
-        shape_a = (rank, *target.shape[1:]) if convolution else (rank, inner)
-        shape_b = (outer, rank, *(1 for _ in target.shape[2:])) if convolution else (outer, rank)
-    if len(target.shape) < 2:
-        raise match.misfit(a, "a base of two axes or more")
-    _check_shapes(match, {a: shape_a, b: shape_b})
-    if MAGNITUDE in parts:
+    inner, outer = (rows, columns) if by_columns else (columns, rows)
+    shapes: dict[str, tuple[int, ...]] = {a: (rank, inner), b: (outer, rank)}
+    if mlx:
+        shapes = {a: (inner, rank), b: (rank, outer)}
+    elif len(shape) > 2:
+        shapes = {a: (rank, *shape[1:]), b: (outer, rank, *(1 for _ in shape[2:]))}
+    match.need(len(shape) > 1, a, "a base of two axes or more")
+    match.need_shapes(shapes)
+    if MAGNITUDE in match.parts:
         count = columns if by_columns and not mlx else rows
-        if math.prod(match.shape(MAGNITUDE)) != count:
-            raise match.misfit(MAGNITUDE, f"{count} norms")
-    return Change(match.adapter, parts, _scaling(match, a, module, (rank,)), by_columns)
+        match.need(math.prod(match.shape(MAGNITUDE)) == count, MAGNITUDE, f"{count} norms")
+    return match.change(a, module, (rank,), by_columns)
 
 
 def _stack_change(match: _Match, module: str) -> Change:
     """Return the change of MLX's stack of experts, by [experts, r, in] and [experts, out, r]."""
     (count, rows, columns), rank = match.target.shape, match.shape(A)[1]
     if MAGNITUDE in match.parts:
-        text = f"of the adapter changes the stack {show(match.target.name)}, for which MLX has no DoRA"
-        path = match.adapter.checkpoint.path
-        raise error_about(UnsupportedError, text, path=path, tensor=match.parts[MAGNITUDE])
-    _check_shapes(match, {A: (count, rank, columns), B: (count, rows, rank)})
-    scaling = _scaling(match, A, module, (rank,))
-    return Change(match.adapter, match.parts, scaling, stacked=True, matrices=count)
+        raise match.refused(MAGNITUDE, f"changes the stack {show(match.target.name)}, for which MLX has no DoRA")
+    match.need_shapes({A: (count, rank, columns), B: (count, rows, rank)})
+    return match.change(A, module, (rank,), False, True, count)
 
 
 def _parameter_change(match: _Match, transposed: bool) -> Change:
     """Return the change of a matrix or stack of matrices named by ``target_parameters``."""
-    target, name = match.target, match.parts[A]
+    name, shape = match.target.name, match.target.shape
     if match.adapter.settings.dora or BIAS in match.parts:
-        text = (
-            f"of the adapter changes the parameter {show(target.name)}, for which PEFT has neither DoRA nor lora_bias"
-        )
-        raise error_about(UnsupportedError, text, path=match.adapter.checkpoint.path, tensor=name)
+        raise match.refused(A, f"changes the parameter {show(name)}, for which PEFT has neither DoRA nor lora_bias")
     _check_axes(match, A, B)
-    if len(target.shape) not in (2, 3):
-        raise match.misfit(A, "a base of two or three axes")
-    count = target.shape[0] if len(target.shape) == 3 else 1
-    all_ranks = match.shape(A)[0]
-    if count == 0 or all_ranks % count:
-        raise match.misfit(A, f"a multiple of {count} rows, equally many for each matrix")
-    rows, columns = target.shape[-2:]
-    inner, outer = (rows, columns) if transposed else (columns, rows)
-    _check_shapes(match, {A: (all_ranks, inner), B: (outer, all_ranks)})
-    scaling = _scaling(match, A, target.name, (all_ranks // count,))
-    return Change(match.adapter, match.parts, scaling, transposed, len(target.shape) == 3, count)
+    match.need(len(shape) in (2, 3), A, "a base of two or three axes")
+    count = shape[0] if len(shape) == 3 else 1
+    ranks = match.shape(A)[0]
+    match.need(count > 0 and ranks % count == 0, A, f"a multiple of {count} rows, equally many for each matrix")
+    inner, outer = shape[-2:] if transposed else shape[:-3:-1]
+    match.need_shapes({A: (ranks, inner), B: (outer, ranks)})
+    return match.change(A, name, (ranks // count,), transposed, len(shape) == 3, count)
 
 
 def _check_axes(match: _Match, *parts: str) -> None:
     for part in parts:
-        if len(match.shape(part)) < 2:
-            raise match.misfit(part, "two axes")
-
-
-def _check_shapes(match: _Match, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for part, shape in shapes.items():
-        if match.shape(part) != shape:
-            raise match.misfit(part, str(list(shape)))
-
-
-def _scaling(match: _Match, part: str, module: str, rank: tuple[int, ...]) -> float:
-    """Return the factor of a change; ``rank`` is empty if A has no axes."""
-    return match.adapter.settings.scaling(module, sum(rank), match.parts[part]) * match.adapter.weight
+        match.need(len(match.shape(part)) > 1, part, "two axes")
 
 
 # ---- changes of a base ----
@@ -212,67 +249,58 @@ def _scaling(match: _Match, part: str, module: str, rank: tuple[int, ...]) -> fl
 class Merge:
     """Adapters fitted to a base.
 
-    ``among`` limits it to these base tensors; otherwise each module of an adapter needs one. Without ``problems`` the
-    first misfit is raised.
+    With ``fits``, one for each adapter, the base may be a part of the base that they were found for; without, each
+    module of an adapter needs a tensor. Without ``problems`` the first misfit is raised.
     """
-
-    changes: dict[str, list[Change]]  # by base tensor, in order; untied heads are included even if unchanged
-    fits: Sequence[Fit]  # per adapter
-    heads: Heads
 
     def __init__(
         self,
         base: Base,
         adapters: Sequence[Adapter],
+        heads: Heads,
         *,
-        among: Container[str] | None = None,
         fits: Sequence[Fit] | None = None,
         problems: list[SafeloadError] | None = None,
-        heads: Heads = _NO_HEADS,
     ) -> None:
-        self._base = base
+        self.base, self.adapters, self.heads = base, adapters, heads
         self._problems = [] if problems is None else problems
-        self.changes = {head: [] for head in heads.untied if among is None or head in among}
-        self._stack_factors: _StackFactors = lru_cache(_CACHED_STACKS)(_stack_factors)
-        self.heads = heads
+        self._cached_factors = lru_cache(_CACHED_STACKS)(_factors)
+        # Changes by base tensor, in order; untied heads are included even if unchanged.
+        self.changes: dict[str, list[Change]] = {head: [] for head in heads.untied}
+        self._in_part = fits is not None
         self.fits = [fitted(adapter, base, heads) for adapter in adapters] if fits is None else fits
         for adapter, fit in zip(adapters, self.fits, strict=True):
             mirrored = {name: {VALUE: value} for name, value in fit.mirrored.items()}
             for module, parts in (*adapter.modules.items(), *mirrored.items()):
                 with _collected(problems):
-                    self._fit(adapter, module, parts, among, fit)
+                    self._fit(adapter, module, parts, fit)
 
     def __contains__(self, name: object) -> bool:
         return name in self.changes
 
-    def _fit(
-        self, adapter: Adapter, module: str, parts: Mapping[str, str], among: Container[str] | None, fit: Fit
-    ) -> None:
+    def _fit(self, adapter: Adapter, module: str, parts: Mapping[str, str], fit: Fit) -> None:
         """Add the changes of a module."""
         if module in fit.unclear and VALUE not in parts:
             raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
         if VALUE in parts:
             targets = {module: {VALUE: parts[VALUE]}}
         elif fit.parameters.get(module) in fit.apart:
-            self._fit_apart(adapter, module, parts, among, fit)
+            self._fit_apart(adapter, module, parts, fit)
             return
         elif module in fit.parameters:
             targets = {fit.parameters[module]: dict(parts)}
         else:
-            bias = {role: parts[role] for role in (BIAS,) if role in parts}
-            targets = {tensor_of(module, {}): {role: name for role, name in parts.items() if role not in bias}}
-            if bias:
-                targets[f"{module}.bias"] = {**bias, A: parts[A]}
+            targets = {f"{module}.weight": {role: name for role, name in parts.items() if role != BIAS}}
+            if BIAS in parts:
+                targets[f"{module}.bias"] = {BIAS: parts[BIAS], A: parts[A]}
         for model_name, roles in targets.items():
             name = fit.renamed.get(model_name, model_name)
-            if among is not None and name not in among:
-                continue
-            if name not in self._base and name in fit.redundant:
-                continue
-            if name not in self._base:
+            if name not in self.base.names:
+                if self._in_part or name in fit.redundant:
+                    continue
                 raise self._missing(adapter, name, next(iter(roles.values())))
-            target = self._base.target(name)._replace(name=model_name)  # patterns match the names of the model
-            self._add(name, change_of(adapter, module, roles, target=target, base=self._base.title, fit=fit))
+            target = self.base.target(name)._replace(name=model_name)  # patterns match the names of the model
+            self._add(name, change_of(adapter, module, roles, target=target, base=self.base.title, fit=fit))
 
     def _add(self, name: str, change: Change) -> None:
         changes = self.changes.setdefault(name, [])
@@ -286,34 +314,30 @@ class Merge:
             )
         changes.append(change)
 
-    def _fit_apart(
-        self, adapter: Adapter, module: str, parts: Mapping[str, str], among: Container[str] | None, fit: Fit
-    ) -> None:
+    def _fit_apart(self, adapter: Adapter, module: str, parts: Mapping[str, str], fit: Fit) -> None:
         """Like `_fit`, for a stacked adapter weight with separate experts in the base."""
         stack = fit.parameters[module]
         apart = fit.apart[stack]
         change: Change | None = None
         for name, expert, begin in apart.tensors():
-            if among is not None and name not in among:
+            if name not in self.base.names:  # it belongs to another piece
                 continue
-            target = self._base.target(name)
+            target = self.base.target(name)
             if target.shape != (apart.rows, apart.columns):  # a plan can say anything
                 text = f"is {list(target.shape)}, but the stack {show(stack)} needs {[apart.rows, apart.columns]}"
-                raise error_about(FormatError, text, path=self._base.title, tensor=name)
+                raise error_about(FormatError, text, path=self.base.title, tensor=name)
             if change is None:
                 whole = target._replace(name=stack, shape=apart.shape)
-                change = change_of(adapter, module, parts, target=whole, base=self._base.title, fit=fit)
-                change = change._replace(stacked=False)
-            part = (expert, slice(begin, begin + apart.rows))
-            self.changes.setdefault(name, []).append(change._replace(part=part))
+                change = change_of(adapter, module, parts, target=whole, base=self.base.title, fit=fit)
+            self._add(name, change._replace(stacked=False, part=(expert, slice(begin, begin + apart.rows))))
 
     def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
-        text = f"of the adapter belongs to {show(name)}, which {self._base.title} does not have"
-        near = similar(name, list(self._base)) if len(self._problems) < _MAX_COMPARED else []
+        text = f"of the adapter belongs to {show(name)}, which {self.base.title} does not have"
+        near = similar(name, list(self.base.names)) if len(self._problems) < _MAX_COMPARED else []
         first_expert = f"{name.rpartition('.')[0]}.0."
-        if name == "lm_head.weight" and any(stored.endswith(_EMBEDDINGS) for stored in self._base):
+        if name == "lm_head.weight" and any(stored.endswith(_EMBEDDINGS) for stored in self.base.names):
             text += ": it has no head, and its config does not tie one to the embedding"
-        elif adapter.settings.parameters and any(stored.startswith(first_expert) for stored in self._base):
+        elif adapter.settings.parameters and any(stored.startswith(first_expert) for stored in self.base.names):
             text += ": its experts are stored one by one, under names that are not known to make that stack"
         elif name.endswith(".bias"):
             text += ": the layer has no bias in the base"
@@ -323,31 +347,46 @@ class Merge:
 
     def target_row(self, name: str, dtype: Any) -> dtypes.Dtype:
         """Return the dtype of a merged tensor: ``dtype``, or the tensor's own."""
-        row = parse_target(dtype) or self._base.target(name).row
+        row = parse_target(dtype) or self.base.target(name).row
         if row is None:
             text = (
                 'is packed, and an adapter changes it: pass dtype=, such as dtype="bfloat16", to merge its true values'
             )
-            raise error_about(UnsupportedError, text, path=self._base.title, tensor=name)
+            raise error_about(UnsupportedError, text, path=self.base.title, tensor=name)
         return row
 
     def values(self, name: str, row: dtypes.Dtype, out: Array | None = None, threads: int | None = None) -> Array:
         """Return a merged tensor."""
-        target, changes = self._base.target(name), self.changes[name]
+        target, changes = self.base.target(name), self.changes[name]
         result = target_array(target.shape, dtypes.array_dtype(row.number), out)
         last = max((k for k, change in enumerate(changes) if VALUE in change.parts), default=-1)
         if last >= 0:  # the replacement discards earlier changes
             target, changes = _replaced(target, changes[last]), changes[last + 1 :]
         stacked = any(change.stacked for change in changes)
-        flat = result.reshape(_flat(target.shape, 2 if stacked else 1))
-        for first, matrix, steps in (_matrices if stacked else _matrix)(target, changes, self._stack_factors):
-            part = flat[first : first + _flat(matrix.shape)[0]]
+        factors = [self._factors_of(change, target.work.name) for change in changes]
+        parts = result.reshape(target.shape if stacked else (1, *_flat(target.shape)))
+        for k, (matrix, part) in enumerate(zip(_matrices(target) if stacked else (target,), parts, strict=True)):
+            steps: list[_Step] = []
+            for change, (left, right) in zip(changes, factors, strict=True):
+                number, rows = change.part or (k, slice(None))
+                step = _Step(left[number, rows], right[number], change.scaling)
+                steps.append(_with_norms(step, change, matrix, steps) if MAGNITUDE in change.parts else step)
             if _in_core(matrix, steps, row):
                 _merge_in_core(matrix, steps, part, row, threads)
                 continue
             for begin, tile in _changed_tiles(matrix, steps):
                 astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
         return result
+
+    def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
+        """Return the factors of a change; those of a stack stay in memory for its other parts."""
+        parts, checkpoint = change.parts, change.adapter.checkpoint
+        if BIAS in parts:
+            bias = checkpoint.load([parts[BIAS]], dtype=dtype, backend="pread")[parts[BIAS]]
+            return bias.reshape(1, -1, 1), np.ones((1, 1, 1), dtype)
+        a, b = (parts[part] for part in ((EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)))
+        read = _factors if change.part is None else self._cached_factors
+        return read(change.adapter, a, b, dtype, count=change.matrices, by_columns=change.by_columns)
 
 
 @contextmanager
@@ -363,28 +402,14 @@ def _collected(problems: list[SafeloadError] | None) -> Iterator[None]:
 # ---- values ----
 
 
-class _Factors(NamedTuple):
-    """A change with its tensors in memory: rows a to b get scaling * (left[a:b] @ right)."""
+class _Step(NamedTuple):
+    """A change of a matrix: rows a to b get scaling * (left[a:b] @ right), and are then rescaled."""
 
     left: Array  # [rows, r]
     right: Array  # [r, columns]
     scaling: float
-    magnitude: Array | None = None  # new norms of the rows, or columns
-    by_columns: bool = False  # the magnitude belongs to columns
-    norms: Array | None = None  # current norms of the columns, if the magnitude belongs to columns
-
-
-class _Stack(NamedTuple):
-    """The key under which `Merge` caches the factors of a stack of matrices."""
-
-    adapter: Adapter
-    a: str
-    b: str
-    matrices: int
-    by_columns: bool
-
-
-_StackFactors: TypeAlias = Callable[[_Stack, str], tuple[Array, Array]]
+    norms: Array | None = None  # new norms of the rows
+    columns: Array | None = None  # factors of the columns
 
 
 def _flat(shape: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
@@ -399,51 +424,36 @@ def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
     return target._replace(read=lazy.__getitem__, together=False, source=plain_source(checkpoint, name, target.work))
 
 
-def _matrix(
-    target: AdapterTarget, changes: Sequence[Change], stack_factors: _StackFactors
-) -> Iterator[tuple[int, AdapterTarget, list[_Factors]]]:
-    """Yield a tensor as a matrix with its changes; see `_matrices`."""
-    steps: list[_Factors] = []
-    for change in changes:
-        step = _factors(change, target) if change.part is None else _expert_factors(change, target, stack_factors)
-        if step.magnitude is not None and step.by_columns:
-            squares = np.zeros(step.right.shape[1])
-            for _, tile in _changed_tiles(target, [*steps, step._replace(magnitude=None)]):
-                squares += np.einsum("ij,ij->j", tile, tile, dtype=np.float64)
-            step = step._replace(norms=np.sqrt(squares))
-        steps.append(step)
-    yield 0, target, steps
+def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Sequence[_Step]) -> _Step:
+    """Return a step of DoRA, which gives rows or columns new norms."""
+    checkpoint, name = change.adapter.checkpoint, change.parts[MAGNITUDE]
+    magnitude = checkpoint.load([name], dtype=target.work.name, backend="pread")[name].reshape(-1).astype(np.float64)
+    if not change.by_columns or change.adapter.settings.mlx:  # MLX has a norm for each row of an embedding
+        return step._replace(norms=magnitude)
+    squares = np.zeros(step.right.shape[1])
+    for _, tile in _changed_tiles(target, [*earlier, step]):
+        squares += np.einsum("ij,ij->j", tile, tile, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        return step._replace(columns=(magnitude / np.sqrt(squares)).astype(target.work))
 
 
-def _matrices(
-    target: AdapterTarget, changes: Sequence[Change], stack_factors: _StackFactors
-) -> Iterator[tuple[int, AdapterTarget, list[_Factors]]]:
-    """Yield the matrices of a stack with their first rows in the flattened stack, and their changes."""
+def _matrices(target: AdapterTarget) -> Iterator[AdapterTarget]:
+    """Yield the matrices of a stack."""
     count, rows, columns = target.shape
-    factors = [(*stack_factors(_stack_of(change), target.work.name), change.scaling) for change in changes]
+    matrix = target._replace(shape=(rows, columns), together=target.row is None)
     source = target.source
     whole = target.read(slice(0, count)) if target.together and source is None else None
     for k in range(count):
-        matrix = target._replace(shape=(rows, columns), together=target.row is None)
         if source is not None:
             offset = source.offset + k * source.row.nbytes(rows * columns)
             matrix = matrix._replace(source=source._replace(shape=(rows, columns), offset=offset))
-        if whole is not None:
-            matrix = matrix._replace(read=whole[k].__getitem__)
-        elif target.row is None:  # its rows cannot be dequantized alone
-            matrix = matrix._replace(read=partial(_matrix_rows, target, k))
-        else:
-            matrix = matrix._replace(read=partial(_rows, target, k))
-        yield k * rows, matrix, [_Factors(left[k], right[k], scaling) for left, right, scaling in factors]
-
-
-def _matrix_rows(target: AdapterTarget, k: int, rows: slice) -> Array:
-    values: Array = target.read(slice(k, k + 1))[0][rows]
-    return values
+        yield matrix._replace(read=partial(_rows, target, k) if whole is None else whole[k].__getitem__)
 
 
 def _rows(target: AdapterTarget, k: int, rows: slice) -> Array:
-    return target.read((k, rows))
+    """Return rows of a matrix of a stack; those of a packed one cannot be dequantized alone."""
+    values: Array = target.read((k, rows)) if target.row is not None else target.read(slice(k, k + 1))[0][rows]
+    return values
 
 
 def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
@@ -458,7 +468,7 @@ def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
         yield begin, values.reshape(end - begin, columns)
 
 
-def _changed_tiles(target: AdapterTarget, steps: Sequence[_Factors]) -> Iterator[tuple[int, Array]]:
+def _changed_tiles(target: AdapterTarget, steps: Sequence[_Step]) -> Iterator[tuple[int, Array]]:
     """Like `_tiles`, with changes added by NumPy."""
     rows, columns = _flat(target.shape)
     product = np.empty((min(rows, max(1, _PRODUCT // max(1, columns))), columns), target.work)
@@ -469,14 +479,14 @@ def _changed_tiles(target: AdapterTarget, steps: Sequence[_Factors]) -> Iterator
         yield begin, tile
 
 
-def _in_core(target: AdapterTarget, steps: Sequence[_Factors], row: dtypes.Dtype) -> bool:
+def _in_core(target: AdapterTarget, steps: Sequence[_Step], row: dtypes.Dtype) -> bool:
     """Return True if the C core computes these changes."""
     narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
-    return narrows and target.work == np.float32 and all(step.magnitude is None for step in steps)
+    return narrows and target.work == np.float32 and all(step.norms is step.columns is None for step in steps)
 
 
 def _merge_in_core(
-    target: AdapterTarget, steps: Sequence[_Factors], out: Array, row: dtypes.Dtype, threads: int | None
+    target: AdapterTarget, steps: Sequence[_Step], out: Array, row: dtypes.Dtype, threads: int | None
 ) -> None:
     """Fill rows of the result with a matrix and its changes."""
     columns = out.shape[1]
@@ -492,28 +502,23 @@ def _merge_in_core(
     ]
     origin = Origin(target.name, target.shape)
 
-    def job(part: Array) -> Job:
-        return Job(None, 0, address_of(part), 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=origin)
+    def run(part: Array, begin: int, **source: Any) -> None:
+        merge = Updates(columns, [update._replace(left=update.left[begin:]) for update in updates])
+        job = Job(None, 0, address_of(part), 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=origin, merge=merge)
+        batch = Batch([job._replace(**source)])
+        batch.results([part])
+        batch.run(threads=threads)
 
-    if target.source is not None:
-        source, merge = target.source, Updates(columns, updates)
-        file, size = source.file, source.size
-        whole = job(out)._replace(file=file, offset=source.offset, size=size, source=source.row.number, merge=merge)
-        _run(whole, out, threads)
+    source = target.source
+    if source is not None:
+        run(out, 0, file=source.file, offset=source.offset, size=source.size, source=source.row.number)
         return
     for begin, values in _tiles(target):
-        part, tile = out[begin : begin + len(values)], native_order(np.ascontiguousarray(values))
-        merge = Updates(columns, [update._replace(left=update.left[begin:]) for update in updates])
-        _run(job(part)._replace(offset=address_of(tile), size=tile.nbytes, merge=merge), part, threads)
+        tile = native_order(np.ascontiguousarray(values))
+        run(out[begin : begin + len(values)], begin, offset=address_of(tile), size=tile.nbytes)
 
 
-def _run(job: Job, out: Array, threads: int | None) -> None:
-    batch = Batch([job])
-    batch.results([out])
-    batch.run(threads=threads)
-
-
-def _apply(step: _Factors, tile: Array, begin: int, product: Array) -> None:
+def _apply(step: _Step, tile: Array, begin: int, product: Array) -> None:
     """Change a tile in place. The rows of ``product`` limit how many rows change at a time."""
     for first in range(begin, begin + len(tile), len(product)):
         part = tile[first - begin : first - begin + len(product)]
@@ -521,56 +526,29 @@ def _apply(step: _Factors, tile: Array, begin: int, product: Array) -> None:
         change = np.matmul(step.left[first:last], step.right, out=product[: len(part)])
         change *= step.scaling
         part += change
-        if step.magnitude is None:
-            continue
+        if step.columns is not None:
+            part *= step.columns
         if step.norms is not None:
-            part *= (step.magnitude / step.norms).astype(part.dtype)
-        else:
             norms = np.sqrt(np.einsum("ij,ij->i", part, part, dtype=np.float64))
-            part *= (step.magnitude[first:last] / norms).astype(part.dtype)[:, None]
+            part *= (step.norms[first:last] / norms).astype(part.dtype)[:, None]
 
 
-def _factors(change: Change, target: AdapterTarget) -> _Factors:
-    """Read the tensors of a change."""
-    parts, mlx = change.parts, change.adapter.settings.mlx
-    names = [name for part, name in parts.items() if part != A or BIAS not in parts]
-    arrays = change.adapter.checkpoint.load(names, dtype=target.work.name, backend="pread")
-    if BIAS in parts:
-        return _Factors(arrays[parts[BIAS]].reshape(-1, 1), np.ones((1, 1), target.work), change.scaling)
-    a, b = (arrays[parts[part]] for part in ((EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)))
-    if mlx:
-        a, b = a.T, b.T
-    a, b = a.reshape(_flat(a.shape)), b.reshape(_flat(b.shape))
-    left, right = (a.T, b.T) if change.by_columns else (b, a)
-    magnitude = arrays[parts[MAGNITUDE]].reshape(-1).astype(np.float64) if MAGNITUDE in parts else None
-    by_columns = change.by_columns and not mlx  # MLX has a norm for each row of an embedding
-    return _Factors(np.ascontiguousarray(left), np.ascontiguousarray(right), change.scaling, magnitude, by_columns)
+def _factors(
+    adapter: Adapter, name_a: str, name_b: str, dtype: str, *, count: int, by_columns: bool
+) -> tuple[Array, Array]:
+    """Return the factors of a number of matrices, [matrices, rows, r] and [matrices, r, columns].
 
-
-def _expert_factors(change: Change, target: AdapterTarget, stack_factors: _StackFactors) -> _Factors:
-    """Return the factors of a base tensor that holds part of a stacked adapter weight."""
-    assert change.part is not None
-    matrix, rows = change.part
-    left, right = stack_factors(_stack_of(change), target.work.name)
-    return _Factors(left[matrix, rows], right[matrix], change.scaling)
-
-
-def _stack_of(change: Change) -> _Stack:
-    return _Stack(change.adapter, change.parts[A], change.parts[B], change.matrices, change.by_columns)
-
-
-def _stack_factors(stack: _Stack, dtype: str) -> tuple[Array, Array]:
-    """Return the factors of a stack, [matrices, rows, r] and [matrices, r, columns].
-
-    PEFT stores the rows of A matrix by matrix, and the columns of B rank by rank; MLX stores stacks.
+    PEFT stores the rows of A matrix by matrix, and the columns of B rank by rank; MLX stores stacks, and transposes a
+    single matrix.
     """
-    count = stack.matrices
-    arrays = stack.adapter.checkpoint.load([stack.a, stack.b], dtype=dtype, backend="pread")
-    a, b = arrays[stack.a], arrays[stack.b]
-    if not stack.adapter.settings.mlx:
-        rank = len(a) // count
-        a, b = a.reshape(count, rank, a.shape[1]), b.reshape(len(b), rank, count).transpose(2, 0, 1)
-    left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if stack.by_columns else (b, a)
+    arrays = adapter.checkpoint.load([name_a, name_b], dtype=dtype, backend="pread")
+    a, b = arrays[name_a], arrays[name_b]
+    if not adapter.settings.mlx:
+        rank, columns = len(a) // count, math.prod(a.shape[1:])
+        a, b = a.reshape(count, rank, columns), b.reshape(len(b), rank, count).transpose(2, 0, 1)
+    elif a.ndim == 2:
+        a, b = a.T[None], b.T[None]
+    left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if by_columns else (b, a)
     return np.ascontiguousarray(left), np.ascontiguousarray(right)
 
 
@@ -599,7 +577,7 @@ def fit(
     heads = heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
     base = with_aliases(checkpoint, absent) if absent else checkpoint
-    return base, Merge(CheckpointBase(base), adapters, problems=problems, heads=heads)
+    return base, Merge(base_of(base), adapters, heads, problems=problems)
 
 
 def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:

@@ -163,7 +163,6 @@ NAMES = {
     "from_arrays": "frameworks.torch_arrays:from_arrays",
     "to_array": "frameworks.torch_arrays:to_array",
     "torch_devices": "frameworks.torch_devices",
-    "adapter_base": "loading.adapter_base",
     "merge": "loading.merge",
     "choosing": "models.choosing",
     "diffusion_models": "models.diffusion:diffusion_models",

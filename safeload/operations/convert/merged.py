@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,10 +14,9 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.paths import absolute
-from ...loading.adapter import Adapter, Weighted, listed, opened
-from ...loading.adapter_base import AdapterTarget, check_floating, in_rows, model_type_of, of_file
-from ...loading.adapter_fit import Apart, Fit, Heads, heads_of
-from ...loading.merge import Merge, warn_of_untied
+from ...loading.adapter import Adapter, listed, opened
+from ...loading.adapter_fit import AdapterTarget, Apart, Base, Fit, Heads, heads_of
+from ...loading.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
 from ...models.tied import untied
 from ...stores.local import check_unchanged, identity_of
 from ..sources.catalog import Catalog, Made
@@ -25,36 +24,18 @@ from ..sources.description import TensorDescription
 from ..sources.executors import in_memory
 
 
-class _Base:
-    """A catalog as the base model of adapters."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self.title = catalog.title
-        self.model_type = model_type_of(catalog.config)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._catalog
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._catalog)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._catalog.about(name).shape)
-
-    def target(self, name: str) -> AdapterTarget:
-        origin, file, index = self._catalog.place(name)
-        if file is not None:
-            owner: Any = origin  # tensors of a dict have no file
-            return of_file(owner, name, file, index)
-        about = self._catalog.about(name)
-        if not about.quantized:
-            check_floating(name, about.row, None)
-        work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
-        read: Callable[[Any], Array] = partial(_rows, self._catalog, name, work)
-        source = None if about.quantized else in_rows(self._catalog.in_place(name), work)
-        row = None if about.quantized else about.row
-        return AdapterTarget(name, about.shape, row, work, read, about.quantized, source)
+def _target(catalog: Catalog, name: str) -> AdapterTarget:
+    origin, file, _ = catalog.place(name)
+    if file is not None:
+        owner: Any = origin  # tensors of a dict have no file
+        return target_of(owner, name)
+    about = catalog.about(name)
+    if not about.quantized:
+        check_floating(name, about.row, None)
+    work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
+    source = None if about.quantized else in_rows(catalog.in_place(name), work)
+    row = None if about.quantized else about.row
+    return AdapterTarget(name, about.shape, row, work, partial(_rows, catalog, name, work), about.quantized, source)
 
 
 def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
@@ -66,40 +47,30 @@ class MergedCatalog(Catalog):
     """A catalog with adapters merged into its tensors, in float32, when a tensor is read."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        adapters: Sequence[Adapter],
-        *,
-        among: Container[str] | None = None,  # names of the tensors to consider, see `Merge`
-        fits: Sequence[Fit] | None = None,  # of each adapter; None to find the fits here
-        heads: Heads | None = None,  # None to find the tied heads here
+        self, catalog: Catalog, adapters: Sequence[Adapter], heads: Heads, fits: Sequence[Fit] | None = None
     ) -> None:
-        if heads is None:
-            heads = heads_of(adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
         # The embedding of each untied head that is not stored.
         self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
         whole = catalog.with_aliases(self.aliases)
         super().__init__(whole._origins, catalog.mapped)
-        self._merge = Merge(_Base(whole), adapters, among=among, fits=fits, heads=heads)
-        self.heads = heads
+        base = Base(whole.title, whole, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
+        self.merge = Merge(base, adapters, heads, fits=fits)
         if heads.untied and self.config is not None:
             self.config = untied(self.config)
-        self.adapters = adapters
-        self.fits = self._merge.fits
 
     def made(self, name: str) -> Made | None:
-        if name not in self._merge:
+        if name not in self.merge:
             return None
         work = dtypes.BY_CODE["F64" if super().about(name).row.code == "F64" else "F32"]
-        return Made(partial(self._merge.values, name), work)
+        return Made(partial(self.merge.values, name), work)
 
     def check_kept(self, name: str) -> None:
-        if name in self._merge:
-            self._merge.target_row(name, None)
+        if name in self.merge:
+            self.merge.target_row(name, None)
 
     def about(self, name: str) -> TensorDescription:
         tensor = super().about(name)
-        if name not in self._merge or tensor.packed or not (tensor.quantized or tensor.row.packed):
+        if name not in self.merge or tensor.packed or not (tensor.quantized or tensor.row.packed):
             return tensor
         row = dtypes.BY_CODE["F32"]  # merging turns blocks into numbers
         return TensorDescription(name, row.name, tensor.shape, row.nbytes(math.prod(tensor.shape)), row, True)
@@ -117,9 +88,11 @@ def merged(
     weighted = listed(adapters)
     if not weighted:
         return catalog
-    result = MergedCatalog(catalog, opened(stack, weighted, storage_options))
+    opened_adapters = opened(stack, weighted, storage_options)
+    heads = heads_of(opened_adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
+    result = MergedCatalog(catalog, opened_adapters, heads)
     if not with_config or catalog.config is None:
-        warn_of_untied(result.heads, catalog.config)
+        warn_of_untied(heads, catalog.config)
     return result
 
 
@@ -131,7 +104,7 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
     if not isinstance(catalog, MergedCatalog):
         return []
     adapters = []
-    for adapter, fit in zip(catalog.adapters, catalog.fits, strict=True):
+    for adapter, fit in zip(catalog.merge.adapters, catalog.merge.fits, strict=True):
         if adapter.checkpoint.weight_files[0].files.remote:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
         paths = [*(file.place for file in adapter.checkpoint.weight_files), adapter.config_at.path]
@@ -139,12 +112,12 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
             {
                 "files": [[absolute(path), *identity_of(os.stat(path))[:2]] for path in paths],  # the config comes last
                 "weight": adapter.weight,
-                "parameters": dict(fit.parameters),
+                "parameters": fit.parameters,
                 "transposed": sorted(fit.transposed),
-                "apart": {name: [*fit.apart[name]] for name in fit.parameters.values() if name in fit.apart},
-                "mirrored": dict(fit.mirrored),
+                "apart": {name: fit.apart[name] for name in fit.parameters.values() if name in fit.apart},
+                "mirrored": fit.mirrored,
                 "untied": catalog.aliases,
-                "renamed": dict(fit.renamed),
+                "renamed": fit.renamed,
             }
         )
     return adapters
@@ -159,7 +132,7 @@ def reopened(
         for path, size, version in adapter["files"]:
             check_unchanged(path, (size, version))
         paths = [path for path, _, _ in adapter["files"]]
-        weighted.append(Weighted(paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
+        weighted.append((paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
         apart = {
             name: Apart(experts, tuple(layers), *rest) for name, (experts, layers, *rest) in adapter["apart"].items()
         }
@@ -167,7 +140,7 @@ def reopened(
         fits.append(Fit(parameters, transposed, {}, apart, mirrored, renamed=adapter["renamed"]))
         heads.update(adapter["untied"])
     present = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
-    return MergedCatalog(catalog, opened(stack, weighted), among=among, fits=fits, heads=Heads(heads, present))
+    return MergedCatalog(catalog, opened(stack, weighted), Heads(heads, present), fits)
 
 
 def stored_names(adapters: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[str]:

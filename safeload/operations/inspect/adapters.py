@@ -132,14 +132,12 @@ def _described(opened: Checkpoint, base: Paths | None, storage_options: Mapping[
 
 
 def _fitting(adapter: Adapter, path: Paths, storage_options: Mapping[str, Any] | None) -> AdapterFitting:
-    from ...loading.adapter_base import CheckpointBase
     from ...loading.merge import fit
 
     with loading.open(path, storage_options=storage_options) as base:
         problems: list[SafeloadError] = []
-        whole, merge = fit(base, [adapter], problems)
-        against = CheckpointBase(whole)
-        packed = sum(against.target(name).row is None for name in merge.changes)
+        _, merge = fit(base, [adapter], problems)
+        packed = sum(merge.base.target(name).row is None for name in merge.changes)
         messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in problems]
         return AdapterFitting(base.path, len(merge.changes), packed, len(base), messages)
 
