@@ -35,9 +35,10 @@ def absent_heads(schema: Schema | None, names: Collection[str], config: Mapping[
             if head not in names and embedding in names and sign in names
         }
     try:
-        return schema.tied(names, config)
+        pairs = schema.pairs(names, config).items()
     except ValueError:  # the config lacks a key
         return {}
+    return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
 
 
 def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:

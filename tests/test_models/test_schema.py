@@ -174,7 +174,7 @@ def test_the_schema_is_found_by_the_config(kind):
         assert choosing.choose(None, "safetensors", tensors.keys()) is None
         return
     assert choosing.choose(config, "safetensors", tensors.keys()) == (found, True)
-    if families.families()[name].keys:
+    if families.family_files()[name].keys:
         assert choosing.choose({**config, "vision_encoder": {"hidden_size": 4}}, None, ()) == (found, False)
         assert choosing.choose({**config, "moe": {"num_experts": 4}}, None, ()) == (found, True)
         assert choosing.choose({**config, "model_type": "something"}, None, ()) is None
@@ -224,7 +224,7 @@ def test_defaults_and_configs():
 
 def test_the_installed_package_has_every_family():
     there = {entry.name.removesuffix(".json") for entry in (files("safeload") / "models" / "families").iterdir()}
-    assert there == set(families.families())
+    assert there == set(families.family_files())
     assert len(BUILT_IN_SCHEMAS) == 25
 
 
