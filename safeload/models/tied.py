@@ -48,10 +48,9 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
     choice = choose(config, None, names)
     keys = config
     if choice is None or not any(map(choice.schema.find, names)):
-        inner = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names)
-        choice = choice if inner is None else inner.choice
-        if inner is not None:
-            keys = {**inner.config, **({KEY: config[KEY]} if isinstance(config.get(KEY), bool) else {})}
+        choice = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
+        if choice is not None and choice.inner is not None:
+            keys = {**choice.inner.config, **({KEY: config[KEY]} if isinstance(config.get(KEY), bool) else {})}
     return _by_names(config, names) if choice is None else _by_schema(choice, names, keys)
 
 
