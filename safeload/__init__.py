@@ -42,7 +42,7 @@ _MODULE_OF = {
         "formats.tensor_slice": "TensorSlice",
         "loading.entry": "load open",
         "models.layout": "Layout StackedTensor",
-        "models.listing": "ModelFamily families",
+        "models.family": "ModelFamily families",
         "operations.convert.convert": "convert",
         "operations.convert.resume": "Plan finalize plan_convert",
         "operations.convert.write": "ConvertReport",

@@ -44,10 +44,10 @@ from .errors import VerificationError as VerificationError
 from .formats.tensor_slice import TensorSlice as TensorSlice
 from .loading.entry import load as load
 from .loading.entry import open as open
+from .models.family import ModelFamily as ModelFamily
+from .models.family import families as families
 from .models.layout import Layout as Layout
 from .models.layout import StackedTensor as StackedTensor
-from .models.listing import ModelFamily as ModelFamily
-from .models.listing import families as families
 from .operations.convert.convert import convert as convert
 from .operations.convert.resume import Plan as Plan
 from .operations.convert.resume import finalize as finalize

@@ -44,11 +44,21 @@ _RENAMED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _HEADS, _EMBED, _UNEMBED = ".self_attn.kv_b_proj.weight", ".self_attn.embed_q.weight", ".self_attn.unembed_out.weight"
 
 
+class Inner(NamedTuple):
+    """The part of a model that a schema covers, such as the language model inside a multi-modal model."""
+
+    config: Mapping[str, Any]
+    key: str  # key of its config in the config of the whole model, such as "text_config"
+    prefix: str  # prefix of the names of its tensors
+    whole: bool = False  # it is the whole model, under other names
+
+
 class Choice(NamedTuple):
     """The schema of a model."""
 
-    schema: Schema
+    schema: Schema  # with the prefix of the part's tensors
     complete: bool  # the schema lists the architecture, so it describes the whole model including its head
+    inner: Inner | None = None  # None for the whole model
 
 
 def choose(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
@@ -96,28 +106,18 @@ def _stem(architecture: Any) -> str | None:
     return None if match is None else match[1]
 
 
-class Inner(NamedTuple):
-    """The language model inside a multi-modal model."""
-
-    choice: Choice  # its schema, with the prefix of its tensors
-    config: Mapping[str, Any]
-    key: str  # key of its config in the config of the whole model, such as "text_config"
-    prefix: str  # prefix of the names of its tensors
-    whole: bool = False  # it is the whole model, under other names
-
-
-def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
+def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Choice | None:
     """Choose the schema of the language model inside a model by its nested config."""
     for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
         choice = choose(inner, None, names)
         if choice is not None:
             prefix = _inner_prefix(choice.schema, names)
             if prefix is not None:
-                return Inner(Choice(_with_prefix(choice.schema, prefix), False), inner, key, prefix)
+                return Choice(_with_prefix(choice.schema, prefix), False, Inner(inner, key, prefix))
     return None
 
 
-def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Collection[str]) -> Inner | None:
+def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Collection[str]) -> Choice | None:
     """Find an additional prefix of all names: "module.model.layers.0...", "language_model.model.layers.0...".
 
     None if the names have no prefix, or too few of them match the schema.
@@ -128,7 +128,7 @@ def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Colle
     placed = _with_prefix(schema, prefix)
     if _PLACED_OF * sum(placed.find(name) is not None for name in names) < len(names):
         return None
-    return Inner(Choice(placed, choice.complete), config, "config.json", prefix, True)
+    return Choice(placed, choice.complete, Inner(config, "config.json", prefix, True))
 
 
 def _inner_configs(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -55,24 +55,6 @@ def quantized_models() -> list[str]:
     return [name for name, model in diffusion_models().items() if model.unquantized is not None]
 
 
-class DiffusionNames(NamedTuple):
-    """An architecture that was recognised by names."""
-
-    architecture: str
-    prefix: str  # of the names of the model's tensors
-    diffusers: str | None  # the name that only the layout of Diffusers has
-
-
-def recognize(names: Collection[str]) -> DiffusionNames | None:
-    """Return the architecture of tensors with these names, or None."""
-    prefix = prefix_of(names)
-    for architecture, model in diffusion_models().items():
-        refused = model.diffusers is not None and prefix + model.diffusers in names
-        if refused or has_marks(names, model, prefix):
-            return DiffusionNames(architecture, prefix, model.diffusers if refused else None)
-    return None
-
-
 def has_marks(names: Collection[str], model: DiffusionModel, prefix: str) -> bool:
     """Return True if the names are those of a model."""
     return any(all(prefix + mark in names for mark in marks) for marks in model.marks)

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from ..base.cached import cached_property
 from ..base.data import read_data
 from ..base.text import show
+from ..errors import exported, public
 from .gguf import GgufForm
 from .schema import Schema
 
@@ -86,7 +87,7 @@ class FamilyFile:
 
 
 @cache
-def families() -> dict[str, FamilyFile]:
+def family_files() -> dict[str, FamilyFile]:
     """Return all families by name."""
     return {name: FamilyFile(name) for name in sorted(path.stem for path in _FOLDER.glob("*.json"))}
 
@@ -132,7 +133,7 @@ def _over(base: _Content, own: _Content) -> dict[str, Any]:
 @cache
 def with_schema() -> dict[str, FamilyFile]:
     """Return the families with a schema by name."""
-    return {name: family for name, family in families().items() if family.has_schema}
+    return {name: family for name, family in family_files().items() if family.has_schema}
 
 
 def load(name: Any) -> Schema:
@@ -145,7 +146,7 @@ def load(name: Any) -> Schema:
     if not isinstance(name, str):
         raise ValueError(f"schema must be the name of a built-in schema, got {show(name)}; expected one of {listed}")
     if name in with_schema():
-        return families()[name].schema
+        return family_files()[name].schema
     is_path = name.endswith(".json") or not {"/", "\\"}.isdisjoint(name)
     advice = ": only built-in schemas are supported, no files" if is_path else _nearest(name)
     raise ValueError(f"unknown schema {show(name)}{advice}; expected one of {listed}")
@@ -165,18 +166,18 @@ def _nearest(text: str) -> str:
 
 def engine_model_types() -> list[str]:
     """Return the ``model_type`` of the models that all engines support."""
-    return [name for family in families().values() if family.in_engines for name in family.model_types]
+    return [name for family in family_files().values() if family.in_engines for name in family.model_types]
 
 
 def mlx_experts_of(model_type: object) -> MlxExperts | None:
     """Return how mlx-lm stores the experts of a model, or None if it has none."""
-    return next((family.mlx_experts for family in families().values() if model_type in family.model_types), None)
+    return next((family.mlx_experts for family in family_files().values() if model_type in family.model_types), None)
 
 
 def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
     """Return True if mlx-lm may store other values, axes or names for a model than transformers."""
     model_type = (config or {}).get("model_type")
-    known = (family.model_types for family in families().values() if family.in_mlx)
+    known = (family.model_types for family in family_files().values() if family.in_mlx)
     return isinstance(model_type, str) and not any(model_type in names for names in known)
 
 
@@ -186,11 +187,71 @@ def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
 @cache
 def gguf_forms() -> dict[str, GgufForm]:
     """Return the families that llama.cpp has, by class."""
-    return {family.architectures[0]: family.gguf for family in families().values() if family.in_gguf}
+    return {family.architectures[0]: family.gguf for family in family_files().values() if family.in_gguf}
 
 
 @cache
 def gguf_architectures() -> dict[str, GgufForm]:
     """Return the family after which each architecture of llama.cpp is named, not those that it runs alike."""
-    named = (family.gguf for family in families().values() if family.names_architecture)
+    named = (family.gguf for family in family_files().values() if family.names_architecture)
     return {form.architecture: form for form in named}
+
+
+# ---- for users ----
+
+
+@exported()
+class ModelFamily(NamedTuple):
+    """A family of models.
+
+    Attributes:
+        name: name of the family; of its schema, if it has one.
+        about: the models of the family.
+        architectures: names in ``architectures`` of a config.json.
+        model_types: values of ``model_type`` in a config.json.
+        schema: True if `safeload.check` knows its tensors.
+        gguf: architecture that `safeload.convert` writes to GGUF files and reads from them; "" if llama.cpp is not
+            supported.
+        engines: True if whole models can be written in the formats of engines, such as "w4a16".
+        mlx: True if folders of mlx-lm can be converted to other formats.
+
+    Example:
+        >>> import safeload
+        >>> {family.name: family.gguf for family in safeload.families()}["qwen3_moe"]
+        'qwen3moe'
+    """
+
+    name: str
+    about: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    schema: bool
+    gguf: str
+    engines: bool
+    mlx: bool
+
+
+@public
+def families() -> list[ModelFamily]:
+    """List the families of models that safeload knows, and for what, sorted by name.
+
+    Models of other families load and convert too, but their tensors are not compared with a schema.
+
+    Example:
+        >>> import safeload
+        >>> [family.name for family in safeload.families() if family.gguf == "llama"]
+        ['llama', 'mistral', 'mixtral']
+    """
+    return [
+        ModelFamily(
+            name,
+            family.about,
+            family.architectures,
+            family.model_types,
+            family.has_schema,
+            family.gguf.architecture if family.in_gguf else "",
+            family.in_engines,
+            family.in_mlx,
+        )
+        for name, family in family_files().items()
+    ]

@@ -165,11 +165,6 @@ class Schema:
             (text for text in listed[:MAX_LISTED] if isinstance(text, str) and text in self.architectures), None
         )
 
-    def tied(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, str]:
-        """Return the embeddings of required heads that are absent because they are tied, by head; see `pairs`."""
-        pairs = self.pairs(names, config).items()
-        return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
-
     def pairs(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, tuple[str, bool]]:
         """Return the embeddings of tied heads, stored or not, by head, and True if the head is optional.
 

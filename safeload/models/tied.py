@@ -35,9 +35,10 @@ def absent_heads(schema: Schema | None, names: Collection[str], config: Mapping[
             if head not in names and embedding in names and sign in names
         }
     try:
-        return schema.tied(names, config)
+        pairs = schema.pairs(names, config).items()
     except ValueError:  # the config lacks a key
         return {}
+    return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
 
 
 def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
@@ -47,10 +48,9 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
     choice = choose(config, None, names)
     keys = config
     if choice is None or not any(map(choice.schema.find, names)):
-        inner = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names)
-        choice = choice if inner is None else inner.choice
-        if inner is not None:
-            keys = {**inner.config, **({KEY: config[KEY]} if isinstance(config.get(KEY), bool) else {})}
+        choice = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
+        if choice is not None and choice.inner is not None:
+            keys = {**choice.inner.config, **({KEY: config[KEY]} if isinstance(config.get(KEY), bool) else {})}
     return _by_names(config, names) if choice is None else _by_schema(choice, names, keys)
 
 

@@ -247,7 +247,7 @@ SMALL = {
 def small(kind, dtype=ml_dtypes.bfloat16):
     """Config and tensors of a small model: what must be there, with values as trained ones are."""
     name, sizes = SMALL[kind]
-    family = families.families()[name]
+    family = families.family_files()[name]
     config = dict(sizes)
     if not family.keys:
         config["model_type"] = next(iter(family.model_types), name)

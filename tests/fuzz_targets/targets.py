@@ -684,7 +684,7 @@ def _expand(made, values):
             require(entry.name == name, "wanted by name")
             require(entry.shape is None or all(dim is None or dim >= 0 for dim in entry.shape), "sizes are sizes")
             require(made.find(name) is not None, f"{name!r} is a name of the schema")
-        made.tied(names, values)
+        made.pairs(names, values)
 
 
 def _divided_by_others(text):

@@ -95,9 +95,9 @@ def test_the_json_of_a_family_is_well_formed(name):
 
 @pytest.mark.parametrize("name", [name for name, content in CONTENTS.items() if "gguf" in content])
 def test_the_form_of_llama_cpp_is_well_formed(name):
-    own, form = CONTENTS[name]["gguf"], families.families()[name].gguf
+    own, form = CONTENTS[name]["gguf"], families.family_files()[name].gguf
     assert own.keys() <= GGUF_FIELDS
-    inherited = families.families()[CONTENTS[name]["like"]].gguf if "like" in CONTENTS[name] else form
+    inherited = families.family_files()[CONTENTS[name]["like"]].gguf if "like" in CONTENTS[name] else form
     for pattern in own.get("without", ()):
         assert any(fnmatchcase(text, pattern) for text in (*inherited.layouts, *inherited.keys)), pattern
     for entry in own.get("tensors", {}).values():
@@ -113,7 +113,7 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
         for source, layout in sources.items():
             assert source.count("{}") == target.count("{}") + layout.stack
             assert {*layout.heads} <= keys.keys()
-    published = families.families()[name]
+    published = families.family_files()[name]
     if published.has_schema:  # every tensor of the schema has a place, or is one that llama.cpp computes
         names = {entry.name.replace("{prefix}", "model.") for entry in published.schema.entries if not entry.optional}
         names = {re.sub(r"\{[a-z]+\}", "{}", text) for text in names if not text.startswith(("score.", "qa_outputs."))}

@@ -173,18 +173,18 @@ def test_the_schema_is_found_by_the_config(kind):
         assert choosing.choose(None, "moon", ["a"]) is None
         assert choosing.choose(None, "safetensors", tensors.keys()) is None
         return
-    assert choosing.choose(config, "safetensors", tensors.keys()) == (found, True)
-    if families.families()[name].keys:
-        assert choosing.choose({**config, "vision_encoder": {"hidden_size": 4}}, None, ()) == (found, False)
-        assert choosing.choose({**config, "moe": {"num_experts": 4}}, None, ()) == (found, True)
+    assert choosing.choose(config, "safetensors", tensors.keys()) == (found, True, None)
+    if families.family_files()[name].keys:
+        assert choosing.choose({**config, "vision_encoder": {"hidden_size": 4}}, None, ()) == (found, False, None)
+        assert choosing.choose({**config, "moe": {"num_experts": 4}}, None, ()) == (found, True, None)
         assert choosing.choose({**config, "model_type": "something"}, None, ()) is None
         del config["dim"]
         assert choosing.choose(config, None, ()) is None
         return
     config.pop("architectures")
-    assert choosing.choose(config, "safetensors", tensors.keys()) == (found, True)
+    assert choosing.choose(config, "safetensors", tensors.keys()) == (found, True, None)
     config["architectures"] = ["SomethingForSequenceClassification"]
-    assert choosing.choose(config, "safetensors", tensors.keys()) == (found, False)
+    assert choosing.choose(config, "safetensors", tensors.keys()) == (found, False, None)
     config["model_type"] = "something"
     assert choosing.choose(config, "safetensors", tensors.keys()) is None
 
@@ -224,7 +224,7 @@ def test_defaults_and_configs():
 
 def test_the_installed_package_has_every_family():
     there = {entry.name.removesuffix(".json") for entry in (files("safeload") / "models" / "families").iterdir()}
-    assert there == set(families.families())
+    assert there == set(families.family_files())
     assert len(BUILT_IN_SCHEMAS) == 25
 
 
@@ -245,7 +245,7 @@ def test_the_installed_package_has_every_family():
 )
 def test_the_family_of_an_architecture(architecture, name):
     choice = choosing.choose({"architectures": [architecture]}, None, ())
-    assert choice == (None if name is None else (BUILT_IN_SCHEMAS[name], False))
+    assert choice == (None if name is None else (BUILT_IN_SCHEMAS[name], False, None))
     inner = {"architectures": [architecture], "text_config": {"model_type": "llama"}}
     assert choosing.choose(inner, None, ()) is None
 
@@ -261,10 +261,10 @@ def test_the_language_model_in_a_config():
     names = ["vision.embed.weight", "text.model.embed_tokens.weight", "text.model.norm.weight", "text.lm_head.weight"]
     inner = {"model_type": "qwen3", "hidden_size": 4}
     found = choosing.choose_inner({"a": {"b": inner}, "vision_config": {"model_type": "x"}}, names)
-    assert (found.key, found.prefix, found.config) == ("b", "text.model.", inner)
-    assert found.choice.schema.role("text.model.norm.weight") == "norm"
-    assert found.choice.schema.role("text.lm_head.weight") == "head"
-    assert found.choice.schema.role("vision.embed.weight") is None
+    assert found.inner[:3] == (inner, "b", "text.model.")
+    assert found.schema.role("text.model.norm.weight") == "norm"
+    assert found.schema.role("text.lm_head.weight") == "head"
+    assert found.schema.role("vision.embed.weight") is None
     assert choosing.choose_inner({"a": {"b": {"c": {"d": inner}}}}, names) is None
     assert choosing.choose_inner({"text_config": inner}, ["a"]) is None
     assert choosing.choose_inner(None, names) is None

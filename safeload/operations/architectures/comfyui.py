@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,10 +17,10 @@ from ...models.diffusion import (
     ARCHITECTURE,
     SHAPE_KEY,
     DiffusionModel,
-    DiffusionNames,
     diffusion_models,
+    has_marks,
     original_shape,
-    recognize,
+    prefix_of,
 )
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
@@ -36,18 +37,29 @@ _LONGEST_AXIS = (1 << 31) - 1
 _WIDE = ("F32", "BF16")
 
 
+class DiffusionNames(NamedTuple):
+    """An architecture that was recognised by names."""
+
+    architecture: str
+    prefix: str  # of the names of the model's tensors
+
+
 def recognized(catalog: Catalog) -> DiffusionNames | None:
     """Return the architecture of a checkpoint that is not a GGUF file, or None if it is no diffusion model."""
     if catalog.format == "gguf":
         return None
-    diffusion = recognize(dict.fromkeys(catalog).keys())
-    if diffusion is not None and diffusion.diffusers is not None:
-        raise UnsupportedError(
-            f"{catalog.title}: tensor {show(diffusion.diffusers)} is from Diffusers, but ComfyUI loads "
-            f"{diffusion.architecture} from GGUF only in the layout of the original checkpoint: convert that one, or "
-            "pass raw=True to write the tensors as they are"
-        )
-    return diffusion
+    names = dict.fromkeys(catalog).keys()
+    prefix = prefix_of(names)
+    for architecture, model in diffusion_models().items():
+        if model.diffusers is not None and prefix + model.diffusers in names:
+            raise UnsupportedError(
+                f"{catalog.title}: tensor {show(model.diffusers)} is from Diffusers, but ComfyUI loads {architecture} "
+                "from GGUF only in the layout of the original checkpoint: convert that one, or pass raw=True to write "
+                "the tensors as they are"
+            )
+        if has_marks(names, model, prefix):
+            return DiffusionNames(architecture, prefix)
+    return None
 
 
 def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:

@@ -88,6 +88,9 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         vocabulary = vocabulary._replace(add_space_prefix=False)
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
     shapes.update((name, array.shape) for name, array in settings.tensors.items())
+    ends = {}
+    if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
+        ends["tokenizer.ggml.eot_token_id"] = values.U32(vocabulary.texts.index(form.end_of_turn))
     metadata = {
         ARCHITECTURE: form.architecture,
         "general.type": "model",
@@ -97,7 +100,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
         **dict(vocabulary.keys()),
         **dict(SpecialTokens(files, config, vocabulary).keys()),
-        **_ends_of_turns(form.end_of_turn, vocabulary.texts),
+        **ends,
         f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
         **({} if experts is None else {_EXPERTS: experts}),
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
@@ -125,11 +128,6 @@ def _home_of(catalog: Catalog) -> Location:
         return catalog.folder
     file = catalog.weight_files[0]
     return Location(file.files, file.files.split(file.place)[0])
-
-
-def _ends_of_turns(token: str | None, texts: list[str]) -> dict[str, Any]:
-    """Return the token that ends a turn of a chat, for models whose tokenizer does not name it."""
-    return {"tokenizer.ggml.eot_token_id": values.U32(texts.index(token))} if token in texts else {}
 
 
 # ---- name, size and settings of sampling ----

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...base.messages import encode
 from ...errors import FormatError
@@ -64,12 +64,13 @@ def parse(content: bytes, path: str) -> SentencePieceModel:
             if len(pieces) >= MAX_PIECES:
                 raise FormatError(f"more than {MAX_PIECES:,} pieces", path, at)
             pieces.append(_piece(value, path, at))
-        elif number == 2 and isinstance(value, bytes):
-            settings = {key: inner for key, inner, _ in _fields(value, path, at)}
-            kind = settings.get(3, UNIGRAM) if isinstance(settings.get(3, UNIGRAM), int) else 0  # type: ignore[assignment]
-        elif number == 3 and isinstance(value, bytes):
-            settings = {key: inner for key, inner, _ in _fields(value, path, at)}
-            prefix, trims, maps = bool(settings.get(3, 1)), bool(settings.get(4, 1)), bool(settings.get(2))
+        elif number in (2, 3) and isinstance(value, bytes):
+            settings: dict[int, Any] = {key: inner for key, inner, _ in _fields(value, path, at)}
+            if number == 2:
+                kind = settings.get(3, UNIGRAM)
+                kind = kind if isinstance(kind, int) else 0
+            else:
+                prefix, trims, maps = bool(settings.get(3, 1)), bool(settings.get(4, 1)), bool(settings.get(2))
     if not pieces:
         raise FormatError("not a model of SentencePiece: it has no pieces", path)
     return SentencePieceModel(pieces, kind, prefix, trims, maps)

@@ -26,7 +26,7 @@ from ..sources.catalog import Catalog
 _MAX_SIZE = (1 << 32) - 1
 _MAX_F32 = float(np.finfo(np.float32).max)
 # Largest number of rotation factors: half of the largest head.
-_MAX_FACTORS = 1 << 16
+MAX_FACTORS = 1 << 16
 
 # Rope parameters that older configs have outside of them, under these names.
 _OUTSIDE_ROPE = {
@@ -314,7 +314,7 @@ class _Rope(NamedTuple):
 
     def _factors(self, name: str) -> Array:
         count, factors = self._rotated() // 2, self.full.get(f"{name}_factor")
-        if not isinstance(factors, list) or len(factors) != count or count > _MAX_FACTORS:
+        if not isinstance(factors, list) or len(factors) != count or count > MAX_FACTORS:
             raise self.config.fault(f"{name}_factor must be a list of {count} numbers, got {show(factors)}")
         return np.array([self.config.number(factor, f"{name}_factor") for factor in factors], np.float32)
 
@@ -342,8 +342,8 @@ class _Rope(NamedTuple):
     def _llama3(self) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
         size = self.config.head_dim
-        if size // 2 > _MAX_FACTORS:
-            raise self.config.fault(f"head_dim must be at most {2 * _MAX_FACTORS}, got {size}")
+        if size // 2 > MAX_FACTORS:
+            raise self.config.fault(f"head_dim must be at most {2 * MAX_FACTORS}, got {size}")
         base = np.float32(self._number("rope_theta", USUAL_BASE))
         if not base > 0:
             raise self.config.fault(f"rope_theta must be above 0, got {base}")
@@ -512,7 +512,7 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
 def _factors_in(catalog: Catalog, name: str) -> Array:
     """Return the factors of rotations in a tensor."""
     size = math.prod(catalog.about(name).shape)
-    if size > _MAX_FACTORS:
+    if size > MAX_FACTORS:
         raise error_about(FormatError, f"has {size:,} factors of rotations", path=catalog.title, tensor=name)
     factors: Array = catalog.array(name).reshape(-1)
     return factors

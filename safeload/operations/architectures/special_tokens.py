@@ -15,11 +15,11 @@ from .settings import ModelConfig
 from .tokenizer import CONFIG, JSON, OLD_TEMPLATE, TEMPLATE, TokenizerFiles, Vocabulary
 
 # Types of special tokens, with the words of llama.cpp's keys.
-_TYPES = {
-    "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls", "mask": "mask",
+TYPES = {
+    "bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "cls": "cls", "mask": "mask",
     "eot": "eot", "eom": "eom",
 }  # fmt: skip
-_USUAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+USUAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # Flags of llama.cpp: whether a text gets this token.
 _FLAGS = ("bos", "eos", "sep")
 _MOST_PROCESSORS = 16
@@ -33,7 +33,7 @@ class SpecialTokens:
         self._size = len(vocabulary.texts)
         self._ids: dict[str, int] = {}
         self._adds: dict[str, bool] = {}
-        self._types = list(_USUAL)
+        self._types = list(USUAL)
         self._config = dict(files.config or {})
         if files.json is not None:
             self._read_processor(files.json.get("post_processor"))
@@ -48,7 +48,7 @@ class SpecialTokens:
             self._set(kind, config.values.get(f"{kind}_token_id"))
         if files.json is None:
             numbers = {text: number for number, text in enumerate(vocabulary.texts)}
-            for kind in _USUAL:
+            for kind in USUAL:
                 number = numbers.get(_text(self._config.get(f"{kind}_token")))
                 if number != USUAL_IDS.get(kind):  # llama.cpp assumes that one
                     self._set(kind, number)
@@ -56,7 +56,7 @@ class SpecialTokens:
     def keys(self) -> Iterator[tuple[str, Any]]:
         """Yield the metadata keys."""
         for kind, number in self._ids.items():
-            yield f"tokenizer.ggml.{_TYPES[kind]}_token_id", values.U32(number)
+            yield f"tokenizer.ggml.{TYPES[kind]}_token_id", values.U32(number)
         for kind, flag in self._adds.items():
             if kind in _FLAGS:
                 yield f"tokenizer.ggml.add_{kind}_token", flag

@@ -16,19 +16,11 @@ from ..sources.catalog import Catalog
 from . import pre_tokenizers, sentencepiece
 from .sentencepiece import CONTROL, NORMAL, UNUSED, USER_DEFINED, VocabularyPiece
 from .settings import text_at
+from .special_tokens import TYPES, USUAL
 from .tokenizer import CONFIG, JSON, KEPT, MODEL, TEMPLATE
 
 _PREFIX = "tokenizer.ggml."
 _MOST_SCORE = 1 << 127  # scores are f32
-_IDS = {
-    "bos": "bos",
-    "eos": "eos",
-    "unknown": "unk",
-    "padding": "pad",
-    "seperator": "sep",
-    "cls": "cls",
-    "mask": "mask",
-}
 
 
 def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list[str]]:
@@ -84,10 +76,10 @@ class _Tokens:
         self.types: list[int] = self._numbers("token_type", NORMAL, "iu")
         usual = sentencepiece.USUAL_IDS.items() if scored else ()
         self.ids = {name: number for name, number in usual if number < len(texts)}
-        for key, name in _IDS.items():
-            number = self._metadata.get(f"{_PREFIX}{key}_token_id")
-            if isinstance(number, int) and 0 <= number < len(texts):
-                self.ids[name] = int(number)
+        for kind, word in TYPES.items():
+            number = self._metadata.get(f"{_PREFIX}{word}_token_id")
+            if kind in USUAL and isinstance(number, int) and 0 <= number < len(texts):
+                self.ids[kind] = int(number)
 
     def _numbers(self, key: str, default: float, kinds: str) -> list[Any]:
         array = self._metadata.get(f"{_PREFIX}{key}")

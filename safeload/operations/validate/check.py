@@ -34,7 +34,7 @@ from ...errors import FormatError, RemotePermissionError, SafeloadError, Unsuppo
 from ...formats.numbered import other_form
 from ...formats.registry import BY_NAME, GGUF
 from ...loading import entry as loading
-from ...models.choosing import Choice, Inner, choose, choose_inner, choose_prefix
+from ...models.choosing import Choice, choose, choose_inner, choose_prefix
 from ...models.family import load as load_schema
 from ...models.module_names import WRAPPERS, stored_names, wrapped_inside
 from ...models.schema import Schema
@@ -363,13 +363,12 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     config = _config(report, catalog, options)
     report.add(files.check_index(catalog))
     named: Descriptions = tensors
-    inner = None
     if catalog.format == GGUF and options.choose and config is None:
         findings, choice, config = check_gguf(catalog.metadata, tensors)
         report.add(findings)
     else:
         named = _without_wrappers(report, tensors, catalog.title) if options.choose else tensors
-        choice, inner = _choose_schema(config, catalog.format, named, options)
+        choice = _choose_schema(config, catalog.format, named, options)
         log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
     schema = None if choice is None else choice.schema
     report.add(structure.check_sizes(tensors, schema))
@@ -380,13 +379,14 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
         unchecked = "names, shapes and values" if options.values else "names and shapes"
         count = plural(len(quantized.names), "tensor")
         report.add([find("quantization.unchecked", label=quantized.label, checks=unchecked, tensors=count)])
+    inner = None if choice is None else choice.inner
     model = Model(tensors, frozenset(codes), quantized, schema, config if inner is None else inner.config)
     if choice is None:
         report.add(structure.check_layers(tensors, quantized.modules))
     elif tensors:
         report.schema = choice.schema.name
         parts = quantized if named is tensors else quantized.unwrapped()
-        findings, report.compared = structure.check_schema(choice, model.config, named, quantized=parts, inner=inner)
+        findings, report.compared = structure.check_schema(choice, model.config, named, quantized=parts)
         report.add(findings)
     expected = options.limits.parameters
     if expected is not None and report.parameters != expected:
@@ -423,14 +423,14 @@ def _without_wrappers(report: CheckReport, tensors: Descriptions, title: str) ->
 
 def _choose_schema(
     config: Mapping[str, Any] | None, format: str | None, named: Descriptions, options: CheckSettings
-) -> tuple[Choice | None, Inner | None]:
-    """Return the schema, and the covered part of the model; None for the whole model."""
+) -> Choice | None:
     row = BY_NAME.get(format or "")
     if not options.choose or (row is not None and row.own_names):
-        return None if options.schema is None else Choice(options.schema, True), None
+        return None if options.schema is None else Choice(options.schema, True)
     choice = choose(config, format, named.keys())
-    inner = choose_inner(config, named.keys()) if choice is None else choose_prefix(choice, config, named.keys())
-    return (choice if inner is None else inner.choice), inner
+    if choice is None:
+        return choose_inner(config, named.keys())
+    return choose_prefix(choice, config, named.keys()) or choice
 
 
 def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ...base import dtypes
 from ...base.names import pattern_of
 from ...base.text import plural, show
-from ...models.choosing import Choice, Inner
+from ...models.choosing import Choice
 from ...models.expressions import Config, names_in
 from ...models.gguf import METADATA
 from ...models.module_names import unwrapped
@@ -213,10 +213,9 @@ def check_schema(
     tensors: Descriptions,
     *,
     quantized: Quantized = NOT_QUANTIZED,  # tensors outside the schema
-    inner: Inner | None = None,  # the part of the model that the schema covers; None for the whole model
 ) -> tuple[list[Finding], int]:
     """Compare names and shapes with a schema; return findings, and the number of compared tensors."""
-    schema = choice.schema
+    schema, inner = choice.schema, choice.inner
     parts, modules = quantized.names, quantized.modules
 
     def unchecked(why: str) -> tuple[list[Finding], int]:
@@ -242,7 +241,7 @@ def check_schema(
     if inner is not None and inner.whole:
         first = next(name for name in tensors if name in expected)
         findings.append(find("schema.prefix", first, prefix=show(inner.prefix), schema=schema.name))
-    findings += _check_unexpected(choice, config, expected, tensors, quantized=quantized, inner=inner)
+    findings += _check_unexpected(choice, config, expected, tensors, quantized=quantized)
     source = "metadata" if schema.config == METADATA else "config"
     findings += _check_shapes(names, {**expected, **corrected}, tensors, source)
     return findings, len(names)
@@ -322,10 +321,9 @@ def _check_unexpected(
     tensors: Descriptions,
     *,
     quantized: Quantized,
-    inner: Inner | None,
 ) -> Iterator[Finding]:
     """Find tensors outside the schema; note heads and other parts as unchecked."""
-    severity, schema = ERROR if choice.complete else WARNING, choice.schema
+    severity, schema, inner = ERROR if choice.complete else WARNING, choice.schema, choice.inner
     unexpected = [name for name in tensors if name not in expected]
     if not unexpected:
         return
