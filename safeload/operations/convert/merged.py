@@ -53,7 +53,8 @@ class MergedCatalog(Catalog):
         self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
         whole = catalog.with_aliases(self.aliases)
         super().__init__(whole._origins, catalog.mapped)
-        base = Base(whole.title, whole, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
+        names = {**dict.fromkeys(catalog), **self.aliases}  # a piece has more in its files
+        base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
         self.merge = Merge(base, adapters, heads, fits=fits)
         if heads.untied and self.config is not None:
             self.config = untied(self.config)
