@@ -194,7 +194,7 @@ def change_of(
 def _weight_change(match: _Match, module: str, a: str, b: str, transposed: bool) -> Change:
     """Return the change of a linear layer, a convolution or an embedding."""
     shape, mlx = match.target.shape, match.adapter.settings.mlx
-    rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
+    rows, columns = _flat(shape)
     rank = match.shape(a)[1 if mlx else 0]
     by_columns = a == EMBEDDING_A or (transposed and len(shape) == 2)
     if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
@@ -412,9 +412,9 @@ class _Step(NamedTuple):
     columns: Array | None = None  # factors of the columns
 
 
-def _flat(shape: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
-    """Return a shape as a matrix, with the first axes joined into rows."""
-    return math.prod(shape[:axes]), math.prod(shape[axes:])
+def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return a shape as a matrix, with the other axes joined into columns."""
+    return shape[0] if shape else 1, math.prod(shape[1:])
 
 
 def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
@@ -633,13 +633,13 @@ def load_merged(
         )
         plain_out = {name: array for name, array in out.items() if name not in rows}
     plain = [name for name in all_names if name not in rows]
-    sizes = [rows[name].nbytes(math.prod(shapes[name])) for name in rows]
+    sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
     arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)
     done = sum(array.nbytes for array in arrays.values())
-    with reporter(progress, done + sum(sizes)) as report:
+    with reporter(progress, done + sum(sizes.values())) as report:
         report(done)
-        for (name, row), size in zip(rows.items(), sizes, strict=True):
+        for name, row in rows.items():
             merged[name] = merge.values(name, row, merged.get(name), threads)
-            done += size
+            done += sizes[name]
             report(done)
     return {name: merged[name] if name in merged else arrays[name] for name in all_names}
