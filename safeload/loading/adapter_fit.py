@@ -158,7 +158,7 @@ class Apart(NamedTuple):
     """A stack stored expert by expert."""
 
     experts: int
-    layers: tuple[str, ...]  # names of the layers concatenated in each matrix, in order
+    layers: Sequence[str]  # names of the layers concatenated in each matrix, in order
     rows: int  # of each layer
     columns: int  # of each layer
     outer: str  # name of the experts' module
