@@ -72,18 +72,12 @@ def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     if not quantized:
         check_floating(name, row, checkpoint.path)
     work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
-    source = None if quantized else plain_source(checkpoint, name, work)
+    source = None if quantized else in_rows(in_file(checkpoint, name, file, index), work)
     if row.packed and not quantized:  # elements share bytes, so they are decoded together
         return AdapterTarget(name, shape, None, work, partial(_decoded, checkpoint, name), True, source)
     together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
     read = checkpoint.get_slice(name, dtype=work.name).__getitem__
     return AdapterTarget(name, shape, None if quantized else row, work, read, together, source)
-
-
-def plain_source(checkpoint: Checkpoint, name: str, work: np.dtype[Any]) -> Source | None:
-    """Return a plain tensor of an open checkpoint as a source; see `in_rows`."""
-    ((_, file, index),) = tensors_of(checkpoint, [name])
-    return in_rows(in_file(checkpoint, name, file, index), work)
 
 
 def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
@@ -420,8 +414,10 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
 def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
     """Return the target with the adapter's values in place of its own."""
     checkpoint, name = change.adapter.checkpoint, change.parts[VALUE]
-    lazy = checkpoint.get_slice(name, dtype=target.work.name)
-    return target._replace(read=lazy.__getitem__, together=False, source=plain_source(checkpoint, name, target.work))
+    ((_, file, index),) = tensors_of(checkpoint, [name])
+    source = in_rows(in_file(checkpoint, name, file, index), target.work)
+    read = checkpoint.get_slice(name, dtype=target.work.name).__getitem__
+    return target._replace(read=read, together=False, source=source)
 
 
 def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Sequence[_Step]) -> _Step:
