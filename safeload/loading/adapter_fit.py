@@ -158,7 +158,7 @@ class Apart(NamedTuple):
     """A stack stored expert by expert."""
 
     experts: int
-    layers: tuple[str, ...]  # names of the layers concatenated in each matrix, in order
+    layers: Sequence[str]  # names of the layers concatenated in each matrix, in order
     rows: int  # of each layer
     columns: int  # of each layer
     outer: str  # name of the experts' module
@@ -258,8 +258,7 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
     unclear: dict[str, str] = {}
     base = WithStacks(whole)
     parameters = _parameters(adapter, base, unclear)
-    transposed: dict[str, bool] = {}
-    square: list[str] = []
+    turned: dict[str, bool | None] = {}  # whether a weight is stored as [in, out]; None if it is square
     for module, parts in () if adapter.settings.mlx else adapter.modules.items():
         name = module if VALUE in parts else tensor_of(module, parameters)
         sizes = _sizes(adapter, module)
@@ -268,15 +267,12 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
         shape = base.shape(name)
         if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):  # PEFT never transposes one expert
             continue
-        if sizes == shape[-2:] == sizes[::-1]:
-            square.append(module)
-        elif sizes in (shape[-2:], shape[:-3:-1]):
-            transposed[module] = sizes != shape[-2:]
-    for module, guess in _guesses(adapter, square, transposed, parameters, whole.model_type).items():
-        if guess is None:
+        if sizes in (shape[-2:], shape[:-3:-1]):
+            turned[module] = None if sizes == sizes[::-1] else sizes != shape[-2:]
+    turned.update(_guesses(adapter, turned, parameters, whole.model_type))
+    for module, order in turned.items():
+        if order is None:
             unclear[module] = _ambiguous(adapter, module, tensor_of(module, parameters), base, module in parameters)
-        else:
-            transposed[module] = guess
     for module, parts in adapter.modules.items():
         base.find(module if VALUE in parts else f"{module}.{'bias' if BIAS in parts else 'weight'}")
     flag = adapter.settings.transposed
@@ -284,7 +280,7 @@ def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
     tied = ((name, other) for pair in heads.pairs.items() for name, other in (pair, pair[::-1]))
     return Fit(
         parameters,
-        frozenset(m for m in adapter.modules if transposed.get(m, flag and m not in parameters)),
+        frozenset(m for m in adapter.modules if turned.get(m, flag and m not in parameters)),
         unclear,
         base.apart,
         {
@@ -330,7 +326,9 @@ def _parameters(adapter: Adapter, base: WithStacks, unclear: dict[str, str]) -> 
     parameters: dict[str, str] = {}
     for outer, modules in wrapped.items():
         names = {f"{outer}.{last}": None for last in targets.get("", ()) if base.find(f"{outer}.{last}")}
-        for place in _endings(outer, depth):
+        last_parts = outer.rsplit(".", depth)[-depth:]
+        for begin in range(len(last_parts) - 1, -1, -1):
+            place = ".".join(last_parts[begin:])
             names.update((f"{outer}.{last}", None) for last in targets.get(place, ()))
         if names:
             parameters.update(_matched(adapter, sorted(modules, key=len), list(names), base, unclear))
@@ -343,13 +341,6 @@ def outermost(module: str) -> str:
     while module.endswith(_INSIDE, 0, end):
         end -= len(_INSIDE)
     return module[:end]
-
-
-def _endings(module: str, depth: int) -> Iterator[str]:
-    """Yield the last part of a name, the last two, and so on up to ``depth``."""
-    parts = module.rsplit(".", depth)
-    for count in range(1, min(depth, len(parts)) + 1):
-        yield ".".join(parts[-count:])
 
 
 def _matched(
@@ -394,11 +385,7 @@ def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
 
 
 def _guesses(
-    adapter: Adapter,
-    square: Sequence[str],
-    transposed: Mapping[str, bool],
-    parameters: Mapping[str, str],
-    model_type: str | None,
+    adapter: Adapter, turned: Mapping[str, bool | None], parameters: Mapping[str, str], model_type: str | None
 ) -> dict[str, bool | None]:
     """Return whether square weights are stored as [in, out], from the orders of others; None if that is ambiguous.
 
@@ -407,9 +394,10 @@ def _guesses(
     """
     experts: dict[str, set[bool]] = {}  # orders by outermost module
     layers: dict[str, set[bool]] = {}  # by the last part of the module's name
-    for module, turned in transposed.items():
-        orders, key = (experts, outermost(module)) if module in parameters else (layers, _last(module))
-        orders.setdefault(key, set()).add(turned)
+    for module, order in turned.items():
+        if order is not None:
+            orders, key = (experts, outermost(module)) if module in parameters else (layers, _last(module))
+            orders.setdefault(key, set()).add(order)
     every_expert, every_layer = set().union(*experts.values()), set().union(*layers.values())
     conv1d = set().union(*(orders for last, orders in layers.items() if last in CONV1D))
     flag = adapter.settings.transposed
@@ -434,6 +422,7 @@ def _guesses(
             return next(iter(orders))
         return flag if every_layer <= {flag} else None
 
+    square = [module for module, order in turned.items() if order is None]
     return {module: expert(module) if module in parameters else layer(_last(module)) for module in square}
 
 

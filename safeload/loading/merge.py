@@ -72,18 +72,12 @@ def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     if not quantized:
         check_floating(name, row, checkpoint.path)
     work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
-    source = None if quantized else plain_source(checkpoint, name, work)
+    source = None if quantized else in_rows(in_file(checkpoint, name, file, index), work)
     if row.packed and not quantized:  # elements share bytes, so they are decoded together
         return AdapterTarget(name, shape, None, work, partial(_decoded, checkpoint, name), True, source)
     together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
     read = checkpoint.get_slice(name, dtype=work.name).__getitem__
     return AdapterTarget(name, shape, None if quantized else row, work, read, together, source)
-
-
-def plain_source(checkpoint: Checkpoint, name: str, work: np.dtype[Any]) -> Source | None:
-    """Return a plain tensor of an open checkpoint as a source; see `in_rows`."""
-    ((_, file, index),) = tensors_of(checkpoint, [name])
-    return in_rows(in_file(checkpoint, name, file, index), work)
 
 
 def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
@@ -194,7 +188,7 @@ def change_of(
 def _weight_change(match: _Match, module: str, a: str, b: str, transposed: bool) -> Change:
     """Return the change of a linear layer, a convolution or an embedding."""
     shape, mlx = match.target.shape, match.adapter.settings.mlx
-    rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
+    rows, columns = _flat(shape)
     rank = match.shape(a)[1 if mlx else 0]
     by_columns = a == EMBEDDING_A or (transposed and len(shape) == 2)
     if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
@@ -412,16 +406,18 @@ class _Step(NamedTuple):
     columns: Array | None = None  # factors of the columns
 
 
-def _flat(shape: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
-    """Return a shape as a matrix, with the first axes joined into rows."""
-    return math.prod(shape[:axes]), math.prod(shape[axes:])
+def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return a shape as a matrix, with the other axes joined into columns."""
+    return shape[0] if shape else 1, math.prod(shape[1:])
 
 
 def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
     """Return the target with the adapter's values in place of its own."""
     checkpoint, name = change.adapter.checkpoint, change.parts[VALUE]
-    lazy = checkpoint.get_slice(name, dtype=target.work.name)
-    return target._replace(read=lazy.__getitem__, together=False, source=plain_source(checkpoint, name, target.work))
+    ((_, file, index),) = tensors_of(checkpoint, [name])
+    source = in_rows(in_file(checkpoint, name, file, index), target.work)
+    read = checkpoint.get_slice(name, dtype=target.work.name).__getitem__
+    return target._replace(read=read, together=False, source=source)
 
 
 def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Sequence[_Step]) -> _Step:
@@ -633,13 +629,13 @@ def load_merged(
         )
         plain_out = {name: array for name, array in out.items() if name not in rows}
     plain = [name for name in all_names if name not in rows]
-    sizes = [rows[name].nbytes(math.prod(shapes[name])) for name in rows]
+    sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
     arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)
     done = sum(array.nbytes for array in arrays.values())
-    with reporter(progress, done + sum(sizes)) as report:
+    with reporter(progress, done + sum(sizes.values())) as report:
         report(done)
-        for (name, row), size in zip(rows.items(), sizes, strict=True):
+        for name, row in rows.items():
             merged[name] = merge.values(name, row, merged.get(name), threads)
-            done += size
+            done += sizes[name]
             report(done)
     return {name: merged[name] if name in merged else arrays[name] for name in all_names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -53,7 +53,8 @@ class MergedCatalog(Catalog):
         self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
         whole = catalog.with_aliases(self.aliases)
         super().__init__(whole._origins, catalog.mapped)
-        base = Base(whole.title, whole, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
+        names = {**dict.fromkeys(catalog), **self.aliases}  # a piece has more in its files
+        base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
         self.merge = Merge(base, adapters, heads, fits=fits)
         if heads.untied and self.config is not None:
             self.config = untied(self.config)
@@ -124,26 +125,16 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def reopened(
-    stack: ExitStack, catalog: Catalog, adapters: Sequence[Mapping[str, Any]], among: Container[str]
+    stack: ExitStack, catalog: Catalog, adapters: Sequence[Mapping[str, Any]], heads: Mapping[str, str]
 ) -> MergedCatalog:
-    """Return a catalog with the adapters of a piece merged."""
-    weighted, fits, heads = [], [], {}
+    """Return a catalog with the adapters of a piece merged; ``heads`` are its untied heads, with their embeddings."""
+    weighted, fits = [], []
     for adapter in adapters:
         for path, size, version in adapter["files"]:
             check_unchanged(path, (size, version))
         paths = [path for path, _, _ in adapter["files"]]
         weighted.append((paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
-        apart = {
-            name: Apart(experts, tuple(layers), *rest) for name, (experts, layers, *rest) in adapter["apart"].items()
-        }
+        apart = {name: Apart(*fields) for name, fields in adapter["apart"].items()}
         parameters, mirrored, transposed = adapter["parameters"], adapter["mirrored"], frozenset(adapter["transposed"])
         fits.append(Fit(parameters, transposed, {}, apart, mirrored, renamed=adapter["renamed"]))
-        heads.update(adapter["untied"])
-    present = {head: embedding for head, embedding in heads.items() if head in among and embedding in catalog}
-    return MergedCatalog(catalog, opened(stack, weighted), Heads(heads, present), fits)
-
-
-def stored_names(adapters: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Return the stored names of the tensors of a piece: a tied head is stored as its embedding."""
-    heads = {head: embedding for adapter in adapters for head, embedding in adapter["untied"].items()}
-    return [heads.get(name, name) for name in names]
+    return MergedCatalog(catalog, opened(stack, weighted), Heads(heads, heads), fits)

@@ -568,14 +568,14 @@ def _opened(
     """Open the sources of a piece, and return the tensors of its shard."""
     decisions, adapters = decisions_of(piece["tensors"]), piece["adapters"]
     names = piece["names"] or reads_of([*decisions], [*decisions.values()])
+    heads = {head: embedding for adapter in adapters for head, embedding in adapter["untied"].items()}
+    stored = [heads.get(name, name) for name in names] if heads else names  # a tied head is stored as its embedding
+    _, (catalog,) = stack.enter_context(opened({**piece, "names": stored}, storage_options))
     if adapters:
-        from .merged import reopened, stored_names  # only here: most conversions merge nothing
+        from .merged import reopened  # only here: most conversions merge nothing
 
-        stored = stored_names(adapters, names)
-        _, (catalog,) = stack.enter_context(opened({**piece, "names": stored}, storage_options))
-        catalog = reopened(stack, catalog, adapters, frozenset(names))
-    else:
-        _, (catalog,) = stack.enter_context(opened({**piece, "names": names}, storage_options))
+        untied = {name: heads[name] for name in names if name in heads and heads[name] in catalog}
+        catalog = reopened(stack, catalog, adapters, untied)
     if piece["arranged_from"] is not None:
         catalog.config = piece["arranged_from"]
         catalog = arranged(catalog, presets()[piece["options"]["quantize"]], whole=False)
