@@ -34,7 +34,7 @@ def journal_of(path: str) -> str:
 
 def await_editor(path: str, attempt: int) -> bool:
     """Return True if a file with a broken header should be read again, because an editor may just be writing it."""
-    if not _exists(path) or attempt >= _ATTEMPTS:
+    if attempt >= _ATTEMPTS or interrupted(path) is None:
         return False
     time.sleep(_PAUSE)
     return True
@@ -42,15 +42,10 @@ def await_editor(path: str, attempt: int) -> bool:
 
 def interrupted(path: str) -> FormatError | None:
     """Return the error for a file with a broken header and a journal, or None without a journal."""
-    if not _exists(path):
-        return None
-    return FormatError(f"an edit of its header was interrupted; run: safeload edit --recover {path}", path, 0)
-
-
-def _exists(path: str) -> bool:
     with suppress(OSError, ValueError):
-        return os.path.lexists(journal_of(os.path.realpath(path)))
-    return False
+        if os.path.lexists(journal_of(os.path.realpath(path))):
+            return FormatError(f"an edit of its header was interrupted; run: safeload edit --recover {path}", path, 0)
+    return None
 
 
 class Journal(NamedTuple):
