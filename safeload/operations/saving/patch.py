@@ -350,11 +350,12 @@ def _in_memory(source: TensorToWrite) -> _Tensor:
 
 
 def _chunks_in_memory(source: TensorToWrite) -> Iterator[Array]:
-    pieces = [
-        np.frombuffer(ffi.buffer(ffi.cast("char *", address), nbytes)[:], np.uint8)
-        for _owner, address, nbytes in source.pieces()
-        if nbytes
-    ]
+    pieces = []
+    for _owner, address, nbytes in source.pieces():
+        if nbytes:
+            piece = ffi.buffer(ffi.cast("char *", address), nbytes)
+            # Only the memory of a whole tensor stays valid, as long as its source lives.
+            pieces.append(np.frombuffer(piece if source.whole else piece[:], np.uint8))
     whole = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
     for at in range(0, whole.size, _CHUNK):
         yield whole[at : at + _CHUNK]
