@@ -213,7 +213,7 @@ class SafetensorsEdit(Edit):
         super().__init__(path, self._before or {})
         self._file, self._durable = file, durable
         self._parts = _parts_of(self._before or {})
-        self._stored_names = [*self._tensors]
+        self._moved = self._renamed = False  # True if tensors are added or removed, and renamed
         self._places = count(len(self._tensors))  # of new tensors
         length = int.from_bytes(file.head(_LENGTH), "little")
         if not 0 < length <= file.identity.size - _LENGTH:
@@ -236,6 +236,14 @@ class SafetensorsEdit(Edit):
                 f"{self.path}: {show(name)} is a part of a quantized tensor; convert the file to change it"
             )
 
+    def _rename(self, old: str, new: str) -> None:
+        super()._rename(old, new)
+        self._renamed = True
+
+    def _remove(self, name: str) -> None:
+        super()._remove(name)
+        self._moved = True
+
     def _put(self, name: str, array: Any) -> None:
         value = value_of(name, array, self._keep)
         if isinstance(value, QUANTIZED):
@@ -243,6 +251,7 @@ class SafetensorsEdit(Edit):
         tensor = source_of(name, value)
         place = self._tensors[name][0] if name in self else next(self._places)
         self._tensors[name] = place, tensor
+        self._moved = True
 
     @property
     def nbytes(self) -> int:
@@ -252,25 +261,19 @@ class SafetensorsEdit(Edit):
     @property
     def in_place(self) -> bool:
         """True if only metadata changes, and the new header fits in the place of the old one."""
-        return [*self] == self._stored_names and self._fitting() is not None
-
-    @property
-    def _moves(self) -> bool:
-        """True if tensors are added or removed."""
-        stored = sum(isinstance(tensor, _Stored) for _place, tensor in self._tensors.values())
-        return not stored == len(self._tensors) == len(self._stored_names)
+        return not self._renamed and self._fitting() is not None
 
     def _header(self) -> Header:
         metadata, items = dict(self.metadata), self._in_order()
         names, numbers = [name for name, _ in items], bytes(tensor.row.number for _, tensor in items)
         texts = None if self._before is None and not metadata else metadata
-        return Header(names, numbers, [tensor.shape for _, tensor in items], texts, keeps_order=not self._moves)
+        return Header(names, numbers, [tensor.shape for _, tensor in items], texts, keeps_order=not self._moved)
 
     def _fitting(self) -> bytes | None:
         """Return the header for the place of the old one: the old one if nothing changes, None if none fits."""
-        if not self._moves and not self._edited.changes and [*self] == self._stored_names:
+        if not self._moved and not self._renamed and not self._edited.changes:
             return self._old
-        if self._moves or (header := self._header()).nbytes > len(self._old):
+        if self._moved or (header := self._header()).nbytes > len(self._old):
             return None
         header.pad_to(len(self._old))
         return bytes(ffi.buffer(header.memory, header.nbytes))
