@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import stat
@@ -33,7 +34,7 @@ def journal_of(path: str) -> str:
 
 def await_editor(path: str, attempt: int) -> bool:
     """Return True if a file with a broken header should be read again, because an editor may just be writing it."""
-    if not _exists(path) or attempt >= _ATTEMPTS:
+    if attempt >= _ATTEMPTS or interrupted(path) is None:
         return False
     time.sleep(_PAUSE)
     return True
@@ -41,15 +42,10 @@ def await_editor(path: str, attempt: int) -> bool:
 
 def interrupted(path: str) -> FormatError | None:
     """Return the error for a file with a broken header and a journal, or None without a journal."""
-    if not _exists(path):
-        return None
-    return FormatError(f"an edit of its header was interrupted; run: safeload edit --recover {path}", path, 0)
-
-
-def _exists(path: str) -> bool:
     with suppress(OSError, ValueError):
-        return os.path.lexists(journal_of(os.path.realpath(path)))
-    return False
+        if os.path.lexists(journal_of(os.path.realpath(path))):
+            return FormatError(f"an edit of its header was interrupted; run: safeload edit --recover {path}", path, 0)
+    return None
 
 
 class Journal(NamedTuple):
@@ -125,25 +121,28 @@ def remove(path: str) -> None:
 # ---- the lock ----
 
 
-class Locked:
+class Locked(io.FileIO):
     """A file opened for an edit, which no other edit can open. Leaving the ``with`` block closes it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         while True:
-            self.descriptor = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+            super().__init__(path, "r+")
             try:
-                if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+                if not stat.S_ISREG(os.fstat(self.fileno()).st_mode):
                     raise SafeloadError(f"{path}: only regular files can be edited")
-                if lock(self.descriptor) is False:
+                if lock(self.fileno()) is False:
                     raise BlockingIOError(errno.EWOULDBLOCK, "another edit of this file is in progress", path)
-                self.identity = identity_of(os.fstat(self.descriptor))
+                self.identity = identity_of(os.fstat(self.fileno()))
                 if identity_of(os.stat(path))[2:] == self.identity[2:]:
                     return
             except BaseException:
                 self.close()
                 raise
             self.close()  # another edit has replaced the file meanwhile
+
+    def __del__(self) -> None:
+        self.close()  # an edit may be dropped without a ``with`` block; `FileIO` would warn
 
     def check_unchanged(self) -> None:
         """Raise SafeloadError if another program has changed or replaced the file."""
@@ -156,23 +155,23 @@ class Locked:
         if os.name == "nt":
             self.close()
 
-    def read(self, size: int) -> bytes:
+    def head(self, size: int) -> bytes:
         """Return the first bytes of the file."""
         content = b""
-        os.lseek(self.descriptor, 0, os.SEEK_SET)
+        self.seek(0)
         while len(content) < size:
-            chunk = os.read(self.descriptor, size - len(content))
+            chunk = self.read(size - len(content))
             if not chunk:
                 raise FormatError(f"the file ends at byte {len(content)}", self.path, len(content))
             content += chunk
         return content
 
-    def write(self, begin: int, data: bytes) -> None:
+    def put(self, begin: int, data: bytes) -> None:
         """Overwrite bytes of the file."""
         view = memoryview(data)
-        os.lseek(self.descriptor, begin, os.SEEK_SET)
+        self.seek(begin)
         while view:
-            view = view[os.write(self.descriptor, view) :]
+            view = view[self.write(view) :]
 
     def overwrite_header(self, old: bytes, new: bytes, *, durable: bool) -> None:
         """Overwrite the header so that it is invalid until it is complete."""
@@ -182,26 +181,10 @@ class Locked:
             end -= 1
         steps = ((0, BROKEN), (begin, new[begin:end]), (0, new[: len(BROKEN)]))
         for k, (at, data) in enumerate(steps):
-            self.write(at, data)
+            self.put(at, data)
             # A disk writes a block as a whole, so all steps in the first block need no order.
             if durable and (end > BLOCK or k == len(steps) - 1):
-                getattr(os, "fdatasync", os.fsync)(self.descriptor)
-
-    def close(self) -> None:
-        """Close the file and release the lock."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            self.close()
-
-    def __enter__(self) -> Locked:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+                getattr(os, "fdatasync", os.fsync)(self.fileno())
 
 
 # ---- editing and recovering ----
@@ -245,7 +228,7 @@ def recover(file: Locked, *, durable: bool = True) -> str:
     if journal is None:  # the edit ended before it changed the file
         remove(file.path)
         return "old"
-    present = file.read(len(journal.header))
+    present = file.head(len(journal.header))
     if digest(present) == journal.new_digest:
         remove(file.path)
         return "new"

@@ -141,11 +141,10 @@ class _FolderEdit(Edit):
             index = self._new_index(stack, names) if replaced else None
             swap = stack.enter_context(Swap())
             for file, shard in replaced.items():
-                if not len(shard):  # a shard without tensors leaves the folder
-                    continue
-                path = os.path.join(folder, names[file])
-                swap.undo.append(partial(_attempt, os.unlink, path))
-                shard.write_to(path, overwrite=False)
+                if len(shard):  # a shard without tensors leaves the folder
+                    path = os.path.join(folder, names[file])
+                    swap.undo.append(partial(_attempt, os.unlink, path))
+                    shard.write_to(path, overwrite=False)
             for file, shard in self._shards.items():
                 if file not in replaced:
                     shard._write()
@@ -162,8 +161,8 @@ class _FolderEdit(Edit):
         """Return the sealed index with the new names of shards."""
         content = dict(self._content)
         content["weight_map"] = {name: names.get(file, file) for name, file in self._tensors.items()}
-        total = sum(shard.nbytes for shard in self._shards.values())
         if isinstance(content.get("metadata"), dict) and "total_size" in content["metadata"]:
+            total = sum(shard.nbytes for shard in self._shards.values())
             content["metadata"] = {**content["metadata"], "total_size": total}
         text = (json.dumps(content, indent=2) + "\n").encode()
         file = stack.enter_context(AtomicFile(self._real, len(text)))

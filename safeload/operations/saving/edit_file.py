@@ -181,7 +181,10 @@ class Edit(ABC):
     ) -> None:
         with self._stack:
             if kind is None:
-                self._write()
+                try:
+                    self._write()
+                except OSError as failure:
+                    raise unsaved(failure) from None
 
 
 class _Stored(NamedTuple):
@@ -210,12 +213,12 @@ class SafetensorsEdit(Edit):
         super().__init__(path, self._before or {})
         self._file, self._durable = file, durable
         self._parts = _parts_of(self._before or {})
-        self._stored_names = [*self._tensors]
+        self._moved = self._renamed = False  # True if tensors are added or removed, and renamed
         self._places = count(len(self._tensors))  # of new tensors
-        length = int.from_bytes(file.read(_LENGTH), "little")
+        length = int.from_bytes(file.head(_LENGTH), "little")
         if not 0 < length <= file.identity.size - _LENGTH:
             raise FormatError("the header changed while it was read", path, 0)
-        self._old = file.read(_LENGTH + length)
+        self._old = file.head(_LENGTH + length)
         self._new: bytes | None = None  # the header that was written in the place of the old one
         self._keep: list[Any] = []
 
@@ -233,6 +236,14 @@ class SafetensorsEdit(Edit):
                 f"{self.path}: {show(name)} is a part of a quantized tensor; convert the file to change it"
             )
 
+    def _rename(self, old: str, new: str) -> None:
+        super()._rename(old, new)
+        self._renamed = True
+
+    def _remove(self, name: str) -> None:
+        super()._remove(name)
+        self._moved = True
+
     def _put(self, name: str, array: Any) -> None:
         value = value_of(name, array, self._keep)
         if isinstance(value, QUANTIZED):
@@ -240,6 +251,7 @@ class SafetensorsEdit(Edit):
         tensor = source_of(name, value)
         place = self._tensors[name][0] if name in self else next(self._places)
         self._tensors[name] = place, tensor
+        self._moved = True
 
     @property
     def nbytes(self) -> int:
@@ -249,38 +261,31 @@ class SafetensorsEdit(Edit):
     @property
     def in_place(self) -> bool:
         """True if only metadata changes, and the new header fits in the place of the old one."""
-        return [*self] == self._stored_names and not self._moves and (not self._edited.changes or bool(self._fitting()))
-
-    @property
-    def _moves(self) -> bool:
-        """True if tensors are added or removed."""
-        stored = sum(isinstance(tensor, _Stored) for _place, tensor in self._tensors.values())
-        return not stored == len(self._tensors) == len(self._stored_names)
+        return not self._renamed and self._fitting() is not None
 
     def _header(self) -> Header:
         metadata, items = dict(self.metadata), self._in_order()
         names, numbers = [name for name, _ in items], bytes(tensor.row.number for _, tensor in items)
         texts = None if self._before is None and not metadata else metadata
-        return Header(names, numbers, [tensor.shape for _, tensor in items], texts, keeps_order=not self._moves)
+        return Header(names, numbers, [tensor.shape for _, tensor in items], texts, keeps_order=not self._moved)
 
     def _fitting(self) -> bytes | None:
-        """Return the new header if it fits in the place of the old one."""
-        if self._moves or (header := self._header()).nbytes > len(self._old):
+        """Return the header for the place of the old one: the old one if nothing changes, None if none fits."""
+        if not self._moved and not self._renamed and not self._edited.changes:
+            return self._old
+        if self._moved or (header := self._header()).nbytes > len(self._old):
             return None
         header.pad_to(len(self._old))
         return bytes(ffi.buffer(header.memory, header.nbytes))
 
     def _write(self) -> None:
-        if not self._edited.changes and not self._moves and [*self] == self._stored_names:
+        new = self._fitting()
+        if new == self._old:
             return
         self._file.check_unchanged()
-        new = self._fitting()
         if new is None:
-            try:
-                self.write_to(self._file.path, overwrite=True)
-            except OSError as error:
-                raise unsaved(error) from None
-        elif new != self._old:
+            self.write_to(self._file.path, overwrite=True)
+        else:
             replace_header(self._file, self._old, new, durable=self._durable)
             self._new = new
 
@@ -305,15 +310,15 @@ class SafetensorsEdit(Edit):
                 tensor = tensors[index]
                 if isinstance(tensor, _Stored):
                     if tensor.begin != end:
-                        file.copy(self._file.descriptor, begin, end - begin)
+                        file.copy(self._file.fileno(), begin, end - begin)
                         begin = tensor.begin
                     end = tensor.begin + tensor.nbytes
                     continue
-                file.copy(self._file.descriptor, begin, end - begin)
+                file.copy(self._file.fileno(), begin, end - begin)
                 begin = end = 0
                 for _owner, address, size in tensor.pieces():
                     file.write([(address, size)])
-            file.copy(self._file.descriptor, begin, end - begin)
+            file.copy(self._file.fileno(), begin, end - begin)
             self._file.finish_reading()
 
 
@@ -354,26 +359,22 @@ class GgufEdit(Edit):
         self._file.check_unchanged()
         size = self._file.identity.size
         begin = min(data_begin(self._before), size) if self._before.tensor_count else size
-        old, new = self._file.read(begin), head_with(self._before, self._edited.changes)
-        if len(new) == len(old):
-            if new != old:
-                replace_header(self._file, old, new, durable=self._durable)
-            return
-        head = np.frombuffer(new, np.uint8)
-        try:
+        old, new = self._file.head(begin), head_with(self._before, self._edited.changes)
+        if len(new) != len(old):
+            head = np.frombuffer(new, np.uint8)
             with AtomicFile(self._file.path, len(new) + size - begin, durable=self._durable) as file:
                 file.write([(address_of(head), head.size)])
-                file.copy(self._file.descriptor, begin, size - begin)
+                file.copy(self._file.fileno(), begin, size - begin)
                 self._file.finish_reading()
-        except OSError as error:
-            raise unsaved(error) from None
+        elif new != old:
+            replace_header(self._file, old, new, durable=self._durable)
 
 
 def edit_file(path: str, *, force: bool, durable: bool) -> Edit:
     """Return the edit of a single file; see `edit`."""
     with ExitStack() as stack:
         file = stack.enter_context(Locked(resolved(path, force=force)))
-        kind = GgufEdit if file.read(min(4, file.identity.size)) == b"GGUF" else SafetensorsEdit
+        kind = GgufEdit if file.head(min(4, file.identity.size)) == b"GGUF" else SafetensorsEdit
         edit = kind(path, file, durable=durable)
         remove(file.path)  # the journal of an edit that did not damage the header
         edit._stack = stack.pop_all()

@@ -136,9 +136,7 @@ def make_patch(
         np.float32(10.0)
     """
     texts = checked_metadata(metadata) or {}
-    target = target_of(dst, overwrite=overwrite, durable=durable, storage_options=storage_options)
-    if not isinstance(target, FileSink):
-        raise ValueError("a patch is a file: use the suffix .safetensors")
+    target = _file_target("a patch", dst, overwrite, durable, storage_options)
     refuse_inputs(dst, (base, new))
     with _side_of(base, "base", storage_options) as old, _side_of(new, "new", storage_options) as changed:
         tensors, report = _difference(old.tensors, changed.tensors)
@@ -215,17 +213,10 @@ def apply_patch(
         raise ValueError("a dict of arrays is changed in place, so it takes no dst")
     refuse_inputs(base if dst is None else dst, [patch])
     with _opened(patch, storage_options) as delta, _side_of(base, "base", storage_options) as old:
-        target: FileSink | None = None
+        target = None
         if not isinstance(base, Mapping):
-            chosen = target_of(
-                _own(base, storage_options) if dst is None else dst,
-                overwrite=overwrite or dst is None,
-                durable=durable,
-                storage_options=storage_options,
-            )
-            if not isinstance(chosen, FileSink):
-                raise ValueError("the result is a file: use the suffix .safetensors")
-            target = chosen
+            place = _own(base, storage_options) if dst is None else dst
+            target = _file_target("the result", place, overwrite or dst is None, durable, storage_options)
         facts = _facts_of(delta, check=check)
         result = _result_of(old, delta, facts)
         if check and facts is not None:
@@ -235,9 +226,18 @@ def apply_patch(
                 raise SafeloadError(f"{old.place} {text}")
         if isinstance(base, Mapping):
             _change_arrays(base, old.tensors, result)
-        elif target is not None:
+        if target is not None:
             _write(target, result, old.file, facts.result if check and facts is not None else None, delta.place)
     return None if facts is None else facts.result
+
+
+def _file_target(
+    what: str, dst: SaveDestination, overwrite: bool, durable: bool, storage_options: Mapping[str, Any] | None
+) -> FileSink:
+    target = target_of(dst, overwrite=overwrite, durable=durable, storage_options=storage_options)
+    if not isinstance(target, FileSink):
+        raise ValueError(f"{what} is a file: use the suffix .safetensors")
+    return target
 
 
 def _own(base: Any, storage_options: Mapping[str, Any] | None) -> Any:
@@ -350,11 +350,12 @@ def _in_memory(source: TensorToWrite) -> _Tensor:
 
 
 def _chunks_in_memory(source: TensorToWrite) -> Iterator[Array]:
-    pieces = [
-        np.frombuffer(ffi.buffer(ffi.cast("char *", address), nbytes)[:], np.uint8)
-        for _owner, address, nbytes in source.pieces()
-        if nbytes
-    ]
+    pieces = []
+    for _owner, address, nbytes in source.pieces():
+        if nbytes:
+            piece = ffi.buffer(ffi.cast("char *", address), nbytes)
+            # Only the memory of a whole tensor stays valid, as long as its source lives.
+            pieces.append(np.frombuffer(piece if source.whole else piece[:], np.uint8))
     whole = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
     for at in range(0, whole.size, _CHUNK):
         yield whole[at : at + _CHUNK]
@@ -463,13 +464,10 @@ def _facts_of(patch: _Side, *, check: bool) -> _Facts | None:
             raise UnsupportedError(f"{patch.place} has no digests, as patches of TRL: pass check=False to apply it")
         return None
     try:
-        facts = _Facts(**json.loads(text))
-        numbers = all(type(number) is int for number in (facts.version, facts.header, facts.size))
-        numbers = numbers and isinstance(facts.exact, bool)
-        valid = numbers and all(isinstance(digest, str) for digest in (facts.base, facts.result, facts.digest))
+        facts: _Facts | None = _Facts(**json.loads(text))
     except (ValueError, TypeError, RecursionError):
-        valid = False
-    if not valid:
+        facts = None
+    if facts is None or [*map(type, facts)] != [int, str, str, int, int, str, bool]:
         raise FormatError(f"the metadata {_KEY} is malformed", patch.place)
     if facts.version != _VERSION:
         text = f"is a patch of version {facts.version}, but this safeload reads version {_VERSION}"
