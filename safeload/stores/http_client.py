@@ -528,7 +528,7 @@ class Client:
         # By process, scheme and proxy: a fork copies the parent's sockets, and locks in whatever state they are.
         self._managers: dict[tuple[int, str, str | None], Any] = {}
         self._lock = ProcessLock()
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # open files, and blocks of `kept`
         weakref.finalize(self, _close, self._managers)
 
     @contextmanager
@@ -554,20 +554,16 @@ class Client:
     def kept(self) -> Iterator[None]:
         """Keep idle connections while the block opens one file after another."""
         scope = _Scope()
-        self._users.add(scope)
+        self.users.add(scope)
         try:
             yield
         finally:
             self.leave(scope)
 
-    def join(self, user: object) -> None:
-        """Register an open file."""
-        self._users.add(user)
-
     def leave(self, user: object) -> None:
-        """Unregister a file; close all idle connections after the last file."""
-        self._users.discard(user)
-        if not self._users:
+        """Forget a user; close all idle connections after the last one."""
+        self.users.discard(user)
+        if not self.users:
             _close(self._managers)
 
     def _manager(self, url: WebUrl) -> Any:
@@ -687,25 +683,21 @@ def _context_maker(options: Mapping[str, Any]) -> Callable[[], ssl.SSLContext]:
 def _context(verify: bool | str | os.PathLike[str]) -> ssl.SSLContext:
     if verify is True:
         return _system_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    path = os.fspath(verify) if verify else None
+    folder = path if path and os.path.isdir(path) else None
+    with making_context:
+        context = ssl.create_default_context(cafile=None if folder else path, capath=folder)
     if not verify:
-        context = _default_context()
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-        return context
-    path = os.fspath(verify)
-    folder = os.path.isdir(path)
-    return _default_context(None if folder else path, path if folder else None)
-
-
-def _default_context(file: str | None = None, folder: str | None = None) -> ssl.SSLContext:
-    with making_context:
-        return ssl.create_default_context(cafile=file, capath=folder)
+    return context
 
 
 @lru_cache(maxsize=2)
 def _system_context(file: str | None, folder: str | None) -> ssl.SSLContext:
     """Create a context with the system's certificates; cached, because they take long to read."""
-    return _default_context()
+    with making_context:
+        return ssl.create_default_context()
 
 
 def web_url(url: str) -> tuple[WebUrl, tuple[str, str] | None]:
