@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import email.errors
-import email.utils
 import errno
 import http.client
 import logging
@@ -41,6 +40,7 @@ from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided
 from ..base.url import web_url as parse_web
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError
+from .foreign_errors import requested_wait
 from .thread_group import Stopped, current
 
 # ---- sockets ----
@@ -320,10 +320,6 @@ PROGRESS = 1 << 20
 _BACKOFF, _BACKOFF_MOST = 0.5, 10.0
 # A server may ask for at most this many seconds of waiting.
 RETRY_AFTER_MOST = 60
-# Longer waits are shown as this one: a server can send thousands of digits.
-_WAIT_SHOWN = 1e12
-# A quota, of the Hub for example, is used up, and renewed after this many seconds.
-_QUOTA = re.compile(r"\br=0;\s*t=([0-9]+)\s*$")
 # Status codes of a busy or failing server.
 _TRANSIENT = frozenset((408, 429, 500, 502, 503, 504))
 
@@ -380,24 +376,11 @@ def of_status(exchange: Exchange, path: str) -> Failure:
     what = f"the server returned {status} {http.client.responses.get(status, '')}".rstrip()
     if status not in _TRANSIENT:
         return Failure(RemoteError(what, path))
-    wait = _requested_wait(exchange)
+    wait = requested_wait(exchange.headers, quota=status == http.client.TOO_MANY_REQUESTS)
     if wait > RETRY_AFTER_MOST:
         text = f"{what} and asks to wait {wait:.0f} s, which is more than the limit of {RETRY_AFTER_MOST} s"
         return Failure(RemoteError(text, path))
     return Failure((RemoteTimeoutError if status in (408, 504) else RemoteError)(what, path), True, wait)
-
-
-def _requested_wait(exchange: Exchange) -> float:
-    """Return the seconds that a response asks to wait, as a number, a date or a quota; 0 if it does not."""
-    busy = exchange.status == http.client.TOO_MANY_REQUESTS
-    quota = _QUOTA.search(exchange.headers.get("RateLimit", "")) if busy else None
-    text: str = (exchange.headers.get("Retry-After") or (quota[1] if quota else "")).strip()
-    if re.fullmatch(r"[0-9]+", text):
-        return min(float(text), _WAIT_SHOWN)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (TypeError, ValueError, OverflowError, OSError):
-        return 0.0
 
 
 def of_error(error: BaseException, path: str, timeout: float) -> Failure:
