@@ -193,7 +193,7 @@ class PrefetchLoader:
         self._lock = threading.Lock()  # of the thread that takes arrivals
         self._closed = False
         # The last task finds the end, where the iterator waits for its copies.
-        steps = (Task(0, lambda check: next(arrivals, None)) for _ in range(len(names) + 1))
+        steps = (Task(0, lambda: next(arrivals, None)) for _ in range(len(names) + 1))
         self._arriving: Prefetch[tuple[str, Any, Callable[[], object]] | None] = Prefetch(steps, 0)
         self._arriving.start()
 

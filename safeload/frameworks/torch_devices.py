@@ -18,7 +18,7 @@ from ..base import dtypes
 from ..base.arrays import Array
 from ..base.gc_pause import paused
 from ..checkpoint import tensors_of
-from ..engine.ahead.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, nothing, staged
+from ..engine.ahead.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, staged
 from ..engine.codes.pieces import Meter
 from ..engine.read.plan import Entry, entries_of, in_file_order
 from ..engine.run.progress import Progress
@@ -214,7 +214,7 @@ def _arrivals(entries: Sequence[Entry], copies: Blocking, threads: int | None, p
     try:
         for target in targets.values():
             if not target.left:  # it is empty
-                yield from target.arrivals(nothing)
+                yield from target.arrivals(lambda: None)
         for filled in reading:
             if filled.buffer is None:
                 target = by_name[filled.name]

@@ -173,8 +173,7 @@ class FsspecHandle(ObjectStore):
         self.secrets = secrets
         self._passing: frozenset[str] | None = None  # fields of `info` that differ from call to call
         self._has_ukey = True  # until it fails
-        # A block cache shares its list of blocks between the files of all threads.
-        self.turns = ProcessLock() if isinstance(fs, CachingFileSystem) else None
+        self.turns = ProcessLock()  # of a cache: one of blocks shares its list between the files of all threads
 
     @property
     def fs(self) -> Any:
@@ -183,26 +182,9 @@ class FsspecHandle(ObjectStore):
             self._fs, self._process = _renewed(self._fs), os.getpid()
         return self._fs
 
-    def call(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the filesystem; `stop.current` and Ctrl-C abort it."""
-        return self._call(self.fs, name, *arguments, **named)
-
-    def _call(self, fs: Any, name: str, *arguments: Any, **named: Any) -> Any:
-        if not isinstance(fs, AsyncFileSystem) or getattr(fs, "fs", None) is not None:  # a wrapper decides by itself
-            return left_behind(lambda: getattr(fs, name)(*arguments, **named))
-        future = asyncio.run_coroutine_threadsafe(getattr(fs, f"_{name}")(*arguments, **named), fs.loop)
-        try:
-            with current().aborting(future.cancel):
-                while not wait([future], _TICK).done:
-                    pass
-                return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
     def ask(self, url: str, name: str, *arguments: Any, **named: Any) -> Any:
-        """Like `call`, but translate errors."""
-        return checked(lambda: self.call(name, *arguments, **named), url, self.secrets)
+        """Call a method of the filesystem, and translate its errors."""
+        return checked(lambda: _call(self.fs, name, *arguments, **named), url, self.secrets)
 
     def info(self, url: str, path: str) -> dict[str, Any]:
         """Return the store's current information about a path, bypassing caches.
@@ -215,7 +197,7 @@ class FsspecHandle(ObjectStore):
             fs.invalidate_cache(path)
             method = getattr(fs, "_info", None) or fs.info
             refresh = {"refresh": True} if "refresh" in inspect.signature(method).parameters else {}
-            return self._call(fs, "info", path, **refresh)
+            return _call(fs, "info", path, **refresh)
 
         info = checked(read, url, self.secrets)
         if not isinstance(info, Mapping):
@@ -265,15 +247,14 @@ class FsspecHandle(ObjectStore):
         return size, digest_of({name: mark for name, mark in marks.items() if name not in self._passing})
 
     def read(self, place: str, shown: str, begin: int, end: int, version: tuple[Any, ...]) -> Any:
-        if self.turns is None:
-            return self.call("cat_file", place, start=begin, end=end)
-        turns = self.turns
-
         def read() -> Any:
-            with turns.own:
-                return self.call("cat_file", place, start=begin, end=end)
+            return _call(self.fs, "cat_file", place, start=begin, end=end)
 
-        return left_behind(read)
+        def read_in_turn() -> Any:
+            with self.turns.own:
+                return read()
+
+        return left_behind(read_in_turn) if isinstance(self.fs, CachingFileSystem) else read()
 
     def write(self, source: str, place: str, shown: str) -> None:
         """Write a file.
@@ -330,6 +311,21 @@ class FsspecHandle(ObjectStore):
         return marks
 
 
+def _call(fs: Any, name: str, *arguments: Any, **named: Any) -> Any:
+    """Call a method of a filesystem; `stop.current` and Ctrl-C abort it."""
+    if not isinstance(fs, AsyncFileSystem) or getattr(fs, "fs", None) is not None:  # a wrapper decides by itself
+        return left_behind(lambda: getattr(fs, name)(*arguments, **named))
+    future = asyncio.run_coroutine_threadsafe(getattr(fs, f"_{name}")(*arguments, **named), fs.loop)
+    try:
+        with current().aborting(future.cancel):
+            while not wait([future], _TICK).done:
+                pass
+            return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
 def _differences(marks: Mapping[str, str], others: Mapping[str, str]) -> set[str]:
     return {name for name in {*marks, *others} if marks.get(name) != others.get(name)}
 
@@ -364,7 +360,6 @@ def _downloaded(handle: FsspecHandle, path: str, shown: str) -> str:
             name: str = os.path.abspath(file.name)
             return name
 
-    assert handle.turns is not None
     with handle.turns.own:
         complete = False
         try:
@@ -395,7 +390,6 @@ def _drop_outdated(handle: FsspecHandle, path: str, shown: str) -> None:
     """Drop a block cache's blocks of a file if its version in the store has changed."""
     fs = handle.fs
     if isinstance(fs, CachingFileSystem):
-        assert handle.turns is not None
         with handle.turns.own:
             cached = fs._check_file(path)
             if cached and cached[0]["uid"] != checked(lambda: fs.fs.ukey(path), shown, handle.secrets):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -29,8 +30,10 @@ _Result = TypeVar("_Result")
 TRIES, PAUSE = 4, 0.5
 # Maximum number of seconds a server can make us wait.
 _LONGEST_PAUSE = 60.0
-# Seconds to wait, from Retry-After or from the Hub's RateLimit header, in which "r" is the remaining quota.
-_SECONDS = re.compile(r"(?:^|\br=0;\s*t=)(\d{1,6})\s*$")
+# A quota, of the Hub for example, is used up, and renewed after this many seconds.
+_QUOTA = re.compile(r"\br=0;\s*t=([0-9]+)\s*$")
+# Longer waits are shown as this one: a server can send thousands of digits.
+_WAIT_SHOWN = 1e12
 # Permanent system errors.
 _PERMANENT = frozenset((errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR))
 # Class names of library errors.
@@ -52,8 +55,6 @@ def checked(
     function: Callable[[], _Result],
     url: str,
     secrets: list[str],
-    begin: int | None = None,
-    end: int | None = None,
     *,
     tries: int = 1,
     transient: Callable[[Exception], bool] | None = None,
@@ -67,7 +68,7 @@ def checked(
         try:
             return function()
         except Exception as error:
-            translation = (translate or translated)(error, url, secrets, begin, end)
+            translation = (translate or translated)(error, url, secrets)
             if k == tries or not (transient or is_transient)(error):
                 break
             pause = max(PAUSE * 2 ** (k - 1) * random.uniform(0.5, 1), _requested_pause(error))
@@ -82,10 +83,21 @@ def checked(
 def _requested_pause(error: Exception) -> float:
     """Return the server's requested wait in seconds, if the error has its response; limited to a reasonable wait."""
     headers = getattr(getattr(error, "response", None), "headers", None)
-    if not isinstance(headers, Mapping):
+    return min(requested_wait(headers), _LONGEST_PAUSE) if isinstance(headers, Mapping) else 0.0
+
+
+def requested_wait(headers: Mapping[str, Any], *, quota: bool = True) -> float:
+    """Return the seconds that a response asks to wait, as a number, a date or a quota; 0 if it does not."""
+    from email.utils import parsedate_to_datetime  # only here: few responses ask for it
+
+    rate = _QUOTA.search(str(headers.get("RateLimit"))) if quota else None
+    text = str(headers.get("Retry-After") or (rate[1] if rate else "")).strip()
+    if re.fullmatch(r"[0-9]+", text):
+        return min(float(text), _WAIT_SHOWN)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError, OSError):
         return 0.0
-    seconds = _SECONDS.search(str(headers.get("Retry-After") or headers.get("RateLimit") or ""))
-    return 0.0 if seconds is None else min(float(seconds[1]), _LONGEST_PAUSE)
 
 
 def is_transient(error: Exception) -> bool:

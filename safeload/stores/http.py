@@ -46,7 +46,6 @@ _ADVICE = (
     "a token may be missing or wrong (storage_options={'headers': {'Authorization': ...}}), or a signed URL has expired"
 )
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)")
-_LENGTH = re.compile(r"[0-9]{1,18}")
 # Bytes between two spans are received and discarded in pieces of this size.
 _SCRATCH = 64 << 10
 
@@ -129,14 +128,14 @@ class _Transfer:
 
 
 @contextmanager
-def answered(
+def _answered(
     client: Client,
+    target: RequestTarget,
     url: WebUrl,
-    headers: Callable[[WebUrl], Mapping[str, str]],
     path: str,
-    *,
-    origin: object,
     note: Callable[[Exchange, WebUrl], object],
+    *,
+    more: Callable[[WebUrl], Mapping[str, str]] = lambda url: {},
 ) -> Iterator[tuple[Exchange, WebUrl]]:
     """Send a request, follow redirects, and yield the last response and its URL; errors are a `Failure`."""
     seen = set[WebUrl]()
@@ -145,7 +144,7 @@ def answered(
             raise Failure(RemoteError(f"the server redirects more than {MOST_REDIRECTS} times", path))
         seen.add(url)
         try:
-            with client.exchange(url, headers(url)) as exchange:
+            with client.exchange(url, {**target.headers_at(url), **more(url)}) as exchange:
                 note(exchange, url)
                 if exchange.status not in _REDIRECTS:
                     yield exchange, url
@@ -153,7 +152,7 @@ def answered(
                 exchange.drain()
                 following = redirected(url, exchange.headers.get("Location"), path)
         except TRANSPORT_ERRORS as error:
-            suffix = "" if url.origin == origin else f", after a redirect to {url.place}"
+            suffix = "" if url.origin == target.url.origin else f", after a redirect to {url.place}"
             raise of_error(error, path, client.timeout).noted(suffix) from None
         url = following
     raise Failure(RemoteError("the server redirects in a loop", path))
@@ -170,8 +169,7 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
         return False
 
     def attempt() -> _Result:
-        origin = target.url.origin
-        with answered(client, target.url, target.headers_at, path, origin=origin, note=note) as (exchange, _):
+        with _answered(client, target, target.url, path, note) as (exchange, _):
             return use(exchange)
 
     with client.kept():
@@ -201,7 +199,7 @@ class HttpStore(RemoteStore):
         self._client = client
         self._renewing = ProcessLock()
         self._version: _Version | None = None  # until the file is open
-        client.join(self)
+        client.users.add(self)
         try:
             self._target = resolve()
             self._route = _Route(self._target.url)
@@ -247,33 +245,28 @@ class HttpStore(RemoteStore):
 
     def _request(self, route: _Route, transfer: _Transfer, use: Callable[[Exchange, WebUrl], object]) -> None:
         """Request the missing bytes once."""
+        target, known = self._target, self._version
 
         def note(exchange: Exchange, url: WebUrl) -> None:
             debug("%s: bytes [%d, %d): %d", self.path, transfer.at, transfer.end, exchange.status)
             commit = exchange.headers.get(_COMMIT)
-            if commit is not None and url.origin == self._target.url.origin:
+            if commit is not None and url.origin == target.url.origin:
                 self.commits.add(commit)
 
-        def headers(url: WebUrl) -> dict[str, str]:
-            return self._headers(route, url, transfer)
+        def more(url: WebUrl) -> dict[str, str]:
+            headers = {"Range": f"bytes={transfer.at}-{transfer.end - 1}"}
+            # Other servers along the redirects may have another ETag for the same file.
+            if known and known.etag and not is_weak(known.etag) and route.proven and url == route.url:
+                headers["If-Match"] = known.etag
+            return headers
 
-        origin = self._target.url.origin
-        with answered(self._client, route.url, headers, self.path, origin=origin, note=note) as (exchange, url):
+        with _answered(self._client, target, route.url, self.path, note, more=more) as (exchange, url):
             try:
                 check_accepted(exchange, self.path)
                 use(exchange, url)
             except Failure as failure:
                 failure.refused = url if exchange.status in _REFUSED else None
                 raise
-
-    def _headers(self, route: _Route, url: WebUrl, transfer: _Transfer) -> dict[str, str]:
-        headers = self._target.headers_at(url)
-        headers["Range"] = f"bytes={transfer.at}-{transfer.end - 1}"
-        # Other servers along the redirects may have another ETag for the same file.
-        etag = None if self._version is None else self._version.etag
-        if route.proven and url == route.url and etag is not None and not is_weak(etag):
-            headers["If-Match"] = etag
-        return headers
 
     def _renew(self, seen: _Route, refused: WebUrl) -> bool:
         """Resolve the URL again, in a single thread, and return whether there is another URL to try."""
@@ -359,8 +352,7 @@ def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]
 
 def _whole(exchange: Exchange, path: str) -> tuple[int, bytes]:
     """Return the size and the content of a small file, from a server without range support."""
-    length = exchange.headers.get("Content-Length", "")
-    size = int(length) if _LENGTH.fullmatch(length) else None
+    size = exchange.length  # None if the server does not tell
     content = bytearray(min(WHOLE + 1, size if size is not None else WHOLE + 1))
     transfer = _Transfer([Span(0, memoryview(content))])
     if (size or 0) <= WHOLE and not transfer.receive(exchange) and size is not None:

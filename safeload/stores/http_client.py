@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import email.errors
-import email.utils
 import errno
 import http.client
 import logging
@@ -41,6 +40,7 @@ from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided
 from ..base.url import web_url as parse_web
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError
+from .foreign_errors import requested_wait
 from .thread_group import Stopped, current
 
 # ---- sockets ----
@@ -320,10 +320,6 @@ PROGRESS = 1 << 20
 _BACKOFF, _BACKOFF_MOST = 0.5, 10.0
 # A server may ask for at most this many seconds of waiting.
 RETRY_AFTER_MOST = 60
-# Longer waits are shown as this one: a server can send thousands of digits.
-_WAIT_SHOWN = 1e12
-# A quota, of the Hub for example, is used up, and renewed after this many seconds.
-_QUOTA = re.compile(r"\br=0;\s*t=([0-9]+)\s*$")
 # Status codes of a busy or failing server.
 _TRANSIENT = frozenset((408, 429, 500, 502, 503, 504))
 
@@ -380,24 +376,11 @@ def of_status(exchange: Exchange, path: str) -> Failure:
     what = f"the server returned {status} {http.client.responses.get(status, '')}".rstrip()
     if status not in _TRANSIENT:
         return Failure(RemoteError(what, path))
-    wait = _requested_wait(exchange)
+    wait = requested_wait(exchange.headers, quota=status == http.client.TOO_MANY_REQUESTS)
     if wait > RETRY_AFTER_MOST:
         text = f"{what} and asks to wait {wait:.0f} s, which is more than the limit of {RETRY_AFTER_MOST} s"
         return Failure(RemoteError(text, path))
     return Failure((RemoteTimeoutError if status in (408, 504) else RemoteError)(what, path), True, wait)
-
-
-def _requested_wait(exchange: Exchange) -> float:
-    """Return the seconds that a response asks to wait, as a number, a date or a quota; 0 if it does not."""
-    busy = exchange.status == http.client.TOO_MANY_REQUESTS
-    quota = _QUOTA.search(exchange.headers.get("RateLimit", "")) if busy else None
-    text: str = (exchange.headers.get("Retry-After") or (quota[1] if quota else "")).strip()
-    if re.fullmatch(r"[0-9]+", text):
-        return min(float(text), _WAIT_SHOWN)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (TypeError, ValueError, OverflowError, OSError):
-        return 0.0
 
 
 def of_error(error: BaseException, path: str, timeout: float) -> Failure:
@@ -528,7 +511,7 @@ class Client:
         # By process, scheme and proxy: a fork copies the parent's sockets, and locks in whatever state they are.
         self._managers: dict[tuple[int, str, str | None], Any] = {}
         self._lock = ProcessLock()
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # open files, and blocks of `kept`
         weakref.finalize(self, _close, self._managers)
 
     @contextmanager
@@ -554,20 +537,16 @@ class Client:
     def kept(self) -> Iterator[None]:
         """Keep idle connections while the block opens one file after another."""
         scope = _Scope()
-        self._users.add(scope)
+        self.users.add(scope)
         try:
             yield
         finally:
             self.leave(scope)
 
-    def join(self, user: object) -> None:
-        """Register an open file."""
-        self._users.add(user)
-
     def leave(self, user: object) -> None:
-        """Unregister a file; close all idle connections after the last file."""
-        self._users.discard(user)
-        if not self._users:
+        """Forget a user; close all idle connections after the last one."""
+        self.users.discard(user)
+        if not self.users:
             _close(self._managers)
 
     def _manager(self, url: WebUrl) -> Any:
@@ -687,25 +666,21 @@ def _context_maker(options: Mapping[str, Any]) -> Callable[[], ssl.SSLContext]:
 def _context(verify: bool | str | os.PathLike[str]) -> ssl.SSLContext:
     if verify is True:
         return _system_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    path = os.fspath(verify) if verify else None
+    folder = path if path and os.path.isdir(path) else None
+    with making_context:
+        context = ssl.create_default_context(cafile=None if folder else path, capath=folder)
     if not verify:
-        context = _default_context()
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-        return context
-    path = os.fspath(verify)
-    folder = os.path.isdir(path)
-    return _default_context(None if folder else path, path if folder else None)
-
-
-def _default_context(file: str | None = None, folder: str | None = None) -> ssl.SSLContext:
-    with making_context:
-        return ssl.create_default_context(cafile=file, capath=folder)
+    return context
 
 
 @lru_cache(maxsize=2)
 def _system_context(file: str | None, folder: str | None) -> ssl.SSLContext:
     """Create a context with the system's certificates; cached, because they take long to read."""
-    return _default_context()
+    with making_context:
+        return ssl.create_default_context()
 
 
 def web_url(url: str) -> tuple[WebUrl, tuple[str, str] | None]:

@@ -60,7 +60,6 @@ _URL = re.compile(
 _OWNERLESS = re.compile(r"(?i:hf)://(?P<name>[A-Za-z0-9][\w.-]{0,95})(?P<revision>@[^/]+)?/?", re.ASCII)
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}")
 _FULL_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
-_LENGTH = re.compile(r"[0-9]{1,18}")
 # Storage options handled here.
 _OPTIONS = ("endpoint", "token")
 # Bytes of a list of files received at once.
@@ -438,8 +437,7 @@ def _is_transient(error: Exception) -> bool:
 
 def _content(exchange: Exchange, shown: str) -> bytes:
     """Return the body of a response."""
-    length = exchange.headers.get("Content-Length", "").strip()
-    expected = int(length) if _LENGTH.fullmatch(length) else None
+    expected = exchange.length  # None if the Hub does not tell
     content, memory = bytearray(), memoryview(bytearray(_PIECE))
     while (expected or 0) <= MAX_JSON and len(content) <= MAX_JSON:
         count = exchange.receive(memory)

@@ -8,13 +8,14 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ..base import log
 from ..base import url as urls
 from ..errors import RemoteError, UnsupportedError, missing_file
 from .files import LOCAL
-from .foreign_errors import TRIES, changed, checked
+from .foreign_errors import TRIES, changed, checked, translated
 from .local import LocalStore, open_local, replace
 from .remote import Backend, RemoteStore, checked_name
 from .store import WINDOW, ByteStore
@@ -61,8 +62,9 @@ class StoredObject(RemoteStore):
         log.debug("%s: opened by %s", url, objects.name)
 
     def content(self, begin: int, end: int) -> memoryview:
+        translate = partial(translated, begin=begin, end=end)
         secrets = self._objects.secrets
-        return checked(lambda: self._range(begin, end), self.path, secrets, begin, end, tries=TRIES)
+        return checked(lambda: self._range(begin, end), self.path, secrets, tries=TRIES, translate=translate)
 
     def _range(self, begin: int, end: int) -> memoryview:
         content = memoryview(self._objects.read(self._place, self.path, begin, end, self.version))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from abc import ABC, abstractmethod
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -142,8 +142,8 @@ class RemoteStore:
 
     def __init__(self, window: int = WINDOW) -> None:
         self.window = window
-        self._windows: dict[int, bytes] = {}  # by offset
-        self._begins: list[int] = []  # sorted offsets of the windows
+        # By offset. Each change is a single step of the interpreter, so that a fork copies a whole list.
+        self._windows: list[tuple[int, bytes]] = []
         self._lock = ProcessLock()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -191,21 +191,20 @@ class RemoteStore:
     def keep(self, offset: int, content: bytes) -> None:
         """Keep a window of bytes for `read_at`."""
         with self._lock.own:
-            # A fork may copy the state between any two statements, so list an offset only while it has its window.
-            if len(content) >= len(self._windows.get(offset, b"")):
-                self._windows[offset] = content
-            at = bisect_left(self._begins, offset)
-            if self._begins[at : at + 1] != [offset]:
-                self._begins.insert(at, offset)
+            at = bisect_left(self._windows, (offset,))
+            begin, known = self._windows[at] if at < len(self._windows) else (None, b"")
+            if begin != offset:
+                self._windows.insert(at, (offset, content))
+            elif len(content) >= len(known):
+                self._windows[at] = offset, content
 
     def settle(self) -> None:
         """Drop the windows once the table has been read, unless a window holds the whole file."""
-        if len(self._windows.get(0, b"")) < self.size:
+        if self.held(0, self.size) is None:
             self._drop()
 
     def _drop(self) -> None:
         with self._lock.own:
-            self._begins.clear()
             self._windows.clear()
 
     def held(self, offset: int, size: int) -> bytes | None:
@@ -221,11 +220,8 @@ class RemoteStore:
         A few are enough because windows overlap little.
         """
         with self._lock.own:
-            at = bisect_right(self._begins, offset)
-            return [
-                (begin, self._windows[begin])
-                for begin in {*self._begins[max(0, at - 3) : at], *self._begins[: min(1, at)]}
-            ]
+            at = bisect_left(self._windows, (offset + 1,))
+            return self._windows[max(0, at - 3) : at] + self._windows[: min(1, at)]
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Return bytes from a window, or read a new window; fewer bytes at the end of the file."""
@@ -236,7 +232,7 @@ class RemoteStore:
         content = self.held(offset, size)
         if content is not None:
             return content
-        length = WINDOW if self._begins else self.window
+        length = WINDOW if self._windows else self.window
         # If a window holds the beginning, the rest follows it, unless another thread has fetched all of it meanwhile.
         for begin, window in self._around(offset):
             end = begin + len(window)

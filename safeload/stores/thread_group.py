@@ -32,9 +32,6 @@ _CLEANUP = 0.3
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-# Called between the time slices of a task: raises `Stopped` if the iterator is closed.
-Check = Callable[[], object]
-
 
 # ---- stopping ----
 
@@ -117,6 +114,11 @@ def current() -> Stop:
     return stop
 
 
+def check_stopped(*_: object) -> None:
+    """Raise Stopped if the call of this thread has ended; work that reports its progress can report here."""
+    current().check()
+
+
 @contextmanager
 def belonging(stop: Stop) -> Iterator[None]:
     """Inside the block, `current` returns ``stop`` in this thread."""
@@ -137,10 +139,10 @@ class _Threads(Stop):
         self._limit = limit
         self._threads: list[threading.Thread] = []
         self._ended: set[threading.Thread] = set()
-        self._tasks: SimpleQueue[tuple[int, Callable[[Check], Any]] | None] = SimpleQueue()  # None ends a thread
+        self._tasks: SimpleQueue[tuple[int, Callable[[], Any]] | None] = SimpleQueue()  # None ends a thread
         self._results: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()  # number, result and error
 
-    def put(self, number: int, work: Callable[[Check], Any]) -> None:
+    def put(self, number: int, work: Callable[[], Any]) -> None:
         """Add a task, and start a thread if the limit allows. After `stop`, the thread ends at the task."""
         self._tasks.put((number, work))
         if self.stopped or len(self._threads) >= self._limit:
@@ -164,7 +166,7 @@ class _Threads(Stop):
                     number, work = task
                     result: tuple[int, Any, BaseException | None]
                     try:
-                        result = number, work(self.check), None
+                        result = number, work(), None
                     except Stopped:
                         raise
                     except BaseException as error:
@@ -231,7 +233,7 @@ class Task(NamedTuple):
     """Work that may be done ahead of the consumer."""
 
     nbytes: int  # memory that the result takes
-    run: Callable[[Check], Any]  # makes the result, in another thread
+    run: Callable[[], Any]  # makes the result, in another thread
     start: Callable[[], object] | None = None  # called before `run`, in the consumer's thread
 
 
@@ -357,7 +359,7 @@ def run(tasks: Iterable[Callable[[], object]], limit: int, tick: Callable[[], ob
     This thread advances ``tasks`` and calls ``tick``, and its exception stops the tasks.
     """
     due = 0.0
-    calls = (Task(1, lambda check, task=task: task()) for task in tasks)  # type: ignore[misc]
+    calls = (Task(1, task) for task in tasks)
     results: Prefetch[object] = Prefetch(calls, 2 * limit, workers=limit, ordered=False, tick=tick, grace=_GRACE)
     with closing(results):
         for _ in results:
@@ -389,7 +391,7 @@ def in_order(function: Callable[[_Item], _Result], items: Iterable[_Item], count
     if count == 1:
         yield from map(function, items)
         return
-    tasks = (Task(1, lambda check, item=item: function(item)) for item in items)  # type: ignore[misc]
+    tasks = (Task(1, partial(function, item)) for item in items)
     results: Prefetch[_Result] = Prefetch(tasks, 2 * count + 1, workers=count)
     with closing(results):
         yield from results
@@ -403,7 +405,7 @@ def left_behind(function: Callable[[], _Result], seconds: float = math.inf) -> _
         if time.monotonic() >= until:
             raise TimeoutError
 
-    call: Prefetch[_Result] = Prefetch([Task(1, lambda check: function())], 1, tick=tick, grace=_CLEANUP)
+    call: Prefetch[_Result] = Prefetch([Task(1, function)], 1, tick=tick, grace=_CLEANUP)
     with closing(call), current().aborting(call.stop):
         try:
             call.start()

@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 from builders import inside
-from builders.inside import Prefetch, Task
+from builders.inside import Prefetch, Task, thread_group
 from builders.threads import threads
 
 pytestmark = pytest.mark.inner
@@ -21,19 +21,19 @@ pytestmark = pytest.mark.inner
 def tasks(*sizes, done=None):
     """Tasks of these sizes that give their numbers, and note them in ``done``."""
 
-    def run(k, check):
-        check()
+    def run(k):
+        thread_group.check_stopped()
         if done is not None:
             done.append(k)
         return k
 
-    return (Task(size, lambda check, k=k: run(k, check)) for k, size in enumerate(sizes))
+    return (Task(size, lambda k=k: run(k)) for k, size in enumerate(sizes))
 
 
-def endless(check):
+def endless():
     """Work that ends only when it is not wanted any more."""
     while True:
-        check()
+        thread_group.check_stopped()
         time.sleep(0.001)
 
 
@@ -93,7 +93,7 @@ def test_start_runs_in_the_consumers_thread_before_its_task():
     def task(k):
         return Task(
             1,
-            lambda check: seen.append(("run", k, threading.get_ident())),
+            lambda: seen.append(("run", k, threading.get_ident())),
             lambda: seen.append(("start", k, threading.get_ident())),
         )
 
@@ -110,10 +110,10 @@ def test_start_runs_in_the_consumers_thread_before_its_task():
 
 @pytest.mark.parametrize("limit", [0, 100])
 def test_an_error_comes_at_its_turn_and_is_the_last(limit):
-    def fail(check):
+    def fail():
         raise OSError("the third")
 
-    ahead = Prefetch((Task(1, fail if k == 2 else lambda check, k=k: k) for k in range(5)), limit)
+    ahead = Prefetch((Task(1, fail if k == 2 else lambda k=k: k) for k in range(5)), limit)
     assert [next(ahead), next(ahead)] == [0, 1]
     with pytest.raises(OSError, match="the third"):
         next(ahead)
@@ -128,7 +128,7 @@ def test_an_error_keeps_nothing_alive_once_it_is_handled():
     held = Held()
     seen = weakref.ref(held)
 
-    def run(check, held=held):
+    def run(held=held):
         raise ValueError("no")
 
     ahead = Prefetch(iter([Task(1, run)]), 1)
@@ -170,7 +170,7 @@ def test_a_thread_that_cannot_start_is_an_error(monkeypatch):
 
 def test_close_stops_a_task_in_the_middle_and_may_be_called_again():
     begun = threading.Event()
-    jobs = [Task(1, lambda check: 0), Task(1, lambda check: [begun.set(), endless(check)])]
+    jobs = [Task(1, lambda: 0), Task(1, lambda: [begun.set(), endless()])]
     ahead = Prefetch(iter(jobs), 10)
     next(ahead)
     begun.wait()
@@ -215,7 +215,7 @@ def test_close_from_another_thread_at_any_moment_ends_it_well():
 
 
 def test_close_by_what_a_task_starts_with_begins_no_thread():
-    jobs = [Task(1, lambda check: 0, lambda: ahead.close())]
+    jobs = [Task(1, lambda: 0, lambda: ahead.close())]
     ahead = Prefetch(iter(jobs), 1)
     with pytest.raises(ValueError, match="closed"):
         next(ahead)
@@ -223,7 +223,7 @@ def test_close_by_what_a_task_starts_with_begins_no_thread():
 
 
 def test_the_last_reference_ends_it():
-    ahead = Prefetch(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
+    ahead = Prefetch(iter([Task(1, lambda: 0), Task(1, endless)]), 10)
     next(ahead)
     assert len(threads()) == 1
     del ahead
@@ -234,14 +234,14 @@ def test_a_collection_in_its_own_thread_ends_it():
     """Garbage is collected in whichever thread allocates, and that cannot wait for itself."""
     ready, go = threading.Event(), threading.Event()
 
-    def collect(check):
+    def collect():
         ready.set()
         go.wait()
         gc.collect()
 
     gc.disable()
     try:
-        ahead = Prefetch(iter([Task(1, lambda check: 0), Task(1, collect)]), 10)
+        ahead = Prefetch(iter([Task(1, lambda: 0), Task(1, collect)]), 10)
         ahead.itself = ahead
         next(ahead)
         ready.wait()
@@ -255,7 +255,7 @@ def test_a_collection_in_its_own_thread_ends_it():
 
 def test_a_collection_in_the_middle_of_threading_itself_does_not_hang():
     """The end of a thread needs the lock under which `threading.enumerate` makes its list."""
-    ahead = Prefetch(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
+    ahead = Prefetch(iter([Task(1, lambda: 0), Task(1, endless)]), 10)
     next(ahead)
     started = time.monotonic()
     with threading._active_limbo_lock:
@@ -270,7 +270,7 @@ def test_results_that_are_not_taken_are_dropped_by_close():
 
     made = []
 
-    def run(check):
+    def run():
         held = Held()
         made.append(weakref.ref(held))
         return held
@@ -284,14 +284,14 @@ def test_results_that_are_not_taken_are_dropped_by_close():
 
 PROGRAM = inside.program("""
     import sys, time
-    from builders.inside import Prefetch, Task
+    from builders.inside import Prefetch, Task, thread_group
 
-    def endless(check):
+    def endless():
         while True:
-            check()
+            thread_group.check_stopped()
             time.sleep(0.001)
 
-    ahead = Prefetch(iter([Task(1, lambda check: 0), Task(1, endless)]), 10)
+    ahead = Prefetch(iter([Task(1, lambda: 0), Task(1, endless)]), 10)
     next(ahead)
 """)
 

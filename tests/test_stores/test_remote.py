@@ -130,7 +130,7 @@ def test_what_is_read_ahead_takes_no_memory_for_what_is_between():
     store.prefetch([(at, at + 500) for at in range(0, size, 60_000)])
     assert max(end - begin for begin, end in store.requests) <= 8 << 20
     assert len(store.requests) == 8
-    assert sum(map(len, store._windows.values())) == 500 * -(-size // 60_000)
+    assert sum(len(content) for _, content in store._windows) == 500 * -(-size // 60_000)
     store.requests.clear()
     assert store.read_at(600_000, 500) == bytes(500)
     assert store.requests == []
@@ -225,10 +225,10 @@ class Store(remote.RemoteStore):
 def right(begin):
     assert store.read_at(begin, 5) == bytes(k % 251 for k in range(begin, begin + 5))
 
-class Slow(dict):
-    def __setitem__(self, key, value):
+class Slow(list):
+    def insert(self, *arguments):
         hold_up()
-        super().__setitem__(key, value)
+        super().insert(*arguments)
     def clear(self):
         hold_up()
         super().clear()

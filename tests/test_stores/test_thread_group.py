@@ -236,7 +236,7 @@ def test_results_come_although_only_some_threads_can_be_started(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert list(in_order(str, range(20), 4)) == [*map(str, range(20))]
     started = itertools.count()
-    tasks = (Task(1, lambda check, k=k: k) for k in range(20))
+    tasks = (Task(1, lambda k=k: k) for k in range(20))
     assert list(Prefetch(tasks, 5, workers=3)) == [*range(20)]
 
 

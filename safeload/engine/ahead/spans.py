@@ -17,13 +17,13 @@ from ...base import dtypes
 from ...base.arrays import Array
 from ...base.cached import cached_property
 from ...base.scheme import SCHEMES
-from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
+from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
 from ..read.tensors import Tensors
 from ..run.job import Job, moving
 from ..run.jobs import Batch, move
 from ..run.memory import address_of, aligned_bytes
 from ..run.weight_file import WeightFile, is_remote
-from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size, nothing
+from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size
 
 # Bytes and elements of a block by dtype number; most dtypes have blocks of a single element.
 _BYTES, _ELEMENTS = np.ones((2, 256), np.int64)
@@ -104,7 +104,7 @@ class Spans:
         sizes = np.minimum(columns.sizes - before, step_bytes[rows])
         return Spans(self.files, columns._replace(begins=columns.begins + before, sizes=sizes))
 
-    def fill(self, buffer: Array, threads: int | None, check: Check = nothing) -> int:
+    def fill(self, buffer: Array, threads: int | None) -> int:
         """Read all spans into a buffer, in order, and return the number of bytes."""
         if not len(self):
             return 0
@@ -114,7 +114,7 @@ class Spans:
         if any(is_remote(self.files[k]) for k in set(file.tolist())):
             rows = zip(*(column.tolist() for column in (file, begins, memory, sizes, sources, targets)), strict=True)
             jobs = (Job(self.files[k], at, to, n, x, y, moving(x, y)) for k, at, to, n, x, y in rows)
-            Batch(jobs).run(threads=threads, progress=lambda done, total: check())
+            Batch(jobs).run(threads=threads, progress=check_stopped)
         else:
             move(
                 self.files,
@@ -125,7 +125,7 @@ class Spans:
                 sources=sources,
                 targets=targets,
                 threads=threads,
-                check=check,
+                check=check_stopped,
             )
         return int(ends[-1])
 
@@ -139,7 +139,7 @@ class Spans:
             return
         if total <= IN_TURN:
             buffer = aligned_bytes(max(SMALLEST_BUFFER, total))  # alive while the consumer uses its address
-            yield _fill(self.joined(), buffer, threads, nothing)
+            yield _fill(self.joined(), buffer, threads)
             return
         buffers = [aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
         workers = REMOTE_WORKERS if any(map(is_remote, self.files)) else 1
@@ -161,5 +161,5 @@ class Spans:
             begin, done = end, int(ends[end - 1])
 
 
-def _fill(spans: Spans, buffer: Array, threads: int | None, check: Check) -> tuple[int, int]:
-    return address_of(buffer), spans.fill(buffer, threads, check)
+def _fill(spans: Spans, buffer: Array, threads: int | None) -> tuple[int, int]:
+    return address_of(buffer), spans.fill(buffer, threads)

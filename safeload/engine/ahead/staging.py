@@ -13,7 +13,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, foreign_order
 from ...base.packing import Packed, Packing, by_columns, row_unit
-from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Task
+from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
 from ..codes.code_ranges import Range, flat_ranges, rows_apart, rows_range, values_before
 from ..codes.restore import restore_jobs
 from ..read.delivery import deliver
@@ -231,7 +231,7 @@ def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: i
 
     def fill() -> Task:
         nonlocal chunks, end
-        work = partial(_fill, ring, chunks, threads=sharing)
+        work = partial(_fill, ring, chunks, sharing)
         chunks, end = [], 0
         return Task(ring.size, work)
 
@@ -255,18 +255,18 @@ def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: i
         yield fill()
 
 
-def _fill(ring: Ring, chunks: Sequence[tuple[Chunk, int]], check: Check, *, threads: int | None) -> Filled:
+def _fill(ring: Ring, chunks: Sequence[tuple[Chunk, int]], threads: int | None) -> Filled:
     number, buffer = ring.take()
     base = address_of(buffer)
     if len(chunks) >= _MANY and not any(isinstance(c.source, Range) or c.entry.file.remote for c, _ in chunks):
-        _read(chunks, base, threads, check)
+        _read(chunks, base, threads)
     else:
         batch = Batch(job for chunk, at in chunks for job in chunk.jobs(base + at))
-        batch.run(threads=threads, progress=lambda done, total: check())
+        batch.run(threads=threads, progress=check_stopped)
     return Filled(number, _joined(chunks), buffer)
 
 
-def _read(chunks: Sequence[tuple[Chunk, int]], base: int, threads: int | None, check: Check) -> None:
+def _read(chunks: Sequence[tuple[Chunk, int]], base: int, threads: int | None) -> None:
     """Read chunks of local files that are not packed, many of them."""
     entries = [chunk.entry for chunk, _ in chunks]
     files = {file: k for k, file in enumerate(dict.fromkeys(entry.file for entry in entries))}
@@ -281,7 +281,7 @@ def _read(chunks: Sequence[tuple[Chunk, int]], base: int, threads: int | None, c
         sources=np.array([entry.source for entry in entries]),
         targets=np.array([entry.target for entry in entries]),
         threads=threads,
-        check=check,
+        check=check_stopped,
     )
 
 
@@ -298,7 +298,7 @@ def _joined(chunks: Iterable[tuple[Chunk, int]]) -> list[Piece]:
     return pieces
 
 
-def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
+def _make(entry: Entry, threads: int | None) -> Filled:
     """Read an indivisible tensor into a C-contiguous array."""
     assert entry.target is not None
     out = {entry.name: private_array(entry.shape, entry.dtype)}
@@ -307,13 +307,9 @@ def _make(entry: Entry, threads: int | None, check: Check) -> Filled:
         target=None if entry.source == entry.target and entry.packed is None else dtypes.BY_NUMBER[entry.target],
         out=out,
         threads=threads,
-        progress=lambda done, total: check(),
+        progress=check_stopped,
     )
     return Filled(None, (), out[entry.name], entry.name)
-
-
-def nothing(*_: object) -> None:
-    """Do nothing, if there is nothing to wait for or to check."""
 
 
 class StagedBytes:
@@ -325,7 +321,7 @@ class StagedBytes:
         if total <= IN_TURN:
             ring = Ring(max(SMALLEST_BUFFER, total), 1)
             tasks = _tasks(entries, ring, threads, threads)
-            self._filled = _freed((task.run(nothing) for task in tasks), ring)
+            self._filled = _freed((task.run() for task in tasks), ring)
         else:
             self._filled = staged(entries, Ring(buffer_size(total), BUFFERS), threads)
         self._waiting: deque[tuple[int, int]] = deque()

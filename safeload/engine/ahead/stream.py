@@ -19,7 +19,7 @@ from ...base.native import ffi, short
 from ...base.selecting import Patterns
 from ...base.text import parse_size, plural, show
 from ...errors import RemoteError, exported, public
-from ...stores.thread_group import REMOTE_WORKERS, Check, Prefetch, Stopped, Task
+from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Stopped, Task, check_stopped
 from ..codes.pieces import Meter
 from ..read.delivery import check_fits, deliver, stored_in_parts
 from ..read.load import check_out_names, parse_target
@@ -213,9 +213,7 @@ class _TensorReader(NamedTuple):
         """Return the memory for reading a tensor, including the byte range of a strided tensor."""
         return self.nbytes(entry) + (entry.end - entry.begin if entry.strided and self.makes(entry) else 0)
 
-    def read(
-        self, entries: Sequence[Entry], out: Mapping[str, Array], memory: Recycler, check: Check
-    ) -> dict[str, Any]:
+    def read(self, entries: Sequence[Entry], out: Mapping[str, Array], memory: Recycler) -> dict[str, Any]:
         """Read tensors into arrays of ``out`` or new arrays."""
         if not entries:
             return {}
@@ -226,7 +224,7 @@ class _TensorReader(NamedTuple):
             out=out if single and self.out is not None else None,
             memory=memory.array if single else None,
             threads=self.threads,
-            progress=lambda done, total: check(),
+            progress=check_stopped,
         )
         return arrays
 
@@ -262,22 +260,22 @@ class _Unit:
         except Exception as error:
             self._failed.append(error)
 
-    def run(self, check: Check) -> _Loaded:
+    def run(self) -> _Loaded:
         """Read the tensors up to the first error."""
         if any(number < self._number for number in self._reader.failed):
             raise Stopped
-        loaded, failed = self._read(self._entries, check)
+        loaded, failed = self._read(self._entries)
         failed = failed or self._failed
         if failed:
             self._reader.failed.append(self._number)
         return loaded, failed
 
-    def _read(self, entries: Sequence[Entry], check: Check) -> _Loaded:
+    def _read(self, entries: Sequence[Entry]) -> _Loaded:
         try:
-            arrays = self._reader.read(entries, self._out, self._memory, check)
+            arrays = self._reader.read(entries, self._out, self._memory)
         except RemoteError as error:  # names the tensor, and was retried
             at = next((k for k, entry in enumerate(entries) if entry.name == error.tensor), 0)
-            loaded, failed = self._read(entries[:at], check) if at else (deque(), [])
+            loaded, failed = self._read(entries[:at]) if at else (deque(), [])
             return loaded, failed or [error]
         except Exception as error:
             if len(entries) < 2:
@@ -285,9 +283,9 @@ class _Unit:
         else:
             return deque((entry.name, arrays[entry.name]) for entry in entries), []
         half = len(entries) // 2  # again in halves, to find the tensor that cannot be read
-        loaded, failed = self._read(entries[:half], check)
+        loaded, failed = self._read(entries[:half])
         if not failed:
-            rest, failed = self._read(entries[half:], check)
+            rest, failed = self._read(entries[half:])
             loaded += rest
         return loaded, failed
 

@@ -219,12 +219,11 @@ class Batch:
             job.packed and any(map(is_remote, job.files)) for job in self.jobs
         ):
             return self.jobs
-        from ...stores.thread_group import current
+        from ...stores.thread_group import check_stopped
         from .fetch import Fetch  # `formats.opening` has imported both
 
         def execute(jobs: Sequence[Job], path: str) -> None:
-            stop = current()
-            Batch(jobs, path).run(threads=1, progress=lambda done, total: stop.check())
+            Batch(jobs, path).run(threads=1, progress=check_stopped)
 
         return Fetch(self.jobs, execute, threads).run(report)
 
