@@ -212,10 +212,10 @@ class SafetensorsEdit(Edit):
         self._parts = _parts_of(self._before or {})
         self._stored_names = [*self._tensors]
         self._places = count(len(self._tensors))  # of new tensors
-        length = int.from_bytes(file.read(_LENGTH), "little")
+        length = int.from_bytes(file.head(_LENGTH), "little")
         if not 0 < length <= file.identity.size - _LENGTH:
             raise FormatError("the header changed while it was read", path, 0)
-        self._old = file.read(_LENGTH + length)
+        self._old = file.head(_LENGTH + length)
         self._new: bytes | None = None  # the header that was written in the place of the old one
         self._keep: list[Any] = []
 
@@ -305,15 +305,15 @@ class SafetensorsEdit(Edit):
                 tensor = tensors[index]
                 if isinstance(tensor, _Stored):
                     if tensor.begin != end:
-                        file.copy(self._file.descriptor, begin, end - begin)
+                        file.copy(self._file.fileno(), begin, end - begin)
                         begin = tensor.begin
                     end = tensor.begin + tensor.nbytes
                     continue
-                file.copy(self._file.descriptor, begin, end - begin)
+                file.copy(self._file.fileno(), begin, end - begin)
                 begin = end = 0
                 for _owner, address, size in tensor.pieces():
                     file.write([(address, size)])
-            file.copy(self._file.descriptor, begin, end - begin)
+            file.copy(self._file.fileno(), begin, end - begin)
             self._file.finish_reading()
 
 
@@ -354,7 +354,7 @@ class GgufEdit(Edit):
         self._file.check_unchanged()
         size = self._file.identity.size
         begin = min(data_begin(self._before), size) if self._before.tensor_count else size
-        old, new = self._file.read(begin), head_with(self._before, self._edited.changes)
+        old, new = self._file.head(begin), head_with(self._before, self._edited.changes)
         if len(new) == len(old):
             if new != old:
                 replace_header(self._file, old, new, durable=self._durable)
@@ -363,7 +363,7 @@ class GgufEdit(Edit):
         try:
             with AtomicFile(self._file.path, len(new) + size - begin, durable=self._durable) as file:
                 file.write([(address_of(head), head.size)])
-                file.copy(self._file.descriptor, begin, size - begin)
+                file.copy(self._file.fileno(), begin, size - begin)
                 self._file.finish_reading()
         except OSError as error:
             raise unsaved(error) from None
@@ -373,7 +373,7 @@ def edit_file(path: str, *, force: bool, durable: bool) -> Edit:
     """Return the edit of a single file; see `edit`."""
     with ExitStack() as stack:
         file = stack.enter_context(Locked(resolved(path, force=force)))
-        kind = GgufEdit if file.read(min(4, file.identity.size)) == b"GGUF" else SafetensorsEdit
+        kind = GgufEdit if file.head(min(4, file.identity.size)) == b"GGUF" else SafetensorsEdit
         edit = kind(path, file, durable=durable)
         remove(file.path)  # the journal of an edit that did not damage the header
         edit._stack = stack.pop_all()
