@@ -230,7 +230,6 @@ NAMES = {
     "SlicedTlsSocket": "stores.http_client:SlicedTlsSocket",
     "ExpectedFiles": "stores.digests:Expected",
     "ExpectedRange": "stores.digests:ExpectedRange",
-    "Hasher": "stores.digests:Hasher",
     "check_name": "stores.digests:check_name",
     "digest_in_cache": "stores.digests:digest_in_cache",
     "files_of_manifest": "stores.digests:files_of_manifest",
