@@ -137,9 +137,8 @@ def _listed(document: _Document, path: str, files: Files) -> Expected:
 def _signed(document: _Document, signature: Signature, path: str, files: Files) -> Expected:
     source, content, folder = document
     signed = signed_files(content, signature, source)
-    root = _root(path, files, folder, signed.files)
-    alone = "" if files.is_folder(path) else files.absolute(path)
-    return Expected(source, signature.proof, root, signed.files, signed.ignored, alone, signed.sharded)
+    root = _root(path, files, folder, signed.files or {})
+    return signed._replace(root=root, alone="" if files.is_folder(path) else files.absolute(path))
 
 
 def _beside(path: str, files: Files) -> Expected:

@@ -71,7 +71,15 @@ class Expected(NamedTuple):
     files: Mapping[str, ExpectedFile] | None = None  # by relative path, with slashes; None for a cache
     ignored: tuple[str, ...] = ()  # relative paths of files and folders that are left out
     alone: str = ""  # absolute path of a model that is a single file
-    skips_empty: bool = False  # empty files have no digest
+    skips_empty: bool = False  # empty files have no digest: the signature lists ranges
+
+    def entries(self) -> set[tuple[str, str]]:
+        """Return the names and digests as model-signing has them."""
+        return {
+            (f"{name}:{part.begin}:{part.end}" if self.skips_empty else name, part.digest)
+            for name, parts in (self.files or {}).items()
+            for part in parts
+        }
 
     def name_of(self, path: str, files: Files) -> str | None:
         """Return the path relative to the root; None if it leads elsewhere."""
@@ -182,17 +190,8 @@ def _digest(value: Any, algorithm: str, name: Any, path: str) -> str:
 # ---- model signatures ----
 
 
-class SignedFiles(NamedTuple):
-    """The content of a signed statement."""
-
-    files: dict[str, ExpectedFile]
-    ignored: tuple[str, ...]
-    sharded: bool
-    entries: frozenset[tuple[str, str]]  # name and digest of each resource
-
-
-def files_of_statement(statement: Mapping[str, Any], path: str) -> SignedFiles:
-    """Return the files of an in-toto statement."""
+def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
+    """Return the files of an in-toto statement, without their root."""
     if statement.get("_type") != _STATEMENT:
         raise refused(f"expected an in-toto statement, got {show(statement.get('_type'))}", path)
     kind, subjects = statement.get("predicateType"), statement.get("subject")
@@ -223,10 +222,9 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> SignedFiles:
     ignored = settings.get("ignore_paths", [])
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         raise refused("ignore_paths must be a list of paths", path)
-    entries = frozenset((resource["name"], resource["digest"].lower()) for resource in resources)
     left_out = tuple(name.rstrip("/") for name in ignored if name.rstrip("/") not in ("", "."))
     files = {name: _tiled(name, parts, path) for name, parts in ranges.items()}
-    return SignedFiles(files, (*left_out, *GIT_PATHS), method == "shards", entries)
+    return Expected(path, "", "", files, (*left_out, *GIT_PATHS), skips_empty=method == "shards")
 
 
 def _sha256_of(subject: Any) -> Any:
