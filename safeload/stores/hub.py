@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
@@ -139,8 +138,7 @@ class Snapshot(NamedTuple):
     """A commit of a repository."""
 
     commit: str  # its digest
-    files: frozenset[str]  # their paths
-    sizes: Mapping[str, int] = MappingProxyType({})  # of the files, if the cache lists them
+    files: Mapping[str, int | None]  # sizes by path; None if the cache does not list the file's size
 
 
 class Hub(Backend):
@@ -208,13 +206,13 @@ class Hub(Backend):
             raise RemoteError(f"the Hub reports commit {commit}, expected {place.revision}", shown)
         if not isinstance(siblings, list):
             raise RemoteError(f"the Hub's list of files is {show(siblings)}", shown)
-        names = set[str]()
+        sizes, files = place.cached.tree(commit) or {}, dict[str, int | None]()
         for file in siblings:
             name = file.get("rfilename") if isinstance(file, dict) else None
             if not isinstance(name, str) or not all(map(_COMPONENT.fullmatch, name.split("/"))):
                 raise RemoteError(f"the Hub's list of files has an invalid path: {show(name)}", shown)
-            names.add(name)
-        return Snapshot(commit, frozenset(names), place.cached.tree(commit) or {})
+            files[name] = sizes.get(name)
+        return Snapshot(commit, files)
 
     # ---- Backend ----
 
@@ -230,7 +228,7 @@ class Hub(Backend):
         if place.path not in snapshot.files:
             what = "this is a folder, not a file" if self.is_folder(url) else "the repository has no such file"
             raise missing_file(shown, f"{shown}: {what}, at commit {snapshot.commit}")
-        cached = _open_cached(place, snapshot.commit, snapshot.sizes.get(place.path))
+        cached = _open_cached(place, snapshot.commit, snapshot.files[place.path])
         if cached is not None:
             return cached
         urls.check_online(url)
@@ -361,12 +359,8 @@ class Hub(Backend):
 
     def _file(self, place: HubPlace, commit: str) -> RequestTarget:
         """Return the URL of a file and the headers for it."""
-
-        def address() -> Any:
-            url = _library().hf_hub_url
-            return url(place.repo, place.path, repo_type=place.kind, revision=commit, endpoint=self._endpoint)
-
-        return self._target(address, place)
+        options = {"repo_type": place.kind, "revision": commit, "endpoint": self._endpoint}
+        return self._target(lambda: _library().hf_hub_url(place.repo, place.path, **options), place)
 
     def _target(self, address: Callable[[], Any], place: HubPlace) -> RequestTarget:
         """Return a URL of the Hub with the token and the caller's headers."""
@@ -476,10 +470,10 @@ def _in_cache(place: HubPlace) -> Snapshot | None:
     if commit is not None:
         tree = cached.tree(commit)
         if tree is not None and offline is None:
-            return Snapshot(commit, frozenset(tree), tree)
+            return Snapshot(commit, tree)
         files = cached.files(commit) if offline is not None or cached.is_complete(commit) else frozenset()
         if files:
-            return Snapshot(commit, files, tree or {})
+            return Snapshot(commit, {name: (tree or {}).get(name) for name in files})
     if offline is None:
         return None
     raise UnsupportedError(
