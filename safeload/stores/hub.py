@@ -61,7 +61,6 @@ _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}")
 _FULL_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 # Names that Git allows in a path.
 _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[^/\x00\ud800-\udfff]+")
-_LENGTH = re.compile(r"[0-9]{1,18}")
 # Storage options handled here.
 _OPTIONS = ("endpoint", "token")
 # Bytes of a list of files received at once.
@@ -441,17 +440,16 @@ def _is_transient(error: Exception) -> bool:
 
 def _content(exchange: Exchange, shown: str) -> bytes:
     """Return the body of a response."""
-    length = exchange.headers.get("Content-Length", "").strip()
-    expected = int(length) if _LENGTH.fullmatch(length) else None
+    expected = exchange.length  # None if the response does not state it
     content, memory = bytearray(), memoryview(bytearray(_PIECE))
     while (expected or 0) <= MAX_JSON and len(content) <= MAX_JSON:
         count = exchange.receive(memory)
         if not count:
-            if expected is not None and len(content) < expected:
+            if exchange.length:  # bytes that have not arrived
                 raise broken_off(shown)
             return bytes(content)
         content += memory[:count]
-    size = f"{expected:,}" if expected is not None else "more"
+    size = "more" if expected is None else f"{expected:,}"
     raise Failure(RemoteError(f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}", shown))
 
 
