@@ -204,7 +204,7 @@ def _is_broken(present: bytes, old: bytes) -> bool:
     return any(present[:size] in (BROKEN[:k] + old[k:size], old[: size - k] + BROKEN[size - k :]) for k in cuts)
 
 
-def recover(file: Locked, *, durable: bool = True) -> str:
+def recover(file: Locked) -> str:
     """Complete an interrupted edit, and return what was done: "nothing", "old" or "new"."""
     try:
         journal = _read(file.path)
@@ -224,6 +224,6 @@ def recover(file: Locked, *, durable: bool = True) -> str:
                 f"another program has changed the file since its edit was interrupted: remove {journal_of(file.path)}"
             )
             raise FormatError(text, file.path)
-        file.overwrite_header(b"", old, durable=durable)
+        file.overwrite_header(b"", old, durable=True)
     remove(file.path)
     return "old"

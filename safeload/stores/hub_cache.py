@@ -26,7 +26,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 # Names that can be looked up: no other component leads out of the cache.
 _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[^/\\:\x00]{1,255}", re.DOTALL)
 _REPOSITORY = re.compile(r"[A-Za-z0-9._-]{1,96}(?:/[A-Za-z0-9._-]{1,96})?", re.ASCII)
-_FOLDER = re.compile(r"(model|dataset|space)s--([A-Za-z0-9._-]{1,200})", re.ASCII)
+_FOLDER = re.compile(r"models--([A-Za-z0-9._-]{1,200})", re.ASCII)
 _SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.[a-z]+)", re.ASCII | re.DOTALL)
 # Longest text of a ref, and maximum number of files in a snapshot.
 _LONGEST_REF, MAX_FILES = 200, 100_000
@@ -151,8 +151,8 @@ def repositories(failures: list[OSError]) -> Iterator[tuple[str, CachedRepositor
         return
     for name in names:
         match = _FOLDER.fullmatch(name)
-        if match is not None and match[1] == "model":
-            yield match[2].replace("--", "/", 1), CachedRepository(os.path.join(folder, name))
+        if match is not None:
+            yield match[1].replace("--", "/", 1), CachedRepository(os.path.join(folder, name))
 
 
 def _walk(folder: str) -> Iterator[tuple[str, ...]]:

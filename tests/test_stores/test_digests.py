@@ -106,6 +106,7 @@ BAD_STATEMENTS = {
     "a digest that is no text": (changed(GOOD, "predicate", "resources", 0, "digest", value=5), "must have 64"),
     "another root": (changed(GOOD, "subject", 0, "digest", "sha256", value=B), "the subject does not match"),
     "no subject": (changed(GOOD, "subject", value=[]), "the subject does not match"),
+    "a subject that is no object": (changed(GOOD, "subject", value=[3]), "the subject does not match"),
     "two subjects": (changed(GOOD, "subject", value=GOOD["subject"] * 2), "the subject does not match"),
     "ignored paths that are no list": (
         changed(GOOD, "predicate", "serialization", "ignore_paths", value="a.txt"),
