@@ -24,11 +24,11 @@ from ..stores.digests import (
 )
 from ..stores.files import LOCAL, Files
 from ..stores.json_file import MAX_JSON, parse_json
-from ..stores.local import read_from
 from ..stores.places import places_of
 from ..stores.signature import SIGNATURE_KEY, Signature, signed_files
 from ..stores.store import read_at
 from ..stores.thread_group import each
+from ..stores.verified import pieces_of
 
 # The argument ``verify=``: the path of a manifest or signature, or True for the one next to the files, or for the
 # digests of a cache.
@@ -40,8 +40,8 @@ _MANIFEST_PROOF = "integrity only: a manifest does not say who made it"
 _START = 64
 # Largest number of JSON files beside weights to look at.
 _MOST_BESIDE = 1000
-# Bytes hashed at a time, and levels of folders.
-_CHUNK, _LEVELS = 512 << 10, 32
+# Levels of folders.
+_LEVELS = 32
 # Suffixes of remote paths that are files, so that no request asks.
 _FILE_SUFFIXES = (".safetensors", ".json", ".gguf", ".bin", ".pt", ".pth", ".npz", ".npy", ".ckpt")
 
@@ -137,9 +137,8 @@ def _listed(document: _Document, path: str, files: Files) -> Expected:
 def _signed(document: _Document, signature: Signature, path: str, files: Files) -> Expected:
     source, content, folder = document
     signed = signed_files(content, signature, source)
-    root = _root(path, files, folder, signed.files)
-    alone = "" if files.is_folder(path) else files.absolute(path)
-    return Expected(source, signature.proof, root, signed.files, signed.ignored, alone, signed.sharded)
+    root = _root(path, files, folder, signed.files or {})
+    return signed._replace(root=root, alone="" if files.is_folder(path) else files.absolute(path))
 
 
 def _beside(path: str, files: Files) -> Expected:
@@ -272,12 +271,8 @@ def name_below(folder: str, path: str, files: Files) -> str:
 
 
 def _entry(path: str) -> dict[str, Any]:
-    digest, nbytes = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     with closing(LOCAL.open(path)) as store:
-        buffer = memoryview(bytearray(max(1, min(_CHUNK, store.size))))
-        while nbytes < store.size:
-            piece = buffer[: store.size - nbytes]
-            read_from(store, nbytes, piece, path)
+        for piece in pieces_of(store, path):
             digest.update(piece)
-            nbytes += len(piece)
-    return {"size": nbytes, "sha256": digest.hexdigest()}
+        return {"size": store.size, "sha256": digest.hexdigest()}

@@ -45,8 +45,8 @@ _LARGEST = 1 << 62
 _LEVELS = 64
 # Paths that model signatures always leave out.
 GIT_PATHS = (".git", ".gitattributes", ".github", ".gitignore")
-_SNAPSHOT_BLOB = re.compile(r"(?:[0-9a-f]{40}|[0-9a-f]{64})", re.ASCII)
-_OLLAMA_BLOB = re.compile(r"sha256-([0-9a-f]{64})", re.ASCII)
+_BLOB = re.compile(r"(?:sha256-)?([0-9a-f]{64})|([0-9a-f]{40})", re.ASCII)
+_SHARD = re.compile(r"(.+):([0-9]{1,18}):([0-9]{1,18})", re.DOTALL)
 
 
 class ExpectedRange(NamedTuple):
@@ -71,7 +71,15 @@ class Expected(NamedTuple):
     files: Mapping[str, ExpectedFile] | None = None  # by relative path, with slashes; None for a cache
     ignored: tuple[str, ...] = ()  # relative paths of files and folders that are left out
     alone: str = ""  # absolute path of a model that is a single file
-    skips_empty: bool = False  # empty files have no digest
+    skips_empty: bool = False  # empty files have no digest: the signature lists ranges
+
+    def entries(self) -> set[tuple[str, str]]:
+        """Return the names and digests as model-signing has them."""
+        return {
+            (f"{name}:{part.begin}:{part.end}" if self.skips_empty else name, part.digest)
+            for name, parts in (self.files or {}).items()
+            for part in parts
+        }
 
     def name_of(self, path: str, files: Files) -> str | None:
         """Return the path relative to the root; None if it leads elsewhere."""
@@ -114,12 +122,8 @@ def digest_in_cache(path: str) -> ExpectedRange | None:
     folder, name = os.path.split(place)
     if os.path.basename(folder) != "blobs":
         return None
-    layer = _OLLAMA_BLOB.fullmatch(name)
-    if layer is not None:
-        return ExpectedRange(0, None, "sha256", layer[1])
-    if _SNAPSHOT_BLOB.fullmatch(name):
-        return ExpectedRange(0, None, "sha256" if len(name) == _ALGORITHMS["sha256"] else _GIT_BLOB, name)
-    return None
+    blob = _BLOB.fullmatch(name)
+    return None if blob is None else ExpectedRange(0, None, _GIT_BLOB if blob[2] else "sha256", blob[1] or name)
 
 
 def refused(text: str, path: str) -> VerificationError:
@@ -127,28 +131,13 @@ def refused(text: str, path: str) -> VerificationError:
     return error_about(VerificationError, text, path=path)
 
 
-class Hasher:
-    """Hashes a range; `check` compares the digest."""
-
-    def __init__(self, expected: ExpectedRange, size: int) -> None:
-        self._expected, self._size = expected, size
-        self._hash: Any
-        if expected.algorithm in ("sha256", "blake2b"):
-            self._hash = hashlib.new(expected.algorithm)
-        elif expected.algorithm == _GIT_BLOB:
-            self._hash = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-        else:
-            self._hash = needed("blake3", "BLAKE3 digests need blake3").blake3()
-        self.update = self._hash.update  # releases the GIL
-
-    def check(self, path: str, source: str) -> None:
-        """Compare the digest."""
-        digest, expected = self._hash.hexdigest(), self._expected
-        if digest != expected.digest:
-            part = (expected.begin, expected.end) not in ((0, None), (0, self._size))
-            where = f" in bytes [{expected.begin:,}, {expected.end:,})" if part else ""
-            digests = f"expected {expected.algorithm} {expected.digest[:16]}..., got {digest[:16]}..."
-            raise refused(f"the file differs from {source}{where}: {digests}", path)
+def hash_of(algorithm: str, size: int) -> Any:
+    """Return a hash for bytes of a file of this size; its ``update`` releases the GIL."""
+    if algorithm in ("sha256", "blake2b"):
+        return hashlib.new(algorithm)
+    if algorithm == _GIT_BLOB:
+        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    return needed("blake3", "BLAKE3 digests need blake3").blake3()
 
 
 # ---- manifests by safeload ----
@@ -201,24 +190,19 @@ def _digest(value: Any, algorithm: str, name: Any, path: str) -> str:
 # ---- model signatures ----
 
 
-class SignedFiles(NamedTuple):
-    """The content of a signed statement."""
-
-    files: dict[str, ExpectedFile]
-    ignored: tuple[str, ...]
-    sharded: bool
-    entries: frozenset[tuple[str, str]]  # name and digest of each resource
-
-
-def files_of_statement(statement: Mapping[str, Any], path: str) -> SignedFiles:
-    """Return the files of an in-toto statement."""
+def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
+    """Return the files of an in-toto statement, without their root."""
     if statement.get("_type") != _STATEMENT:
         raise refused(f"expected an in-toto statement, got {show(statement.get('_type'))}", path)
-    kind = statement.get("predicateType")
+    kind, subjects = statement.get("predicateType"), statement.get("subject")
     settings: Any = {"method": "files"}
     resources: Any
     if kind == _V01:
-        resources = _subjects(statement, path)
+        if not isinstance(subjects, list):
+            raise refused("subject must be a list of files", path)
+        names = (subject.get("name") if isinstance(subject, Mapping) else None for subject in subjects)
+        digests = map(_sha256_of, subjects)
+        resources = [{"name": n, "algorithm": "sha256", "digest": d} for n, d in zip(names, digests, strict=True)]
     elif kind == _V1:
         predicate = statement.get("predicate")
         fields = predicate if isinstance(predicate, Mapping) else {}
@@ -232,14 +216,20 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> SignedFiles:
         raise refused(f"the serialization {show(method)} is not known", path)
     ranges = _ranges(resources, method == "shards", path)
     if kind == _V1:
-        _check_root(statement, resources, path)
+        root = hashlib.sha256(b"".join(bytes.fromhex(resource["digest"]) for resource in resources)).hexdigest()
+        if not isinstance(subjects, list) or [*map(_sha256_of, subjects)] != [root]:
+            raise refused("the subject does not match the digests of the files", path)
     ignored = settings.get("ignore_paths", [])
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         raise refused("ignore_paths must be a list of paths", path)
-    entries = frozenset((str(resource["name"]), str(resource["digest"]).lower()) for resource in resources)
-    names = tuple(name.rstrip("/") for name in ignored if name.rstrip("/") not in ("", "."))
+    left_out = tuple(name.rstrip("/") for name in ignored if name.rstrip("/") not in ("", "."))
     files = {name: _tiled(name, parts, path) for name, parts in ranges.items()}
-    return SignedFiles(files, (*names, *GIT_PATHS), method == "shards", entries)
+    return Expected(path, "", "", files, (*left_out, *GIT_PATHS), skips_empty=method == "shards")
+
+
+def _sha256_of(subject: Any) -> Any:
+    digests = subject.get("digest") if isinstance(subject, Mapping) else None
+    return digests.get("sha256") if isinstance(digests, Mapping) else None
 
 
 def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, list[ExpectedRange]]:
@@ -247,10 +237,12 @@ def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, lis
     ranges: dict[str, list[ExpectedRange]] = {}
     for resource in resources:
         fields = resource if isinstance(resource, Mapping) else {}
-        name, begin, end = fields.get("name"), 0, None
-        algorithm = fields.get("algorithm")
+        name, begin, end, algorithm = fields.get("name"), 0, None, fields.get("algorithm")
         if sharded:
-            name, begin, end = _shard(name, path)
+            shard = _SHARD.fullmatch(name) if isinstance(name, str) else None
+            if shard is None or int(shard[2]) >= int(shard[3]):
+                raise refused(f"expected a path and a range of bytes, got {show(name)}", path)
+            name, begin, end = shard[1], int(shard[2]), int(shard[3])
             algorithm = re.sub(r"-sharded-\d{1,18}\Z", "", algorithm) if isinstance(algorithm, str) else algorithm
         if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
             raise refused(f"the digest {show(algorithm)} of {show(name)} is not known", path)
@@ -262,13 +254,6 @@ def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, lis
     return ranges
 
 
-def _shard(name: Any, path: str) -> tuple[str, int, int]:
-    match = re.fullmatch(r"(.+):([0-9]{1,18}):([0-9]{1,18})", name, re.DOTALL) if isinstance(name, str) else None
-    if match is None or int(match[2]) >= int(match[3]):
-        raise refused(f"expected a path and a range of bytes, got {show(name)}", path)
-    return match[1], int(match[2]), int(match[3])
-
-
 def _tiled(name: str, ranges: list[ExpectedRange], path: str) -> ExpectedFile:
     """Return ranges in order; a gap would be bytes without a signature."""
     ranges = sorted(ranges, key=lambda part: part.begin)
@@ -278,26 +263,3 @@ def _tiled(name: str, ranges: list[ExpectedRange], path: str) -> ExpectedFile:
             raise refused(f"the ranges of {show(name)} overlap or leave a gap at byte {at:,}", path)
         at = part.end or 0
     return tuple(ranges)
-
-
-def _check_root(statement: Mapping[str, Any], resources: Iterable[Mapping[str, Any]], path: str) -> None:
-    """Check the digest of all digests in the subject."""
-    subjects = statement.get("subject")
-    digests = subjects[0].get("digest") if isinstance(subjects, list) and len(subjects) == 1 else None
-    root = hashlib.sha256(b"".join(bytes.fromhex(str(resource["digest"])) for resource in resources)).hexdigest()
-    if not isinstance(digests, Mapping) or digests.get("sha256") != root:
-        raise refused("the subject does not match the digests of the files", path)
-
-
-def _subjects(statement: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    """Return the subjects of the first predicate as resources."""
-    subjects = statement.get("subject")
-    if not isinstance(subjects, list):
-        raise refused("subject must be a list of files", path)
-    resources = []
-    for subject in subjects:
-        fields = subject if isinstance(subject, Mapping) else {}
-        digests = fields.get("digest")
-        digest = digests.get("sha256") if isinstance(digests, Mapping) else None
-        resources.append({"name": fields.get("name"), "algorithm": "sha256", "digest": digest})
-    return resources

@@ -9,8 +9,8 @@ import json
 import os
 import stat
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
 
 from ..errors import FormatError, SafeloadError
 from .local import BLOCK, identity_of, lock, sync_folder
@@ -32,12 +32,13 @@ def journal_of(path: str) -> str:
     return os.path.join(folder, f".{name}{_SUFFIX}")
 
 
-def await_editor(path: str, attempt: int) -> bool:
-    """Return True if a file with a broken header should be read again, because an editor may just be writing it."""
-    if attempt >= _ATTEMPTS or interrupted(path) is None:
-        return False
-    time.sleep(_PAUSE)
-    return True
+def editor_pauses(path: str) -> Iterator[None]:
+    """Wait before each attempt to read a file with a broken header again: an editor may just be writing it."""
+    for _ in range(_ATTEMPTS):
+        if interrupted(path) is None:
+            return
+        time.sleep(_PAUSE)
+        yield
 
 
 def interrupted(path: str) -> FormatError | None:
@@ -48,31 +49,23 @@ def interrupted(path: str) -> FormatError | None:
     return None
 
 
-class Journal(NamedTuple):
-    """The old header of a file."""
-
-    device: int
-    inode: int
-    size: int  # of the file
-    header: bytes  # the old header, from the first byte of the file on
-    new_digest: str  # SHA-256 of the new header
-
-
-def digest(data: bytes) -> str:
-    """Return the SHA-256 of a header."""
+def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def write(path: str, journal: Journal, *, durable: bool) -> None:
-    """Write the journal of a file."""
-    fields = {**journal._asdict(), "header": len(journal.header), "digest": digest(journal.header)}
-    place = journal_of(path)
-    file = open(place, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115  closed below
+def write(file: Locked, old: bytes, new: bytes, *, durable: bool) -> None:
+    """Write the journal of a file, with its old header."""
+    identity, place = file.identity, journal_of(file.path)
+    fields = {
+        "device": identity.device, "inode": identity.inode, "size": identity.size, "header": len(old),
+        "digest": _digest(old), "new_digest": _digest(new),
+    }  # fmt: skip
+    journal = open(place, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115  closed below
     try:
-        with file:
-            file.write(_MAGIC + json.dumps(fields).encode() + b"\n" + journal.header)
-            file.flush()
-            owner, descriptor = os.stat(path), file.fileno()
+        with journal:
+            journal.write(_MAGIC + json.dumps(fields).encode() + b"\n" + old)
+            journal.flush()
+            owner, descriptor = os.stat(file.path), journal.fileno()
             if hasattr(os, "fchown") and owner.st_uid != os.fstat(descriptor).st_uid:
                 os.fchown(descriptor, owner.st_uid, owner.st_gid)
             if durable:
@@ -85,8 +78,8 @@ def write(path: str, journal: Journal, *, durable: bool) -> None:
         raise
 
 
-def read(path: str) -> Journal | None:
-    """Return the journal of a file; None if it is incomplete, so that the file was not changed."""
+def _read(path: str) -> tuple[bytes, str] | None:
+    """Return the old header and the digest of the new one; None if the journal, or its file's edit, never began."""
     place, file = journal_of(path), os.stat(path)
     status = os.lstat(place)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
@@ -97,19 +90,16 @@ def read(path: str) -> Journal | None:
         raise FormatError(f"a journal has at most {_MAX_HEADER} bytes, got {status.st_size}", place)
     with open(place, "rb") as stream:
         data = stream.read()
-    head, _, rest = data.partition(b"\n")
-    line, _, header = rest.partition(b"\n")
+    line, _, header = data.removeprefix(_MAGIC).partition(b"\n")
     try:
-        fields = json.loads(line) if head + b"\n" == _MAGIC else {}
-        whole = len(header) == fields["header"] and digest(header) == fields["digest"]
-        journal = Journal(fields["device"], fields["inode"], fields["size"], header, fields["new_digest"])
+        fields = json.loads(line) if data.startswith(_MAGIC) else {}
+        whole = len(header) == fields["header"] and _digest(header) == fields["digest"]
+        edited, new = [fields["device"], fields["inode"], fields["size"]], fields["new_digest"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    if not whole:
-        return None
-    if [journal.device, journal.inode, journal.size] != [file.st_dev, file.st_ino, file.st_size]:
+    if whole and edited != [file.st_dev, file.st_ino, file.st_size]:
         raise FormatError("the journal of an edit names another device, inode or size than its file has", place)
-    return journal
+    return (header, new) if whole else None
 
 
 def remove(path: str) -> None:
@@ -122,7 +112,7 @@ def remove(path: str) -> None:
 
 
 class Locked(io.FileIO):
-    """A file opened for an edit, which no other edit can open. Leaving the ``with`` block closes it."""
+    """A file opened for an edit, which no other edit can open."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -142,7 +132,7 @@ class Locked(io.FileIO):
             self.close()  # another edit has replaced the file meanwhile
 
     def __del__(self) -> None:
-        self.close()  # an edit may be dropped without a ``with`` block; `FileIO` would warn
+        self.close()  # before Python warns
 
     def check_unchanged(self) -> None:
         """Raise SafeloadError if another program has changed or replaced the file."""
@@ -166,13 +156,6 @@ class Locked(io.FileIO):
             content += chunk
         return content
 
-    def put(self, begin: int, data: bytes) -> None:
-        """Overwrite bytes of the file."""
-        view = memoryview(data)
-        self.seek(begin)
-        while view:
-            view = view[self.write(view) :]
-
     def overwrite_header(self, old: bytes, new: bytes, *, durable: bool) -> None:
         """Overwrite the header so that it is invalid until it is complete."""
         begin = next((k for k in range(len(BROKEN), len(new)) if old[k] != new[k]), len(new)) if old else len(BROKEN)
@@ -181,7 +164,10 @@ class Locked(io.FileIO):
             end -= 1
         steps = ((0, BROKEN), (begin, new[begin:end]), (0, new[: len(BROKEN)]))
         for k, (at, data) in enumerate(steps):
-            self.put(at, data)
+            view = memoryview(data)
+            self.seek(at)
+            while view:
+                view = view[self.write(view) :]
             # A disk writes a block as a whole, so all steps in the first block need no order.
             if durable and (end > BLOCK or k == len(steps) - 1):
                 getattr(os, "fdatasync", os.fsync)(self.fileno())
@@ -195,8 +181,7 @@ def replace_header(file: Locked, old: bytes, new: bytes, *, durable: bool) -> No
 
     After an error the old header is in place, unless the message says to recover it.
     """
-    identity = file.identity
-    write(file.path, Journal(identity.device, identity.inode, identity.size, old, digest(new)), durable=durable)
+    write(file, old, new, durable=durable)
     try:
         file.overwrite_header(old, new, durable=durable)
     except BaseException as error:
@@ -219,25 +204,26 @@ def _is_broken(present: bytes, old: bytes) -> bool:
     return any(present[:size] in (BROKEN[:k] + old[k:size], old[: size - k] + BROKEN[size - k :]) for k in cuts)
 
 
-def recover(file: Locked, *, durable: bool = True) -> str:
+def recover(file: Locked) -> str:
     """Complete an interrupted edit, and return what was done: "nothing", "old" or "new"."""
     try:
-        journal = read(file.path)
+        journal = _read(file.path)
     except FileNotFoundError:
         return "nothing"
-    if journal is None:  # the edit ended before it changed the file
+    if journal is None:
         remove(file.path)
         return "old"
-    present = file.head(len(journal.header))
-    if digest(present) == journal.new_digest:
+    old, new_digest = journal
+    present = file.head(len(old))
+    if _digest(present) == new_digest:
         remove(file.path)
         return "new"
-    if present != journal.header:
-        if not _is_broken(present, journal.header):
+    if present != old:
+        if not _is_broken(present, old):
             text = (
                 f"another program has changed the file since its edit was interrupted: remove {journal_of(file.path)}"
             )
             raise FormatError(text, file.path)
-        file.overwrite_header(b"", journal.header, durable=durable)
+        file.overwrite_header(b"", old, durable=True)
     remove(file.path)
     return "old"

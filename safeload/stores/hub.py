@@ -20,8 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 from .._version import __version__
@@ -60,6 +59,8 @@ _URL = re.compile(
 _OWNERLESS = re.compile(r"(?i:hf)://(?P<name>[A-Za-z0-9][\w.-]{0,95})(?P<revision>@[^/]+)?/?", re.ASCII)
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}")
 _FULL_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+# Names that Git allows in a path.
+_COMPONENT = re.compile(r"(?!\.{1,2}\Z)[^/\x00\ud800-\udfff]+")
 # Storage options handled here.
 _OPTIONS = ("endpoint", "token")
 # Bytes of a list of files received at once.
@@ -89,6 +90,9 @@ _REFUSALS = {
 _DISABLED = "Access to this resource is disabled."
 
 
+_Result = TypeVar("_Result")
+
+
 class HubPlace(NamedTuple):
     """The parts of a URL."""
 
@@ -104,8 +108,8 @@ class HubPlace(NamedTuple):
         return self[:3]
 
     @property
-    def cached(self) -> CachedRepository | None:
-        """The repository in the cache, if its name can be there."""
+    def cached(self) -> CachedRepository:
+        """The repository in the cache."""
         return CachedRepository.of(self.kind, self.repo)
 
     @property
@@ -133,8 +137,7 @@ class Snapshot(NamedTuple):
     """A commit of a repository."""
 
     commit: str  # its digest
-    files: frozenset[str]  # their paths
-    sizes: Mapping[str, int] = MappingProxyType({})  # of the files, if the cache lists them
+    files: Mapping[str, int | None]  # sizes by path; None if the cache does not list the file's size
 
 
 class Hub(Backend):
@@ -202,14 +205,13 @@ class Hub(Backend):
             raise RemoteError(f"the Hub reports commit {commit}, expected {place.revision}", shown)
         if not isinstance(siblings, list):
             raise RemoteError(f"the Hub's list of files is {show(siblings)}", shown)
-        names = set[str]()
+        sizes, files = place.cached.tree(commit) or {}, dict[str, int | None]()
         for file in siblings:
             name = file.get("rfilename") if isinstance(file, dict) else None
-            if not isinstance(name, str) or not _is_path(name):
+            if not isinstance(name, str) or not all(map(_COMPONENT.fullmatch, name.split("/"))):
                 raise RemoteError(f"the Hub's list of files has an invalid path: {show(name)}", shown)
-            names.add(name)
-        sizes = None if place.cached is None else place.cached.tree(commit)
-        return Snapshot(commit, frozenset(names), sizes or {})
+            files[name] = sizes.get(name)
+        return Snapshot(commit, files)
 
     # ---- Backend ----
 
@@ -225,7 +227,7 @@ class Hub(Backend):
         if place.path not in snapshot.files:
             what = "this is a folder, not a file" if self.is_folder(url) else "the repository has no such file"
             raise missing_file(shown, f"{shown}: {what}, at commit {snapshot.commit}")
-        cached = _open_cached(place, snapshot.commit, snapshot.sizes.get(place.path))
+        cached = _open_cached(place, snapshot.commit, snapshot.files[place.path])
         if cached is not None:
             return cached
         urls.check_online(url)
@@ -298,8 +300,7 @@ class Hub(Backend):
                 place.repo, operations(library), commit_message=message, repo_type=place.kind, revision=place.revision
             )
 
-        translate = self._translated
-        checked(commit, place.shown, self._secrets, tries=TRIES, transient=_is_transient, translate=translate)
+        self._checked(commit, place, tries=TRIES, transient=_is_transient)
         self._snapshots.pop(place.key, None)
 
     def check_writable(self, url: str) -> None:
@@ -325,10 +326,8 @@ class Hub(Backend):
             return _content(exchange, place.shown)
 
         what = "" if place.revision is None else f"/revision/{quote(place.revision, safe='')}"
-        target = self._target(lambda: self._address(place, what), place.shown)
-        content = request(self._client, target, place.shown, content_of)
         try:
-            return parse_json(content, "the Hub's response", place.shown)
+            return parse_json(self._api(place, what, content_of), "the Hub's response", place.shown)
         except FormatError as error:
             text = f"{error.args[0]}" if error.offset is None else f"{error.args[0]} at byte {error.offset}"
         raise RemoteError(text, place.shown)
@@ -341,28 +340,28 @@ class Hub(Backend):
                 self._check_accepted(exchange, place)
 
         try:
-            target = self._target(lambda: self._address(place, "/auth-check"), place.shown)
-            request(self._client, target, place.shown, check)
+            self._api(place, "/auth-check", check)
         except (RemotePermissionError, FileNotFoundError) as error:
             return error
         except OSError as error:
             log.debug("%s: no reason for the refusal: %s", place.shown, error)  # the refusal itself is raised
         return None
 
+    def _api(self, place: HubPlace, what: str, use: Callable[[Exchange], _Result]) -> _Result:
+        """Request an answer about a repository."""
+
+        def address() -> str:
+            import_module("huggingface_hub.utils").validate_repo_id(place.repo)
+            return f"{self._url}/api/{place.kind}s/{place.repo}{what}"
+
+        return request(self._client, self._target(address, place), place.shown, use)
+
     def _file(self, place: HubPlace, commit: str) -> RequestTarget:
         """Return the URL of a file and the headers for it."""
+        options = {"repo_type": place.kind, "revision": commit, "endpoint": self._endpoint}
+        return self._target(lambda: _library().hf_hub_url(place.repo, place.path, **options), place)
 
-        def address() -> Any:
-            url = _library().hf_hub_url
-            return url(place.repo, place.path, repo_type=place.kind, revision=commit, endpoint=self._endpoint)
-
-        return self._target(address, place.shown)
-
-    def _address(self, place: HubPlace, what: str) -> str:
-        import_module("huggingface_hub.utils").validate_repo_id(place.repo)
-        return f"{self._url}/api/{place.kind}s/{place.repo}{what}"
-
-    def _target(self, address: Callable[[], Any], shown: str) -> RequestTarget:
+    def _target(self, address: Callable[[], Any], place: HubPlace) -> RequestTarget:
         """Return a URL of the Hub with the token and the caller's headers."""
         _library()
         build: Callable[..., dict[str, str]] = import_module("huggingface_hub.utils").build_hf_headers
@@ -370,7 +369,7 @@ class Hub(Backend):
         def parts() -> tuple[str, dict[str, str]]:
             return str(address()), build(token=self._token, library_name="safeload", library_version=__version__)
 
-        url, headers = checked(parts, shown, self._secrets, translate=self._translated)
+        url, headers = self._checked(parts, place)
         token = headers.get("authorization", "").removeprefix("Bearer ")
         if token and token not in self._secrets:
             self._secrets.append(token)
@@ -398,14 +397,18 @@ class Hub(Backend):
             raise Failure(error)
         raise of_status(exchange, place.shown).noted(f": {text}" if text else "")
 
-    def _translated(self, error: Exception, shown: str, *_: Any) -> Exception:
-        """Return safeload's error for huggingface_hub's, with the Hub's own explanation."""
-        code = next((_CODES[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in _CODES), None)
-        status, text = _status(error), cleaned(error, self._secrets)
-        if code is None and status is None:
-            return translated(error, shown, self._secrets)
-        code = "WrongToken" if code is None and status == 401 else code
-        return self._error(code, status, text, place_of(shown)) or RemoteError(text, shown)
+    def _checked(self, call: Callable[[], _Result], place: HubPlace, **options: Any) -> _Result:
+        """Call huggingface_hub, and translate its errors with the Hub's own explanation."""
+
+        def translate(error: Exception, *_: Any) -> Exception:
+            code = next((_CODES[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in _CODES), None)
+            status, text = _status(error), cleaned(error, self._secrets)
+            if code is None and status is None:
+                return translated(error, place.shown, self._secrets)
+            code = "WrongToken" if code is None and status == 401 else code
+            return self._error(code, status, text, place) or RemoteError(text, place.shown)
+
+        return checked(call, place.shown, self._secrets, translate=translate, **options)
 
     def _error(self, code: str | None, status: int | None, text: str, place: HubPlace) -> Exception | None:
         """Return the error for a refusal that is no fault of the server."""
@@ -442,11 +445,11 @@ def _content(exchange: Exchange, shown: str) -> bytes:
     while (expected or 0) <= MAX_JSON and len(content) <= MAX_JSON:
         count = exchange.receive(memory)
         if not count:
-            if expected is not None and len(content) < expected:
+            if exchange.length:  # bytes that have not arrived
                 raise broken_off(shown)
             return bytes(content)
         content += memory[:count]
-    size = f"{expected:,}" if expected is not None else "more"
+    size = "more" if expected is None else f"{expected:,}"
     raise Failure(RemoteError(f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}", shown))
 
 
@@ -458,18 +461,17 @@ def _status(error: Exception) -> int | None:
 def _in_cache(place: HubPlace) -> Snapshot | None:
     """Return the snapshot of a revision if the cache has it and no request is allowed or necessary; else None."""
     revision, offline = place.revision or "main", urls.offline()
-    full = COMMIT.fullmatch(revision) is not None
-    if offline is None and not full:
+    if offline is None and not COMMIT.fullmatch(revision):
         return None
     cached = place.cached
-    commit = None if cached is None else cached.commit_of(revision)
-    if cached is not None and commit is not None:
+    commit = cached.commit_of(revision)
+    if commit is not None:
         tree = cached.tree(commit)
         if tree is not None and offline is None:
-            return Snapshot(commit, frozenset(tree), tree)
+            return Snapshot(commit, tree)
         files = cached.files(commit) if offline is not None or cached.is_complete(commit) else frozenset()
         if files:
-            return Snapshot(commit, files, tree or {})
+            return Snapshot(commit, {name: (tree or {}).get(name) for name in files})
     if offline is None:
         return None
     raise UnsupportedError(
@@ -480,8 +482,7 @@ def _in_cache(place: HubPlace) -> Snapshot | None:
 
 def _open_cached(place: HubPlace, commit: str, nbytes: int | None) -> LocalStore | None:
     """Open a file in the cache; None if it was not downloaded, or if the network can replace a damaged copy."""
-    cached, shown = place.cached, place.shown
-    path = None if cached is None else cached.file(commit, place.path)
+    path, shown = place.cached.file(commit, place.path), place.shown
     if path is None:
         return None
     try:
@@ -511,10 +512,3 @@ def _of_commit(store: HttpStore, commit: str) -> HttpStore:
     store.commits.add(commit)  # a later answer that states another commit is refused
     store.version = (store.size, commit)
     return store
-
-
-def _is_path(name: str) -> bool:
-    """Return whether Git allows this path."""
-    if any("\ud800" <= char <= "\udfff" for char in name):
-        return False
-    return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))

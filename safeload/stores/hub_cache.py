@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
 
 from ..base import hub_cache
 from ..errors import FormatError
@@ -26,7 +26,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 # Names that can be looked up: no other component leads out of the cache.
 _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[^/\\:\x00]{1,255}", re.DOTALL)
 _REPOSITORY = re.compile(r"[A-Za-z0-9._-]{1,96}(?:/[A-Za-z0-9._-]{1,96})?", re.ASCII)
-_FOLDER = re.compile(r"(model|dataset|space)s--([A-Za-z0-9._-]{1,200})", re.ASCII)
+_FOLDER = re.compile(r"models--([A-Za-z0-9._-]{1,200})", re.ASCII)
 _SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.[a-z]+)", re.ASCII | re.DOTALL)
 # Longest text of a ref, and maximum number of files in a snapshot.
 _LONGEST_REF, MAX_FILES = 200, 100_000
@@ -43,9 +43,9 @@ class CachedRepository:
         self.path = path
 
     @classmethod
-    def of(cls, kind: str, name: str) -> CachedRepository | None:
-        """Return a repository; None if its name has no place in the cache."""
-        return cls(hub_cache.repository(kind, name)) if _REPOSITORY.fullmatch(name) else None
+    def of(cls, kind: str, name: str) -> CachedRepository:
+        """Return a repository, which is empty if its name has no place in the cache."""
+        return cls(hub_cache.repository(kind, name) if _REPOSITORY.fullmatch(name) else os.devnull)
 
     def commit_of(self, revision: str) -> str | None:
         """Return the commit of a revision as the cache knows it."""
@@ -101,10 +101,13 @@ class CachedRepository:
         files = listed.get("files")
         if listed.get("format_version") != _TREE_VERSION or not isinstance(files, dict) or not files:
             return None
-        sizes = {name: _size(entry) for name, entry in files.items()}
-        if None in sizes.values() or not all(all(map(_COMPONENT.fullmatch, name.split("/"))) for name in sizes):
-            return None
-        return sizes  # type: ignore[return-value]
+        sizes: dict[str, int] = {}
+        for name, entry in files.items():
+            size = entry.get("size") if isinstance(entry, dict) else None
+            if type(size) is not int or size < 0 or not all(map(_COMPONENT.fullmatch, name.split("/"))):
+                return None
+            sizes[name] = size
+        return sizes
 
     def is_complete(self, commit: str) -> bool:
         """Return whether the weights at the top of a snapshot are complete, as far as the snapshot tells.
@@ -112,11 +115,21 @@ class CachedRepository:
         Used for caches of versions that list no trees. A configuration must be there, because it can change values.
         """
         names = {name for name in self.files(commit) if "/" not in name}
-        if not names.intersection(_CONFIGS) or self._has_unfinished():
+        if not names.intersection(_CONFIGS):
             return False
+        with suppress(OSError):
+            if any(name.endswith(".incomplete") for name in os.listdir(os.path.join(self.path, "blobs"))):
+                return False
         indexes = [name for name in names if ".index." in name and name.endswith(".json")]
+        for index in indexes:
+            try:
+                shards = read_json(os.path.join(self.path, "snapshots", commit, index), index).get("weight_map")
+            except (OSError, FormatError):
+                return False
+            if not isinstance(shards, dict) or not all(isinstance(x, str) and x in names for x in shards.values()):
+                return False
         if indexes:
-            return all(self._has_shards(commit, index, names) for index in indexes)
+            return True
         weights = [name for name in names if name.endswith(_WEIGHTS)]
         sets = [match for name in weights if (match := _SHARD.fullmatch(name))]
         return bool(weights) and all(
@@ -124,20 +137,6 @@ class CachedRepository:
             for match in sets
             for number in range(1, min(int(match[3]), len(names) + 1) + 1)
         )
-
-    def _has_unfinished(self) -> bool:
-        try:
-            return any(name.endswith(".incomplete") for name in os.listdir(os.path.join(self.path, "blobs")))
-        except OSError:
-            return False
-
-    def _has_shards(self, commit: str, index: str, names: set[str]) -> bool:
-        path = self.file(commit, index)
-        try:
-            shards = read_json(path or "", index).get("weight_map")
-        except (OSError, FormatError):
-            return False
-        return isinstance(shards, dict) and all(isinstance(name, str) and name in names for name in shards.values())
 
 
 def repositories(failures: list[OSError]) -> Iterator[tuple[str, CachedRepository]]:
@@ -152,13 +151,8 @@ def repositories(failures: list[OSError]) -> Iterator[tuple[str, CachedRepositor
         return
     for name in names:
         match = _FOLDER.fullmatch(name)
-        if match is not None and match[1] == "model":
-            yield match[2].replace("--", "/", 1), CachedRepository(os.path.join(folder, name))
-
-
-def _size(entry: Any) -> int | None:
-    size = entry.get("size") if isinstance(entry, dict) else None
-    return size if type(size) is int and size >= 0 else None
+        if match is not None:
+            yield match[1].replace("--", "/", 1), CachedRepository(os.path.join(folder, name))
 
 
 def _walk(folder: str) -> Iterator[tuple[str, ...]]:

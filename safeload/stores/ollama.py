@@ -18,7 +18,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -136,9 +135,7 @@ def find(url: str) -> OllamaModel:
     for folder in folders():
         path = os.path.join(folder, "manifests", *name)
         if os.path.isfile(path):
-            model = read(folder, name)
-            _check(model, path)
-            return model
+            return _checked(read(folder, name), path)
     raise missing_file(url, f"No such model: {url}; {_available()}")
 
 
@@ -167,7 +164,7 @@ def _layer(layer: Any, folder: str, path: str) -> Layer:
     return Layer(kind, blob, nbytes, name if isinstance(name, str) else "")
 
 
-def _check(model: OllamaModel, path: str) -> None:
+def _checked(model: OllamaModel, path: str) -> OllamaModel:
     """Refuse a model without weights, with several, or with blobs that are missing or have another size."""
     models, tensors = model.of(_MODEL), model.of(_TENSOR)
     if not models and not tensors:
@@ -184,9 +181,10 @@ def _check(model: OllamaModel, path: str) -> None:
         if nbytes != layer.nbytes:
             message = f"the layer must have {layer.nbytes:,} bytes as its manifest says, but has {nbytes:,}"
             raise FormatError(message, layer.path)
+    return model
 
 
-def names_in(folder: str, failures: list[OSError] | None = None) -> Iterator[OllamaName]:
+def names_in(folder: str, failures: list[OSError]) -> Iterator[OllamaName]:
     """Iterate over the names of a folder's manifests, in order."""
 
     def below(*parts: str) -> Iterator[OllamaName]:
@@ -198,8 +196,7 @@ def names_in(folder: str, failures: list[OSError] | None = None) -> Iterator[Oll
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            if failures is not None:
-                failures.append(error)
+            failures.append(error)
             return
         for name in sorted(filter(_COMPONENT.fullmatch, entries)):
             yield from below(*parts, name)
@@ -209,10 +206,7 @@ def names_in(folder: str, failures: list[OSError] | None = None) -> Iterator[Oll
 
 def _available() -> str:
     """Describe the models that are here, for a message."""
-    known: list[str] = []
-    with suppress(OSError):
-        for folder in folders():
-            known += [name.url for name in names_in(folder)]
+    known = [name.url for folder in folders() for name in names_in(folder, [])]
     if not known:
         return f"ollama has no models in {' or '.join(folders())}; set OLLAMA_MODELS if they are elsewhere"
     more = f" and {len(known) - _LISTED:,} more" if len(known) > _LISTED else ""

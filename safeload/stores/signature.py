@@ -14,7 +14,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from ..base.absent import needed
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError, VerificationError, exported, one_line
-from .digests import SignedFiles, files_of_statement, refused
+from .digests import Expected, files_of_statement, refused
 from .json_file import parse_json
 
 # Key of the signed statement in a bundle.
@@ -68,11 +68,17 @@ class Signature:
         return [self.certificate] if isinstance(self.certificate, (str, os.PathLike)) else list(self.certificate)
 
     @property
+    def _proofs(self) -> list[PathLike]:
+        """The files to verify the signature with."""
+        return self.certificates if self.key is None else [self.key]
+
+    @property
     def proof(self) -> str:
         """What a match proves."""
+        files = ", ".join(os.fspath(path) for path in self._proofs)
         if self.key is not None:
-            return f"signed with the key of {os.fspath(self.key)}"
-        return f"signed by a certificate that {', '.join(os.fspath(path) for path in self.certificates)} vouches for"
+            return f"signed with the key of {files}"
+        return f"signed by a certificate that {files} vouches for"
 
 
 def library() -> Any:
@@ -81,12 +87,12 @@ def library() -> Any:
     return needed(_PACKAGE, "model signatures need model-signing", "model-signing pyopenssl", "OpenSSL")
 
 
-def signed_files(content: bytes, signature: Signature, shown: str) -> SignedFiles:
+def signed_files(content: bytes, signature: Signature, shown: str) -> Expected:
     """Verify a signature, and return the files that it covers."""
-    if signature.key is None and not signature.certificates:
+    if not signature._proofs:
         text = "a signature without a key or certificate proves nothing: pass safeload.Signature(path, key=...)"
         raise refused(text, shown)
-    for path in [*signature.certificates] if signature.key is None else [signature.key]:
+    for path in signature._proofs:
         check_readable(path)
     try:
         bundle = parse_json(content, "the signature", shown)
@@ -94,24 +100,16 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> SignedFile
     except FormatError as error:
         raise refused(f"not a model signature: {error}", shown) from None
     signed = files_of_statement(statement, shown)
-    _check_signer(bundle, signature, shown)
-    if _verified_entries(content, signature, shown) != signed.entries:
-        raise refused("model-signing reads other files in this signature", shown)
-    return signed
-
-
-def _check_signer(bundle: Mapping[str, Any], signature: Signature, shown: str) -> None:
-    """Refuse a key for the signature of a certificate, and certificates for the signature of a key."""
     material = bundle.get("verificationMaterial")
-    if not isinstance(material, Mapping):
-        return
-    if signature.key is not None and "x509CertificateChain" in material:
+    kinds: Collection[str] = material if isinstance(material, Mapping) else ()
+    if signature.key is not None and "x509CertificateChain" in kinds:
         text = "the signature was made with a certificate, not with a key: pass certificate= (--certificate)"
-    elif signature.key is None and "publicKey" in material:
-        text = "the signature was made with a key, not with a certificate: pass key= (--key)"
-    else:
-        return
-    raise refused(text, shown)
+        raise refused(text, shown)
+    if signature.key is None and "publicKey" in kinds:
+        raise refused("the signature was made with a key, not with a certificate: pass key= (--key)", shown)
+    if _verified_entries(content, signature, shown) != signed.entries():
+        raise refused("model-signing reads other files in this signature", shown)
+    return signed._replace(proof=signature.proof)
 
 
 def _statement(bundle: Mapping[str, Any], shown: str) -> dict[str, Any]:
@@ -136,7 +134,7 @@ class _Capture:
     """Takes the place of the hashes of a model, to receive the verified ones: safeload hashes files itself."""
 
     def __init__(self) -> None:
-        self.entries: frozenset[tuple[str, str]] | None = None
+        self.entries: set[tuple[str, str]] | None = None
 
     def hash(self, *_: Any, **__: Any) -> _Capture:
         return self
@@ -146,7 +144,7 @@ class _Capture:
 
     def __eq__(self, expected: object) -> bool:
         descriptors: Iterable[Any] = expected.resource_descriptors()  # type: ignore[attr-defined]
-        self.entries = frozenset((item.identifier, item.digest.digest_hex) for item in descriptors)
+        self.entries = {(item.identifier, item.digest.digest_hex) for item in descriptors}
         return True
 
     __hash__ = None  # type: ignore[assignment]
@@ -162,7 +160,7 @@ def check_readable(path: PathLike) -> None:
             pass
 
 
-def _verified_entries(content: bytes, signature: Signature, shown: str) -> frozenset[tuple[str, str]] | None:
+def _verified_entries(content: bytes, signature: Signature, shown: str) -> set[tuple[str, str]] | None:
     """Return name and digest of each resource after the library has verified the signature."""
     from importlib import import_module
 
@@ -193,9 +191,7 @@ def _set_verifier(config: Any, signature: Signature) -> None:
         else:
             config.use_certificate_verifier(certificate_chain=signature.certificates)
     except Exception as error:
-        files = (
-            ", ".join(os.fspath(path) for path in signature.certificates) if signature.key is None else signature.key
-        )
+        files = ", ".join(os.fspath(path) for path in signature._proofs)
         kind = "certificates" if signature.key is None else "a public key on the curve P-256, P-384 or P-521"
         reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
-        raise VerificationError(f"{os.fspath(files)}: expected {kind} in PEM{reason}", path=os.fspath(files)) from None
+        raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None

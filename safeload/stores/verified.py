@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from ..base.forking import ProcessLock
 from ..base.native import private_buffer
 from ..errors import VerificationError
-from .digests import Expected, ExpectedFile, Hasher, refused
+from .digests import Expected, ExpectedFile, hash_of, refused
 from .files import Files
 from .local import LocalStore, read_from
 from .remote import RemoteStore, fill
@@ -43,7 +43,7 @@ class VerifiedStore(RemoteStore):
         self._memory: Any = None  # the bytes from the beginning of the file; None after `forget`
         self._head = 0  # bytes read while the file was opened, which the table may depend on
         self._used = 0  # bytes taken from the memory
-        self._dropped_early = False
+        self.dropped_early = False
         self._opening = False
         self._lent = False
         self._verified = False
@@ -56,11 +56,14 @@ class VerifiedStore(RemoteStore):
         head = self._opening and end < min(self.size, _HEAD)
         # `forget` waits: afterwards the memory belongs to a caller, who may change it.
         with self._reading.own:
-            memory = self._opened(end) if head else self._ready(alone=True)
+            memory = self._room() if head else self._ready()
+            if head and self._head < end and not self._verified:
+                read_from(self._store, self._head, memoryview(memory)[self._head : end], self.path)
+                self._head = end
             fill(spans, begin, memoryview(memory)[begin:end])
             self._used += sum(len(span.memory) for span in spans)
         if not head:
-            self._keep()
+            self._files.keep(self)
 
     def begin(self) -> None:
         """Read only the header until `settle`. The caller must use it for the table, and for nothing else."""
@@ -74,21 +77,9 @@ class VerifiedStore(RemoteStore):
         """Read and hash the file unless that is done. Alone, it reads ahead of the hash on other threads."""
         with self._reading.own:
             self._ready(alone=alone)
-        self._keep()
+        self._files.keep(self)
 
-    def _keep(self) -> None:
-        again, self._dropped_early = self._dropped_early, False
-        self._files.keep(self, again=again)
-
-    def _opened(self, end: int) -> Any:
-        """Return memory with the first bytes of the file, which are hashed later."""
-        memory = self._room()
-        if self._head < end and not self._verified:
-            read_from(self._store, self._head, memoryview(memory)[self._head : end], self.path)
-            self._head = end
-        return memory
-
-    def _ready(self, *, alone: bool) -> Any:
+    def _ready(self, *, alone: bool = True) -> Any:
         """Return memory with the verified file."""
         memory = self._room()
         if not self._verified:
@@ -143,9 +134,9 @@ class VerifiedStore(RemoteStore):
         with self._reading.own:
             if self._lent:
                 return None
-            memory = self._ready(alone=True)
+            memory = self._ready()
             self._lent = True
-        self._keep()
+        self._files.keep(self)
         return memory
 
     def forget(self) -> None:
@@ -154,7 +145,7 @@ class VerifiedStore(RemoteStore):
             self._lent = False
             if self._verified:
                 self._memory, self._head, self._verified = None, 0, False
-                self._dropped_early, self._used = 2 * self._used < self.size, 0
+                self.dropped_early, self._used = 2 * self._used < self.size, 0
                 super()._drop()
         self._files.drop(self)
 
@@ -170,12 +161,16 @@ def compare_digests(pieces: Iterable[memoryview], expected: ExpectedFile, size: 
     waiting = filter(len, pieces)
     at, rest = 0, memoryview(b"")
     for part in expected:
-        hasher = Hasher(part, size)
+        digest = hash_of(part.algorithm, size)
         while (part.end is None or at < part.end) and (rest := rest or next(waiting, rest)):
             count = len(rest) if part.end is None else min(len(rest), part.end - at)
-            hasher.update(rest[:count])
+            digest.update(rest[:count])
             at, rest = at + count, rest[count:]
-        hasher.check(path, source)
+        if digest.hexdigest() != part.digest:
+            whole = (part.begin, part.end) in ((0, None), (0, size))
+            where = "" if whole else f" in bytes [{part.begin:,}, {part.end:,})"
+            digests = f"expected {part.algorithm} {part.digest[:16]}..., got {digest.hexdigest()[:16]}..."
+            raise refused(f"the file differs from {source}{where}: {digests}", path)
     for _ in waiting:  # what follows the last piece
         pass
 
@@ -193,17 +188,23 @@ def verify_content(
 ) -> None:
     """Hash a file without keeping it."""
     check_size(expected, store.size, path=path, source=source)
-    step = _CHUNK if isinstance(store, LocalStore) else _REMOTE_CHUNK
-    buffer = memoryview(bytearray(max(1, min(step, store.size))))
 
-    def pieces() -> Iterator[memoryview]:
-        for begin in range(0, store.size, step):
-            piece = buffer[: min(step, store.size - begin)]
-            read_from(store, begin, piece, path)
+    def ticked() -> Iterator[memoryview]:
+        for piece in pieces_of(store, path):
             yield piece
             tick(len(piece))
 
-    compare_digests(pieces(), expected, store.size, path=path, source=source)
+    compare_digests(ticked(), expected, store.size, path=path, source=source)
+
+
+def pieces_of(store: ByteStore, path: str) -> Iterator[memoryview]:
+    """Read a file in pieces, one after another into the same memory."""
+    step = _CHUNK if isinstance(store, LocalStore) else _REMOTE_CHUNK
+    buffer = memoryview(bytearray(max(1, min(step, store.size))))
+    for begin in range(0, store.size, step):
+        piece = buffer[: store.size - begin]
+        read_from(store, begin, piece, path)
+        yield piece
 
 
 def _half_of_memory() -> int:
@@ -227,8 +228,8 @@ class VerifiedFiles:
         return VerifiedFiles, (self._files, self.expected)
 
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
-        if self.expected.files is not None and not self.expected.covers(path, self._files):
-            self.expected.of(path, self._files, None)  # raises before anything is opened
+        if self.expected.files is not None:
+            self.expected.of(path, self._files, None)  # refuses other files before anything is opened
         try:
             store = self._files.open(path, window)
         except FileNotFoundError:
@@ -247,11 +248,12 @@ class VerifiedFiles:
             shown = self._files.shown(path)
             raise refused(f"the file is missing, but {self.expected.source} lists it", shown)
 
-    def keep(self, store: VerifiedStore, *, again: bool) -> None:
+    def keep(self, store: VerifiedStore) -> None:
         """Move a store to the end, and drop the memory of others if there is too much."""
         dropped = []
         with self._lock.own:
-            if again:
+            if store.dropped_early:
+                store.dropped_early = False
                 self._limit = max(self._limit, min(2 * self._limit, _half_of_memory()))
             self._stores[id(store)] = store
             self._stores.move_to_end(id(store))

@@ -10,8 +10,7 @@ import time
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import AtomicFile, Journal, journal_of, main, recover_edit, write_journal
-from builders.inside import journal_digest as digest
+from builders.inside import AtomicFile, Locked, journal_of, main, recover_edit, write_journal
 from builders.thorough import THOROUGH
 
 import safeload
@@ -284,10 +283,8 @@ def interrupt(path, content=b"\xff" * 30):
     """What an edit leaves that was killed while it wrote the header."""
     data = path.read_bytes()
     header = data[: 8 + int.from_bytes(data[:8], "little")]
-    status = path.stat()
-    write_journal(
-        str(path), Journal(status.st_dev, status.st_ino, status.st_size, header, digest(b"new")), durable=False
-    )
+    with Locked(str(path)) as file:
+        write_journal(file, header, b"new", durable=False)
     with path.open("r+b") as file:
         file.write(content)
     return data
@@ -359,9 +356,8 @@ def test_a_child_that_was_forked_during_a_save_does_not_lock_the_file(path):
 def test_an_interrupted_edit_of_a_gguf_file_is_reported_and_undone(gguf, monkeypatch):
     inside.tune(monkeypatch, edit_pause=0)
     data = gguf.read_bytes()
-    status = gguf.stat()
-    journal = Journal(status.st_dev, status.st_ino, status.st_size, data[:300], digest(b"new"))
-    write_journal(str(gguf), journal, durable=False)
+    with Locked(str(gguf)) as file:
+        write_journal(file, data[:300], b"new", durable=False)
     with gguf.open("r+b") as file:
         file.write(b"\xff" * 20)
     for reader in (safeload.open, safeload.edit):

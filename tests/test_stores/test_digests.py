@@ -11,7 +11,6 @@ from builders.inside import (
     MAX_JSON,
     ExpectedFiles,
     ExpectedRange,
-    Hasher,
     check_name,
     compare_digests,
     digest_in_cache,
@@ -107,6 +106,7 @@ BAD_STATEMENTS = {
     "a digest that is no text": (changed(GOOD, "predicate", "resources", 0, "digest", value=5), "must have 64"),
     "another root": (changed(GOOD, "subject", 0, "digest", "sha256", value=B), "the subject does not match"),
     "no subject": (changed(GOOD, "subject", value=[]), "the subject does not match"),
+    "a subject that is no object": (changed(GOOD, "subject", value=[3]), "the subject does not match"),
     "two subjects": (changed(GOOD, "subject", value=GOOD["subject"] * 2), "the subject does not match"),
     "ignored paths that are no list": (
         changed(GOOD, "predicate", "serialization", "ignore_paths", value="a.txt"),
@@ -256,12 +256,10 @@ def test_names_are_relative_to_the_root(tmp_path):
     ],
 )
 def test_digests(algorithm, digest):
-    hasher = Hasher(ExpectedRange(0, None, algorithm, digest), 5)
-    hasher.update(b"hel")
-    hasher.update(b"lo")
-    hasher.check("x", "y")
+    expected = (ExpectedRange(0, None, algorithm, digest),)
+    compare_digests([memoryview(b"hel"), memoryview(b"lo")], expected, 5, path="x", source="y")
     with pytest.raises(VerificationError, match=rf"x: the file differs from y: expected {algorithm}"):
-        Hasher(ExpectedRange(0, None, algorithm, digest), 5).check("x", "y")
+        compare_digests([memoryview(b"help!")], expected, 5, path="x", source="y")
 
 
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 4], [5, 2], [6, 1], [0, 7]])

@@ -103,11 +103,12 @@ def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> 
     if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
         raise folder_given(text, folders)
     if status == lib.SL_E_FORMAT:
-        from ...stores.edit_journal import await_editor, interrupted  # few files are broken
+        from ...stores.edit_journal import editor_pauses, interrupted  # few files are broken
 
-        attempt = 0
-        while status == lib.SL_E_FORMAT and await_editor(text, attempt):
-            status, attempt = int(short.sl_safetensors_load(*arguments)), attempt + 1
+        for _ in editor_pauses(text):
+            status = int(short.sl_safetensors_load(*arguments))
+            if status != lib.SL_E_FORMAT:
+                break
     if status == lib.SL_E_FORMAT:
         raise interrupted(text) or explain(text) or failure(status, loaded.error, text)
     check(status, loaded.error, text)
