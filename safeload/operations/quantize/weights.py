@@ -16,8 +16,7 @@ from ...engine.codes.source import Source
 from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
 from ..sources.catalog import Catalog, read_values
-from ..sources.recipes import TensorRecipe
-from .engine_layout import EngineCatalog
+from ..sources.restructured import RestructuredCatalog, TensorRecipe
 
 # Weights that are read at once: few enough for the caches, and as many as hide the latency of a network.
 _LOCAL, _REMOTE = 1 << 20, 4 << 20
@@ -79,12 +78,14 @@ def weights_in(
     threads: int | None,
 ) -> Weights:
     """Return the values of a weight of a model as a dtype; weights with a merged adapter are computed first."""
-    base, dtype = catalog.base if isinstance(catalog, EngineCatalog) else catalog, dtypes.array_dtype(row.number)
-    if isinstance(catalog, EngineCatalog) and not catalog.is_unchanged(name):
-        items = catalog.items(name)
+    arranged = catalog if isinstance(catalog, RestructuredCatalog) and catalog.for_engine else None
+    base, dtype = catalog if arranged is None else arranged.base, dtypes.array_dtype(row.number)
+    if arranged is not None and arranged.recipe(name).renamed is None:
+        items = arranged.recipe(name).items
         if len(items) > 1:
-            packed = any(base.about(source).packed for source in catalog.sources_of(name))
-            return _of_items(catalog, items, row, scratch, alone=packed or type(base) is not Catalog)
+            packed = any(base.about(source).packed for source in arranged.sources_of(name))
+            alone = packed or base.in_memory or type(base) is not Catalog
+            return _of_items(arranged, items, row, scratch, alone=alone)
     elif type(base) is Catalog:
         value = catalog.restoring(name) or catalog.source(name)
         if isinstance(value, Source) and value.packed is None:
@@ -118,7 +119,12 @@ def _ranges_of(source: Source, row: dtypes.Dtype, scratch: ScratchBuffers) -> We
 
 
 def _of_items(
-    catalog: EngineCatalog, items: Sequence[TensorRecipe], row: dtypes.Dtype, scratch: ScratchBuffers, *, alone: bool
+    catalog: RestructuredCatalog,
+    items: Sequence[TensorRecipe],
+    row: dtypes.Dtype,
+    scratch: ScratchBuffers,
+    *,
+    alone: bool,
 ) -> Weights:
     """Return the values of a stack, of which each strip makes one item."""
     dtype, shape = dtypes.array_dtype(row.number), items[0].shape
@@ -130,7 +136,7 @@ def _of_items(
             values = buffer.view(dtype)
             for number in range(begin // size, end // size):
                 item = values[number * size - begin : (number + 1) * size - begin]
-                catalog.fill_item(items[number], row, item.reshape(shape))
+                catalog.make(items[number], row, item.reshape(shape), 1)
             if end == size * len(items):
                 catalog.release()
             yield jobs.native_order(values)

@@ -86,6 +86,9 @@ class TensorPlace(NamedTuple):
 class Catalog:
     """The tensors of checkpoints and dicts by name, in their order. `of` creates it; leaving it closes its files."""
 
+    kept_f32: Collection[str] = ()  # names that stay float32 whatever dtype is requested
+    texts: Mapping[str, bytes] = {}  # further files of the result, by name
+
     def __init__(
         self,
         origins: Sequence[Checkpoint | Mapping[str, Any]],
@@ -346,7 +349,7 @@ class Catalog:
     def array(self, name: str, threads: int | None = None) -> Array:
         """Return the values of a tensor; quantized and packed tensors are dequantized to float32."""
         about = self.about(name)
-        packed = self._places[name].file is not None and about.row.packed
+        packed = self.place(name).file is not None and about.row.packed
         value = self._load(name, np.float32 if packed else None, threads)
         return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
 
@@ -433,17 +436,6 @@ class Catalog:
         ordered = read_values(self.restoring(name, name) or self.source(name, name), row, out, threads)
         if ordered is not out:
             out[...] = ordered
-
-    def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
-        """Return an item of a tensor's first axis, or the whole tensor, converted or dequantized."""
-        origin, file, _ = self._places[name] if item is not None else TensorPlace({})
-        if item is not None and file is not None and isinstance(origin, Checkpoint) and self.made(name) is None:
-            array: Array = origin.take(name, [item], row.name)[0]  # reads the item only
-            return array
-        out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
-        self.read_into(name, row, out, threads)
-        part: Array = out if item is None else out[item]
-        return part
 
     # ---- codes ----
 
