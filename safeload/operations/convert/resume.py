@@ -190,10 +190,9 @@ def convert_in_pieces(
         else:
             stack.close()  # workers open the sources themselves
             run = PieceRunner(folder if folder.location.files.remote else None, own)
-        sizes = [piece["nbytes"] for piece in pieces]
         with folder.begin():
             try:
-                results = executors.run(run, pieces, executor, sizes=sizes, threads=threads, progress=progress)
+                results = executors.run(run, pieces, executor, threads=threads, progress=progress)
             except BaseException:
                 if not folder.location.files.remote:
                     journal.remove_empty(folder, [plan["call"]])
