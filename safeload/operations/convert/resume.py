@@ -583,10 +583,6 @@ def _opened(
     return outputs._replace(metadata=piece["metadata"] or {}, editable=piece["editable"])
 
 
-def _ignore(nbytes: int) -> None:
-    """Report no progress: a piece counts when it is complete."""
-
-
 def _write(
     piece: Mapping[str, Any],
     folder: Sink,
@@ -601,7 +597,7 @@ def _write(
     with ExitStack() as stack, Digest() as digest:
         with paused(sum(len(run["names"]) for run in piece["tensors"])):
             outputs = _opened(stack, piece, threads, storage_options) if outputs is None else outputs
-            writer = outputs.writer(_ignore)
+            writer = outputs.writer(lambda nbytes: None)  # a piece counts when it is complete
         if outputs.nbytes != piece["nbytes"]:
             raise FormatError(
                 f"the shard was planned with {piece['nbytes']:,} bytes of tensors, but has {outputs.nbytes:,}",
