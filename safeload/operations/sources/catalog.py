@@ -428,7 +428,7 @@ class Catalog:
         if (computed := self.made(name)) is not None:
             computed.fill(row, out, threads)
             return
-        ordered = read_values(self.restoring(name, name) or self.source(name, name), row, out, threads)
+        ordered = read_values(self.restoring(name) or self.source(name), row, out, threads)
         if ordered is not out:
             out[...] = ordered
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -58,7 +59,7 @@ def run(
     """
     results: dict[int, _T] = {}
     done = 0
-    total = sum(piece["nbytes"] for piece in pieces)
+    total = sum(map(itemgetter("nbytes"), pieces))
     with reporter(progress, total) as report, closing(_results(function, pieces, executor, threads)) as finished:
         for k, result in finished:
             results[k] = result
