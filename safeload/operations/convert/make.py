@@ -44,7 +44,7 @@ from ..quantize.encoding import Encoding, encode, global_scale, largest_in
 from ..quantize.importance import vectors_for
 from ..quantize.quantize import Request, Rounding, maxima_of, quantize_source, run_requests, scales_of
 from ..quantize.stack import fill, plan
-from ..quantize.weights import ScratchBuffers, Weights, weights_in
+from ..quantize.weights import Scratch, ScratchBuffers, Weights, weights_in
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 
@@ -352,7 +352,7 @@ class Maker:
         self._format = format
         self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
-        self._scratch, self._codes = _Scratch(), _Scratch()
+        self._scratch, self._codes = Scratch(), Scratch()
         self._buffers = ScratchBuffers()
         self.small = _SmallGroups(threads)
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
@@ -567,22 +567,6 @@ def _stored(part: Part, threads: int | None) -> Lazy:
     if not foreign_order(False):
         staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
     return Lazy(dtype, shape, partial(read_array, part), staged)
-
-
-class _Scratch:
-    """Memory reused from tensor to tensor."""
-
-    def __init__(self) -> None:
-        self._memory: Array = np.empty(0, np.uint8)
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array over the memory, which grows if necessary."""
-        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        if size > self._memory.size:
-            self._memory = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
-            self._memory = private_array((size,), np.dtype(np.uint8))
-        array: Array = np.ndarray(shape, dtype, self._memory)
-        return array
 
 
 # ---- small tensors ----
