@@ -24,8 +24,7 @@ from ...models.diffusion import (
 )
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from ..sources.recipes import Move, TensorRecipe
-from ..sources.restructured import RestructuredCatalog
+from ..sources.restructured import Move, RestructuredCatalog, TensorRecipe
 
 # Tensors with at most this many elements stay float32.
 _SMALL = 1024
@@ -82,7 +81,7 @@ def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
         if shape != original:
             metadata[SHAPE_KEY + bare] = np.array(original, np.int32)
     kept = [name for name, recipe in recipes.items() if recipe.dtype == "F32"]
-    return RestructuredCatalog(catalog, recipes, constants={}, metadata=metadata, format="gguf", kept_f32=kept)
+    return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
 
 
 def _warn_of_rest(catalog: Catalog, names: dict[str, str], diffusion: DiffusionNames) -> None:
@@ -142,4 +141,4 @@ def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
     general = {key: value for key, value in metadata.items() if key not in keys}
     bf16 = any(not (about := catalog.about(name)).quantized and about.row.code == "BF16" for name in catalog)
     restored = dtypes.BY_CODE["BF16" if bf16 else "F16"]
-    return RestructuredCatalog(catalog, recipes, constants={}, metadata=general, restored=restored)
+    return RestructuredCatalog(catalog, recipes, metadata=general, restored=restored)

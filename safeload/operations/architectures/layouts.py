@@ -12,7 +12,7 @@ from ...models.gguf import PLACE, GgufForm, GgufLayout, without_numbers
 from ...models.module_names import stored_names
 from ...models.schema import MAX_EXPERTS
 from ..sources.catalog import Catalog
-from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
+from ..sources.restructured import Move, TensorRecipe, TensorView
 from .settings import ModelConfig, count_at
 
 SINGLE, FUSED = "single", "fused"
@@ -193,7 +193,7 @@ def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout
 def _rows(layout: GgufLayout, rows: int) -> Callable[[int], TensorView]:
     """Return which rows of an expert a part of so many rows is."""
     part, parts = layout.part or (0, 1)
-    chosen = RowRange(part, None, parts) if layout.interleaved else RowRange(part * rows, (part + 1) * rows)
+    chosen = slice(part, None, parts) if layout.interleaved else slice(part * rows, (part + 1) * rows)
     return lambda item: TensorView(item, chosen, layout.transposed)
 
 

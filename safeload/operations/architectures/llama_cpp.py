@@ -20,8 +20,7 @@ from ...packed.quantization import without_quantization
 from ...stores.files import Location
 from ...stores.json_file import read_if_there
 from ..sources.catalog import Catalog
-from ..sources.recipes import TensorRecipe
-from ..sources.restructured import RestructuredCatalog
+from ..sources.restructured import RestructuredCatalog, TensorRecipe
 from .layouts import SINGLE, ToLlamaCpp, check_tensors, published_recipes
 from .sentencepiece import MAX_PIECES
 from .settings import ModelConfig, config_of, form_of, settings_of
@@ -107,9 +106,8 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     }
     check_tensors(shapes, settings.metadata, rows, catalog.title, form)
     kept = [name for name in recipes if is_kept_f32(name)]
-    return RestructuredCatalog(
-        catalog, recipes, constants=settings.tensors, metadata=metadata, format="gguf", kept_f32=kept
-    )
+    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in settings.tensors.items()}
+    return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
 
 
 def _rows_of_embedding(recipe: TensorRecipe | None, title: str) -> int:
@@ -214,7 +212,7 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
     rows = next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)
-    result = RestructuredCatalog(catalog, recipes, constants={}, metadata={}, config=config)
+    result = RestructuredCatalog(catalog, recipes, metadata={}, config=config)
     result.texts, more = tokenizer_files(catalog, form.class_name)
     notes += more
     if notes:

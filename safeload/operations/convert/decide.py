@@ -30,7 +30,7 @@ from ...packed.quantization import is_kept_by, quantization_of
 from ...stores.files import Location
 from ..folders.shards import config_with
 from ..quantize.checkpoint import ModelRules, Rules, Summary, described
-from ..quantize.engine_layout import EngineCatalog, arranged
+from ..quantize.engine_layout import arranged
 from ..quantize.engine_rules import EngineRules, not_as_in_mlx, nothing_left
 from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
 from ..quantize.importance import read_importance
@@ -171,7 +171,6 @@ def _decided(catalog: Catalog, request: ConvertRequest, threads: int | None) -> 
     if engine is not None:
         metadata = {"format": engine.engine.metadata, **own}
     outputs = outputs._replace(metadata=metadata, editable=engine is None)
-    texts = catalog.texts if isinstance(catalog, RestructuredCatalog) else {}
     indexed = engine is not None and engine.engine.always_indexed
     return Conversion(
         catalog,
@@ -179,7 +178,7 @@ def _decided(catalog: Catalog, request: ConvertRequest, threads: int | None) -> 
         len(names) - len(names.keys() & catalog.ignored.keys()),
         _left_out(catalog, decider.left_out, empty=not decisions and not decider.ignored),
         None if request.folder is None else decider.config(outputs.schemes, names),
-        {**extras_for(catalog, request), **texts},
+        {**extras_for(catalog, request), **catalog.texts},
         decider.summary(outputs.nbytes),
         sum(math.prod(output.shape) for output in outputs.made) if indexed else None,
         decider.restored and engine is None,
@@ -236,7 +235,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
 
 def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
     """Return the request with names of the result in place of patterns that match names of the source only."""
-    if not isinstance(catalog, RestructuredCatalog) or isinstance(catalog, EngineCatalog):
+    if not isinstance(catalog, RestructuredCatalog) or catalog.for_engine:
         return request
     options: ConvertOptions = {**request.options}
     quantize, keep = options.get("quantize"), options.get("keep")
@@ -322,7 +321,6 @@ class Decider:
         self._rules = rules  # None quantizes nothing
         self._engine = rules if isinstance(rules, EngineRules) else None
         self._diffusion = self._format == "gguf" and model_of(catalog.metadata) is not None
-        self._kept_f32 = catalog.kept_f32 if isinstance(catalog, RestructuredCatalog) else frozenset()
         self._quantized: dict[str, str] = {}
         self._kept: dict[str, str] = {}
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
@@ -461,7 +459,7 @@ class Decider:
 
     def _is_kept_f32(self, name: str, tensor: TensorDescription) -> bool:
         """Return True if a tensor of a GGUF file is float32 whatever dtype is requested."""
-        if name in self._kept_f32:
+        if name in self._catalog.kept_f32:
             return True
         # llama.cpp aborts on norms of any other dtype, ComfyUI does not.
         return len(tensor.shape) < 2 and (not self._diffusion or tensor.row is _F32)

@@ -44,7 +44,7 @@ from ..quantize.encoding import Encoding, encode, global_scale, largest_in
 from ..quantize.importance import vectors_for
 from ..quantize.quantize import Request, Rounding, maxima_of, quantize_source, run_requests, scales_of
 from ..quantize.stack import fill, plan
-from ..quantize.weights import ScratchBuffers, Weights, weights_in
+from ..quantize.weights import Scratch, ScratchBuffers, Weights, weights_in
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 
@@ -91,7 +91,7 @@ class Outputs(NamedTuple):
     shapes: Sequence[tuple[int, ...]] = ()  # with spans
     spans: Spans | None = None  # None if each tensor is made by itself
     made: Sequence[Output] = ()  # without spans
-    maker: Maker | None = None
+    small: _SmallGroups | None = None  # without spans: the tensors that are quantized together
     metadata: Mapping[Any, Any] = {}
     editable: bool = True  # False for the headers of engines, which have no room for changes
 
@@ -182,8 +182,9 @@ class Outputs(NamedTuple):
 
     def _begun(self, written: Callable[[int], object]) -> dict[str, Output]:
         """Return the tensors for a new writer, which reports the bytes that it has written."""
-        assert self.maker is not None
-        self.maker.begin(dict(zip(self.names, self.reads, strict=True)))
+        assert self.small is not None
+        reads = dict(zip(self.names, self.reads, strict=True))
+        self.small.begin(map(reads.__getitem__, sorted(reads) if self.format == SAFETENSORS else reads))
         for output in self.made:
             output.report_to(written)
         return self.tensors
@@ -212,9 +213,9 @@ def outputs_of(
                 names = [*renamed(reads, rename).values()] if rename else reads
                 return Outputs(catalog, format, threads, reads, names, decided, tensors.shapes, spans)
     maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
-    outputs = maker.outputs()
+    made = [maker.output(name, decision) for name, decision in decisions.items()]
     names = [*renamed(reads, rename).values()] if rename else reads
-    return Outputs(catalog, format, threads, reads, names, decided, made=outputs, maker=maker)
+    return Outputs(catalog, format, threads, reads, names, decided, made=made, small=maker.small)
 
 
 def reads_of(names: Sequence[str], decided: Sequence[Decision]) -> Sequence[str]:
@@ -351,9 +352,9 @@ class Maker:
         self._format = format
         self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
-        self._scratch, self._codes = _Scratch(), _Scratch()
+        self._scratch, self._codes = Scratch(), Scratch()
         self._buffers = ScratchBuffers()
-        self._small = _SmallGroups(threads)
+        self.small = _SmallGroups(threads)
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
@@ -362,17 +363,8 @@ class Maker:
             quantized = [name for name, decision in decisions.items() if decision.scheme is not None]
             self._importance = vectors_for(matrix, {name: self._about(name).shape for name in quantized})
 
-    def outputs(self) -> list[Output]:
-        """Return all tensors, in the order of the decisions."""
-        return [self._output(name, decision) for name, decision in self._decisions.items()]
-
-    def begin(self, names: Mapping[str, str]) -> None:
-        """Prepare for a writer of tensors: small ones are quantized together, in the order of the file."""
-        # `names` leads from names to write to names in the decisions.
-        in_order = sorted(names) if self._format == SAFETENSORS else names
-        self._small.begin(names[name] for name in in_order)
-
-    def _output(self, name: str, decision: Decision) -> Output:
+    def output(self, name: str, decision: Decision) -> Output:
+        """Return a tensor of the result."""
         if decision.stack is not None:
             return self._stacked(name, decision)
         (source,) = decision.sources or (name,)
@@ -470,8 +462,8 @@ class Maker:
         shape, axis = tensor.shape, usual_axis(scheme, tensor.shape)
         read: Callable[[], Any] = partial(self._catalog.source, source, name)
         rounding = self._rounding if scheme == "q4_0" else None
-        self._small.tensors[name] = _SmallTensor(scheme, shape, axis, tensor.nbytes, read, rounding)
-        codes, scale = partial(self._small.codes, name), partial(self._small.scale, name)
+        self.small.tensors[name] = _SmallTensor(scheme, shape, axis, tensor.nbytes, read, rounding)
+        codes, scale = partial(self.small.codes, name), partial(self.small.scale, name)
         return _quantized_later(scheme, shape, axis, codes, scale)
 
     def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyEncoded:
@@ -543,7 +535,7 @@ class Maker:
             parts = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
             output = LazyPacked(packed.packing, packed.names(name), parts)
         else:
-            value: Any = self._catalog.value(name)
+            value = self._catalog.value(name)
             roles = value.roles.items()
             parts = {role: Lazy(part.dtype, part.shape, partial(np.ascontiguousarray, part)) for role, part in roles}
             output = LazyPacked(value.packing, value.names, parts)
@@ -575,22 +567,6 @@ def _stored(part: Part, threads: int | None) -> Lazy:
     if not foreign_order(False):
         staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
     return Lazy(dtype, shape, partial(read_array, part), staged)
-
-
-class _Scratch:
-    """Memory reused from tensor to tensor."""
-
-    def __init__(self) -> None:
-        self._memory: Array = np.empty(0, np.uint8)
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array over the memory, which grows if necessary."""
-        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        if size > self._memory.size:
-            self._memory = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
-            self._memory = private_array((size,), np.dtype(np.uint8))
-        array: Array = np.ndarray(shape, dtype, self._memory)
-        return array
 
 
 # ---- small tensors ----

@@ -40,11 +40,12 @@ from ..folders.destinations import Destination, sink_at
 from ..folders.shards import config_text, index_text, open_shard, warn_of_schemes
 from ..folders.sink import Sink, free_names, indexed_names, shared_identity
 from ..quantize.checkpoint import Summary
-from ..quantize.engine_layout import EngineCatalog, arranged
+from ..quantize.engine_layout import arranged
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.executors import Executor, check_path, files_at
 from ..sources.reading import INVALID_PIECE, INVALID_PLAN, TensorFiles, check_version, opened
+from ..sources.restructured import RestructuredCatalog
 from .decide import Conversion, prepare
 from .make import Outputs, decisions_of, outputs_of, reads_of, runs_of
 from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
@@ -189,10 +190,9 @@ def convert_in_pieces(
         else:
             stack.close()  # workers open the sources themselves
             run = PieceRunner(folder if folder.location.files.remote else None, own)
-        sizes = [piece["nbytes"] for piece in pieces]
         with folder.begin():
             try:
-                results = executors.run(run, pieces, executor, sizes=sizes, threads=threads, progress=progress)
+                results = executors.run(run, pieces, executor, threads=threads, progress=progress)
             except BaseException:
                 if not folder.location.files.remote:
                     journal.remove_empty(folder, [plan["call"]])
@@ -307,7 +307,7 @@ def _pieces(
     """Return a piece for each shard, without its plan and folder."""
     catalog, reads = conversion.catalog, [reads_of(shard.reads, shard.decided) for shard in shards.values()]
     stored, arranged_from = catalog, None
-    if isinstance(catalog, EngineCatalog):  # a worker arranges the tensors again
+    if isinstance(catalog, RestructuredCatalog):  # a worker arranges the tensors again
         stored, arranged_from, sources_of = catalog.base, catalog.config, catalog.sources_of
         reads = [[*dict.fromkeys(source for name in names for source in sources_of(name))] for names in reads]
     adapters: list[dict[str, Any]] = []
@@ -583,10 +583,6 @@ def _opened(
     return outputs._replace(metadata=piece["metadata"] or {}, editable=piece["editable"])
 
 
-def _ignore(nbytes: int) -> None:
-    """Report no progress: a piece counts when it is complete."""
-
-
 def _write(
     piece: Mapping[str, Any],
     folder: Sink,
@@ -601,7 +597,7 @@ def _write(
     with ExitStack() as stack, Digest() as digest:
         with paused(sum(len(run["names"]) for run in piece["tensors"])):
             outputs = _opened(stack, piece, threads, storage_options) if outputs is None else outputs
-            writer = outputs.writer(_ignore)
+            writer = outputs.writer(lambda nbytes: None)  # a piece counts when it is complete
         if outputs.nbytes != piece["nbytes"]:
             raise FormatError(
                 f"the shard was planned with {piece['nbytes']:,} bytes of tensors, but has {outputs.nbytes:,}",

@@ -16,11 +16,12 @@ from ...models.schema import Schema
 from ...packed.families import presets
 from ..quantize.checkpoint import ModelRules, Rules, check_restorable, heads_to_quantize
 from ..quantize.encoding import Encoding
-from ..quantize.engine_layout import EngineCatalog, arranged
+from ..quantize.engine_layout import arranged
 from ..quantize.engine_rules import EngineRules
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
+from ..sources.restructured import RestructuredCatalog
 
 #: The dtypes to predict sizes for.
 DTYPES = ("float32", "float16", "bfloat16")
@@ -118,7 +119,7 @@ def _converted(kind: _Kind, target: dtypes.Dtype) -> int:
 
 def _encoded(kinds: Iterable[_Kind], rules: EngineRules, model: ModelRules, catalog: Catalog) -> int:
     """Return the bytes of all tensors in the format of an engine; the catalog has the names of the engine."""
-    schema = ModelRules.of(catalog).schema if isinstance(catalog, EngineCatalog) else model.schema
+    schema = ModelRules.of(catalog).schema if isinstance(catalog, RestructuredCatalog) else model.schema
     rules.set_model(schema, catalog, chosen=model.config is None)
     total, quantized = 0, False
     for name, about, number in kinds:

@@ -17,9 +17,7 @@ from ...models.family import MlxExperts, mlx_experts_of
 from ...models.schema import MAX_EXPERTS
 from ...packed.families import Preset, presets
 from ..sources.catalog import Catalog
-from ..sources.description import TensorDescription
-from ..sources.recipes import Move, RowRange, TensorRecipe, TensorView
-from ..sources.restructured import RestructuredCatalog
+from ..sources.restructured import Move, RestructuredCatalog, TensorRecipe, TensorView
 
 _WEIGHT = ".weight"
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)
@@ -27,22 +25,6 @@ _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)
 _FUSED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)", re.ASCII)
 _FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _FUSED_TYPES = frozenset(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
-
-
-class EngineCatalog(RestructuredCatalog):
-    """The tensors of a model as an engine names and shapes them, each with a recipe."""
-
-    def __init__(self, base: Catalog, recipes: Mapping[str, TensorRecipe]) -> None:
-        super().__init__(base, recipes, constants={}, metadata=base.metadata, config=base.config, format=base.format)
-        self.texts = base.texts if isinstance(base, RestructuredCatalog) else {}
-
-    def about(self, name: str) -> TensorDescription:
-        source = self._renamed(name)
-        return super().about(name) if source is None else self.base.about(source)._replace(name=name)
-
-    def is_unchanged(self, name: str) -> bool:
-        """Return True if a tensor of the source has these values."""
-        return self._renamed(name) is not None
 
 
 def arranged(catalog: Catalog, preset: Preset, *, whole: bool = True) -> Catalog:
@@ -59,12 +41,12 @@ def arranged(catalog: Catalog, preset: Preset, *, whole: bool = True) -> Catalog
         return catalog
     catalog.refuse_codes(catalog, f"convert to {preset.name}")
     parts = _parts(catalog, divides=divides)
-    if experts is None:
-        return EngineCatalog(catalog, parts)
-    recipes = _stacked(catalog, preset, experts, parts)
-    if whole:
+    recipes = parts if experts is None else _stacked(catalog, preset, experts, parts)
+    if whole and experts is not None:
         _check_layers(recipes, _size(catalog, "num_hidden_layers"), preset, experts)
-    return EngineCatalog(catalog, recipes)
+    return RestructuredCatalog(
+        catalog, recipes, metadata=catalog.metadata, config=catalog.config, format=catalog.format, for_engine=True
+    )
 
 
 def like(catalog: Catalog, other: Catalog) -> Catalog:
@@ -97,7 +79,7 @@ def _parts(catalog: Catalog, *, divides: bool) -> dict[str, TensorRecipe]:
         rows = shape[1] // len(modules)
         for expert in range(shape[0]):
             for k, module in enumerate(modules):
-                part = RowRange() if len(modules) == 1 else RowRange(k * rows, (k + 1) * rows)
+                part = slice(None) if len(modules) == 1 else slice(k * rows, (k + 1) * rows)
                 full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
                 if full in catalog:
                     raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
@@ -166,8 +148,8 @@ def _heads(catalog: Catalog, name: str, part: TensorRecipe) -> dict[str, TensorR
     for k in range(heads):
         begin = k * (keys + values)
         middle, end = begin + keys, begin + keys + values
-        embed.append(Move(source, TensorView(rows=RowRange(begin, middle)), TensorView(k, transposed=True)))
-        unembed.append(Move(source, TensorView(rows=RowRange(middle, end)), TensorView(k)))
+        embed.append(Move(source, TensorView(rows=slice(begin, middle)), TensorView(k, transposed=True)))
+        unembed.append(Move(source, TensorView(rows=slice(middle, end)), TensorView(k)))
     return {
         f"{module}embed_q.weight": TensorRecipe((heads, columns, keys), tuple(embed)),
         f"{module}unembed_out.weight": TensorRecipe((heads, values, columns), tuple(unembed)),

@@ -20,8 +20,8 @@ from ...packed.families import IS_EXPERT, IS_HEAD, Preset, preset_of, presets
 from ...packed.quantization import Quantization, quantization_of
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
+from ..sources.restructured import RestructuredCatalog
 from .encoding import WEIGHTS, check_columns
-from .engine_layout import EngineCatalog
 from .keeping import Keep, Kept, Planned
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -71,7 +71,7 @@ class EngineRules:
     def set_model(self, schema: Schema | None, catalog: Catalog, *, chosen: bool) -> None:
         """Set the model, arranged for the engine; any model is supported if the caller has ``chosen`` the tensors."""
         self._config = config = catalog.config
-        if isinstance(catalog, EngineCatalog):
+        if isinstance(catalog, RestructuredCatalog) and catalog.for_engine:
             self.kept = Kept(self._keep, catalog.sources_of)
         model_type = None if config is None else config.get("model_type")
         supported = schema is not None and model_type in engine_model_types()

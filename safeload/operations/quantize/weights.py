@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from ...engine.codes.source import Source
 from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
 from ..sources.catalog import Catalog, read_values
-from ..sources.recipes import TensorRecipe
-from .engine_layout import EngineCatalog
+from ..sources.restructured import RestructuredCatalog, TensorRecipe
 
 # Weights that are read at once: few enough for the caches, and as many as hide the latency of a network.
 _LOCAL, _REMOTE = 1 << 20, 4 << 20
@@ -41,26 +40,39 @@ class Weights(NamedTuple):
         return max(1, min(limit, _MOST_BYTES // max(1, nbytes)))
 
 
+class Scratch:
+    """Memory reused from tensor to tensor."""
+
+    def __init__(self) -> None:
+        self._memory: Array = np.empty(0, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array over the memory, which grows if necessary."""
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        if size > self._memory.size:
+            self._memory = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
+            self._memory = private_array((size,), np.dtype(np.uint8))
+        array: Array = np.ndarray(shape, dtype, self._memory)
+        return array
+
+
 class ScratchBuffers:
     """Scratch memory that threads borrow; it is reused from weight to weight."""
 
     def __init__(self) -> None:
-        self._free: list[Array] = []
+        self._free: list[Scratch] = []
 
     @contextmanager
-    def borrow(self, nbytes: int) -> Iterator[Array]:
-        """Lend memory of this many bytes."""
+    def borrow(self, count: int, dtype: np.dtype[Any]) -> Iterator[Array]:
+        """Lend memory for this many values."""
         try:
-            buffer = self._free.pop()
+            scratch = self._free.pop()
         except IndexError:
-            buffer = np.empty(0, np.uint8)
-        if buffer.nbytes < nbytes:
-            buffer = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
-            buffer = private_array((nbytes,), np.dtype(np.uint8))
+            scratch = Scratch()
         try:
-            yield buffer[:nbytes]
+            yield scratch.array((count,), dtype)
         finally:
-            self._free.append(buffer)
+            self._free.append(scratch)
 
 
 def in_memory(values: Array) -> Weights:
@@ -79,12 +91,14 @@ def weights_in(
     threads: int | None,
 ) -> Weights:
     """Return the values of a weight of a model as a dtype; weights with a merged adapter are computed first."""
-    base, dtype = catalog.base if isinstance(catalog, EngineCatalog) else catalog, dtypes.array_dtype(row.number)
-    if isinstance(catalog, EngineCatalog) and not catalog.is_unchanged(name):
-        items = catalog.items(name)
+    arranged = catalog if isinstance(catalog, RestructuredCatalog) and catalog.for_engine else None
+    base, dtype = catalog if arranged is None else arranged.base, dtypes.array_dtype(row.number)
+    if arranged is not None and arranged.recipe(name).renamed is None:
+        items = arranged.recipe(name).items
         if len(items) > 1:
-            packed = any(base.about(source).packed for source in catalog.sources_of(name))
-            return _of_items(catalog, items, row, scratch, alone=packed or type(base) is not Catalog)
+            packed = any(base.about(source).packed for source in arranged.sources_of(name))
+            alone = packed or base.in_memory or type(base) is not Catalog
+            return _of_items(arranged, items, row, scratch, alone=alone)
     elif type(base) is Catalog:
         value = catalog.restoring(name) or catalog.source(name)
         if isinstance(value, Source) and value.packed is None:
@@ -109,8 +123,8 @@ def _ranges_of(source: Source, row: dtypes.Dtype, scratch: ScratchBuffers) -> We
     @contextmanager
     def read(begin: int, end: int) -> Iterator[Array]:
         part = source._replace(shape=(end - begin,), offset=source.offset + source.row.nbytes(begin))
-        with scratch.borrow((end - begin) * dtype.itemsize) as buffer:
-            yield jobs.native_order(read_values(part, row, buffer.view(dtype), 1))
+        with scratch.borrow(end - begin, dtype) as values:
+            yield jobs.native_order(read_values(part, row, values, 1))
 
     if source.file is not None and source.file.remote:
         return Weights(read, _REMOTE, _REMOTE_READERS)
@@ -118,7 +132,12 @@ def _ranges_of(source: Source, row: dtypes.Dtype, scratch: ScratchBuffers) -> We
 
 
 def _of_items(
-    catalog: EngineCatalog, items: Sequence[TensorRecipe], row: dtypes.Dtype, scratch: ScratchBuffers, *, alone: bool
+    catalog: RestructuredCatalog,
+    items: Sequence[TensorRecipe],
+    row: dtypes.Dtype,
+    scratch: ScratchBuffers,
+    *,
+    alone: bool,
 ) -> Weights:
     """Return the values of a stack, of which each strip makes one item."""
     dtype, shape = dtypes.array_dtype(row.number), items[0].shape
@@ -126,11 +145,10 @@ def _of_items(
 
     @contextmanager
     def read(begin: int, end: int) -> Iterator[Array]:
-        with scratch.borrow((end - begin) * dtype.itemsize) as buffer:
-            values = buffer.view(dtype)
+        with scratch.borrow(end - begin, dtype) as values:
             for number in range(begin // size, end // size):
                 item = values[number * size - begin : (number + 1) * size - begin]
-                catalog.fill_item(items[number], row, item.reshape(shape))
+                catalog.make(items[number], row, item.reshape(shape), 1)
             if end == size * len(items):
                 catalog.release()
             yield jobs.native_order(values)

@@ -86,6 +86,9 @@ class TensorPlace(NamedTuple):
 class Catalog:
     """The tensors of checkpoints and dicts by name, in their order. `of` creates it; leaving it closes its files."""
 
+    kept_f32: Collection[str] = ()  # names that stay float32 whatever dtype is requested
+    texts: Mapping[str, bytes] = {}  # further files of the result, by name
+
     def __init__(
         self,
         origins: Sequence[Checkpoint | Mapping[str, Any]],
@@ -338,26 +341,37 @@ class Catalog:
         """Return how a tensor is made, or None if its values are those of a file or of a dict."""
         return None
 
-    def value(self, name: str, threads: int | None = None) -> Array | QuantizedTensor:
-        """Return a tensor as it is stored; file tensors are read into private memory."""
-        value: Array | QuantizedTensor = self._load(name, None, threads)
-        return value
+    def value(self, name: str, threads: int | None = None, dtype: Any = None) -> Any:
+        """Return an array or a `QuantizedTensor`, as stored without a dtype; file tensors get private memory."""
+        if (computed := self.made(name)) is not None:
+            row = computed.work if dtype is None else dtypes.parse(dtype)
+            out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
+            computed.fill(row, out, threads)
+            return out
+        origin, file, index = self._places[name]
+        if isinstance(origin, Checkpoint) and file is not None:
+            # If a tensor stays packed it is mapped, because its codes are read only once.
+            reads = dtype is not None or file.table.packed(index) is None or not self.mapped
+            backend: Backend = "pread" if reads else "mmap"
+            return origin.load([name], dtype=dtype, backend=backend, threads=threads)[name]
+        value = origin[name]
+        return value if isinstance(value, QuantizedTensor) else as_array(value, name)
 
     def array(self, name: str, threads: int | None = None) -> Array:
         """Return the values of a tensor; quantized and packed tensors are dequantized to float32."""
         about = self.about(name)
-        packed = self._places[name].file is not None and about.row.packed
-        value = self._load(name, np.float32 if packed else None, threads)
+        packed = self.place(name).file is not None and about.row.packed
+        value: Array | QuantizedTensor = self.value(name, threads, np.float32 if packed else None)
         return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
 
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
         """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
         if self.made(name) is not None:
-            return of_array(name if called is None else called, self._load(name, threads=threads))
+            return of_array(name if called is None else called, self.value(name, threads))
         origin, file, index = self._places[name]
         source = None if file is None or file.table.packed(index) else in_file(origin, name, file, index)
         if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
-            value = self._load(name, threads=threads)
+            value = self.value(name, threads)
             if isinstance(value, QuantizedTensor):
                 return value
             source = of_array(name, np.ascontiguousarray(value) if file is not None else value)
@@ -401,22 +415,6 @@ class Catalog:
         packed = None if file is None else packed_of(file, index)
         return None if packed is None else of_packed(name if called is None else called, packed, self)
 
-    def _load(self, name: str, dtype: Any = None, threads: int | None = None) -> Any:
-        """Return a tensor in memory."""
-        if (computed := self.made(name)) is not None:
-            row = computed.work if dtype is None else dtypes.parse(dtype)
-            out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
-            computed.fill(row, out, threads)
-            return out
-        origin, file, index = self._places[name]
-        if isinstance(origin, Checkpoint) and file is not None:
-            # If a tensor stays packed it is mapped, because its codes are read only once.
-            reads = dtype is not None or file.table.packed(index) is None or not self.mapped
-            backend: Backend = "pread" if reads else "mmap"
-            return origin.load([name], dtype=dtype, backend=backend, threads=threads)[name]
-        value = origin[name]
-        return value if isinstance(value, QuantizedTensor) else as_array(value, name)
-
     def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
         """Yield the arrays of the tensors in memory."""
         for name in names:
@@ -430,20 +428,9 @@ class Catalog:
         if (computed := self.made(name)) is not None:
             computed.fill(row, out, threads)
             return
-        ordered = read_values(self.restoring(name, name) or self.source(name, name), row, out, threads)
+        ordered = read_values(self.restoring(name) or self.source(name), row, out, threads)
         if ordered is not out:
             out[...] = ordered
-
-    def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
-        """Return an item of a tensor's first axis, or the whole tensor, converted or dequantized."""
-        origin, file, _ = self._places[name] if item is not None else TensorPlace({})
-        if item is not None and file is not None and isinstance(origin, Checkpoint) and self.made(name) is None:
-            array: Array = origin.take(name, [item], row.name)[0]  # reads the item only
-            return array
-        out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
-        self.read_into(name, row, out, threads)
-        part: Array = out if item is None else out[item]
-        return part
 
     # ---- codes ----
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -45,10 +46,9 @@ class Executor(Protocol):
 
 def run(
     function: Callable[[Mapping[str, Any], int | None], _T],  # importable by name, because executors pickle it
-    pieces: Sequence[Mapping[str, Any]],
+    pieces: Sequence[Mapping[str, Any]],  # with the nbytes of each
     executor: Executor | None,  # None to run the pieces in this thread
     *,
-    sizes: Sequence[int],  # bytes of each piece
     threads: int | None,  # per piece; None: one on an executor, which can run several pieces per machine, and all here
     progress: Progress,
 ) -> list[_T]:
@@ -59,11 +59,12 @@ def run(
     """
     results: dict[int, _T] = {}
     done = 0
-    with reporter(progress, sum(sizes)) as report, closing(_results(function, pieces, executor, threads)) as finished:
+    total = sum(map(itemgetter("nbytes"), pieces))
+    with reporter(progress, total) as report, closing(_results(function, pieces, executor, threads)) as finished:
         for k, result in finished:
             results[k] = result
             log.debug("piece %d of %d is done", k + 1, len(pieces))
-            done += sizes[k]
+            done += pieces[k]["nbytes"]
             report(done)
     return [results[k] for k in range(len(pieces))]
 

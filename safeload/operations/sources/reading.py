@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -41,13 +41,6 @@ INVALID_PLAN, INVALID_PIECE = "invalid plan", "invalid piece"
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
 
 
-class ReadingPiece(NamedTuple):
-    """A piece to run."""
-
-    content: dict[str, Any]  # plain data
-    nbytes: int  # of its tensors
-
-
 def merged(results: Iterable[Mapping[str, Mapping[str, Any]]]) -> Tables:
     """Join the tables of parts; the parts can be joined in any groups."""
     tables: Tables = {}
@@ -59,21 +52,19 @@ def merged(results: Iterable[Mapping[str, Mapping[str, Any]]]) -> Tables:
 
 def run_pieces(
     function: Callable[[Mapping[str, Any], int | None], Mapping[str, Mapping[str, Any]]],
-    pieces: Iterable[ReadingPiece],
+    pieces: Iterable[Mapping[str, Any]],
     executor: Executor | None,
     *,
     threads: int | None,
     progress: Progress,
 ) -> Tables:
     """Run pieces on an executor, and return their merged tables."""
-    pieces = [*pieces]
-    contents, sizes = [piece.content for piece in pieces], [piece.nbytes for piece in pieces]
-    return merged(executors.run(function, contents, executor, sizes=sizes, threads=threads, progress=progress))
+    return merged(executors.run(function, [*pieces], executor, threads=threads, progress=progress))
 
 
 def pieces_of(
     sizes: Mapping[str, int], catalog: Catalog, against: Catalog | None = None, *, whole: bool = False, **call: Any
-) -> Iterator[ReadingPiece]:
+) -> Iterator[dict[str, Any]]:
     """Divide tensors, given the bytes of each, into pieces of a call, or into a ``whole`` piece.
 
     Tensors of ``against`` have equal names.
@@ -88,7 +79,8 @@ def pieces_of(
         for group in [[*range(len(names))]] if whole else groups:
             content = {**call, "version": __version__, "names": [*map(names.__getitem__, group)]}
             content |= {key: side.sources(group) for key, side in sides.items()}
-            yield ReadingPiece(content, sum(map(sizes.__getitem__, content["names"])))
+            content["nbytes"] = sum(map(sizes.__getitem__, content["names"]))
+            yield content
 
 
 class TensorFiles:

@@ -1,12 +1,12 @@
-"""A catalog of tensors under other names, and tensors made of those of another catalog."""
+"""Tensors that are made of those of another catalog: which items and rows go where, and their values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,16 +15,91 @@ from ...base.arrays import Array
 from ...base.table import Unknown
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source
-from ...engine.read.tensors import FileTensor, Tensors
+from ...engine.read.tensors import Tensors
 from ...engine.run.cast import astype
 from ...errors import FormatError
 from ...models.config_dtype import dtype_in
 from ...packed.finder import Codes
 from .catalog import Catalog, Made, TensorPlace
 from .description import TensorDescription
-from .recipes import TensorRecipe
 
 _F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
+_ALL = slice(None)
+
+
+class TensorView(NamedTuple):
+    """A part of a tensor."""
+
+    item: int | None = None  # index of the first axis; None for the whole tensor
+    rows: slice = _ALL  # of the item, after it is transposed
+    transposed: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """True if rows are neither chosen nor transposed."""
+        return self.rows == _ALL and not self.transposed
+
+    def of(self, tensor: Array) -> Array:
+        """Return the part of an array, without copying."""
+        part: Array = tensor if self.item is None else tensor[self.item]
+        return self.in_item(part)
+
+    def in_item(self, item: Array) -> Array:
+        """Return the part of the item."""
+        part: Array = item.swapaxes(-1, -2) if self.transposed and item.ndim > 1 else item
+        return part[self.rows]
+
+
+class Move(NamedTuple):
+    """A part of a source that becomes a part of the result."""
+
+    source: str
+    read: TensorView = TensorView()
+    written: TensorView = TensorView()
+
+
+class TensorRecipe(NamedTuple):
+    """How a tensor is made."""
+
+    shape: tuple[int, ...]
+    moves: tuple[Move, ...]
+    heads: int = 0  # heads of the rows that change places; 0 if rows stay
+    inverse: bool = False  # the rows go back
+    shift: float = 0.0  # added to each element in float32
+    dtype: str | None = None  # code of the dtype; None for that of the sources
+    constant: Array | None = None  # float32 values of a tensor without sources
+
+    @property
+    def sources(self) -> Iterable[str]:
+        """The names of all sources, with duplicates."""
+        return (move.source for move in self.moves)
+
+    @property
+    def renamed(self) -> str | None:
+        """The source if the tensor is unchanged except for its name."""
+        if len(self.moves) != 1 or self.heads or self.shift or self.moves[0][1:] != (TensorView(), TensorView()):
+            return None
+        return self.moves[0].source
+
+    @property
+    def items(self) -> tuple[TensorRecipe, ...]:
+        """The recipe of each item of the first axis, or the recipe itself if items cannot be made alone."""
+        by_item: dict[int, list[Move]] = {}
+        for move in self.moves:
+            item = move.written.item
+            if item is None or self.heads or (move.read.item is None and not move.read.whole):
+                return (self,)
+            by_item.setdefault(item, []).append(move._replace(written=move.written._replace(item=None)))
+        return tuple(self._replace(shape=self.shape[1:], moves=tuple(by_item.get(k, ()))) for k in range(self.shape[0]))
+
+    def arranged(self, array: Array) -> Array:
+        """Return the array with its rows in the order of the result."""
+        if not self.heads:
+            return array
+        rows, half = array.shape[0], array.shape[0] // self.heads // 2
+        inner = (self.heads, half, 2) if self.inverse else (self.heads, 2, half)
+        swapped: Array = array.reshape(*inner, -1).swapaxes(1, 2).reshape(rows, *array.shape[1:])
+        return swapped
 
 
 class RestructuredCatalog(Catalog):
@@ -35,55 +110,39 @@ class RestructuredCatalog(Catalog):
         base: Catalog,
         recipes: Mapping[str, TensorRecipe],
         *,
-        constants: Mapping[str, Array],  # further tensors
         metadata: Mapping[str, Any],
         config: dict[str, Any] | None = None,
         format: str | None = None,  # of the structure: "gguf" for names of llama.cpp
         kept_f32: Iterable[str] = (),
         restored: dtypes.Dtype | None = None,  # of dequantized tensors; None for that of the config, else bfloat16
+        for_engine: bool = False,  # True to leave the tensors that are only renamed as they are stored
     ) -> None:
         super().__init__(base._origins, base.mapped)
-        self._base = base
+        self.base = base
         self._recipes = recipes
-        self._constants = constants
         self._restored = restored or dtype_in(base.config) or _BF16
-        self.kept_f32 = frozenset(kept_f32)  # names that stay float32 whatever dtype is requested
-        self.texts: dict[str, bytes] = {}  # further files of the result, by name
-        self.notes: list[str] = []  # facts of the source that the result does not have
+        self.for_engine = for_engine
+        self.kept_f32 = frozenset(kept_f32)
+        self.texts = base.texts
         self.metadata = metadata
         self.config = config
         self.format = format
         self.ignored = {}
-        self.index = None
         self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
-        self._known = dict.fromkeys([*recipes, *constants])
-
-    @property
-    def base(self) -> Catalog:
-        """The catalog of the sources."""
-        return self._base
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.about(name).nbytes for name in self)
-
-    def entries(self) -> list[FileTensor]:
-        return self._base.entries()
+        self._known = recipes
 
     def plain(self, names: Collection[str] | None = None, *, blocks: bool = False) -> Tensors | None:
         return None
 
     def place(self, name: str) -> TensorPlace:
-        source = self._renamed(name)
-        return TensorPlace({}) if source is None else self._base.place(source)
+        source = self._recipes[name].renamed
+        return TensorPlace({}) if source is None else self.base.place(source)
 
     def about(self, name: str) -> TensorDescription:
-        if name in self._constants:
-            array = self._constants[name]
-            return TensorDescription(name, "float32", array.shape, array.nbytes, _F32, True)
         recipe = self._recipes[name]
-        sources = [self._base.about(source) for source in dict.fromkeys(recipe.sources)]
-        rows = {self._row(name, source) for source in sources}
+        if self.for_engine and recipe.renamed is not None:
+            return self.base.about(recipe.renamed)._replace(name=name)
+        rows = {self._row(name, self.base.about(source)) for source in self.sources_of(name)}
         row = rows.pop() if len(rows) == 1 and not recipe.shift and name not in self.kept_f32 else _F32
         row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
         return TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
@@ -98,7 +157,11 @@ class RestructuredCatalog(Catalog):
         return row if row.code in ("F32", "F16", "BF16") else _F32 if row.bits > 16 else self._restored
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
-        self._base.refuse_unknown(source for name in names for source in self.sources_of(name))
+        self.base.refuse_unknown(source for name in names for source in self.sources_of(name))
+
+    def recipe(self, name: str) -> TensorRecipe:
+        """Return how a tensor is made."""
+        return self._recipes[name]
 
     def sources_of(self, name: str) -> list[str]:
         """Return the source tensors of a tensor."""
@@ -116,89 +179,55 @@ class RestructuredCatalog(Catalog):
 
     def check_kept(self, name: str) -> None:
         for source in self.sources_of(name):
-            self._base.check_kept(source)
+            self.base.check_kept(source)
 
     def find_codes(self, quantization: Any) -> Mapping[str, Codes]:
         return {}  # sources with codes are refused
 
     def array(self, name: str, threads: int | None = None) -> Array:
-        source = self._renamed(name)
-        if source is None:
-            return self._values(name, self.about(name).row, threads)
-        array: Array = self._base.array(source, threads).reshape(self._recipes[name].shape)
-        return array
-
-    def read_item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None = None) -> Array:
-        source = self._renamed(name)
-        if source is not None and self._base.about(source).shape == self._recipes[name].shape:
-            return self._base.read_item(source, item, row, threads)
-        items = () if item is None else self._recipes[name].items
-        if item is None or len(items) < 2:
-            whole = self._values(name, row, threads)
-            return whole if item is None else whole[item]
-        out: Array = np.empty(items[item].shape, dtypes.array_dtype(row.number))
-        self._make(items[item], row, out, threads)
-        return out
+        recipe = self._recipes[name]
+        whole = super().array(name, threads) if recipe.renamed is None else self.base.array(recipe.renamed, threads)
+        return whole.reshape(recipe.shape)
 
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
-        renamed = self._renamed(name)
-        if renamed is None or self._base.about(renamed).quantized:
+        recipe = self._recipes[name]
+        if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
             return super().source(name, called, threads)
-        source = self._base.source(renamed, name if called is None else called, threads)
-        return source if isinstance(source, QuantizedTensor) else source._replace(shape=self._recipes[name].shape)
+        source = self.base.source(recipe.renamed, name if called is None else called, threads)
+        return source if isinstance(source, QuantizedTensor) else source._replace(shape=recipe.shape)
 
     def made(self, name: str) -> Made:
         # Dequantized values are not rounded before they are quantized again.
-        quantized = any(self._base.about(each).quantized for each in self.sources_of(name))
+        quantized = any(self.base.about(each).quantized for each in self.sources_of(name))
         return Made(partial(self._fill, name), _F32 if quantized else self.about(name).row)
 
     def restoring(self, name: str, called: str | None = None) -> Source | None:
-        renamed = self._renamed(name)
-        if renamed is None:
+        recipe = self._recipes[name]
+        if recipe.renamed is None:
             return None
-        source = self._base.restoring(renamed, name if called is None else called)
-        return source if source is not None and source.shape == self._recipes[name].shape else None
-
-    def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
-        return self._base.memory_of(source for name in names for source in self.sources_of(name))
+        source = self.base.restoring(recipe.renamed, name if called is None else called)
+        return source if source is not None and source.shape == recipe.shape else None
 
     # ---- values ----
 
-    def _renamed(self, name: str) -> str | None:
-        return self._recipes[name].renamed if name in self._recipes else None
-
-    def _values(self, name: str, row: dtypes.Dtype, threads: int | None) -> Array:
-        out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
-        self._fill(name, row, out, threads)
-        return out
-
     def _fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
-        if name in self._constants:
-            out[...] = astype(self._constants[name], row.name)
-            return
-        self._make(self._recipes[name], row, out, threads)
-        self._whole = None
-
-    def items(self, name: str) -> tuple[TensorRecipe, ...]:
-        """Return the recipes of a tensor's items; see `TensorRecipe.items`."""
-        return self._recipes[name].items
+        self.make(self._recipes[name], row, out, threads)
+        self.release()
 
     def release(self) -> None:
         """Free the memory of a source that was read as a whole."""
         self._whole = None
 
-    def fill_item(self, recipe: TensorRecipe, row: dtypes.Dtype, out: Array) -> None:
-        """Fill an array with an item; several threads may call this unless a source is packed."""
-        self._make(recipe, row, out, 1)
-
-    def _make(self, recipe: TensorRecipe, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
-        """Fill an array with a tensor."""
+    def make(self, recipe: TensorRecipe, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+        """Fill an array with a tensor or an item; several threads may call this if sources are plain and in files."""
+        if recipe.constant is not None:
+            out[...] = astype(recipe.constant, row.name)
         for move in recipe.moves:
             target = move.written.of(out)
             if move.read.whole and not recipe.heads and not recipe.shift and target.flags.c_contiguous:
                 if move.read.item is None:
-                    stored: Array = target.reshape(self._base.about(move.source).shape)
-                    self._base.read_into(move.source, row, stored, threads)
+                    stored: Array = target.reshape(self.base.about(move.source).shape)
+                    self.base.read_into(move.source, row, stored, threads)
                 else:
                     target[...] = self._item(move.source, move.read.item, row, threads)
                 continue
@@ -211,10 +240,15 @@ class RestructuredCatalog(Catalog):
 
     def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
         """Return an item of a source; sources that are read as a whole are kept for the next item."""
-        if item is not None and not self._base.about(name).packed and self._base.made(name) is None:
-            return self._base.read_item(name, item, row, threads)
+        place, about = self.base.place(name), self.base.about(name)
+        if item is not None and place.file is not None and not about.packed and self.base.made(name) is None:
+            owner: Any = place.origin  # tensors of a dict have no file
+            array: Array = owner.take(name, [item], row.name)[0]  # reads the item only
+            return array
         if self._whole is None or self._whole[:2] != (name, row.code):
             self._whole = None  # frees its memory first
-            self._whole = name, row.code, self._base.read_item(name, None, row, threads)
+            whole: Array = np.empty(about.shape, dtypes.array_dtype(row.number))
+            self.base.read_into(name, row, whole, threads)
+            self._whole = name, row.code, whole
         part: Array = self._whole[2] if item is None else self._whole[2][item]
         return part

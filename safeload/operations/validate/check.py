@@ -49,7 +49,6 @@ from ..sources.executors import EXECUTOR, Executor, check_executor, check_paths,
 from ..sources.reading import (
     INVALID_PIECE,
     MALFORMED,
-    ReadingPiece,
     Tables,
     check_version,
     names_of,
@@ -579,11 +578,11 @@ def _readable(names: Sequence[str], tensors: Descriptions, bad: set[str]) -> lis
 # ---- in pieces ----
 
 
-def _pieces(check: str, catalog: Catalog, names: Sequence[str], *, whole: bool = False) -> Iterator[ReadingPiece]:
+def _pieces(check: str, catalog: Catalog, names: Sequence[str], *, whole: bool = False) -> Iterator[dict[str, Any]]:
     return pieces_of(catalog.sizes(names), catalog, whole=whole, operation="validate", check=check)
 
 
-def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[ReadingPiece]:
+def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
     sizes = [entry.info.packed for entry in entries]
     for group in groups(sizes, [entry.file for entry in entries], range(len(entries))):
         archives: dict[str, list[Any]] = {}
@@ -592,17 +591,16 @@ def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[ReadingPiece]:
             where = file.files.public(file.files.absolute(file.place)), file.files.public_options()
             archive = archives.setdefault(file.place, [*where, *file.identity[:2], {}])
             archive[-1][str(k)] = entries[k].info.name
-        content = {"operation": "validate", "check": _CRC, "version": __version__, "archives": [*archives.values()]}
-        yield ReadingPiece(content, sum(sizes[k] for k in group))
+        piece = {"operation": "validate", "check": _CRC, "version": __version__, "archives": [*archives.values()]}
+        yield {**piece, "nbytes": sum(sizes[k] for k in group)}
 
 
-def _value_pieces(catalog: Catalog, names: Sequence[str], options: CheckSettings) -> Iterator[ReadingPiece]:
+def _value_pieces(catalog: Catalog, names: Sequence[str], options: CheckSettings) -> Iterator[dict[str, Any]]:
     tensors = catalog.descriptions(names)
     for piece in _pieces("values", catalog, names):
-        int8 = [name for name in piece.content["names"] if tensors[name].scheme == INT8]
+        int8 = [name for name in piece["names"] if tensors[name].scheme == INT8]
         limits = {key: _plain_limit(getattr(options.limits, key), int8) for key in ("scale", "absmax")}
-        piece.content.update(limits, histogram=options.histogram)
-        yield piece
+        yield {**piece, **limits, "histogram": options.histogram}
 
 
 def _plain_limit(limit: Any, names: Sequence[str]) -> Any:
