@@ -27,8 +27,8 @@ def gemma(group: PackedGroup) -> Packing:
     if len(stored) != 2 or len(scale) != 2 or scale[0] != stored[0] or not scale[1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
     bits = _bits(group)
-    if (bits == 8) != (group.dtype() == "I8"):
-        raise Misfit(f"codes {list(stored)} are {group.dtype()}, which cannot hold {bits} bits (num_bits)")
+    if (bits == 8) != (group.row.code == "I8"):
+        raise Misfit(f"codes {list(stored)} are {group.row.code}, which cannot hold {bits} bits (num_bits)")
     shape = (stored[0], stored[1] * (8 // bits))
     if shape[1] % scale[1]:
         raise Misfit(f"scales {list(scale)} do not divide rows of {shape[1]} codes of {bits} bits (num_bits)")

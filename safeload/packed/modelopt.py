@@ -10,7 +10,7 @@ from ..base.packing import Packing
 from .families import Family
 from .floats import fp4
 from .grid import Misfit, Refused, whole_grid
-from .packed_group import PackedGroup, check_global
+from .packed_group import PackedGroup, check_factors, check_global
 from .quantization import Quantization, mapping
 
 
@@ -22,9 +22,7 @@ def modelopt_nvfp4(group: PackedGroup) -> Packing:
     if group.has_beside(".svdquant_lora_a") or group.has_beside(".svdquant_lora_b"):
         raise Refused("NVFP4_SVD adds a product of two matrices, which safeload does not compute")
     packed = check_global(group, fp4(group, "nvfp4", 16, "F8_E4M3"))
-    if group.has(packing.FACTORS) and group.shape(packing.FACTORS) != (packed.columns,):
-        raise Misfit(f"pre_quant_scale {list(group.shape(packing.FACTORS))} does not fit rows of {packed.columns}")
-    return packed._replace(scale_rule=packing.MULTIPLIED)
+    return check_factors(group, packed)._replace(scale_rule=packing.MULTIPLIED)
 
 
 def modelopt_experts(group: PackedGroup) -> Packing:
@@ -32,8 +30,8 @@ def modelopt_experts(group: PackedGroup) -> Packing:
     stored, scale = group.stored, group.scales
     if len(stored) != 3 or len(scale) != 3 or scale[-1] != stored[-1] or scale[-2] * 8 != stored[-2]:
         return modelopt_nvfp4(group)
-    if group.dtype(packing.SCALE) != "F8_E4M3":
-        raise Misfit(f"scales of nvfp4 must be F8_E4M3, got {group.dtype(packing.SCALE)}")
+    if group.scale_code != "F8_E4M3":
+        raise Misfit(f"scales of nvfp4 must be F8_E4M3, got {group.scale_code}")
     shape = (stored[0], stored[1] * 2, stored[2])
     packed = group.packing(
         "fp4", "nvfp4", shape, 4, "e2m1", layout=packing.PLANES, interleaved=True, grid=whole_grid(shape, 16, 1)
