@@ -71,14 +71,17 @@ class GroupContext:
         }
         self._read: dict[str, Array] | None = None
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
+        # Of `configured_grid`, because thousands of experts have the shapes of the first.
+        self.grids: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None] = {}
 
     def part(self, name: str) -> Part | None:
         """Return a tensor as a part; None if its bytes are not in C order and little-endian."""
         file, index = self._places[name]
-        if file.table.strides(index) is not None or file.table.big_endian(index):
+        table = file.table
+        if table.shaped and (table.strides(index) is not None or table.big_endian(index)):
             return None
         if file not in self._ranges:
-            self._ranges[file] = file.table.byte_ranges()
+            self._ranges[file] = table.byte_ranges()
         return Part(name, file, *self.tensors[name], *self._ranges[file][index])
 
     def content(self, name: str) -> Array | None:
@@ -135,7 +138,7 @@ class PackedGroup:
         self.scale_code, self.scales = ("", ()) if scale is None else (scale.row.code, scale.shape)
         self.weights = self.config.weights(self.module)  # the descriptions in ``config_groups``
         self._own = {} if self.config.is_uniform else self.config.own(self.module)
-        self._context = context
+        self.context = context
 
     # ---- configuration ----
 
@@ -176,25 +179,25 @@ class PackedGroup:
 
     def has_beside(self, suffix: str) -> bool:
         """Return True if the module has another tensor with this suffix."""
-        return f"{self.module}{suffix}" in self._context.tensors
+        return f"{self.module}{suffix}" in self.context.tensors
 
     def content(self, role: str) -> bytes:
         """Return the bytes of a small part."""
-        array = self._context.content(self.names[role])
+        array = self.context.content(self.names[role])
         if array is None or self.parts[role].row.code != "U8":
             raise Misfit(f"{show(self.names[role])} must be U8 and have at most {_LONGEST:,} bytes")
         return array.tobytes()
 
     def integers(self, role: str) -> tuple[int, ...]:
         """Return the values of a small part."""
-        array = self._context.content(self.names[role])
+        array = self.context.content(self.names[role])
         if array is None or self.parts[role].row.code == "U8" or len(self.parts[role].shape) != 1:
             raise Misfit(f"{show(self.names[role])} must be a list of at most {_MOST_AXES} integers")
         return tuple(array.tolist())
 
     def note(self) -> str | None:
         """Return the text under the tensor's name in the metadata of its file, or None."""
-        return self._context.note(self.codes, self.logical)
+        return self.context.note(self.codes, self.logical)
 
     # ---- packing ----
 
@@ -206,7 +209,7 @@ class PackedGroup:
         row_bytes = self.row.nbytes(self.stored[-1]) if self.stored else 1
         fields = {
             "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "row_bytes": row_bytes,
-            "config": self._context.text, **fields,
+            "config": self.context.text, **fields,
         }  # fmt: skip
         return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
 
@@ -275,7 +278,7 @@ def configured(group: PackedGroup, key: str, strategy: str | None = None) -> int
         return None
     values = [weights.get(key) for weights in group.weights if strategy is None or weights.get("strategy") == strategy]
     first = values[0] if values else None
-    return first if type(first) is int and all(value == first for value in values) else None
+    return first if type(first) is int and values.count(first) == len(values) else None
 
 
 def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
@@ -285,15 +288,10 @@ def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
     described, scale = group.weights, group.scales
     if len(described) != 1:
         return described_grid(described, shape, scale)
-    key, grids = (id(described[0]), shape, scale), group.config.once(_no_grids)
-    if key not in grids:  # thousands of experts have the shapes of the first
+    key, grids = (id(described[0]), shape, scale), group.context.grids
+    if key not in grids:
         grids[key] = described_grid(described, shape, scale)
     return grids[key]
-
-
-def _no_grids(quantization: Quantization) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None]:
-    """Return the cache of `configured_grid`."""
-    return {}
 
 
 # ---- checks ----
