@@ -545,7 +545,7 @@ def _refusal_of(
 
         reason = unread_or_none(quantization, name)
         return reason, reason and READER
-    for value in (quantization.method, *map(quantization.get, _KEYS)) if dtype not in FP8 else ():
+    for value in (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ():
         for family in _refusals():
             if value in family.methods:
                 return family.name, family.reader

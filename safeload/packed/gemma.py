@@ -41,8 +41,8 @@ def gemma(group: PackedGroup) -> Packing:
 
 def _bits(group: PackedGroup) -> int:
     """Return the ``num_bits`` of a module: of the first pattern in its name, else the shared value."""
-    shared = group.config.get("num_bits")
-    overrides = mapping(group.config.get("module_quant_configs"))
+    shared = group.config.values.get("num_bits")
+    overrides = mapping(group.config.values.get("module_quant_configs"))
     own = next((own for pattern, own in overrides.items() if _is_in(pattern, group.module)), None)
     bits = mapping(own).get("num_bits", _DEFAULT_BITS if shared is None else shared)
     if type(bits) is not int or bits not in (2, 4, 8):

@@ -256,7 +256,7 @@ _MOST_BITS = 8
 def _overrides(quantization: Quantization, module: str) -> Mapping[str, Any] | None:
     """Return the overrides of GPTQModel or auto-round for a layer; None if the layer is not quantized."""
     key = overrides_key(quantization)
-    overrides = quantization.get(key)
+    overrides = quantization.values.get(key)
     if not isinstance(overrides, Mapping):
         return {}
     if key == "extra_config":
@@ -286,7 +286,7 @@ def _keys(quantization: Quantization) -> tuple[dict[str, int], list[str], frozen
 
     A checkpoint can name 100,000 experts separately.
     """
-    order = {key: number for number, key in enumerate(mapping(quantization.get("extra_config")))}
+    order = {key: number for number, key in enumerate(mapping(quantization.values.get("extra_config")))}
     patterns = [key for key in order if any(char in key for char in _PATTERN_CHARACTERS)]
     return order, patterns, frozenset(key.count(".") + 1 for key in order)
 

@@ -32,7 +32,7 @@ def mlx(group: PackedGroup) -> Packing:
     stored, scale = group.stored, group.scales
     if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
-    own = group.config.get(group.module)
+    own = group.config.values.get(group.module)
     settings = own if isinstance(own, Mapping) else group.config.values  # a module's own settings inherit nothing
     mode = settings.get("mode")
     if packing.BIAS not in group.parts:
@@ -149,7 +149,7 @@ PRESETS = [
     Preset("mlx-nvfp4", _ENGINE, lib.SL_ENCODE_MLX_NVFP4, 4, 16, _MODE, lay_out),
     Preset("mlx-mxfp8", _ENGINE, lib.SL_ENCODE_MLX_MXFP8, 8, 32, _MODE, lay_out),
 ]
-SETTINGS_OF_MODULES = {"mlx": lambda quantization, module: mapping(quantization.get(module))}
+SETTINGS_OF_MODULES = {"mlx": lambda quantization, module: mapping(quantization.values.get(module))}
 FAMILIES = [
     Family(
         "MLX",

@@ -16,7 +16,7 @@ from .quantization import Quantization, mapping
 
 def modelopt_nvfp4(group: PackedGroup) -> Packing:
     """NVFP4 with a multiplying global scale and the factors of AWQ."""
-    algorithm = _layer(group.config, group.module).get("quant_algo") or group.config.get("quant_algo")
+    algorithm = _layer(group.config, group.module).get("quant_algo") or group.config.values.get("quant_algo")
     if isinstance(algorithm, str) and algorithm.upper().startswith("W4A") and algorithm.upper() != "W4A16_NVFP4":
         raise Refused(f"its quant_algo {algorithm} stores unsupported codes or scales")
     if group.has_beside(".svdquant_lora_a") or group.has_beside(".svdquant_lora_b"):
@@ -41,7 +41,7 @@ def modelopt_experts(group: PackedGroup) -> Packing:
 
 def _layer(quantization: Quantization, module: str) -> Mapping[str, Any]:
     """Return the settings of a layer under ``quantized_layers``, which can also name an enclosing module."""
-    layers = mapping(quantization.get("quantized_layers"))
+    layers = mapping(quantization.values.get("quantized_layers"))
     while layers and module:
         if module in layers:
             return mapping(layers[module])

@@ -206,7 +206,7 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
 
 def _layout(group: PackedGroup) -> int:
     """Return the order of the codes in a word."""
-    order = mapping(group.config.get("export")).get("pack_method")
+    order = mapping(group.config.values.get("export")).get("pack_method")
     layout = QUARK_ORDERS.get(order) if isinstance(order, str) else None
     if layout is None:
         raise Misfit(f"unknown export.pack_method {show(str(order))}, expected one of {', '.join(QUARK_ORDERS)}")
@@ -329,15 +329,15 @@ def _layer(quantization: Quantization, module: str) -> Mapping[str, Mapping[str,
     """Return the settings of a layer: by the first matching name or glob, else by type, else the global ones."""
     match = quantization.once(_globs).first(module)
     if match is not None:
-        layer = mapping(quantization.get("layer_quant_config")).get(match)
+        layer = mapping(quantization.values.get("layer_quant_config")).get(match)
     else:
-        types = mapping(quantization.get("layer_type_quant_config"))
-        layer = types.get("Linear", quantization.get("global_quant_config"))
+        types = mapping(quantization.values.get("layer_type_quant_config"))
+        layer = types.get("Linear", quantization.values.get("global_quant_config"))
     return {"global_quant_config": mapping(layer)}
 
 
 def _globs(quantization: Quantization) -> Globs:
-    return Globs(mapping(quantization.get("layer_quant_config")), "layer_quant_config")
+    return Globs(mapping(quantization.values.get("layer_quant_config")), "layer_quant_config")
 
 
 def _module_of(name: str) -> str:
@@ -347,7 +347,7 @@ def _module_of(name: str) -> str:
 
 def _is_rotated(quantization: Quantization, module: str) -> bool:
     """Return True if the module's weights are rotated, and its inputs at run time."""
-    config = quantization.get("algo_config")
+    config = quantization.values.get("algo_config")
     for algorithm in config if isinstance(config, list) else [config]:
         layers = mapping(mapping(algorithm).get("online_config")).get("online_rotation_layers")
         if isinstance(layers, list) and module in layers:
