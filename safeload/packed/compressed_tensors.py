@@ -170,7 +170,6 @@ def _scale_of_nvfp4(group: PackedGroup) -> str:
 
 # ---- sparse values ----
 
-_SPARSE_NUMBERS = frozenset(("F32", "F16", "BF16"))
 # Suffixes of the other parts, the most telling first.
 _SPARSE_PARTS = (".bitmask", ".row_offsets", ".shape")
 
@@ -196,7 +195,7 @@ def bitmask(group: PackedGroup) -> Packing:
 def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> Packing:
     """Return the packing of the values as if all were stored."""
     numbers = group.row.code
-    if numbers in _SPARSE_NUMBERS:
+    if numbers in NUMBERS:
         if packing.SCALE in group.parts:
             raise Misfit(f"{numbers} values must not have a scale, got {show(group.names[packing.SCALE])}")
         bits = 8 * group.row.block_bytes
@@ -333,7 +332,7 @@ def _sparse(stem: str) -> Family:
     return Family(
         "compressed-tensors, sparse",
         stem + SPARSE,
-        _SPARSE_NUMBERS | FP8 | {"I8"},
+        NUMBERS | FP8 | {"I8"},
         {packing.MASK: (stem + ".bitmask",), packing.SHAPE: (stem + ".shape",)},
         bitmask,
         {
