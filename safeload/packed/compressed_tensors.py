@@ -43,7 +43,8 @@ def ct_packed(group: PackedGroup) -> Packing:
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
         group.check_form(packing.GROUPS, "g_idx", "I32", shape[-1:])
-    label = label_of(f"int{bits}", grid, shape, packing.ZERO in group.parts, configured_group_size(group) == shape[-1])
+    grouped = grid.columns == 1 and configured_group_size(group) == shape[-1]
+    label = label_of(f"int{bits}", grid, shape, packing.ZERO in group.parts, grouped)
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
 
 

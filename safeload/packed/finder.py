@@ -236,7 +236,7 @@ class _Finder:
         fault = None
         for family in rows:
             names = family.parts_beside(name, self._tensors) if name.endswith(family.main) else None
-            logical = family.logical_name(name)
+            logical = None if names is None else family.logical_name(name)
             if names is None or logical is None:
                 continue
             group = PackedGroup(name, logical, names, self._context)

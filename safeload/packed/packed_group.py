@@ -69,7 +69,7 @@ class GroupContext:
         self.tensors = {
             name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
         }
-        self._read: dict[str, Array] | None = None
+        self.arrays: dict[str, Array] | None = None
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
         # Of `configured_grid`, because thousands of experts have the shapes of the first.
         self.grids: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None] = {}
@@ -86,19 +86,14 @@ class GroupContext:
 
     def content(self, name: str) -> Array | None:
         """Return a small tensor; None if it is too large or of a dtype that describes nothing."""
-        if self._read is None:
+        if self.arrays is None:
             described = (name for name in self._places if name.endswith(self._suffixes))
             small = [part for part in map(self._small, described) if part is not None]
             sizes = accumulate((part.end - part.begin for part in small), initial=0)
-            self._read = _contents([part for part, before in zip(small, sizes, strict=False) if before < _BATCH])
-        if name not in self._read and (part := self._small(name)) is not None:
-            self._read.update(_contents([part]))
-        return self._read.get(name)
-
-    def hold(self, arrays: dict[str, Array]) -> None:
-        """Replace the tensors by arrays."""
-        self._read = arrays
-        self.tensors = {name: Stored(dtypes.row_of(array.dtype), array.shape) for name, array in arrays.items()}  # type: ignore[arg-type]
+            self.arrays = _contents([part for part, before in zip(small, sizes, strict=False) if before < _BATCH])
+        if name not in self.arrays and (part := self._small(name)) is not None:
+            self.arrays.update(_contents([part]))
+        return self.arrays.get(name)
 
     def _small(self, name: str) -> Part | None:
         part = self.part(name)
@@ -195,10 +190,6 @@ class PackedGroup:
             raise Misfit(f"{show(self.names[role])} must be a list of at most {_MOST_AXES} integers")
         return tuple(array.tolist())
 
-    def note(self) -> str | None:
-        """Return the text under the tensor's name in the metadata of its file, or None."""
-        return self.context.note(self.codes, self.logical)
-
     # ---- packing ----
 
     def packing(
@@ -248,10 +239,15 @@ class PackedGroup:
 
 def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts: Mapping[str, Array]) -> Packing:
     """Return the packing of a weight that we have written, as a reader would find it; both mappings are by role."""
-    context.hold({names[role]: array for role, array in parts.items()})
-    codes, dtype = names[packing.CODES], dtypes.row_of(parts[packing.CODES].dtype)
+    arrays = {names[role]: array for role, array in parts.items()}
+    context.arrays = arrays
+    context.tensors = {
+        stored: Stored(dtypes.row_of(array.dtype), array.shape)  # type: ignore[arg-type]
+        for stored, array in arrays.items()
+    }
+    codes = names[packing.CODES]
     for family in families():
-        fits = family.describe is not None and dtype is not None and dtype.code in family.dtypes
+        fits = family.describe is not None and context.tensors[codes].row.code in family.dtypes
         if not fits or not codes.endswith(family.main) or family.method not in (None, context.quantization.method):
             continue
         if family.parts_beside(codes, context.tensors) is None:
@@ -331,8 +327,7 @@ def check(group: PackedGroup, packed: Packing) -> Packing:
     if packed.grid is not None:
         _check_grid(group, packed)
     described = group.weights
-    if described:
-        _check_bits(packed, described)
+    _check_bits(packed, described)
     if packing.ZERO not in group.parts:
         _check_symmetric(group, packed, described)
     elif described and all(weights.get("symmetric") is True for weights in described):

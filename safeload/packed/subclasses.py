@@ -70,7 +70,7 @@ def _grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
 
 def _check_type(group: PackedGroup) -> None:
     """Check the type in the metadata of the file; rewritten files can have lost it."""
-    text = group.note()
+    text = group.context.note(group.codes, group.logical)
     if text is None:
         return
     try:
