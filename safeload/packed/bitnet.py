@@ -30,7 +30,7 @@ def bitnet(group: PackedGroup) -> Packing:
         )
     shape = (stored[0] * 4, stored[1])
     grid = Grid(max(1, shape[0]), max(1, shape[1]), 1, 1)
-    rule = packing.STORED if group.config.get("linear_class") == "autobitlinear" else packing.INVERSE
+    rule = packing.STORED if group.config.values.get("linear_class") == "autobitlinear" else packing.INVERSE
     return group.packing(
         "bitnet", "ternary", shape, 2, "ternary", layout=packing.PLANES, grid=grid, scale_rule=rule, row_bytes=stored[1]
     )

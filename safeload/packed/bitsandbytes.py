@@ -53,14 +53,14 @@ _RECIPROCAL = 7.874015718698502e-3
 def four_bits(group: PackedGroup) -> Packing:
     """4-bit codes of the tensor in C order, the first in the high bits; a block can cross rows."""
     for role in (packing.SCALE, packing.TABLE):
-        if not group.has(role):
+        if role not in group.parts:
             raise Misfit(f"{_missing(group, role)} is missing beside {show(group.names[packing.STATE])}")
     state = _state(group)
     kind = _kind(group, state)
     shape, block = _shape(state), _block(state, "blocksize")
     count = math.prod(shape)
-    stored, needed = group.nbytes(), -(-count // 2)
-    if not needed <= stored < needed + group.element_bytes():
+    stored, needed = group.row.nbytes(math.prod(group.stored)), -(-count // 2)
+    if not needed <= stored < needed + group.row.block_bytes:
         raise Misfit(
             f"its quant_state says shape {list(shape)}, which takes {needed} bytes at 4 bits each, got {stored} bytes"
         )
@@ -107,14 +107,14 @@ def _kind(group: PackedGroup, state: Mapping[str, Any]) -> str:
 
 def _nested(group: PackedGroup, state: Mapping[str, Any], packed: Packing) -> Packing:
     """Return the packing with nested scales, if the scales are 8-bit codes themselves."""
-    dtype = group.dtype(packing.SCALE)
-    if not group.has(packing.NESTED):
+    dtype = group.scale_code
+    if packing.NESTED not in group.parts:
         if dtype not in NUMBERS:
             raise Misfit(f"absmax is {dtype}, but {_missing(group, packing.NESTED)} is missing")
         return packed
     if dtype != "U8":
         raise Misfit(f"absmax is {dtype}, but it must be U8 beside a nested_absmax")
-    if not group.has(packing.NESTED_TABLE):
+    if packing.NESTED_TABLE not in group.parts:
         raise Misfit(f"{_missing(group, packing.NESTED_TABLE)} is missing")
     block, scales = _block(state, "nested_blocksize"), math.prod(group.scales)
     _check_numbers(group, packing.NESTED, -(-scales // block))
@@ -125,10 +125,9 @@ def _nested(group: PackedGroup, state: Mapping[str, Any], packed: Packing) -> Pa
 
 
 def _check_numbers(group: PackedGroup, role: str, count: int) -> None:
-    if group.dtype(role) not in NUMBERS or math.prod(group.shape(role)) != count:
-        raise Misfit(
-            f"{_STATE_PARTS[role][1:]} is {group.dtype(role)} {list(group.shape(role))}, expected F32 [{count}]"
-        )
+    row, shape = group.parts[role]
+    if row.code not in NUMBERS or math.prod(shape) != count:
+        raise Misfit(f"{_STATE_PARTS[role][1:]} is {row.code} {list(shape)}, expected F32 [{count}]")
 
 
 # ---- the JSON ----
@@ -174,7 +173,7 @@ def eight_bits(group: PackedGroup) -> Packing:
     shape, scales = group.stored, group.scales
     if len(shape) != 2 or scales not in (shape[:1], (shape[0], 1)):
         raise Misfit(f"SCB {list(scales)} does not fit codes {list(shape)}: expected one scale per row")
-    if group.has(packing.FORMAT):
+    if packing.FORMAT in group.parts:
         content = group.content(packing.FORMAT)
         if content != b"\0":
             order = _FORMATS.get(content[0]) if len(content) == 1 else None

@@ -38,25 +38,27 @@ def ct_packed(group: PackedGroup) -> Packing:
     shape, bits, words = _ct_shape(group)
     rows = shape[-2]
     grid = configured_grid(group, shape) or _ct_grid(shape, scale)
-    zeros = _ct_zeros(group, grid, Zeros(packing.COLUMNS, bits, words)) if group.has(packing.ZERO) else None
-    if group.has(packing.GROUPS):
+    zeros = _ct_zeros(group, grid, Zeros(packing.COLUMNS, bits, words)) if packing.ZERO in group.parts else None
+    if packing.GROUPS in group.parts:
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
         group.check_form(packing.GROUPS, "g_idx", "I32", shape[-1:])
-    label = label_of(f"int{bits}", grid, shape, group.has(packing.ZERO), configured_group_size(group) == shape[-1])
+    grouped = grid.columns == 1 and configured_group_size(group) == shape[-1]
+    label = label_of(f"int{bits}", grid, shape, packing.ZERO in group.parts, grouped)
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
 
 
 def _ct_zeros(group: PackedGroup, grid: Grid, packed: Zeros) -> Zeros | None:
     """Return how zero points are packed: down the rows, if per row or group. None if they are plain numbers."""
-    if group.dtype(packing.ZERO) != "I32":
+    row, shape = group.parts[packing.ZERO]
+    if row.code != "I32":
         zeros, expected = None, group.scales
     elif grid.row_block == 1:
         zeros, expected = packed, (*group.stored[:-2], words_for(packed, grid.rows), grid.columns)
     else:
         raise Misfit(f"zero points are packed, but scales {list(group.scales)} are not per row")
-    if group.shape(packing.ZERO) != expected:
-        raise Misfit(f"zero points are {list(group.shape(packing.ZERO))}, expected {list(expected)}")
+    if shape != expected:
+        raise Misfit(f"zero points are {list(shape)}, expected {list(expected)}")
     return zeros
 
 
@@ -80,7 +82,7 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
     fits = _ct_fits(stored[-1], counts, described)
     # Read weight_shape only if group sizes do not decide: a checkpoint of experts has 100,000 groups, and reading the
     # weights compares it anyway.
-    if group.has(packing.SHAPE) and not (len(fits) == 1 and None not in counts and _is_usual_shape(group)):
+    if packing.SHAPE in group.parts and not (len(fits) == 1 and None not in counts and _is_usual_shape(group)):
         counts = [_ct_columns(group)] * len(described)
         fits = _ct_fits(stored[-1], counts, described)
     elif None in counts:
@@ -97,8 +99,8 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
 
 def _is_usual_shape(group: PackedGroup) -> bool:
     """Return True if weight_shape has its usual form beside scales of two or more groups."""
-    form = group.dtype(packing.SHAPE), group.shape(packing.SHAPE)
-    return form[0] in ("I32", "I64") and form[1] in ((2,), (len(group.stored),)) and group.scales[-1] > 1
+    row, shape = group.parts[packing.SHAPE]
+    return row.code in ("I32", "I64") and shape in ((2,), (len(group.stored),)) and group.scales[-1] > 1
 
 
 def _ct_columns(group: PackedGroup) -> int:
@@ -147,11 +149,11 @@ def _ct_small_floats(group: PackedGroup) -> Packing:
     kind = group.settings().get("data_type") if group.method in AUTO_ROUND else None
     if isinstance(kind, str) and kind.startswith("mx_int"):
         return fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
-    if group.has(packing.GLOBAL):
+    if packing.GLOBAL in group.parts:
         return check_global(group, fp4(group, "nvfp4", 16, _scale_of_nvfp4(group)))._replace(scale_rule=packing.DIVIDED)
-    if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
+    if group.scale_code not in ("U8", "F8_E8M0"):
         if {weights.get("strategy") for weights in group.weights} != {"group"}:  # NVFP4 has a global scale
-            raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.dtype(packing.SCALE)}")
+            raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.scale_code}")
         return fp4(group, "fp4 g16", 16, _scale_of_nvfp4(group))
     stored, scale = group.stored, group.scales
     if stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
@@ -163,13 +165,12 @@ def _ct_small_floats(group: PackedGroup) -> Packing:
 
 def _scale_of_nvfp4(group: PackedGroup) -> str:
     """Return the dtype of scales of 16 codes: F8_E4M3, or by ``scale_dtype`` another float."""
-    dtype = group.dtype(packing.SCALE)
+    dtype = group.scale_code
     return dtype if dtype in NUMBERS else "F8_E4M3"
 
 
 # ---- sparse values ----
 
-_SPARSE_NUMBERS = frozenset(("F32", "F16", "BF16"))
 # Suffixes of the other parts, the most telling first.
 _SPARSE_PARTS = (".bitmask", ".row_offsets", ".shape")
 
@@ -180,27 +181,27 @@ def bitmask(group: PackedGroup) -> Packing:
         raise Misfit(f"{show(group.codes)} belongs to a tensor, not to a module")  # another family fits better
     shape = _shape_of_pairs(group) if len(group.stored) == 2 else _sparse_shape(group)
     mask = (*shape[:-1], -(-shape[-1] // 8))
-    if (group.dtype(packing.MASK), group.shape(packing.MASK)) != ("U8", mask):
-        form = f"{group.dtype(packing.MASK)} {list(group.shape(packing.MASK))}"
-        raise Misfit(f"bitmask is {form}, expected U8 {list(mask)} for shape {list(shape)}")
+    row, own = group.parts[packing.MASK]
+    if (row.code, own) != ("U8", mask):
+        raise Misfit(f"bitmask is {row.code} {list(own)}, expected U8 {list(mask)} for shape {list(shape)}")
     pairs = len(group.stored) == 2
     if not pairs:
         _check_offsets(group, shape)
     prefix = "sparse 2:4" if pairs else "sparse"
     return _sparse_values(group, prefix, shape)._replace(
-        layout=packing.MASKED, row_bytes=group.stored[1] * group.element_bytes() if pairs else 0
+        layout=packing.MASKED, row_bytes=group.stored[1] * group.row.block_bytes if pairs else 0
     )
 
 
 def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> Packing:
     """Return the packing of the values as if all were stored."""
-    numbers = group.dtype()
-    if numbers in _SPARSE_NUMBERS:
-        if group.has(packing.SCALE):
+    numbers = group.row.code
+    if numbers in NUMBERS:
+        if packing.SCALE in group.parts:
             raise Misfit(f"{numbers} values must not have a scale, got {show(group.names[packing.SCALE])}")
-        bits = 8 * group.element_bytes()
+        bits = 8 * group.row.block_bytes
         return group.packing("sparse", f"{prefix} {numbers.lower()}", shape, bits, numbers)
-    if not group.has(packing.SCALE):
+    if packing.SCALE not in group.parts:
         raise Misfit(f"its values are {numbers} codes, but their scale is missing")
     packed = plain(group.of_shape(shape))
     if packed.scale_rule != packing.STORED:
@@ -221,13 +222,11 @@ def _sparse_shape(group: PackedGroup) -> tuple[int, ...]:
 
 
 def _check_offsets(group: PackedGroup, shape: tuple[int, ...]) -> None:
-    if not group.has(packing.OFFSETS):
+    if packing.OFFSETS not in group.parts:
         raise Misfit("its row_offsets are missing")
-    form = group.dtype(packing.OFFSETS), group.shape(packing.OFFSETS)
-    if form[0] not in ("I64", "I32") or form[1] not in ((shape[:1],) if len(shape) > 1 else ((), (1,))):
-        raise Misfit(
-            f"row_offsets is {form[0]} {list(form[1])}, expected I64 {list(shape[:-1])} for shape {list(shape)}"
-        )
+    row, own = group.parts[packing.OFFSETS]
+    if row.code not in ("I64", "I32") or own not in ((shape[:1],) if len(shape) > 1 else ((), (1,))):
+        raise Misfit(f"row_offsets is {row.code} {list(own)}, expected I64 {list(shape[:-1])} for shape {list(shape)}")
 
 
 def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
@@ -235,8 +234,9 @@ def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
     rows, columns = group.stored[0], 2 * group.stored[1]
     if columns % 4:
         raise Misfit(f"values {list(group.stored)} are not two of every four columns")
-    if group.shape(packing.SHAPE) not in ((2, 1), (2,)) or group.dtype(packing.SHAPE) not in ("I64", "I32"):
-        raise Misfit(f"shape is {group.dtype(packing.SHAPE)} {list(group.shape(packing.SHAPE))}, expected I64 [2, 1]")
+    row, shape = group.parts[packing.SHAPE]
+    if shape not in ((2, 1), (2,)) or row.code not in ("I64", "I32"):
+        raise Misfit(f"shape is {row.code} {list(shape)}, expected I64 [2, 1]")
     return rows, columns
 
 
@@ -333,7 +333,7 @@ def _sparse(stem: str) -> Family:
     return Family(
         "compressed-tensors, sparse",
         stem + SPARSE,
-        _SPARSE_NUMBERS | FP8 | {"I8"},
+        NUMBERS | FP8 | {"I8"},
         {packing.MASK: (stem + ".bitmask",), packing.SHAPE: (stem + ".shape",)},
         bitmask,
         {

@@ -10,6 +10,7 @@ from ..base.packing import Packing
 # ``model_type`` of the models of transformers with such layers, and the last names of the layers.
 CONV1D_MODELS = frozenset(("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"))
 CONV1D = frozenset(("c_attn", "c_fc", "c_proj", "q_attn"))
+CONV1D_SUFFIXES = [f"{layer}.{kind}" for layer in sorted(CONV1D) for kind in ("weight", "qweight")]
 # Families with tools that quantize these layers. The rest quantize the tensors of files, or leave the layers alone.
 _TURNED = frozenset(("bitsandbytes", "gptq", "awq"))
 _DEPTH = 3  # of nested configs, such as that of a decoder

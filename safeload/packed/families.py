@@ -187,7 +187,13 @@ def presets() -> dict[str, Preset]:
 
 
 def preset_of(scheme: object) -> Preset | None:
-    """Return the preset of this name, in any case, or None."""
+    """Return the preset that a scheme names, in any case, or None for other schemes."""
+    if isinstance(scheme, Mapping):
+        name = next((value for value in scheme.values() if isinstance(value, str) and value.lower() in presets()), None)
+        if name is not None:
+            raise ValueError(
+                f"{show(name)} is for whole models: pass quantize={show(name)}, and ignore= for exceptions"
+            )
     if not isinstance(scheme, str):
         return None
     name = scheme.lower()

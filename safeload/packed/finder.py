@@ -23,7 +23,7 @@ from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError
 from ..stores.json_file import read_json
 from .companions import IGNORED, is_zero_point, unread
-from .conv1d import as_stored, conv1d_model, is_named_conv1d
+from .conv1d import CONV1D_SUFFIXES, as_stored, conv1d_model, is_named_conv1d
 from .families import FP8, SPARSE, Family, Stored, Strays, families
 from .grid import Misfit, Refused
 from .methods import QUARK
@@ -98,7 +98,7 @@ def make_logical(
     if rival is not None and all(row.code != "U32" for file in files for row in file.table.rows):
         quantization = rival  # the settings of MLX are stray
     conv1d = None
-    if not in_gguf and any(map(is_named_conv1d, places)):
+    if not in_gguf and _present(CONV1D_SUFFIXES, places):
         conv1d = conv1d_model(config or config_inside(files[0]) or config_beside(files[0]))
     finder = _Finder(places, None if in_gguf else quantization, in_gguf=in_gguf, comfy=comfy, model_type=conv1d)
     try:
@@ -208,23 +208,13 @@ class _Finder:
         """Return the families that the tensors can form, by the dtype of the codes."""
         methods = None, self._quantization.method
         rows = [family for family in self._rows if family.describe is not None and family.method in methods]
-        by_code = {
-            code: [family for family in rows if code in family.dtypes]
-            for code in {stored.row.code for stored in self._tensors.values()}
-        }
-        required = {
-            suffix
-            for each in by_code.values()
-            for family in each
-            for suffixes in family.required.values()
-            for suffix in suffixes
-        }
+        codes = {stored.row.code for stored in self._tensors.values()}
+        rows = [family for family in rows if not codes.isdisjoint(family.dtypes)]
+        required = {suffix for family in rows for suffixes in family.required.values() for suffix in suffixes}
         present = _present((*required, _COMFY_SUFFIX), self._tensors)
         self._comfy |= _COMFY_SUFFIX in present
-        return {
-            code: [family for family in each if not any(map(present.isdisjoint, family.required.values()))]
-            for code, each in by_code.items()
-        }
+        rows = [family for family in rows if not any(map(present.isdisjoint, family.required.values()))]
+        return {code: [family for family in rows if code in family.dtypes] for code in codes}
 
     def restore_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Add tensors that are stored as rows of another length."""
@@ -246,7 +236,7 @@ class _Finder:
         fault = None
         for family in rows:
             names = family.parts_beside(name, self._tensors) if name.endswith(family.main) else None
-            logical = family.logical_name(name)
+            logical = None if names is None else family.logical_name(name)
             if names is None or logical is None:
                 continue
             group = PackedGroup(name, logical, names, self._context)
@@ -310,7 +300,9 @@ class _Finder:
                 self.faults.append(f"tensor {show(logical)}: stored twice, as {first} and as {show(name)}")
                 del self.packed[name]
                 continue
-            self.hidden.update((part.name, logical) for part in packed.parts.values() if part.name != logical)
+            for part in packed.parts.values():
+                if part.name != logical:
+                    self.hidden[part.name] = logical
 
     def _refuse_unread(self) -> None:
         """Refuse codes beside an unread companion if its name suggests a change of their values."""
@@ -352,10 +344,11 @@ class _Finder:
         """Add faults for parts without the rest of their tensor: codes left alone look like weights."""
         reported = {fault.split(": ", 1)[0] for fault in self.faults}
         for name in self._tensors:
-            suffix = next((suffix for suffix in strays.suffixes if name.endswith(suffix)), None)
-            if suffix is None or name in self.hidden or name in self.packed or name in self._companions:
+            if not name.endswith(strays.suffixes) or name in self.hidden or name in self.packed:
                 continue
-            stem = name.removesuffix(suffix)
+            if name in self._companions:
+                continue
+            stem = name.removesuffix(next(suffix for suffix in strays.suffixes if name.endswith(suffix)))
             owner = tensor_named(stem if stem.endswith(strays.ends) else f"{stem}.weight")
             if owner not in reported and not any(stem + other in self.refused for other in strays.suffixes):
                 reported.add(owner)
@@ -552,7 +545,7 @@ def _refusal_of(
 
         reason = unread_or_none(quantization, name)
         return reason, reason and READER
-    for value in (quantization.method, *map(quantization.get, _KEYS)) if dtype not in FP8 else ():
+    for value in (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ():
         for family in _refusals():
             if value in family.methods:
                 return family.name, family.reader

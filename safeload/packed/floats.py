@@ -16,7 +16,7 @@ from ..base.text import show
 from .families import FP8, Engine, Family, Preset, parts_of
 from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
 from .methods import AUTO_ROUND
-from .packed_group import PackedGroup, configured, configured_grid, configured_group_size
+from .packed_group import PackedGroup, check_factors, configured, configured_grid, configured_group_size
 from .quantization import brief, is_length, with_quantization
 
 # ---- fp8 and int8 ----
@@ -24,8 +24,8 @@ from .quantization import brief, is_length, with_quantization
 
 def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     """8-bit codes, and scales broadcast over blocks."""
-    shape, numbers = group.stored, group.dtype()
-    scale_row, scale = group.parts[packing.SCALE]
+    shape, numbers = group.stored, group.row.code
+    scale = group.scales
     matrices, rows, columns = matrices_of(shape)
     grid = configured_grid(group, shape) or _flat_grid(group)
     if grid is None:
@@ -36,7 +36,7 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
         grid = grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block, exact=exact)
     prefix = "fp8" if numbers in FP8 else "int8"
     zeros = group.has_zeros()
-    exponents = scale_row.code in ("F8_E8M0", "U8")
+    exponents = group.scale_code in ("F8_E8M0", "U8")
     label = label_of(prefix, grid, shape, zeros)
     bits = configured(group, "num_bits") if prefix == "int8" else None
     if bits in range(1, 9):  # naive-quantized: a byte per code, even for codes of fewer bits
@@ -71,17 +71,14 @@ def _rule_of(group: PackedGroup) -> str:
     """Return the rule of the scales: they multiply, or divide in GPTQModel's fp8."""
     if group.method != "fp8" or group.settings().get("weight_scale_semantics") is None:
         return packing.STORED
-    if group.has(packing.ZERO) or not group.names[packing.SCALE].endswith("_scale_inv"):
+    if packing.ZERO in group.parts or not group.names[packing.SCALE].endswith("_scale_inv"):
         raise Refused("its weight_scale_semantics apply only to a weight_scale_inv without zero points")
     return packing.QUOTIENT
 
 
 def smoothed(group: PackedGroup) -> Packing:
     """int8 with the column factors of modelopt's SmoothQuant."""
-    packed = plain(group)
-    if group.has(packing.FACTORS) and group.shape(packing.FACTORS) != (packed.columns,):
-        raise Misfit(f"pre_quant_scale {list(group.shape(packing.FACTORS))} does not fit rows of {packed.columns}")
-    return packed
+    return check_factors(group, plain(group))
 
 
 def _block_of(group: PackedGroup) -> tuple[int, int]:
@@ -93,7 +90,7 @@ def _block_of(group: PackedGroup) -> tuple[int, int]:
     size = configured_group_size(group)
     if grouped and size is not None and scale[-1] > 1:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(codes)} in groups of {size} (group_size)")
-    exponents = group.dtype(packing.SCALE) in ("F8_E8M0", "U8")
+    exponents = group.scale_code in ("F8_E8M0", "U8")
     in_groups = grouped and scale[-1] * 32 == codes[-1] and (exponents or group.config.block is None)
     if group.method == "mxfp8" or in_groups:
         return 1, 32
@@ -103,9 +100,9 @@ def _block_of(group: PackedGroup) -> tuple[int, int]:
 def deepseek_v4(group: PackedGroup) -> Packing:
     """``X.scale`` beside ``X.weight``: fp8 in blocks, or two E2M1 codes per byte with a scale per 32 codes."""
     shape, scale = group.stored, group.scales
-    if len(shape) < 2 or len(scale) != len(shape) or group.dtype(packing.SCALE) not in ("F8_E8M0", "U8", "F32"):
+    if len(shape) < 2 or len(scale) != len(shape) or group.scale_code not in ("F8_E8M0", "U8", "F32"):
         raise Misfit("its scale is not the scale of a weight")
-    if group.dtype() == "I8":
+    if group.row.code == "I8":
         return fp4(group, "mxfp4", 32, "F8_E8M0")
     return plain(group)
 
@@ -118,8 +115,8 @@ def fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: str
     stored = group.stored
     if len(stored) < 2:
         raise Misfit(f"codes {list(stored)} are not a matrix")
-    if group.dtype(packing.SCALE) not in ("U8", exponents) and not (label == "mxfp4" and group.dtype() == "I8"):
-        raise Misfit(f"scales of {label} must be {exponents}, got {group.dtype(packing.SCALE)}")
+    if group.scale_code not in ("U8", exponents) and not (label == "mxfp4" and group.row.code == "I8"):
+        raise Misfit(f"scales of {label} must be {exponents}, got {group.scale_code}")
     shape = (*stored[:-1], stored[-1] * 2)
     sizes = [weights["group_size"] for weights in group.weights if weights.get("group_size") is not None]
     if sizes and block not in sizes:
@@ -135,8 +132,8 @@ def gpt_oss(group: PackedGroup) -> Packing:
     stored = group.stored
     if len(stored) < 3 or stored[-1] != 16 or group.scales != stored[:-1]:
         raise Misfit(f"blocks {list(stored)} and scales {list(group.scales)} do not fit: blocks must have 16 bytes")
-    if group.dtype(packing.SCALE) not in ("U8", "F8_E8M0"):
-        raise Misfit(f"scales of mxfp4 must be F8_E8M0, got {group.dtype(packing.SCALE)}")
+    if group.scale_code not in ("U8", "F8_E8M0"):
+        raise Misfit(f"scales of mxfp4 must be F8_E8M0, got {group.scale_code}")
     rows, columns = stored[-3], stored[-2] * 32
     matrices = math.prod(stored[:-3])
     transpose = group.codes.endswith("_blocks")

@@ -27,8 +27,8 @@ def gemma(group: PackedGroup) -> Packing:
     if len(stored) != 2 or len(scale) != 2 or scale[0] != stored[0] or not scale[1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
     bits = _bits(group)
-    if (bits == 8) != (group.dtype() == "I8"):
-        raise Misfit(f"codes {list(stored)} are {group.dtype()}, which cannot hold {bits} bits (num_bits)")
+    if (bits == 8) != (group.row.code == "I8"):
+        raise Misfit(f"codes {list(stored)} are {group.row.code}, which cannot hold {bits} bits (num_bits)")
     shape = (stored[0], stored[1] * (8 // bits))
     if shape[1] % scale[1]:
         raise Misfit(f"scales {list(scale)} do not divide rows of {shape[1]} codes of {bits} bits (num_bits)")
@@ -41,8 +41,8 @@ def gemma(group: PackedGroup) -> Packing:
 
 def _bits(group: PackedGroup) -> int:
     """Return the ``num_bits`` of a module: of the first pattern in its name, else the shared value."""
-    shared = group.config.get("num_bits")
-    overrides = mapping(group.config.get("module_quant_configs"))
+    shared = group.config.values.get("num_bits")
+    overrides = mapping(group.config.values.get("module_quant_configs"))
     own = next((own for pattern, own in overrides.items() if _is_in(pattern, group.module)), None)
     bits = mapping(own).get("num_bits", _DEFAULT_BITS if shared is None else shared)
     if type(bits) is not int or bits not in (2, 4, 8):

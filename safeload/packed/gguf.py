@@ -24,7 +24,7 @@ _I2_S = dtypes.of_number(packing.I2_S)
 
 def nvfp4(group: PackedGroup) -> Packing:
     """NVFP4 with a global scale per tensor or per expert: the writer divided the scales of the blocks by it."""
-    return _scaled(group, _NVFP4, "nvfp4", group.dtype() == _NVFP4.code)
+    return _scaled(group, _NVFP4, "nvfp4", group.row.code == _NVFP4.code)
 
 
 def i2_s(group: PackedGroup) -> Packing:
@@ -38,8 +38,8 @@ def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str, blocks: bool) -> 
     ``blocks`` means that the codes have their logical shape; otherwise their last axis counts bytes.
     """
     shape, scale = group.stored, group.scales
-    if group.dtype(SCALE) != "F32":
-        raise Misfit(f"{group.names[SCALE]} is {group.dtype(SCALE)}, but scales of {label} must be F32")
+    if group.parts[SCALE].row.code != "F32":
+        raise Misfit(f"{group.names[SCALE]} is {group.parts[SCALE].row.code}, but scales of {label} must be F32")
     if not blocks:
         if not shape or shape[-1] % row.block_bytes:
             raise Misfit(f"codes {list(shape)} are not whole blocks of {row.block_bytes} bytes")

@@ -42,11 +42,11 @@ def describe(group: PackedGroup) -> Packing:
     settings = group.settings()
     _refuse(group, settings)
     stored, scale = group.stored, group.scales
-    zeros = group.shape(packing.ZERO) if group.has(packing.ZERO) else None
+    zeros = group.parts[packing.ZERO].shape if packing.ZERO in group.parts else None
     if len(stored) != 2 or len(scale) != 2 or 0 in (*stored, *scale):
         raise Misfit(f"words {list(stored)} and scales {list(scale)} do not form a matrix")
-    if zeros is not None and group.dtype(packing.ZERO) != "I32":
-        raise Misfit(f"qzeros are {group.dtype(packing.ZERO)}, expected I32")
+    if zeros is not None and group.parts[packing.ZERO].row.code != "I32":
+        raise Misfit(f"qzeros are {group.parts[packing.ZERO].row.code}, expected I32")
     transposed = stored[1] in (scale[1], scale[1] / _CODES_IN_WORD)
     rows = stored[0] == scale[0] and zeros == (scale[0], scale[1] // _CODES_IN_WORD)
     if rows and (not transposed or str(settings.get("version")).lower() == "gemv"):
@@ -61,8 +61,8 @@ def _refuse(group: PackedGroup, settings: Mapping[str, Any]) -> None:
     why = group.config.unread_layout
     if why is not None:
         raise Refused(f"{why} is not supported")
-    if group.dtype() != "I32":
-        raise Refused(f"its words are {group.dtype()}, and only I32 is supported (pack_dtype)")
+    if group.row.code != "I32":
+        raise Refused(f"its words are {group.row.code}, and only I32 is supported (pack_dtype)")
     if settings.get("rotation_config"):
         raise Refused("its weights are in a rotated basis (rotation_config)")
     if group.has_beside(".w_bf16_to_fp8_scale"):
@@ -131,7 +131,7 @@ def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
         raise Refused(f"GPTQModel's layout of {bits} bits is not supported")
     length = stored[0] * 32 // bits
     size = _group_size(group, settings, length, scale[0])
-    if group.has(packing.GROUPS):
+    if packing.GROUPS in group.parts:
         group.check_form(packing.GROUPS, "g_idx", "I32", (length,))
     label, shape = _label(f"gptq{bits}", size, length), (scale[1], length)
     symmetric = settings.get("sym") is not False
@@ -205,7 +205,7 @@ def _gemm(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
         raise Misfit("its qzeros are missing")
     if zeros is not None and zeros != (scale[0], stored[1]):
         raise Misfit(f"qzeros {list(zeros)} do not fit scales {list(scale)}")
-    if group.has(packing.GROUPS):
+    if packing.GROUPS in group.parts:
         raise Misfit("AWQ weights must not have a g_idx")
     size = _group_size(group, settings, stored[0], scale[0])
     order, signed = _word_order(settings)
@@ -256,7 +256,7 @@ _MOST_BITS = 8
 def _overrides(quantization: Quantization, module: str) -> Mapping[str, Any] | None:
     """Return the overrides of GPTQModel or auto-round for a layer; None if the layer is not quantized."""
     key = overrides_key(quantization)
-    overrides = quantization.get(key)
+    overrides = quantization.values.get(key)
     if not isinstance(overrides, Mapping):
         return {}
     if key == "extra_config":
@@ -286,7 +286,7 @@ def _keys(quantization: Quantization) -> tuple[dict[str, int], list[str], frozen
 
     A checkpoint can name 100,000 experts separately.
     """
-    order = {key: number for number, key in enumerate(mapping(quantization.get("extra_config")))}
+    order = {key: number for number, key in enumerate(mapping(quantization.values.get("extra_config")))}
     patterns = [key for key in order if any(char in key for char in _PATTERN_CHARACTERS)]
     return order, patterns, frozenset(key.count(".") + 1 for key in order)
 

@@ -32,15 +32,15 @@ def mlx(group: PackedGroup) -> Packing:
     stored, scale = group.stored, group.scales
     if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
-    own = group.config.get(group.module)
+    own = group.config.values.get(group.module)
     settings = own if isinstance(own, Mapping) else group.config.values  # a module's own settings inherit nothing
     mode = settings.get("mode")
-    if not group.has(packing.BIAS):
-        if mode == "affine" or group.dtype(packing.SCALE) != "U8":
+    if packing.BIAS not in group.parts:
+        if mode == "affine" or group.scale_code != "U8":
             raise Misfit("its biases are missing, which codes with float scales need")
         return _mlx_mode(group, mode if isinstance(mode, str) else "mxfp4")
-    if group.shape(packing.BIAS) != scale:
-        raise Misfit(f"biases {list(group.shape(packing.BIAS))} do not fit scales {list(scale)}")
+    if group.parts[packing.BIAS].shape != scale:
+        raise Misfit(f"biases {list(group.parts[packing.BIAS].shape)} do not fit scales {list(scale)}")
     bits, size = settings.get("bits"), settings.get("group_size")
     if group.method == "mlx":
         bits, size = _MLX_BITS if bits is None else bits, _MLX_GROUP if size is None else size
@@ -77,13 +77,13 @@ def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
     bits, block, numbers, exponents = _MLX_MODES[mode]
     stored, scale = group.stored, group.scales
     shape = (*stored[:-1], stored[-1] * 32 // bits)
-    if group.dtype(packing.SCALE) != "U8" or shape[-1] != scale[-1] * block:
-        raise Misfit(f"{group.dtype(packing.SCALE)} scales {list(scale)} do not fit rows of {shape[-1]} in {mode}")
-    rule = packing.MLX_GLOBAL if group.has(packing.GLOBAL) else packing.STORED
+    if group.scale_code != "U8" or shape[-1] != scale[-1] * block:
+        raise Misfit(f"{group.scale_code} scales {list(scale)} do not fit rows of {shape[-1]} in {mode}")
+    rule = packing.MLX_GLOBAL if packing.GLOBAL in group.parts else packing.STORED
     packed = group.packing(
         packing.MLX, mode, shape, bits, numbers, grid=whole_grid(shape, 1, block), scale_dtype=exponents
     )
-    return (check_global(group, packed) if group.has(packing.GLOBAL) else packed)._replace(scale_rule=rule)
+    return (check_global(group, packed) if packing.GLOBAL in group.parts else packed)._replace(scale_rule=rule)
 
 
 # ---- writing ----
@@ -149,7 +149,7 @@ PRESETS = [
     Preset("mlx-nvfp4", _ENGINE, lib.SL_ENCODE_MLX_NVFP4, 4, 16, _MODE, lay_out),
     Preset("mlx-mxfp8", _ENGINE, lib.SL_ENCODE_MLX_MXFP8, 8, 32, _MODE, lay_out),
 ]
-SETTINGS_OF_MODULES = {"mlx": lambda quantization, module: mapping(quantization.get(module))}
+SETTINGS_OF_MODULES = {"mlx": lambda quantization, module: mapping(quantization.values.get(module))}
 FAMILIES = [
     Family(
         "MLX",

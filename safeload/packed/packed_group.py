@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -68,33 +69,31 @@ class GroupContext:
         self.tensors = {
             name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
         }
-        self._read: dict[str, Array] | None = None
+        self.arrays: dict[str, Array] | None = None
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
+        # Of `configured_grid`, because thousands of experts have the shapes of the first.
+        self.grids: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None] = {}
 
     def part(self, name: str) -> Part | None:
         """Return a tensor as a part; None if its bytes are not in C order and little-endian."""
         file, index = self._places[name]
-        if file.table.strides(index) is not None or file.table.big_endian(index):
+        table = file.table
+        if table.shaped and (table.strides(index) is not None or table.big_endian(index)):
             return None
         if file not in self._ranges:
-            self._ranges[file] = file.table.byte_ranges()
+            self._ranges[file] = table.byte_ranges()
         return Part(name, file, *self.tensors[name], *self._ranges[file][index])
 
     def content(self, name: str) -> Array | None:
         """Return a small tensor; None if it is too large or of a dtype that describes nothing."""
-        if self._read is None:
+        if self.arrays is None:
             described = (name for name in self._places if name.endswith(self._suffixes))
             small = [part for part in map(self._small, described) if part is not None]
             sizes = accumulate((part.end - part.begin for part in small), initial=0)
-            self._read = _contents([part for part, before in zip(small, sizes, strict=False) if before < _BATCH])
-        if name not in self._read and (part := self._small(name)) is not None:
-            self._read.update(_contents([part]))
-        return self._read.get(name)
-
-    def hold(self, arrays: dict[str, Array]) -> None:
-        """Replace the tensors by arrays."""
-        self._read = arrays
-        self.tensors = {name: Stored(dtypes.row_of(array.dtype), array.shape) for name, array in arrays.items()}  # type: ignore[arg-type]
+            self.arrays = _contents([part for part, before in zip(small, sizes, strict=False) if before < _BATCH])
+        if name not in self.arrays and (part := self._small(name)) is not None:
+            self.arrays.update(_contents([part]))
+        return self.arrays.get(name)
 
     def _small(self, name: str) -> Part | None:
         part = self.part(name)
@@ -129,11 +128,12 @@ class PackedGroup:
         self.config = context.quantization
         self.method = self.config.method  # ``quant_method``
         self.parts = {role: context.tensors[name] for role, name in names.items()}  # by role
-        self.stored = self.parts[packing.CODES].shape
-        self.scales = self.parts[packing.SCALE].shape if packing.SCALE in self.parts else ()
+        self.row, self.stored = self.parts[packing.CODES]
+        scale = self.parts.get(packing.SCALE)
+        self.scale_code, self.scales = ("", ()) if scale is None else (scale.row.code, scale.shape)
         self.weights = self.config.weights(self.module)  # the descriptions in ``config_groups``
         self._own = {} if self.config.is_uniform else self.config.own(self.module)
-        self._context = context
+        self.context = context
 
     # ---- configuration ----
 
@@ -158,63 +158,37 @@ class PackedGroup:
         else:
             why = self.config.unknown_of(self._own, self.weights if self.method in _IN_GROUPS else [])
         if why is None and self.method == "compressed-tensors":
-            kind = "int" if self.dtype() in ("I8", "I32") else "float"
+            kind = "int" if self.row.code in ("I8", "I32") else "float"
             kinds = {str(weights["type"]) for weights in self.weights if weights.get("type") is not None}
             if kinds and kind not in kinds:
-                why = f"type {kinds.pop()} of {self.dtype()} codes"
+                why = f"type {kinds.pop()} of {self.row.code} codes"
         return why
 
     # ---- stored tensors ----
 
     def of_shape(self, shape: tuple[int, ...]) -> PackedGroup:
         """Return the group as if its codes had this shape."""
-        group = PackedGroup(self.codes, self.logical, self.names, self._context)
-        group.parts[packing.CODES] = self.parts[packing.CODES]._replace(shape=shape)
+        group = copy(self)
         group.stored = shape
         return group
 
-    def has(self, role: str) -> bool:
-        """Return True if there is a part with this role."""
-        return role in self.parts
-
     def has_beside(self, suffix: str) -> bool:
         """Return True if the module has another tensor with this suffix."""
-        return f"{self.module}{suffix}" in self._context.tensors
-
-    def shape(self, role: str) -> tuple[int, ...]:
-        """Return the shape of a part."""
-        return self.parts[role].shape
-
-    def dtype(self, role: str = packing.CODES) -> str:
-        """Return the dtype code of a part."""
-        return self.parts[role].row.code
-
-    def nbytes(self) -> int:
-        """Return the size of the codes."""
-        row, shape = self.parts[packing.CODES]
-        return row.nbytes(math.prod(shape))
-
-    def element_bytes(self) -> int:
-        """Return the size of an element of the codes."""
-        return self.parts[packing.CODES].row.block_bytes
+        return f"{self.module}{suffix}" in self.context.tensors
 
     def content(self, role: str) -> bytes:
         """Return the bytes of a small part."""
-        array = self._context.content(self.names[role])
-        if array is None or self.dtype(role) != "U8":
+        array = self.context.content(self.names[role])
+        if array is None or self.parts[role].row.code != "U8":
             raise Misfit(f"{show(self.names[role])} must be U8 and have at most {_LONGEST:,} bytes")
         return array.tobytes()
 
     def integers(self, role: str) -> tuple[int, ...]:
         """Return the values of a small part."""
-        array = self._context.content(self.names[role])
-        if array is None or self.dtype(role) == "U8" or len(self.shape(role)) != 1:
+        array = self.context.content(self.names[role])
+        if array is None or self.parts[role].row.code == "U8" or len(self.parts[role].shape) != 1:
             raise Misfit(f"{show(self.names[role])} must be a list of at most {_MOST_AXES} integers")
         return tuple(array.tolist())
-
-    def note(self) -> str | None:
-        """Return the text under the tensor's name in the metadata of its file, or None."""
-        return self._context.note(self.codes, self.logical)
 
     # ---- packing ----
 
@@ -223,11 +197,10 @@ class PackedGroup:
     ) -> Packing:
         """Return a `Packing` of rows; ``row_bytes`` defaults to the rows of the stored tensor."""
         matrices, rows, columns = matrices_of(shape)
-        row, stored = self.parts[packing.CODES]
-        row_bytes = row.nbytes(stored[-1]) if stored else 1
+        row_bytes = self.row.nbytes(self.stored[-1]) if self.stored else 1
         fields = {
             "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "row_bytes": row_bytes,
-            "config": self._context.text, **fields,
+            "config": self.context.text, **fields,
         }  # fmt: skip
         return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
 
@@ -250,9 +223,9 @@ class PackedGroup:
 
     def check_form(self, role: str, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         """Refuse a part of another dtype or shape."""
-        form = self.dtype(role), self.shape(role)
-        if form != (dtype, shape):
-            raise Misfit(f"{name} is {form[0]} {list(form[1])}, expected {dtype} {list(shape)}")
+        row, own = self.parts[role]
+        if (row.code, own) != (dtype, shape):
+            raise Misfit(f"{name} is {row.code} {list(own)}, expected {dtype} {list(shape)}")
 
     def described(self, family: Family) -> Packing:
         """Return the checked packing of the group as a family describes it."""
@@ -261,15 +234,20 @@ class PackedGroup:
 
     def scale_dtype(self, dtype: str) -> str | None:
         """Return ``dtype``, a float8, if the scales store its bits as U8."""
-        return dtype if self.dtype(packing.SCALE) == "U8" else None
+        return dtype if self.scale_code == "U8" else None
 
 
 def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts: Mapping[str, Array]) -> Packing:
     """Return the packing of a weight that we have written, as a reader would find it; both mappings are by role."""
-    context.hold({names[role]: array for role, array in parts.items()})
-    codes, dtype = names[packing.CODES], dtypes.row_of(parts[packing.CODES].dtype)
+    arrays = {names[role]: array for role, array in parts.items()}
+    context.arrays = arrays
+    context.tensors = {
+        stored: Stored(dtypes.row_of(array.dtype), array.shape)  # type: ignore[arg-type]
+        for stored, array in arrays.items()
+    }
+    codes = names[packing.CODES]
     for family in families():
-        fits = family.describe is not None and dtype is not None and dtype.code in family.dtypes
+        fits = family.describe is not None and context.tensors[codes].row.code in family.dtypes
         if not fits or not codes.endswith(family.main) or family.method not in (None, context.quantization.method):
             continue
         if family.parts_beside(codes, context.tensors) is None:
@@ -296,7 +274,7 @@ def configured(group: PackedGroup, key: str, strategy: str | None = None) -> int
         return None
     values = [weights.get(key) for weights in group.weights if strategy is None or weights.get("strategy") == strategy]
     first = values[0] if values else None
-    return first if type(first) is int and all(value == first for value in values) else None
+    return first if type(first) is int and values.count(first) == len(values) else None
 
 
 def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
@@ -306,15 +284,10 @@ def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
     described, scale = group.weights, group.scales
     if len(described) != 1:
         return described_grid(described, shape, scale)
-    key, grids = (id(described[0]), shape, scale), group.config.once(_no_grids)
-    if key not in grids:  # thousands of experts have the shapes of the first
+    key, grids = (id(described[0]), shape, scale), group.context.grids
+    if key not in grids:
         grids[key] = described_grid(described, shape, scale)
     return grids[key]
-
-
-def _no_grids(quantization: Quantization) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None]:
-    """Return the cache of `configured_grid`."""
-    return {}
 
 
 # ---- checks ----
@@ -322,12 +295,20 @@ def _no_grids(quantization: Quantization) -> dict[tuple[int, tuple[int, ...], tu
 
 def check_global(group: PackedGroup, packed: Packing) -> Packing:
     """Return the packing if its global scales fit: per tensor, per expert, or per equal share of an expert's rows."""
-    size = math.prod(group.shape(packing.GLOBAL))
+    size = math.prod(group.parts[packing.GLOBAL].shape)
     fits = size == 1 or (
         size > 0 and packed.matrices > 0 and not size % packed.matrices and not packed.matrices * packed.rows % size
     )
     if not fits:
-        raise Misfit(f"global scales {list(group.shape(packing.GLOBAL))} do not fit {list(packed.shape)}")
+        raise Misfit(f"global scales {list(group.parts[packing.GLOBAL].shape)} do not fit {list(packed.shape)}")
+    return packed
+
+
+def check_factors(group: PackedGroup, packed: Packing) -> Packing:
+    """Return the packing if its factors, if any, are one per column."""
+    factors = group.parts.get(packing.FACTORS)
+    if factors is not None and factors.shape != (packed.columns,):
+        raise Misfit(f"pre_quant_scale {list(factors.shape)} does not fit rows of {packed.columns}")
     return packed
 
 
@@ -337,19 +318,16 @@ def check(group: PackedGroup, packed: Packing) -> Packing:
         if role in _DTYPES and part.row.code not in _DTYPES[role]:
             expected = ", ".join(sorted(_DTYPES[role]))
             raise Misfit(f"{group.names[role]} is {part.row.code}, expected one of {expected}")
-    plain = packed.scale_dtype is None and packed.scale_rule != packing.NESTED_RULE
-    scales = group.parts.get(packing.SCALE)
-    if plain and scales is not None and scales.row.code == "U8":
+    if group.scale_code == "U8" and packed.scale_dtype is None and packed.scale_rule != packing.NESTED_RULE:
         raise Misfit("its scales are U8, and nothing says which float8 they hold")
     if max(1, packed.matrices) * max(1, packed.rows) * max(1, packed.columns) >= MOST:
         raise Misfit(f"shape {list(packed.shape)} has too many elements")
-    if _code_bytes(packed) > group.nbytes():
+    if _code_bytes(packed) > group.row.nbytes(math.prod(group.stored)):
         raise Misfit(f"codes {list(group.stored)} are too few for {list(packed.shape)}")
     if packed.grid is not None:
         _check_grid(group, packed)
     described = group.weights
-    if described:
-        _check_bits(packed, described)
+    _check_bits(packed, described)
     if packing.ZERO not in group.parts:
         _check_symmetric(group, packed, described)
     elif described and all(weights.get("symmetric") is True for weights in described):
@@ -373,7 +351,7 @@ def _check_symmetric(group: PackedGroup, packed: Packing, described: list[Mappin
     if described:
         if all(weights.get("symmetric") is False for weights in described):
             setting = "symmetric is false in config_groups"
-    elif packed.numbers in _INTEGERS and not group.has(packing.BIAS):
+    elif packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
         values = group.config.values
         setting = next((f"{key} is {value}" for key, value in _ASYMMETRIC if values.get(key) is value), None)
     if setting is not None:
@@ -401,4 +379,4 @@ def _check_grid(group: PackedGroup, packed: Packing) -> None:
     roles = (packing.SCALE, packing.BIAS) if packed.zeros is not None else (packing.SCALE, packing.BIAS, packing.ZERO)
     for role in roles:
         if role in group.parts and math.prod(group.parts[role].shape) != count:
-            raise Misfit(f"{role} {list(group.shape(role))} must have {count} elements to fit its codes")
+            raise Misfit(f"{role} {list(group.parts[role].shape)} must have {count} elements to fit its codes")

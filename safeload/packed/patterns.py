@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import translate
 from functools import lru_cache
+from typing import Any
 
 from ..base.text import show
 from ..errors import UnsupportedError
@@ -29,6 +30,9 @@ _CLASSES = {
     "w": "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_",
     "s": " \t\n\r\f\v",
 }
+# What can follow a backslash; and an item of a class: such an escape, a character or a range.
+_ESCAPED = re.compile(r"([dws\W_])")
+_ITEM = re.compile(r"\\([dws\W_])(?!-[^\]])|([^\\\]])(?:-([^\\\[\]])|(?!-[^\]]))", re.DOTALL)
 _WILDCARDS = "*?["
 # `fnmatch`'s expression for a class without characters.
 _NOTHING = "(?!)"
@@ -156,7 +160,8 @@ class Pattern:
         if char == ".":
             chars, negated = frozenset("\n"), True
         elif char == "\\":
-            chars = self._escaped()
+            (escaped,) = self._groups(_ESCAPED)
+            chars = frozenset(_CLASSES.get(escaped, escaped))
         elif char == "[":
             negated = self._takes("^")
             chars = self._class()
@@ -164,35 +169,25 @@ class Pattern:
         self._steps[after] = chars, negated, end
         return end
 
-    def _escaped(self) -> frozenset[str]:
-        char = self._next()
-        if not char or (char.isalnum() and char not in _CLASSES):
-            raise self._unsupported()
-        self._at += 1
-        return frozenset(_CLASSES.get(char, char))
-
     def _class(self) -> frozenset[str]:
-        if self._next() == "]":
-            raise self._unsupported()
         chars: set[str] = set()
-        while not self._takes("]"):
-            char = self._next()
-            if not char:
-                raise self._unsupported()
-            self._at += 1
-            last = self._text[self._at + 1 : self._at + 2] if self._next() == "-" else ""
-            if char == "\\":
-                chars |= self._escaped()
-                if self._next() == "-" and not self._text.startswith("-]", self._at):
-                    raise self._unsupported()
-            elif last not in ("]", ""):
-                if last < char or last in "\\[":
-                    raise self._unsupported()
-                self._at += 2
-                chars.update(map(chr, range(ord(char), min(ord(last), ord(char) + 255) + 1)))
+        while not chars or not self._takes("]"):
+            escaped, first, last = self._groups(_ITEM)
+            if escaped:
+                chars.update(_CLASSES.get(escaped, escaped))
+            elif last is None or last >= first:
+                chars.update(map(chr, range(ord(first), min(ord(last or first), ord(first) + 255) + 1)))
             else:
-                chars.add(char)
+                raise self._unsupported()
         return frozenset(chars)
+
+    def _groups(self, expected: re.Pattern[str]) -> tuple[Any, ...]:
+        """Skip an expected text, and return the groups of its expression."""
+        match = expected.match(self._text, self._at)
+        if match is None:
+            raise self._unsupported()
+        self._at = match.end()
+        return match.groups()
 
 
 @lru_cache(256)

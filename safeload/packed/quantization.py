@@ -83,10 +83,6 @@ class Quantization:
     def __str__(self) -> str:
         return self.key if self.method is None else f"{self.key} {self.method[:_QUOTED]}"
 
-    def get(self, key: str) -> Any:
-        """Return a value, or None if it is missing."""
-        return self.values.get(key)
-
     @property
     def shown(self) -> str:
         """The method, and the unsupported setting, for messages."""
@@ -112,7 +108,7 @@ class Quantization:
     def unread_layout(self) -> str | None:
         """The key and value of an unsupported auto-round layout, or None."""
         for key in ("packing_format", "backend") if self.method in AUTO_ROUND else ():
-            layout = self.get(key)
+            layout = self.values.get(key)
             if isinstance(layout, str):
                 return None if _LAYOUT_WORDS.issuperset(layout.lower().split(":")) else f"{key} {brief(layout)}"
         return None
@@ -124,10 +120,10 @@ class Quantization:
             return False
         if self.method == "modelopt":
             own = self.own(name.removesuffix(".weight")) or {}
-            algorithm = own.get("quant_algo") or self.get("quant_algo")
+            algorithm = own.get("quant_algo") or self.values.get("quant_algo")
             if isinstance(algorithm, str) and algorithm.upper() in row.without_family:
                 return False
-        layout = self.get("format")
+        layout = self.values.get("format")
         return not (isinstance(layout, str) and layout in row.without_family)
 
     @cached_property
@@ -141,12 +137,12 @@ class Quantization:
         values = self.values
         if self.method == "mlx":  # the other keys are names of modules
             values = {key: value for key, value in values.items() if not _is_mlx_module(value)}
-        setting, export = unknown_setting(values, row), self.get("export")
+        setting, export = unknown_setting(values, row), self.values.get("export")
         exporter = method_of(QUARK)
         if setting is None and exporter is not None and isinstance(export, Mapping):  # also written for method AWQ
             setting = unknown_setting(export, exporter)
         if setting is None:  # only the format of sparse tensors; the other settings describe the model
-            layout = {"format": mapping(self.get("sparsity_config")).get("format")}
+            layout = {"format": mapping(self.values.get("sparsity_config")).get("format")}
             text = _setting_text(unknown_setting(layout, part_of("sparsity")))
             return None if text is None else f"sparsity_config {text}"
         return _setting_text(setting)
@@ -154,7 +150,7 @@ class Quantization:
     @cached_property
     def is_uniform(self) -> bool:
         """True if `unknown` holds for every module: no module has its own settings or weights of an unknown kind."""
-        own = any(map(self.get, _OF_MODULES)) or (
+        own = any(map(self.values.get, _OF_MODULES)) or (
             self.method == "mlx" and any(isinstance(value, Mapping) for value in self.values.values())
         )
         return not own and not any(unknown_setting(weights, part_of("weights")) for weights in self._described)
@@ -172,7 +168,7 @@ class Quantization:
     @property
     def is_rotated(self) -> bool:
         """True if weights are stored in another basis, to which the model transforms its activations at run time."""
-        transforms = self.get("transform_config")
+        transforms = self.values.get("transform_config")
         schemes = transforms.get("config_groups") if isinstance(transforms, Mapping) else transforms
         if not transforms or schemes == {}:
             return False
@@ -201,9 +197,10 @@ class Quantization:
     @cached_property
     def block(self) -> tuple[int, int] | None:
         """The rows and columns of a block in ``weight_block_size``; None if it holds none."""
-        size = self.get("weight_block_size")
-        valid = isinstance(size, (list, tuple)) and len(size) == 2 and all(map(is_length, size))
-        return (size[0], size[1]) if valid else None
+        size = self.values.get("weight_block_size")
+        if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(map(is_length, size)):
+            return None
+        return size[0], size[1]
 
     def weights(self, module: str) -> list[Mapping[str, Any]]:
         """Return the weight descriptions in compressed-tensors' ``config_groups`` for a module.
@@ -237,9 +234,9 @@ class Quantization:
     @cached_property
     def _weights(self) -> list[tuple[Mapping[str, Any], Any]]:
         """Weight descriptions with their targets; a single pair if all descriptions are alike."""
-        groups = self.get("config_groups")
-        if not groups and isinstance(self.get("weights"), Mapping):  # modelopt, without groups
-            groups = {"": {key: self.get(key) for key in ("weights", "targets", "format")}}
+        groups = self.values.get("config_groups")
+        if not groups and isinstance(self.values.get("weights"), Mapping):  # modelopt, without groups
+            groups = {"": {key: self.values.get(key) for key in ("weights", "targets", "format")}}
         pairs: list[tuple[Mapping[str, Any], Any]] = []
         for key, group in groups.items() if isinstance(groups, Mapping) else ():
             if not isinstance(group, Mapping):  # such as {"W4A16": ["Linear"]}, a preset of compressed-tensors
@@ -309,7 +306,7 @@ def is_kept_by(text: str | None, module: str, new: str) -> bool:
     quantization = _parsed(text) if text else None
     if quantization is None:
         return True
-    if quantization.get("module_quant_configs") and module != new:
+    if quantization.values.get("module_quant_configs") and module != new:
         return False  # `gemma` matches its patterns when it needs the bits
     own = quantization.method == "modelopt" or quantization.own(module) == quantization.own(new)
     return own and quantization.weights(module) == quantization.weights(new)

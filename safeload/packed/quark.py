@@ -35,12 +35,12 @@ def describe(group: PackedGroup) -> Packing:
     first, second = _specs(group)
     if second is not None:
         return _scales_in_fp8(group, first, second)
-    if group.has(packing.GLOBAL):
+    if packing.GLOBAL in group.parts:
         raise Misfit(f"unexpected {group.names[packing.GLOBAL]}: its configured dtype has a single stage of scales")
-    if group.dtype() in FP8:
+    if group.row.code in FP8:
         return _bytes(group, first)
     numbers, bits = _numbers(group, first)
-    if group.dtype() == "I32":
+    if group.row.code == "I32":
         return _words(group, first, numbers)
     return _bytes(group, first) if bits == 8 else _small_floats(group, first)
 
@@ -51,8 +51,8 @@ def in_fp8(group: PackedGroup) -> Packing:
     if second is None:
         raise Misfit(f"unexpected {group.names[packing.SCALE]}: its configured dtype has a single stage of scales")
     numbers, _ = _numbers(group, second)
-    if math.prod(group.shape(packing.FACTORS)) != 1:
-        raise Misfit(f"fp8 must have a single scale, got scales {list(group.shape(packing.FACTORS))}")
+    if math.prod(group.parts[packing.FACTORS].shape) != 1:
+        raise Misfit(f"fp8 must have a single scale, got scales {list(group.parts[packing.FACTORS].shape)}")
     packed = _words(group, second, numbers)
     return packed._replace(label=f"{packed.label} in fp8")
 
@@ -82,16 +82,16 @@ def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
     """Return the kind of number that codes represent, and the bits of a code."""
     dtype = spec.get("dtype")
     if not isinstance(dtype, str):
-        raise Misfit(f"its configuration has no dtype for its {group.dtype()} codes")
+        raise Misfit(f"its configuration has no dtype for its {group.row.code} codes")
     row = quark_dtypes().get(dtype)
-    if row is None or group.dtype() not in row["stored"]:
-        raise Misfit(f"its codes {list(group.stored)} are {group.dtype()}, but dtype is {show(dtype)}")
+    if row is None or group.row.code not in row["stored"]:
+        raise Misfit(f"its codes {list(group.stored)} are {group.row.code}, but dtype is {show(dtype)}")
     return row["numbers"], row["bits"]
 
 
 def _label(prefix: str, group: PackedGroup, spec: Mapping[str, Any], grid: Grid, shape: tuple[int, ...]) -> str:
     """Return the label of a scheme; Quark stores zero points for symmetric weights too, all 0."""
-    asymmetric = group.has(packing.ZERO) and spec.get("symmetric") is not True
+    asymmetric = packing.ZERO in group.parts and spec.get("symmetric") is not True
     return label_of(prefix, grid, shape, asymmetric)
 
 
@@ -132,23 +132,23 @@ def _group_size(spec: Mapping[str, Any], scale: tuple[int, ...], length: int, gr
 def _bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     """fp8 and int8; integers in groups are stored transposed."""
     stored, scale = group.stored, group.scales
-    integers = group.dtype() not in FP8
+    integers = group.row.code not in FP8
     if integers:
         _check_zeros(group, spec, needed=False)
     if integers and spec.get("qscheme") == "per_group":
         return _grouped_bytes(group, spec)
     if len(stored) == 2 and (integers or (spec.get("ch_axis") in _COLUMNS and len(scale) == 1)):
         grid = _grid_of(group, spec, stored)
-        prefix, numbers = ("int8" if integers else "fp8"), group.dtype()
-        if group.has(packing.ZERO) and math.prod(group.shape(packing.ZERO)) != math.prod(scale):
-            raise Misfit(f"zero points {list(group.shape(packing.ZERO))} do not fit scales {list(scale)}")
+        prefix, numbers = ("int8" if integers else "fp8"), group.row.code
+        if packing.ZERO in group.parts and math.prod(group.parts[packing.ZERO].shape) != math.prod(scale):
+            raise Misfit(f"zero points {list(group.parts[packing.ZERO].shape)} do not fit scales {list(scale)}")
         return group.packing(prefix, _label(prefix, group, spec, grid, stored), stored, 8, numbers, grid=grid)
     return floats.plain(group, _block(spec, stored))
 
 
 def _check_zeros(group: PackedGroup, spec: Mapping[str, Any], *, needed: bool) -> None:
     """Refuse codes without zero points if the codes or the configuration require zero points."""
-    if not group.has(packing.ZERO) and (needed or spec.get("symmetric") is False):
+    if packing.ZERO not in group.parts and (needed or spec.get("symmetric") is False):
         raise Misfit("its zero points are missing" + ("" if needed else ", but symmetric is false"))
 
 
@@ -172,7 +172,7 @@ def _grouped_bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     group.has_zeros()  # of the same shape
     size, shape = _group_size(spec, scale, stored[0], scale[0]), (stored[1], stored[0])
     label = _label("int8", group, spec, Grid(1, size, stored[1], scale[0]), shape)
-    return group.transposed("int8", label, shape, 8, group.dtype(), size=size)
+    return group.transposed("int8", label, shape, 8, group.row.code, size=size)
 
 
 # ---- 4-bit integers in words ----
@@ -206,7 +206,7 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
 
 def _layout(group: PackedGroup) -> int:
     """Return the order of the codes in a word."""
-    order = mapping(group.config.get("export")).get("pack_method")
+    order = mapping(group.config.values.get("export")).get("pack_method")
     layout = QUARK_ORDERS.get(order) if isinstance(order, str) else None
     if layout is None:
         raise Misfit(f"unknown export.pack_method {show(str(order))}, expected one of {', '.join(QUARK_ORDERS)}")
@@ -215,25 +215,25 @@ def _layout(group: PackedGroup) -> int:
 
 def _zeros_in_groups(group: PackedGroup, layout: int, packed_shape: tuple[int, int]) -> Zeros | None:
     """Return how zero points of groups are packed; None if they are plain numbers or missing."""
-    if not group.has(packing.ZERO):
+    if packing.ZERO not in group.parts:
         return None
-    expected: tuple[int, ...] = packed_shape
-    if group.dtype(packing.ZERO) in NUMBERS:  # zero_point_type float32
-        expected = group.scales
-    elif group.dtype(packing.ZERO) != "I32":
-        raise Misfit(f"zero points are {group.dtype(packing.ZERO)}, expected I32")
-    if group.shape(packing.ZERO) != expected:
-        raise Misfit(f"zero points are {list(group.shape(packing.ZERO))}, expected {list(expected)}")
-    return None if group.dtype(packing.ZERO) in NUMBERS else Zeros(layout, 4)
+    row, shape = group.parts[packing.ZERO]
+    plain = row.code in NUMBERS  # zero_point_type float32
+    if not plain and row.code != "I32":
+        raise Misfit(f"zero points are {row.code}, expected I32")
+    expected = group.scales if plain else packed_shape
+    if shape != expected:
+        raise Misfit(f"zero points are {list(shape)}, expected {list(expected)}")
+    return None if plain else Zeros(layout, 4)
 
 
 def _zeros_of(group: PackedGroup, layout: int, grid: Grid) -> Zeros | None:
     """Return how zero points per row or column are packed: in a row of words, a single zero point in its own word."""
-    if not group.has(packing.ZERO):
+    if packing.ZERO not in group.parts:
         return None
-    count, zeros = max(grid.rows, grid.columns), group.shape(packing.ZERO)
-    if group.dtype(packing.ZERO) != "I32":
-        raise Misfit(f"zero points are {group.dtype(packing.ZERO)}, expected I32")
+    count, (row, zeros) = max(grid.rows, grid.columns), group.parts[packing.ZERO]
+    if row.code != "I32":
+        raise Misfit(f"zero points are {row.code}, expected I32")
     fits = math.prod(zeros) == 1 if grid.shared else zeros == (-(-count // _CODES_IN_WORD),)
     if not fits:
         raise Misfit(f"zero points {list(zeros)} do not fit scales {list(group.scales)}")
@@ -257,10 +257,10 @@ def _small_floats(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     if len(scale) != len(shape) or scale[:-1] != shape[:-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
     size = _group_size(spec, scale, shape[-1], scale[-1])
-    exponents = group.dtype(packing.SCALE) in _EXPONENTS
+    exponents = group.scale_code in _EXPONENTS
     scale_format = spec.get("scale_format")
     if isinstance(scale_format, str) and exponents != (scale_format == "e8m0"):
-        raise Misfit(f"scales {list(scale)} are {group.dtype(packing.SCALE)}, but scale_format is {show(scale_format)}")
+        raise Misfit(f"scales {list(scale)} are {group.scale_code}, but scale_format is {show(scale_format)}")
     grid = whole_grid(shape, 1, size)
     if exponents and size == 32:
         label = f"mxfp{bits}{' e3m2' if numbers == 'e3m2' else ''}"
@@ -273,12 +273,12 @@ def _small_floats(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
 def _scales_in_fp8(group: PackedGroup, spec: Mapping[str, Any], scales: Mapping[str, Any]) -> Packing:
     """E2M1 with fp8 scales, which share a scale."""
     _numbers(group, spec)
-    if not group.has(packing.GLOBAL):
+    if packing.GLOBAL not in group.parts:
         raise Misfit("the global scale of its scales is missing (weight_scale_2)")
-    if group.dtype(packing.SCALE) != "F8_E4M3" or math.prod(group.shape(packing.GLOBAL)) != 1:
+    if group.scale_code != "F8_E4M3" or math.prod(group.parts[packing.GLOBAL].shape) != 1:
         raise Misfit(
-            f"scales {list(group.scales)} are {group.dtype(packing.SCALE)} beside "
-            f"{list(group.shape(packing.GLOBAL))}, but dtype is {show(str(scales.get('dtype')))}"
+            f"scales {list(group.scales)} are {group.scale_code} beside "
+            f"{list(group.parts[packing.GLOBAL].shape)}, but dtype is {show(str(scales.get('dtype')))}"
         )
     packed = _small_floats(group, {**spec, "scale_format": None})
     assert packed.grid is not None
@@ -329,15 +329,15 @@ def _layer(quantization: Quantization, module: str) -> Mapping[str, Mapping[str,
     """Return the settings of a layer: by the first matching name or glob, else by type, else the global ones."""
     match = quantization.once(_globs).first(module)
     if match is not None:
-        layer = mapping(quantization.get("layer_quant_config")).get(match)
+        layer = mapping(quantization.values.get("layer_quant_config")).get(match)
     else:
-        types = mapping(quantization.get("layer_type_quant_config"))
-        layer = types.get("Linear", quantization.get("global_quant_config"))
+        types = mapping(quantization.values.get("layer_type_quant_config"))
+        layer = types.get("Linear", quantization.values.get("global_quant_config"))
     return {"global_quant_config": mapping(layer)}
 
 
 def _globs(quantization: Quantization) -> Globs:
-    return Globs(mapping(quantization.get("layer_quant_config")), "layer_quant_config")
+    return Globs(mapping(quantization.values.get("layer_quant_config")), "layer_quant_config")
 
 
 def _module_of(name: str) -> str:
@@ -347,7 +347,7 @@ def _module_of(name: str) -> str:
 
 def _is_rotated(quantization: Quantization, module: str) -> bool:
     """Return True if the module's weights are rotated, and its inputs at run time."""
-    config = quantization.get("algo_config")
+    config = quantization.values.get("algo_config")
     for algorithm in config if isinstance(config, list) else [config]:
         layers = mapping(mapping(algorithm).get("online_config")).get("online_rotation_layers")
         if isinstance(layers, list) and module in layers:

@@ -28,7 +28,7 @@ def quanto(group: PackedGroup) -> Packing:
         return plain(group)
     if scale != (shape[0], *(1 for _ in shape[1:])):
         raise Misfit(f"scales {list(scale)} do not fit codes {list(shape)}: expected one per index of the first axis")
-    inner, numbers = math.prod(shape[1:]), group.dtype()
+    inner, numbers = math.prod(shape[1:]), group.row.code
     prefix = "fp8" if numbers in FP8 else "int8"
     return group.packing(
         prefix,
@@ -46,12 +46,12 @@ def quanto(group: PackedGroup) -> Packing:
 
 def torchao(group: PackedGroup) -> Packing:
     """``X._weight_qdata`` and ``X._weight_scale``, for any parameter; scales divide the codes into equal blocks."""
-    shape, scale, numbers = group.stored, group.scales, group.dtype()
+    shape, scale, numbers = group.stored, group.scales, group.row.code
     _check_type(group)
-    if group.has(packing.FACTORS):
+    if packing.FACTORS in group.parts:
         raise Refused("its act_pre_scale multiplies the activations, so weights alone do not give the model's results")
-    if group.dtype(packing.SCALE) not in NUMBERS:
-        raise Refused(f"its {group.dtype(packing.SCALE)} scales look like MXTensor's, which can be swizzled")
+    if group.scale_code not in NUMBERS:
+        raise Refused(f"its {group.scale_code} scales look like MXTensor's, which can be swizzled")
     zeros = group.has_zeros()
     grid = _grid(shape, scale)
     prefix = "fp8" if numbers in FP8 else "int8"
@@ -70,7 +70,7 @@ def _grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
 
 def _check_type(group: PackedGroup) -> None:
     """Check the type in the metadata of the file; rewritten files can have lost it."""
-    text = group.note()
+    text = group.context.note(group.codes, group.logical)
     if text is None:
         return
     try:

@@ -12,7 +12,7 @@ instead of "axis", and ``safeload.quantization`` holds the quantization of the o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,43 +37,15 @@ QUANTIZED = (QuantizedTensor, LazyQuantized, LazyPacked, LazyEncoded)
 def pack(
     tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, in_folder: bool = False
 ) -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
-    """Convert tensors and metadata to plain tensors and text; in a folder, int8 codes are named ``<name>.codes``."""
+    """Divide quantized tensors into plain tensors, which the metadata describes.
+
+    In a folder, int8 codes are named ``<name>.codes``.
+    """
     check_mapping(tensors, "tensors")
     if metadata is not None:
         check_mapping(metadata, "metadata", "str to str")
-    packed, described, config = packed_in(tensors, in_folder=in_folder)
-    texts = texts_with(metadata, described, config)
-    return packed, texts if packed is tensors else texts or None
-
-
-def texts_with(
-    metadata: Mapping[str, str] | None, described: Mapping[str, Any], config: str | None = None
-) -> Mapping[str, str] | None:
-    """Return metadata with the description of a file's quantized tensors instead of another file's."""
-    texts = metadata
-    if metadata is not None and not {KEY, CONFIG_KEY}.isdisjoint(metadata):
-        texts = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
-    if not described:
-        return texts
-    import json  # would add a millisecond to every import
-
-    # The config is written even if empty, because the file may be moved beside another config.json.
-    configs = {} if config is None else {CONFIG_KEY: config or "{}"}
-    return {**(texts or {}), **configs, KEY: json.dumps(described, sort_keys=True)}
-
-
-class PackedTensors(NamedTuple):
-    """Plain tensors, and their description in the metadata."""
-
-    tensors: Mapping[str, Any]  # arrays and `Lazy` by stored name
-    described: Mapping[str, Any]  # by the names of quantized tensors
-    config: str | None  # quantization of packed tensors; None if there are none
-
-
-def packed_in(tensors: Mapping[str, Any], *, in_folder: bool = False) -> PackedTensors:
-    """Divide quantized tensors into plain tensors; see `pack`."""
     if not any(isinstance(value, QUANTIZED) for value in tensors.values()):
-        return PackedTensors(tensors, {}, None)
+        return tensors, texts_with(metadata, {})
     packed: dict[str, Any] = {}
     described: dict[str, Any] = {}
     configs = set()
@@ -112,7 +84,23 @@ def packed_in(tensors: Mapping[str, Any], *, in_folder: bool = False) -> PackedT
                 add(name, name + SCALE_SUFFIX, value.scale, "the scale of int8")
     if len(configs) > 1:
         raise SafetensorError("the packed tensors come from checkpoints with different quantization configurations")
-    return PackedTensors(packed, described, configs.pop() if configs else None)
+    return packed, texts_with(metadata, described, configs.pop() if configs else None) or None
+
+
+def texts_with(
+    metadata: Mapping[str, str] | None, described: Mapping[str, Any], config: str | None = None
+) -> Mapping[str, str] | None:
+    """Return metadata with the description of a file's quantized tensors instead of another file's."""
+    texts = metadata
+    if metadata is not None and not {KEY, CONFIG_KEY}.isdisjoint(metadata):
+        texts = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
+    if not described:
+        return texts
+    import json  # would add a millisecond to every import
+
+    # The config is written even if empty, because the file may be moved beside another config.json.
+    configs = {} if config is None else {CONFIG_KEY: config or "{}"}
+    return {**(texts or {}), **configs, KEY: json.dumps(described, sort_keys=True)}
 
 
 def _name_of(name: str, names: Mapping[str, str], role: str) -> str:
@@ -178,7 +166,7 @@ def unpack(file: WeightFile) -> dict[str, str]:
 
 
 def _parse(text: str, path: str) -> dict[str, Any]:
-    import json  # as in `pack`
+    import json  # as in `texts_with`
 
     try:
         described = json.loads(text)

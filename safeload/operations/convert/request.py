@@ -34,13 +34,12 @@ from ...models.diffusion import ARCHITECTURE, is_rearranged, model_of
 from ...models.family import engine_model_types, gguf_forms
 from ...models.layout import Layout
 from ...models.module_names import adapter_note, refuse_adapters
-from ...packed.families import Preset
+from ...packed.families import Preset, preset_of
 from ...stores.files import Location
 from ..folders.destinations import Destination, check_writable, is_folder, limit_of, sink_of, where
 from ..folders.shards import extras_of
 from ..folders.sink import Sink
 from ..quantize.encoding import WEIGHTS
-from ..quantize.engine_rules import preset_named
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
 from ..sources.catalog import Catalog, Given, has_names, is_path
@@ -135,7 +134,7 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
         check_writable(place)
     limit = limit_of(max_shard_size)
     quantize = options.get("quantize")
-    preset = None if quantize is None else preset_named(quantize)
+    preset = None if quantize is None else preset_of(quantize)
     if preset is not None:
         name, engine = preset.name, preset.engine
         if folder is None:

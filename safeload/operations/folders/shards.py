@@ -21,7 +21,7 @@ from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import WEIGHT_SUFFIXES
 from ...formats.safetensors.file import FileWriter, open_file
 from ...formats.safetensors.header import ROOM
-from ...formats.safetensors.quantized import pack, packed_in
+from ...formats.safetensors.quantized import pack
 from ...models.config_dtype import with_dtype
 from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ...stores.files import Location
@@ -99,8 +99,8 @@ def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
     """Return the shard of each stored tensor; a quantized tensor is stored in several parts."""
     files: dict[str, str] = {}
     for file, shard in shards.items():
-        for name in packed_in(shard, in_folder=True).tensors:
-            if name in files:  # `packed_in` refuses duplicates within a shard
+        for name in pack(shard, None, in_folder=True)[0]:
+            if name in files:  # `pack` refuses duplicates within a shard
                 raise SafetensorError(
                     f"two tensors would be stored as {show(name)}, which is also a part of a quantized tensor"
                 )

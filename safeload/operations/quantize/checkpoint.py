@@ -28,13 +28,13 @@ from ...models.choosing import choose
 from ...models.diffusion import ARCHITECTURE
 from ...models.schema import Schema
 from ...models.tied import absent_heads
-from ...packed.families import presets
+from ...packed.families import preset_of, presets
 from ...packed.packed_group import GroupContext, packing_of
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from .encoding import Encoding, encode, largest_in
 from .engine_layout import arranged
-from .engine_rules import EngineFormat, EngineRules, nothing_left, preset_named
+from .engine_rules import EngineFormat, EngineRules, nothing_left
 from .importance import importance_by_name
 from .keeping import Keep, Kept, Planned
 from .quantize import Request, Rounding, SchemeName, new_tensor, run_requests, weighted_rounding
@@ -293,7 +293,7 @@ def load_quantized(
     """
     SCHEMES["q4_0"].target(rounding)
     check_threads(threads)
-    preset = preset_named(scheme)
+    preset = preset_of(scheme)
     if preset is not None and (rounding is not None or axis is not None or imatrix is not None):
         raise ValueError(f"{preset.name} does not accept rounding=, axis= or imatrix=")
     if imatrix is not None:

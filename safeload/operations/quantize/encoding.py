@@ -241,16 +241,8 @@ def _pointer(array: Array, kind: str, element: int = 0) -> Any:
 
 def _little(values: Array, dtype: np.dtype[Any]) -> Array:
     """Return float32 rounded to a dtype, in file byte order."""
-    numbers = jobs.native_order(values)
-    row = dtypes.row_of(dtype)
-    assert row is not None
-    if row.number == lib.SL_F32:
-        return numbers
-    result = np.empty(values.shape, dtype)
-    source, target = _pointer(numbers, "void *"), _pointer(result, "void *")
-    status = lib.sl_convert(TIER, lib.SL_F32, row.number, source, target, values.size)
-    assert status == lib.SL_OK
-    return result
+    with np.errstate(over="ignore"):
+        return jobs.native_order(values.astype(dtype, copy=False))
 
 
 def _packed_zeros(zeros: Array, bits: int) -> Array:

@@ -16,7 +16,7 @@ from ...models.schema import Schema
 from ...models.tied import KEY as TIE
 from ...models.tied import tied_heads
 from ...packed.conv1d import conv1d_model, is_named_conv1d
-from ...packed.families import IS_EXPERT, IS_HEAD, Preset, preset_of, presets
+from ...packed.families import IS_EXPERT, IS_HEAD, Preset, presets
 from ...packed.quantization import Quantization, quantization_of
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
@@ -226,15 +226,3 @@ def nothing_left(preset: Preset, kept: Mapping[str, str]) -> UnsupportedError:
     name, reason = next(iter(kept.items()), ("", ""))
     why = f": tensor {show(name)} {'is kept by ' if reason.startswith('keep=') else ''}{reason}" if reason else ""
     return UnsupportedError(f"{preset.name}: no tensor is left to quantize{why}")
-
-
-def preset_named(scheme: object) -> Preset | None:
-    """Return the preset that a scheme names, or None for other schemes."""
-    if isinstance(scheme, Mapping):
-        name = next((value for value in scheme.values() if isinstance(value, str) and value.lower() in presets()), None)
-        if name is not None:
-            raise ValueError(
-                f"{show(name)} is for whole models: pass quantize={show(name)}, and ignore= for exceptions"
-            )
-        return None
-    return preset_of(scheme)
