@@ -249,7 +249,7 @@ def digests_of(
     else:
         folder = os.path.dirname(path)
         places = [(name_below(folder, place, LOCAL), place) for place in {path, *read} if not is_same(place, document)]
-    entries = each(lambda item: _entry(item[1]), places, max(1, threads))
+    entries = each(lambda item: file_entry(item[1]), places, max(1, threads))
     return {name: entry for (name, _), entry in sorted(zip(places, entries, strict=True))}
 
 
@@ -271,7 +271,8 @@ def name_below(folder: str, path: str, files: Files) -> str:
     return name
 
 
-def _entry(path: str) -> dict[str, Any]:
+def file_entry(path: str, tick: Callable[[int], object] = lambda nbytes: None) -> dict[str, Any]:
+    """Return size and SHA-256 of a local file; ``tick`` gets the bytes of each read."""
     digest, nbytes = hashlib.sha256(), 0
     with closing(LOCAL.open(path)) as store:
         buffer = memoryview(bytearray(max(1, min(_CHUNK, store.size))))
@@ -280,4 +281,5 @@ def _entry(path: str) -> dict[str, Any]:
             read_from(store, nbytes, piece, path)
             digest.update(piece)
             nbytes += len(piece)
+            tick(len(piece))
     return {"size": nbytes, "sha256": digest.hexdigest()}
