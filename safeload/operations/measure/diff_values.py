@@ -73,7 +73,7 @@ def run(
         with paused(len(names)):
             shapes = {}
             for x, y in zip(a.descriptions(names).values(), b.descriptions(names).values(), strict=True):
-                shape = x.shape if x.shape == y.shape else common_shape(x.shape, y.shape)
+                shape = common_shape(x.shape, y.shape)
                 if shape is not None:
                     shapes[x.name] = shape
         rows = compare_values(a, b, shapes, threads=threads, progress=None)

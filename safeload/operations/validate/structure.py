@@ -406,10 +406,8 @@ def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Findi
 # ---- wrong sizes in the config ----
 
 
-def fits(shape: tuple[int, ...], expected: tuple[int | None, ...] | None) -> bool:
-    """True if a shape matches the expected shape, in which None matches any size; None matches any shape."""
-    if expected is None:
-        return True
+def fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    """True if a shape matches the expected shape, in which None matches any size."""
     return len(shape) == len(expected) and all(b is None or a == b for a, b in zip(shape, expected, strict=True))
 
 
