@@ -209,26 +209,20 @@ def content(sizes: Mapping[str, int], stats: Mapping[str, Any]) -> ReportContent
     if not layered:
         modules = _modules([row.name for row in tensors])
         tensors = [row._replace(kind=modules[row.name]) for row in tensors]
-    colours = {kind: k for k, kind in enumerate(list(by_size(layered))[:COLOURS])}
+    colours = {kind: k for k, kind in enumerate(by_kind(layered, COLOURS))}
     return ReportContent(tensors, layered, colours)
 
 
-def by_size(tensors: Iterable[ReportRow]) -> dict[str, int]:
-    """Sum the bytes of each kind, largest first."""
-    totals: Counter[str] = Counter()
+def by_kind(tensors: Iterable[ReportRow], limit: int | None = None) -> dict[str, list[ReportRow]]:
+    """Group tensors by kind, the kind with the most bytes first."""
+    groups: dict[str, list[ReportRow]] = {}
     for row in tensors:
-        totals[row.kind] += row.nbytes
-    return dict(totals.most_common())
+        groups.setdefault(row.kind, []).append(row)
+    return dict(sorted(groups.items(), key=lambda item: -_nbytes(item[1]))[:limit])
 
 
-def by_kind(tensors: Iterable[ReportRow], limit: int = KINDS) -> dict[str, list[ReportRow]]:
-    """Group tensors by kind, for the largest kinds only, largest first."""
-    tensors = list(tensors)
-    groups: dict[str, list[ReportRow]] = {kind: [] for kind in list(by_size(tensors))[:limit]}
-    for row in tensors:
-        if row.kind in groups:
-            groups[row.kind].append(row)
-    return groups
+def _nbytes(tensors: Iterable[ReportRow]) -> int:
+    return sum(row.nbytes for row in tensors)
 
 
 def labels(kinds: Iterable[str]) -> dict[str, str]:
@@ -244,9 +238,11 @@ def _layer(name: str) -> int | None:
 
 
 def _layered(tensors: Iterable[ReportRow]) -> list[ReportRow]:
-    numbered = [row._replace(kind=row.kind.partition("{}")[0]) for row in tensors if row.layer is not None]
-    family = next(iter(by_size(numbered)), None)
-    largest = [row for row in tensors if row.layer is not None and row.kind.partition("{}")[0] == family]
+    families: dict[str, list[ReportRow]] = {}
+    for row in tensors:
+        if row.layer is not None:
+            families.setdefault(row.kind.partition("{}")[0], []).append(row)
+    largest = max(families.values(), key=_nbytes, default=[])
     return largest if len({row.layer for row in largest}) > 1 else []
 
 
@@ -272,7 +268,7 @@ class Line(NamedTuple):
 
 def bars(shown: ReportContent) -> str:
     """Bar chart of the bytes of each kind of tensor, in the colours of `stacks`."""
-    totals = by_size(shown.tensors)
+    totals = {kind: _nbytes(rows) for kind, rows in by_kind(shown.tensors).items()}
     total_bytes = max(1, sum(totals.values()))
     names, plain = labels(totals), "o" if shown.colours else 0
     rows = [(breakable(names[kind]), shown.colours.get(kind, plain), total) for kind, total in totals.items()]
@@ -307,7 +303,7 @@ def _bars(rows: Sequence[tuple[str, int | str, int, str]], kind: str) -> str:
 def stacks(shown: ReportContent) -> str:
     """Stacked bar chart of the bytes of each layer, by kind."""
     layers = _columns(shown.layered)
-    names = labels(by_size(shown.layered))
+    names = labels(by_kind(shown.layered))
     heights = {kind: np.zeros(len(layers)) for kind in (*shown.colours, None)}
     for row in shown.layered:
         if row.layer in layers:
@@ -335,7 +331,7 @@ def stacks(shown: ReportContent) -> str:
 def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) -> str:
     """Line charts of values over the layers with a legend, a chart per kind, all on one scale."""
     layers = _columns(tensors)
-    groups = by_kind(row for row in tensors if row.layer in layers)
+    groups = by_kind((row for row in tensors if row.layer in layers), KINDS)
     series = {kind: [_points(rows, line, layers, log=log) for line in lines] for kind, rows in groups.items()}
     every = [y for drawn in series.values() for points in drawn for _, y in points]
     if not every:
@@ -453,7 +449,7 @@ def _power(exponent: float) -> str:
 
 def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
     """Heat map of the values of each kind by order of magnitude, with a legend; the first bin starts at 2**lowest."""
-    groups = by_kind([row for row in tensors if row.stats.histogram is not None], _ROWS)
+    groups = by_kind((row for row in tensors if row.stats.histogram is not None), _ROWS)
     counts = {kind: np.sum([row.stats.histogram for row in rows], axis=0, dtype=float) for kind, rows in groups.items()}
     counts = {kind: bins for kind, bins in counts.items() if bins.any()}
     if not counts:

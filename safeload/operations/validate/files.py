@@ -182,9 +182,7 @@ class _Shard(NamedTuple):
 
     name: str
     fault: Finding | None
-    nbytes: int = 0  # bytes of its tensors
-    missing: bool = False
-    opens: bool = False  # its tensors can be checked
+    nbytes: int | None = None  # bytes of its tensors; None if it does not open
 
 
 def check_shards(
@@ -215,16 +213,16 @@ def check_shards(
     names = [CONFIG] if findings else []
     request = OpenRequest(None, opening.get("root"), opening.get("unknown_globals") == "inert", files)
     shards = [*index, *files.each(lambda name: _check_shard(name, expected, request), sorted(expected.names))]
-    bad = [shard for shard in shards if shard.fault is not None]
-    findings += [shard.fault for shard in bad if shard.fault is not None]
-    good = [Location(files, files.join(expected.folder, shard.name)) for shard in shards if shard.opens]
+    bad = {shard.name: shard.fault for shard in shards if shard.fault is not None}
+    findings += bad.values()
+    good = [Location(files, files.join(expected.folder, shard.name)) for shard in shards if shard.nbytes is not None]
     if bad:
-        names = [shard.name for shard in bad] + names
+        names = [*bad, *names]
         message = (
             f"{len(bad):,} of {plural(len(shards), 'shard')} {'is' if len(bad) == 1 else 'are'} missing or damaged"
         )
-        if expected.total_size is not None and all(shard.missing for shard in bad):
-            absent = expected.total_size - sum(shard.nbytes for shard in shards)
+        if expected.total_size is not None and all(fault.code == "index.shard" for fault in bad.values()):
+            absent = expected.total_size - sum(shard.nbytes or 0 for shard in shards)
             message += f" ({absent:,} bytes)" if absent > 0 else ""
         listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in names[:_LISTED])
         more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
@@ -251,7 +249,7 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> _
     except FileNotFoundError as problem:
         listed = f", but {expected.listed_in} lists it" if expected.listed_in is not None else ""
         subject = f"{show(name)[1:-1]}{link}," if (link := dangling(problem.filename)) else show(name)[1:-1]
-        return _Shard(name, find("index.shard", name=subject, listed=listed), missing=True)
+        return _Shard(name, find("index.shard", name=subject, listed=listed))
     except (SafeloadError, OSError) as problem:
         return _Shard(name, refusal(problem))
     with ExitStack() as stack:
@@ -261,11 +259,11 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> _
         nbytes = sum(table.nbytes for table in tables)
         absent = [tensor for tensor in expected.names[name] if all(table.find(tensor) < 0 for table in tables)]
     if not absent:
-        return _Shard(name, None, nbytes, opens=True)
+        return _Shard(name, None, nbytes)
     listed = f"{plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists"
     first = show(min(absent))
     fault = find("index.tensor", name=show(name)[1:-1], absent=len(absent), listed=listed, first=first)
-    return _Shard(name, fault, nbytes, opens=True)
+    return _Shard(name, fault, nbytes)
 
 
 def expected_shards(path: str, files: Files, *, indexed: bool = True) -> ExpectedShards | None:
