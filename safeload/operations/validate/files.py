@@ -177,14 +177,6 @@ def refusal(problem: SafeloadError | OSError) -> Finding:
     return find(next(rule for kind, rule in _REFUSALS if isinstance(problem, kind)), problem=problem)
 
 
-class _Shard(NamedTuple):
-    """The check of a single shard."""
-
-    name: str
-    fault: Finding | None
-    nbytes: int | None = None  # bytes of its tensors; None if it does not open
-
-
 def check_shards(
     path: str, files: Files, opening: Mapping[str, Any]
 ) -> tuple[list[Finding], list[Location], Mapping[str, Any] | None] | None:
@@ -192,12 +184,11 @@ def check_shards(
 
     Return findings, the last of which lists the files to fetch again; the good shards; and the config.
     """
-    index: list[_Shard] = []
+    index: dict[str, Finding] = {}
     try:
         expected = expected_shards(path, files)
     except (SafeloadError, OSError) as problem:
-        name = files.split(str(getattr(problem, "path", None) or path))[1]
-        index = [_Shard(name, refusal(problem))]
+        index[files.split(str(getattr(problem, "path", None) or path))[1]] = refusal(problem)
         try:
             expected = expected_shards(path, files, indexed=False)
         except (SafeloadError, OSError):  # the error of opening says it
@@ -210,19 +201,19 @@ def check_shards(
         config = read_config(expected.folder, files)
     except (SafeloadError, OSError) as problem:
         findings.append(refusal(problem))
-    names = [CONFIG] if findings else []
+    unread = [CONFIG] if findings else []
     request = OpenRequest(None, opening.get("root"), opening.get("unknown_globals") == "inert", files)
-    shards = [*index, *files.each(lambda name: _check_shard(name, expected, request), sorted(expected.names))]
-    bad = {shard.name: shard.fault for shard in shards if shard.fault is not None}
+    names = sorted(expected.names)
+    shards = dict(zip(names, files.each(lambda name: _check_shard(name, expected, request), names), strict=True))
+    bad = index | {name: fault for name, (fault, _) in shards.items() if fault is not None}
     findings += bad.values()
-    good = [Location(files, files.join(expected.folder, shard.name)) for shard in shards if shard.nbytes is not None]
+    good = [Location(files, files.join(expected.folder, name)) for name in names if shards[name][1] is not None]
     if bad:
-        names = [*bad, *names]
-        message = (
-            f"{len(bad):,} of {plural(len(shards), 'shard')} {'is' if len(bad) == 1 else 'are'} missing or damaged"
-        )
+        names = [*bad, *unread]
+        count = plural(len(index) + len(shards), "shard")
+        message = f"{len(bad):,} of {count} {'is' if len(bad) == 1 else 'are'} missing or damaged"
         if expected.total_size is not None and all(fault.code == "index.shard" for fault in bad.values()):
-            absent = expected.total_size - sum(shard.nbytes or 0 for shard in shards)
+            absent = expected.total_size - sum(nbytes or 0 for _, nbytes in shards.values())
             message += f" ({absent:,} bytes)" if absent > 0 else ""
         listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in names[:_LISTED])
         more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
@@ -241,17 +232,17 @@ def _is_unfinished(folder: str, files: Files) -> bool:
         return False
 
 
-def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> _Shard:
-    """Open a shard, and compare its tensors with the index."""
+def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> tuple[Finding | None, int | None]:
+    """Compare the tensors of a shard with the index; return its fault and its bytes, None if it does not open."""
     files = request.files
     try:
         opened = open_file(files.join(expected.folder, name), request)
     except FileNotFoundError as problem:
         listed = f", but {expected.listed_in} lists it" if expected.listed_in is not None else ""
         subject = f"{show(name)[1:-1]}{link}," if (link := dangling(problem.filename)) else show(name)[1:-1]
-        return _Shard(name, find("index.shard", name=subject, listed=listed))
+        return find("index.shard", name=subject, listed=listed), None
     except (SafeloadError, OSError) as problem:
-        return _Shard(name, refusal(problem))
+        return refusal(problem), None
     with ExitStack() as stack:
         for file in opened.files:
             stack.callback(file.close)
@@ -259,11 +250,10 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> _
         nbytes = sum(table.nbytes for table in tables)
         absent = [tensor for tensor in expected.names[name] if all(table.find(tensor) < 0 for table in tables)]
     if not absent:
-        return _Shard(name, None, nbytes)
+        return None, nbytes
     listed = f"{plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists"
     first = show(min(absent))
-    fault = find("index.tensor", name=show(name)[1:-1], absent=len(absent), listed=listed, first=first)
-    return _Shard(name, fault, nbytes)
+    return find("index.tensor", name=show(name)[1:-1], absent=len(absent), listed=listed, first=first), nbytes
 
 
 def expected_shards(path: str, files: Files, *, indexed: bool = True) -> ExpectedShards | None:
