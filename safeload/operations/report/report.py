@@ -17,7 +17,7 @@ from ...base.layout import figure
 from ...base.paths import PathLike, native_path
 from ...base.scheme import parse, usual_axis
 from ...base.table import TensorInfo
-from ...base.text import plural, show, size
+from ...base.text import clip, plural, show, size
 from ...base.url import is_url
 from ...checkpoint import Checkpoint
 from ...engine.codes.pieces import Meter, in_order
@@ -189,7 +189,10 @@ def _sections(
     """Yield the sections about an open checkpoint; ``scheme`` adds its quantization error."""
     infos = opened.tensors
     shown = content({name: info.nbytes for name, info in infos.items()}, report.stats)
-    metadata = [(key, _value(value)) for key, value in islice(opened.metadata.items(), _METADATA)]
+    metadata = [
+        (key, clip(value, _LENGTH) if isinstance(value, str) else show(value))
+        for key, value in islice(opened.metadata.items(), _METADATA)
+    ]
     title = _some(len(opened.metadata), _METADATA, "metadata entry", "metadata entries")
     listed = collapsible(title, facts(metadata, "pairs"), rows=len(metadata))
     yield section("Contents", facts(_facts(opened, report), "tiles"), listed)
@@ -227,12 +230,6 @@ def _some(count: int, limit: int, singular: str, plural: str) -> str:
     """Return the title of a list that is cut at a limit."""
     total = f"{count:,} {singular if count == 1 else plural}"
     return total if count <= limit else f"the first {limit:,} of {total}"
-
-
-def _value(value: Any) -> str:
-    if not isinstance(value, str):
-        return show(value)
-    return value if len(value) <= _LENGTH else f"{value[:_LENGTH]}…"
 
 
 def _facts(opened: Checkpoint, report: Any) -> Iterator[tuple[str, str]]:

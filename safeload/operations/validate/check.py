@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -176,8 +176,7 @@ class CheckSettings(NamedTuple):
     """The checked arguments of `check`."""
 
     config: Mapping[str, Any] | None  # parsed; None uses the config of the folder
-    schema: Schema | None
-    choose: bool  # True to choose a schema by the config
+    schema: Schema | Literal["auto"] | None  # "auto" to choose a schema by the config
     limits: Limits
     selection: Selection  # the tensors to report about
     values: bool = True  # True to read tensors
@@ -198,12 +197,12 @@ def settings(
 ) -> CheckSettings:
     """Check and convert the arguments of `check`."""
     bounds = Limits.of(limits)
-    expected = load_schema(schema) if schema is not None and schema != "auto" else None
+    expected: Any = schema if schema in (None, "auto") else load_schema(schema)
     check_threads(options.get("threads"))
     check_executor(options.get("executor"))
     if config is not None and not isinstance(config, Mapping):
         config = read_json(config, "config.json")
-    return CheckSettings(config, expected, schema == "auto", bounds, Selection(only, drop), **options)
+    return CheckSettings(config, expected, bounds, Selection(only, drop), **options)
 
 
 def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
@@ -315,7 +314,7 @@ def _validate_array(
         if not structure.fits(about.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             report.add([find("array.shape", ARRAY, shape=list(about.shape), sizes=sizes)])
-    return _validate_tensors(report, catalog, options._replace(choose=False, schema=None))
+    return _validate_tensors(report, catalog, options._replace(schema=None))
 
 
 class Model(NamedTuple):
@@ -364,11 +363,11 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     report.add(files.check_index(catalog))
     named: Descriptions = tensors
     inner = None
-    if catalog.format == GGUF and options.choose and config is None:
+    if catalog.format == GGUF and options.schema == "auto" and config is None:
         findings, choice, config = check_gguf(catalog.metadata, tensors)
         report.add(findings)
     else:
-        named = _without_wrappers(report, tensors, catalog.title) if options.choose else tensors
+        named = _without_wrappers(report, tensors, catalog.title) if options.schema == "auto" else tensors
         choice, inner = _choose_schema(config, catalog.format, named, options)
         log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
     schema = None if choice is None else choice.schema
@@ -426,8 +425,10 @@ def _choose_schema(
 ) -> tuple[Choice | None, Inner | None]:
     """Return the schema, and the covered part of the model; None for the whole model."""
     row = BY_NAME.get(format or "")
-    if not options.choose or (row is not None and row.own_names):
-        return None if options.schema is None else Choice(options.schema, True), None
+    if isinstance(options.schema, Schema):
+        return Choice(options.schema, True), None
+    if options.schema is None or (row is not None and row.own_names):
+        return None, None
     choice = choose(config, format, named.keys())
     inner = choose_inner(config, named.keys()) if choice is None else choose_prefix(choice, config, named.keys())
     return (choice if inner is None else inner.choice), inner
@@ -452,13 +453,13 @@ def _check_contents(
 ) -> None:
     """Add findings and statistics to the report as they come; an unreadable file is a finding, and ends the check."""
     zero: set[str] = set()  # tensors already reported as zero
-    entries: list[FileEntry] = []
-    with report.readable() as readable:
+    entries: list[FileEntry] | None = None
+    with report.readable():
         report.add(zeros.check_tails(catalog, model.role, zero, values=options.values))
         report.add(zeros.check_unwritten(catalog, model.role, zero))
         if options.values:
             entries = files.entries_of(catalog)
-    if not readable or not options.values:
+    if entries is None:
         return
     selected = selected - catalog.unknown().keys()
     names = [name for name in model.tensors if name in selected and name not in model.codes]
