@@ -452,9 +452,10 @@ def _compare_structure(
         y = b[name]
         if x.dtype != y.dtype or x.scheme != y.scheme:
             report.dtypes[name] = _dtype(x), _dtype(y)
+        shape: Shape | None = x.shape
         if x.shape != y.shape:
             report.shapes[name] = x.shape, y.shape
-        shape = common_shape(x.shape, y.shape)
+            shape = common_shape(x.shape, y.shape)
         if shape is not None:
             shapes[name] = shape
     return shapes
