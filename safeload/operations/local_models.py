@@ -19,7 +19,7 @@ from ..base.text import plural, printable, size
 from ..errors import SafeloadError, exported, one_line, public
 from ..formats.folder import choose, listed_shards
 from ..formats.foreign import DCP_SUFFIX
-from ..formats.numbered import sets_of
+from ..formats.numbered import TRAINING_STATE, sets_of
 from ..formats.registry import DCP, ROWS
 from ..stores import hub_cache, ollama
 from ..stores.files import LOCAL
@@ -32,8 +32,6 @@ _LEVELS, MAX_ENTRIES = 16, 1_000_000
 _FORMATS = {suffix: row.family or row.name for row in reversed(ROWS) for suffix in row.suffixes}
 _FORMATS[DCP_SUFFIX] = DCP
 _INDEX = re.compile(r"\.index(\.[^.]+)?\.json$")
-# Names of files with training state, which are not models.
-_STATE = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 _HEAD = ("model", "format", "size", "open")
 
 
@@ -156,16 +154,14 @@ def _models(
     folder: str, names: Sequence[str], title: str, source: str, *, on_hub: bool = False
 ) -> Iterator[LocalModel]:
     """List the models among the files of a folder, whose own model has the name ``title``."""
-    for file, present, form, note in _weights(names, folder):
+
+    def model(file: str, present: Iterable[str], form: str, note: str = "") -> LocalModel:
         name = "/".join(filter(None, (title, file))) or os.path.basename(os.path.abspath(folder))
         path = os.path.join(folder, file) if file else folder
         nbytes = _sizes(os.path.join(folder, shard) for shard in present)
-        yield LocalModel(name, source, form, nbytes, f"hf://{name}" if on_hub else path, note)
+        return LocalModel(name, source, form, nbytes, f"hf://{name}" if on_hub else path, note)
 
-
-def _weights(names: Sequence[str], folder: str) -> Iterator[tuple[str, Sequence[str], str, str]]:
-    """Yield the file to open, the weight files, the format and a note for each model; the file of a folder is empty."""
-    files = [name for name in names if _format(name) and not name.startswith(_STATE)]
+    files = [name for name in names if _format(name) and not name.startswith(TRAINING_STATE)]
     indexes = [name for name in names if _INDEX.search(name)]
     try:
         chosen = choose(names, folder) if files or indexes else None
@@ -175,22 +171,22 @@ def _weights(names: Sequence[str], folder: str) -> Iterator[tuple[str, Sequence[
     if chosen is None:
         for numbered in sets:
             note = "" if numbered.complete else f"incomplete: {', '.join(numbered.missing(1))} is missing"
-            yield numbered.in_order[0], numbered.in_order, _format(numbered.suffix), note
+            yield model(numbered.in_order[0], numbered.in_order, _format(numbered.suffix), note)
         parts = {name for numbered in sets for name in numbered.files.values()}
-        yield from ((name, [name], _format(name), "") for name in files if name not in parts)
+        yield from (model(name, [name], _format(name)) for name in files if name not in parts)
     elif chosen[0] not in indexes:
         shards = next((numbered.in_order for numbered in sets if chosen[0] in numbered.files.values()), chosen)
-        yield "", shards, _format(chosen[0]), ""
+        yield model("", shards, _format(chosen[0]))
     else:
         suffix = ".bin" if ".bin." in chosen[0] else ".safetensors"
         try:
             listed = set(listed_shards(folder, chosen[0], LOCAL).names)
         except (SafeloadError, OSError) as error:
-            present = [name for name in names if name.endswith(suffix)]
-            yield "", present, _format(suffix), f"damaged: {one_line(error)}"
-            return
-        present = sorted(listed.intersection(names))
-        yield "", present, _format(suffix), _incomplete(len(listed) - len(present), len(listed), "shard")
+            present, note = [name for name in names if name.endswith(suffix)], f"damaged: {one_line(error)}"
+        else:
+            present = sorted(listed.intersection(names))
+            note = _incomplete(len(listed) - len(present), len(listed), "shard")
+        yield model("", present, _format(suffix), note)
 
 
 def _incomplete(missing: int, total: int, noun: str) -> str:

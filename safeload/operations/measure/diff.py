@@ -295,12 +295,12 @@ class DiffReport(Report):
         count = plural(len(self.tensors), "tensor")
         if self.same:
             return f"the same: {count}"
-        unequal = {name: difference for name, difference in self.tensors.items() if difference.unequal}
+        unequal = self.unequal
         if tolerance is not None and self.within(tolerance):
             if not unequal:
                 differ = "differs" if len(self.dtypes) == 1 else "differ"
                 return f"within {tolerance:g}: {count} with equal values; {len(self.dtypes):,} {differ} in dtype"
-            name, largest = max(unequal.items(), key=lambda item: item[1].max)
+            name, largest = next(iter(unequal.items()))
             worst = f"the largest difference is {largest.max:.3g} ({printable(name)})"
             return f"within {tolerance:g}: {count}; {len(unequal):,} not equal, {worst}"
         far = sum(not _near(difference, tolerance or 0.0) for difference in self.tensors.values())

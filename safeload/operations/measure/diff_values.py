@@ -58,9 +58,7 @@ _PARTS[dtypes.BY_CODE["C64"].number], _PARTS[dtypes.BY_CODE["C128"].number] = _F
 
 
 def common_shape(a: Shape, b: Shape) -> Shape | None:
-    """Return the shape of the rows that tensors have in common; None if they differ beyond the first axis."""
-    if a == b:
-        return a
+    """Return the shape of the rows that tensors of different shapes have in common; None if other axes differ too."""
     common = a and b and a[1:] == b[1:] and (min(a[0], b[0]), *a[1:])
     return common if common and common[0] else None
 

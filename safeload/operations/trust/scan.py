@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from ...base.layout import table
@@ -114,7 +115,7 @@ class ScanReport(Report):
 
     def add(self, other: ScanReport) -> None:
         """Add the findings of another report."""
-        self.findings = sorted([*self.findings, *other.findings], key=lambda f: -VERDICTS.index(f.verdict))
+        self.findings = sorted([*self.findings, *other.findings], key=_worst_first)
         self.unreadable += other.unreadable
         self.files += other.files
         self.pickles += other.pickles
@@ -177,31 +178,31 @@ def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> S
         ('dangerous', 'os.system', 'runs programs')
     """
     report = ScanReport()
+
+    def failed(shown: str, error: Exception) -> None:
+        report.unreadable.append((shown, one_line(error)))
+
+    def scan_inner(path: str, files: Files) -> None:  # an error does not stop the others
+        try:
+            _scan_file(report, path, files)
+        except (OSError, SafeloadError) as error:
+            failed(files.shown(path), error)
+
     for path in paths if isinstance(paths, (list, tuple)) else (paths,):
-        part = ScanReport()
-        _scan_path(part, path, storage_options)
-        report.add(part)
+        (text,), files = places_of((path,), storage_options)
+        if not files.remote and not os.path.lexists(text):
+            raise os_error(errno.ENOENT, text)
+        if not files.is_folder(text):
+            _scan_file(report, text, files)
+            continue
+        for _, inner in walk(text, files, failed):
+            scan_inner(inner, files)
+    report.findings.sort(key=_worst_first)
     return report
 
 
-def _scan_path(report: ScanReport, path: Any, storage_options: Mapping[str, Any] | None) -> None:
-    """Scan a file or folder into a report; see `scan` for errors."""
-    (text,), files = places_of((path,), storage_options)
-    if not files.remote and not os.path.lexists(text):
-        raise os_error(errno.ENOENT, text)
-    if not files.is_folder(text):
-        _scan_file(report, text, files)
-        return
-    for _, inner in walk(text, files, lambda folder, error: report.unreadable.append((folder, one_line(error)))):
-        _scan_inner(report, inner, files)
-
-
-def _scan_inner(report: ScanReport, path: str, files: Files) -> None:
-    """Scan a file of a folder; an error does not stop the others."""
-    try:
-        _scan_file(report, path, files)
-    except (OSError, SafeloadError) as error:
-        report.unreadable.append((files.shown(path), one_line(error)))
+def _worst_first(finding: ScanFinding) -> int:
+    return -VERDICTS.index(finding.verdict)
 
 
 class _RemoteContent:
@@ -229,8 +230,8 @@ def _scan_file(report: ScanReport, path: str, files: Files) -> None:
         return
     report.files += 1
     shown = files.shown(path)
-    try:
-        count = 0
+    count = 0
+    with closing(file):
         content = _RemoteContent(file.store) if isinstance(file.store, RemoteStore) else file
         for site in PickleFinder(content, files.split(path)[1]).find():
             findings = _judged(site, shown)
@@ -247,8 +248,6 @@ def _scan_file(report: ScanReport, path: str, files: Files) -> None:
                 report.unreadable.append((where, f"{at}{site.fault}"))
             if count > 2 * MAX_FINDINGS:
                 return
-    finally:
-        file.close()
 
 
 def _judged(site: PickleSite, path: str) -> list[ScanFinding]:

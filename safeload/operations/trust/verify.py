@@ -212,21 +212,18 @@ def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, 
         return
     absolute = set(map(files.absolute, read))
     names: set[str] = set()
-    below = ""
-    if expected.files is not None:
-        below = expected.name_of(files.join(path, "x"), files) or ""
-        below = below[: -len("x")]
+    inside = None if expected.files is None else expected.name_of(files.join(path, "x"), files)
+    below = (inside or "").removesuffix("x")
     for name, place in walk(path, files):
         is_read = files.absolute(place) in absolute
         if _left_out(below + name, place, expected, files, is_read):
             continue
         names.add(below + name)
         yield name, place
-    if expected.files is not None:
-        for name in sorted(set(expected.files) - names):
-            if name.startswith(below):
-                inner = name[len(below) :]
-                yield inner, reduce(files.join, inner.split("/"), path)
+    for name in sorted(set(expected.files or ()) - names):
+        if name.startswith(below):
+            inner = name[len(below) :]
+            yield inner, reduce(files.join, inner.split("/"), path)
 
 
 def files_of(path: str) -> set[str]:

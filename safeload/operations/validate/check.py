@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -175,8 +175,7 @@ class CheckSettings(NamedTuple):
     """The checked arguments of `check`."""
 
     config: Mapping[str, Any] | None  # parsed; None uses the config of the folder
-    schema: Schema | None
-    choose: bool  # True to choose a schema by the config
+    schema: Schema | Literal["auto"] | None  # "auto" to choose a schema by the config
     limits: Limits
     selection: Selection  # the tensors to report about
     values: bool = True  # True to read tensors
@@ -197,12 +196,12 @@ def settings(
 ) -> CheckSettings:
     """Check and convert the arguments of `check`."""
     bounds = Limits.of(limits)
-    expected = load_schema(schema) if schema is not None and schema != "auto" else None
+    expected: Any = schema if schema in (None, "auto") else load_schema(schema)
     check_threads(options.get("threads"))
     check_executor(options.get("executor"))
     if config is not None and not isinstance(config, Mapping):
         config = read_json(config, "config.json")
-    return CheckSettings(config, expected, schema == "auto", bounds, Selection(only, drop), **options)
+    return CheckSettings(config, expected, bounds, Selection(only, drop), **options)
 
 
 def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
@@ -314,7 +313,7 @@ def _validate_array(
         if not structure.fits(about.shape, tuple(shape)):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
             report.add([find("array.shape", ARRAY, shape=list(about.shape), sizes=sizes)])
-    return _validate_tensors(report, catalog, options._replace(choose=False, schema=None))
+    return _validate_tensors(report, catalog, options._replace(schema=None))
 
 
 class Model(NamedTuple):
@@ -362,11 +361,11 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     config = _config(report, catalog, options)
     report.add(files.check_index(catalog))
     named: Descriptions = tensors
-    if catalog.format == GGUF and options.choose and config is None:
+    if catalog.format == GGUF and options.schema == "auto" and config is None:
         findings, choice, config = check_gguf(catalog.metadata, tensors)
         report.add(findings)
     else:
-        named = _without_wrappers(report, tensors, catalog.title) if options.choose else tensors
+        named = _without_wrappers(report, tensors, catalog.title) if options.schema == "auto" else tensors
         choice = _choose_schema(config, catalog.format, named, options)
         log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
     schema = None if choice is None else choice.schema
@@ -424,8 +423,10 @@ def _choose_schema(
     config: Mapping[str, Any] | None, format: str | None, named: Descriptions, options: CheckSettings
 ) -> Choice | None:
     row = BY_NAME.get(format or "")
-    if not options.choose or (row is not None and row.own_names):
-        return None if options.schema is None else Choice(options.schema, True)
+    if isinstance(options.schema, Schema):
+        return Choice(options.schema, True)
+    if options.schema is None or (row is not None and row.own_names):
+        return None
     choice = choose(config, format, named.keys())
     if choice is None:
         return choose_inner(config, named.keys())
@@ -451,13 +452,13 @@ def _check_contents(
 ) -> None:
     """Add findings and statistics to the report as they come; an unreadable file is a finding, and ends the check."""
     zero: set[str] = set()  # tensors already reported as zero
-    entries: list[FileEntry] = []
-    with report.readable() as readable:
+    entries: list[FileEntry] | None = None
+    with report.readable():
         report.add(zeros.check_tails(catalog, model.role, zero, values=options.values))
         report.add(zeros.check_unwritten(catalog, model.role, zero))
         if options.values:
             entries = files.entries_of(catalog)
-    if not readable or not options.values:
+    if entries is None:
         return
     selected = selected - catalog.unknown().keys()
     names = [name for name in model.tensors if name in selected and name not in model.codes]

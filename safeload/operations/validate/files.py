@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
@@ -34,9 +33,6 @@ from ...stores.json_file import read_json
 from ..sources.catalog import Catalog
 from .findings import Finding, find
 
-# Numbers usually have five digits. DeepSeek writes six after "of", a few models two.
-_SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
-
 # Rules about unreadable files, by error class.
 _REFUSALS = (
     (MissingShardError, "index.shard:opening"),
@@ -53,7 +49,10 @@ _LISTED, _NAME_LENGTH = 20, 100
 def check_index(catalog: Catalog) -> Iterator[Finding]:
     """Check an ``index.json`` against its shards. Without an index, check the numbers in the names of shards."""
     if catalog.index is None:
-        yield from _check_shard_names(catalog.files)
+        sets = sets_of([os.path.basename(path) for path in catalog.files])
+        for numbered in sets if sum(len(each.files) for each in sets) > 1 else ():  # not for a shard on its own
+            for name in numbered.missing():
+                yield find("index.shard", name=name, listed="")
         return
     base = os.path.basename(catalog.index.shown)
     try:
@@ -77,22 +76,6 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
         for k, name in enumerate(file.table.names):
             if (file, k) not in listed:
                 yield find("index.unlisted", name, shard=os.path.basename(file.path), index=base)
-
-
-def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
-    """Find missing files among shards named ``...-00001-of-00003...``."""
-    groups: dict[tuple[str, str, str], dict[int, int]] = {}  # number of each shard to its digits
-    for path in paths:
-        parts = _SHARD.fullmatch(os.path.basename(path))
-        if parts is not None:
-            groups.setdefault((parts[1], parts[3], parts[4]), {})[int(parts[2])] = len(parts[2])
-    if sum(map(len, groups.values())) < 2:
-        return  # a single shard, opened on its own
-    for (stem, total, suffix), numbers in groups.items():
-        digits = max(numbers.values())
-        for number in range(1, min(int(total), 100_000) + 1):
-            if number not in numbers:
-                yield find("index.shard", name=f"{stem}-{number:0{digits}}-of-{total}{suffix}", listed="")
 
 
 # ---- CRC-32 ----
@@ -151,7 +134,7 @@ def _entries(opened: WeightFile, format: str | None) -> Iterator[FileEntry]:
     # Compressed arrays were unpacked into a temporary file.
     unpacked = opened.unpacked and format in ("npz", "torch zip")
     file = open_without_table(opened.place, shown=opened.path, files=opened.files) if unpacked else opened
-    if not _is_zip(file):
+    if not is_zip(file.read_at(0, 4)):
         return
     archive = Archive(file)
     names = opened.table.names
@@ -166,10 +149,6 @@ def _entries(opened: WeightFile, format: str | None) -> Iterator[FileEntry]:
             tensors = [tensor for tensor in (name.removesuffix(".npy"),) if opened.table.find(tensor) >= 0]
         yield FileEntry(archive, file, info, begin, tensors)
     archive.check_overlap()
-
-
-def _is_zip(file: WeightFile) -> bool:
-    return is_zip(file.read_at(0, 4))
 
 
 def _fault_of(entry: FileEntry) -> str | None:
@@ -198,16 +177,6 @@ def refusal(problem: SafeloadError | OSError) -> Finding:
     return find(next(rule for kind, rule in _REFUSALS if isinstance(problem, kind)), problem=problem)
 
 
-class _Shard(NamedTuple):
-    """The check of a single shard."""
-
-    name: str
-    fault: Finding | None
-    nbytes: int = 0  # bytes of its tensors
-    missing: bool = False
-    opens: bool = False  # its tensors can be checked
-
-
 def check_shards(
     path: str, files: Files, opening: Mapping[str, Any]
 ) -> tuple[list[Finding], list[Location], Mapping[str, Any] | None] | None:
@@ -215,12 +184,11 @@ def check_shards(
 
     Return findings, the last of which lists the files to fetch again; the good shards; and the config.
     """
-    index: list[_Shard] = []
+    index: dict[str, Finding] = {}
     try:
         expected = expected_shards(path, files)
     except (SafeloadError, OSError) as problem:
-        name = files.split(str(getattr(problem, "path", None) or path))[1]
-        index = [_Shard(name, refusal(problem))]
+        index[files.split(str(getattr(problem, "path", None) or path))[1]] = refusal(problem)
         try:
             expected = expected_shards(path, files, indexed=False)
         except (SafeloadError, OSError):  # the error of opening says it
@@ -233,19 +201,19 @@ def check_shards(
         config = read_config(expected.folder, files)
     except (SafeloadError, OSError) as problem:
         findings.append(refusal(problem))
-    names = [CONFIG] if findings else []
+    unread = [CONFIG] if findings else []
     request = OpenRequest(None, opening.get("root"), opening.get("unknown_globals") == "inert", files)
-    shards = [*index, *files.each(lambda name: _check_shard(name, expected, request), sorted(expected.names))]
-    bad = [shard for shard in shards if shard.fault is not None]
-    findings += [shard.fault for shard in bad if shard.fault is not None]
-    good = [Location(files, files.join(expected.folder, shard.name)) for shard in shards if shard.opens]
+    names = sorted(expected.names)
+    shards = dict(zip(names, files.each(lambda name: _check_shard(name, expected, request), names), strict=True))
+    bad = index | {name: fault for name, (fault, _) in shards.items() if fault is not None}
+    findings += bad.values()
+    good = [Location(files, files.join(expected.folder, name)) for name in names if shards[name][1] is not None]
     if bad:
-        names = [shard.name for shard in bad] + names
-        message = (
-            f"{len(bad):,} of {plural(len(shards), 'shard')} {'is' if len(bad) == 1 else 'are'} missing or damaged"
-        )
-        if expected.total_size is not None and all(shard.missing for shard in bad):
-            absent = expected.total_size - sum(shard.nbytes for shard in shards)
+        names = [*bad, *unread]
+        count = plural(len(index) + len(shards), "shard")
+        message = f"{len(bad):,} of {count} {'is' if len(bad) == 1 else 'are'} missing or damaged"
+        if expected.total_size is not None and all(fault.code == "index.shard" for fault in bad.values()):
+            absent = expected.total_size - sum(nbytes or 0 for _, nbytes in shards.values())
             message += f" ({absent:,} bytes)" if absent > 0 else ""
         listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in names[:_LISTED])
         more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
@@ -264,17 +232,17 @@ def _is_unfinished(folder: str, files: Files) -> bool:
         return False
 
 
-def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> _Shard:
-    """Open a shard, and compare its tensors with the index."""
+def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> tuple[Finding | None, int | None]:
+    """Compare the tensors of a shard with the index; return its fault and its bytes, None if it does not open."""
     files = request.files
     try:
         opened = open_file(files.join(expected.folder, name), request)
     except FileNotFoundError as problem:
         listed = f", but {expected.listed_in} lists it" if expected.listed_in is not None else ""
         subject = f"{show(name)[1:-1]}{link}," if (link := dangling(problem.filename)) else show(name)[1:-1]
-        return _Shard(name, find("index.shard", name=subject, listed=listed), missing=True)
+        return find("index.shard", name=subject, listed=listed), None
     except (SafeloadError, OSError) as problem:
-        return _Shard(name, refusal(problem))
+        return refusal(problem), None
     with ExitStack() as stack:
         for file in opened.files:
             stack.callback(file.close)
@@ -282,11 +250,10 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> _
         nbytes = sum(table.nbytes for table in tables)
         absent = [tensor for tensor in expected.names[name] if all(table.find(tensor) < 0 for table in tables)]
     if not absent:
-        return _Shard(name, None, nbytes, opens=True)
+        return None, nbytes
     listed = f"{plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists"
     first = show(min(absent))
-    fault = find("index.tensor", name=show(name)[1:-1], absent=len(absent), listed=listed, first=first)
-    return _Shard(name, fault, nbytes, opens=True)
+    return find("index.tensor", name=show(name)[1:-1], absent=len(absent), listed=listed, first=first), nbytes
 
 
 def expected_shards(path: str, files: Files, *, indexed: bool = True) -> ExpectedShards | None:

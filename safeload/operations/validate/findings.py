@@ -233,13 +233,11 @@ class CheckReport(Report):
             lists[finding.severity].append(finding)
 
     @contextmanager
-    def readable(self) -> Iterator[list[bool]]:
-        """Turn the error of an unreadable file into a finding; the list is then empty."""
-        readable = [True]
+    def readable(self) -> Iterator[None]:
+        """Turn the error of an unreadable file into a finding."""
         try:
-            yield readable
+            yield
         except UNREADABLE as problem:
-            readable.clear()
             self.add([find("file.read", problem=one_line(problem))])
 
     def leave_out(self, names: Collection[str]) -> None:

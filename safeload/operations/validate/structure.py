@@ -404,10 +404,8 @@ def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Findi
 # ---- wrong sizes in the config ----
 
 
-def fits(shape: tuple[int, ...], expected: tuple[int | None, ...] | None) -> bool:
-    """True if a shape matches the expected shape, in which None matches any size; None matches any shape."""
-    if expected is None:
-        return True
+def fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    """True if a shape matches the expected shape, in which None matches any size."""
     return len(shape) == len(expected) and all(b is None or a == b for a, b in zip(shape, expected, strict=True))
 
 
@@ -452,12 +450,11 @@ def _wrong(tensors: Descriptions, names: Sequence[str], expected: _Expected) -> 
     """Return the axes with other sizes than expected."""
     wrong: set[_Axis] = set()
     for name in names:
-        shape = tensors[name].shape
-        sizes = expected[name].shape if name in expected else ()
-        if sizes is None or fits(shape, sizes):
-            continue
-        axes = range(len(shape)) if len(shape) == len(sizes) else (-1,)
-        wrong.update((name, k) for k in axes if k < 0 or sizes[k] not in (None, shape[k]))
+        shape, sizes = tensors[name].shape, expected[name].shape if name in expected else ()
+        if sizes is not None and len(shape) != len(sizes):
+            wrong.add((name, -1))
+        elif sizes is not None:
+            wrong.update((name, k) for k, size in enumerate(sizes) if size not in (None, shape[k]))
     return wrong
 
 
@@ -476,7 +473,7 @@ def _proposals(
     if expected.shape is None or len(shape) != len(expected.shape):
         return
     for size, usual, formula in zip(shape, expected.shape, formulas, strict=True):
-        if usual is None or not usual or size == usual:
+        if not usual or size == usual:
             continue
         bare = formula.removesuffix(ANY)
         for key in names_in(bare):
