@@ -29,9 +29,6 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _PRINTED = 50
 _OPEN = 20
 
-# Maximum number of findings in a group; browsers are slow with more.
-_LISTED = 1000
-
 # Identifies pages written by safeload.
 _GENERATOR = '<meta name="generator" content="safeload '
 
@@ -103,23 +100,21 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, l
     return collapsible(title, inside, rows=len(rows), closed=len(rows) > _OPEN)
 
 
-def finding(group: Sequence[Finding]) -> str:
-    """Return a finding, followed by the other findings of its group."""
-    first, *more = group
-    many = f'<span class="soft small">{plural(len(group), "tensor")}</span>' if more else ""
-    items = [_subject("li", similar) for similar in more[:_LISTED]]
-    if len(more) > _LISTED:
-        items.append(f"<li>and {len(more) - _LISTED:,} more; safeload check --json lists all</li>")
+def finding(first: Finding, *, similar: Sequence[tuple[str, str]], left: int) -> str:
+    """Return a finding, with ``similar`` findings by subject and message, and the number of findings ``left`` out."""
+    severity, subject = first.severity, first.tensor or "file"
+    count = 1 + len(similar) + left
+    many = f'<span class="soft small">{plural(count, "tensor")}</span>' if count > 1 else ""
+    items = [f"<li><code>{escaped(name)}</code> {escaped(message)}</li>" for name, message in similar]
+    if left:
+        items.append(f"<li>and {left:,} more; safeload check --json lists all</li>")
     inside = f"<ul>{''.join(items)}</ul>" if items else ""
-    listed = collapsible(f"{len(more):,} more like it", inside, rows=len(items))
+    listed = collapsible(f"{count - 1:,} more like it", inside, rows=len(items))
     return (
-        f'<li class="{first.severity}"><p class="what"><b>{first.severity}</b> '
-        f"<code>{escaped(first.code)}</code>{many}</p>{_subject('p', first)}{listed}</li>"
+        f'<li class="{escape(severity)}"><p class="what"><b>{escape(severity)}</b> '
+        f"<code>{escaped(first.code)}</code>{many}</p>"
+        f"<p><code>{escaped(subject)}</code> {escaped(first.message)}</p>{listed}</li>"
     )
-
-
-def _subject(tag: str, finding: Finding) -> str:
-    return f"<{tag}><code>{escaped(finding.tensor or 'file')}</code> {escaped(finding.message)}</{tag}>"
 
 
 def section(title: str, *parts: str, note: str = "") -> str:
@@ -209,20 +204,26 @@ def content(sizes: Mapping[str, int], stats: Mapping[str, Any]) -> ReportContent
     if not layered:
         modules = _modules([row.name for row in tensors])
         tensors = [row._replace(kind=modules[row.name]) for row in tensors]
-    colours = {kind: k for k, kind in enumerate(by_kind(layered, COLOURS))}
+    colours = {kind: k for k, kind in enumerate(list(by_size(layered))[:COLOURS])}
     return ReportContent(tensors, layered, colours)
 
 
-def by_kind(tensors: Iterable[ReportRow], limit: int | None = None) -> dict[str, list[ReportRow]]:
-    """Group tensors by kind, the kind with the most bytes first."""
-    groups: dict[str, list[ReportRow]] = {}
+def by_size(tensors: Iterable[ReportRow]) -> dict[str, int]:
+    """Sum the bytes of each kind, largest first."""
+    totals: Counter[str] = Counter()
     for row in tensors:
-        groups.setdefault(row.kind, []).append(row)
-    return dict(sorted(groups.items(), key=lambda item: -_nbytes(item[1]))[:limit])
+        totals[row.kind] += row.nbytes
+    return dict(totals.most_common())
 
 
-def _nbytes(tensors: Iterable[ReportRow]) -> int:
-    return sum(row.nbytes for row in tensors)
+def by_kind(tensors: Iterable[ReportRow], limit: int = KINDS) -> dict[str, list[ReportRow]]:
+    """Group tensors by kind, for the largest kinds only, largest first."""
+    tensors = list(tensors)
+    groups: dict[str, list[ReportRow]] = {kind: [] for kind in list(by_size(tensors))[:limit]}
+    for row in tensors:
+        if row.kind in groups:
+            groups[row.kind].append(row)
+    return groups
 
 
 def labels(kinds: Iterable[str]) -> dict[str, str]:
@@ -238,11 +239,9 @@ def _layer(name: str) -> int | None:
 
 
 def _layered(tensors: Iterable[ReportRow]) -> list[ReportRow]:
-    families: dict[str, list[ReportRow]] = {}
-    for row in tensors:
-        if row.layer is not None:
-            families.setdefault(row.kind.partition("{}")[0], []).append(row)
-    largest = max(families.values(), key=_nbytes, default=[])
+    numbered = [row._replace(kind=row.kind.partition("{}")[0]) for row in tensors if row.layer is not None]
+    family = next(iter(by_size(numbered)), None)
+    largest = [row for row in tensors if row.layer is not None and row.kind.partition("{}")[0] == family]
     return largest if len({row.layer for row in largest}) > 1 else []
 
 
@@ -268,7 +267,7 @@ class Line(NamedTuple):
 
 def bars(shown: ReportContent) -> str:
     """Bar chart of the bytes of each kind of tensor, in the colours of `stacks`."""
-    totals = {kind: _nbytes(rows) for kind, rows in by_kind(shown.tensors).items()}
+    totals = by_size(shown.tensors)
     total_bytes = max(1, sum(totals.values()))
     names, plain = labels(totals), "o" if shown.colours else 0
     rows = [(breakable(names[kind]), shown.colours.get(kind, plain), total) for kind, total in totals.items()]
@@ -302,12 +301,13 @@ def _bars(rows: Sequence[tuple[str, int | str, int, str]], kind: str) -> str:
 
 def stacks(shown: ReportContent) -> str:
     """Stacked bar chart of the bytes of each layer, by kind."""
-    layers = _columns(shown.layered)
-    names = labels(by_kind(shown.layered))
+    layers = _layers(shown.layered)
+    place = {layer: k for k, layer in enumerate(layers)}
+    names = labels(by_size(shown.layered))
     heights = {kind: np.zeros(len(layers)) for kind in (*shown.colours, None)}
     for row in shown.layered:
-        if row.layer in layers:
-            heights[row.kind if row.kind in shown.colours else None][layers[row.layer]] += row.nbytes
+        if row.layer in place:
+            heights[row.kind if row.kind in shown.colours else None][place[row.layer]] += row.nbytes
     top = max(1.0, float(sum(heights.values(), np.zeros(len(layers))).max(initial=0)))
     gap = 0.1 if len(layers) <= 128 else 0
     sums, marks = np.zeros(len(layers)), []
@@ -322,7 +322,7 @@ def stacks(shown: ReportContent) -> str:
             marks.append(f'<path class="f{colour}" d="{"".join(boxes)}"><title>{escaped(title)}</title></path>')
         sums += own
     per_unit, unit_name = unit(int(top))
-    ticks = [(tick / top * per_unit, f"{tick:g} {unit_name}") for tick in _ticks(0, top / per_unit, 4)]
+    ticks = [(tick / top * per_unit, f"{tick:g} {unit_name}") for tick in _steps(top / per_unit, 4)]
     label = f"Bytes of {plural(len(layers), 'layer')}: {size(int(sums.min(initial=top)))} to {size(int(top))} each."
     axis = f"{_layer_axis(layers, 12)}<p class=caption>layer</p>"
     return _plot("".join(marks), len(layers), ticks, label=label, axis=axis)
@@ -330,19 +330,20 @@ def stacks(shown: ReportContent) -> str:
 
 def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) -> str:
     """Line charts of values over the layers with a legend, a chart per kind, all on one scale."""
-    layers = _columns(tensors)
-    groups = by_kind((row for row in tensors if row.layer in layers), KINDS)
-    series = {kind: [_points(rows, line, layers, log=log) for line in lines] for kind, rows in groups.items()}
-    every = [y for drawn in series.values() for points in drawn for _, y in points]
+    layers = _layers(tensors)
+    place = {layer: k for k, layer in enumerate(layers)}
+    groups = by_kind([row for row in tensors if row.layer in place])
+    series = [(kind, [_points(rows, line, place, log=log) for line in lines]) for kind, rows in groups.items()]
+    every = [y for _, drawn in series for points in drawn for _, y in points]
     if not every:
         return ""
     bottom, top, ticks = _scale(min(every), max(every), log=log)
     names, axis = labels(groups), _layer_axis(layers, 3)
     figures = []
-    for kind, drawn in series.items():
+    for kind, drawn in series:
         marks, extents = [], []
         for line, points in zip(lines, drawn, strict=True):
-            marks.append(_line([(k + 0.5, _HEIGHT * (top - y) / (top - bottom)) for k, y in points], line.colour))
+            marks.append(_line(points, line.colour, lambda y: _HEIGHT * (top - y) / (top - bottom)))
             values = [10**y if log else y for _, y in points]
             extents.append(f"{line.title} {min(values):.3g} to {max(values):.3g}" if values else f"no {line.title}")
         label = f"{names[kind]}, {plural(len(layers), 'layer')}: {', '.join(extents)}"
@@ -351,31 +352,30 @@ def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) ->
     return f'<p class="legend">{legend}</p><div class="panels">{"".join(figures)}</div>'
 
 
-def _columns(tensors: Iterable[ReportRow]) -> dict[int, int]:
-    """Return the columns of the first layers."""
-    layers = sorted({row.layer for row in tensors if row.layer is not None})
-    return {layer: k for k, layer in enumerate(layers[:LAYERS])}
+def _layers(tensors: Iterable[ReportRow]) -> list[int]:
+    return sorted({row.layer for row in tensors if row.layer is not None})[:LAYERS]
 
 
 def _points(
-    tensors: Iterable[ReportRow], line: Line, layers: Mapping[int, int], *, log: bool
+    tensors: Iterable[ReportRow], line: Line, place: Mapping[int, int], *, log: bool
 ) -> list[tuple[int, float]]:
-    """Return columns and heights of a line, without values outside the scale."""
+    """Return places and heights of a line, without values outside the scale."""
     points = []
     for row in tensors:
         value = line.value(row)
         if row.layer is not None and math.isfinite(value) and (value > 0 or not log):
-            points.append((layers[row.layer], math.log10(value) if log else value))
+            points.append((place[row.layer], math.log10(value) if log else value))
     return sorted(points)
 
 
-def _line(points: Sequence[tuple[float, float]], colour: int) -> str:
-    """Draw a line, interrupted where a layer has no value."""
-    pairs = zip((-2.0, *(x for x, _ in points)), points, strict=False)
-    steps = "".join(f"{'L' if x - before <= 1 else 'M'}{x:g} {y:.0f}" for before, (x, y) in pairs)
-    drawn = f'<path class="line s{colour}" d="{steps}"/>' if points else ""
-    if len(points) <= _DOTS:
-        drawn += f'<path class="dots s{colour}" d="{"".join(f"M{x:g} {y:.0f}h0" for x, y in points)}"/>'
+def _line(points: Sequence[tuple[int, float]], colour: int, height: Callable[[float], float]) -> str:
+    at = [(k + 0.5, height(y)) for k, y in points]
+    steps = "".join(
+        f"{'L' if k and points[k][0] - points[k - 1][0] <= 1 else 'M'}{x:g} {y:.0f}" for k, (x, y) in enumerate(at)
+    )
+    drawn = f'<path class="line s{colour}" d="{steps}"/>' if at else ""
+    if len(at) <= _DOTS:
+        drawn += f'<path class="dots s{colour}" d="{"".join(f"M{x:g} {y:.0f}h0" for x, y in at)}"/>'
     return drawn
 
 
@@ -390,58 +390,74 @@ def _plot(marks: str, width: int, ticks: Sequence[tuple[float, str]], *, title: 
     )
 
 
-def _svg(label: str, width: int, height: int, marks: str) -> str:
+def _svg(label: str, width: int, height: int, marks: str, options: str = "") -> str:
     """Return a drawing that is stretched to its place, with a description for screen readers."""
     return (
-        f'<svg role="img" aria-label="{escaped(label)}" viewBox="0 0 {width} {height}" '
-        f'preserveAspectRatio="none"><title>{escaped(label)}</title>{marks}</svg>'
+        f'<svg role="img" aria-label="{escaped(label)}" viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
+        f"{options}><title>{escaped(label)}</title>{marks}</svg>"
     )
 
 
-def _layer_axis(layers: Iterable[int], limit: int) -> str:
+def _layer_axis(layers: Sequence[int], limit: int) -> str:
     """Return an axis with layer numbers, including the first and the last."""
-    texts = [*map(str, layers)]
-    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(texts) <= n * limit or n == 500)
-    last = len(texts) - 1
-    shown = [k for k in range(0, last, step) if k == 0 or last - k >= 0.8 * step]
-    return _axis([((k + 0.5) / len(texts), texts[k]) for k in (*shown, last)])
+    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(layers) <= n * limit or n == 500)
+    last = len(layers) - 1
+    shown = [k for k in range(0, len(layers), step) if k == 0 or last - k >= 0.8 * step]
+    places = [*shown, *([last] if last and last not in shown else [])]
+    return _axis([((k + 0.5) / len(layers), str(layers[k])) for k in places], edges=len(layers) > _DOTS)
 
 
-def _axis(ticks: Sequence[tuple[float, str]]) -> str:
+def _axis(ticks: Sequence[tuple[float, str]], *, edges: bool = False) -> str:
     """Return the texts below a chart; a phone omits every second text if there are many."""
-    kinds = "", ' class="between"' if len(ticks) > 4 else ""
-    spans = [
-        f'<span{kinds[k % 2]} style="left:{100 * at:.2f}%">{escaped(text)}</span>' for k, (at, text) in enumerate(ticks)
-    ]
+    last = len(ticks) - 1
+    spans = []
+    for k, (at, text) in enumerate(ticks):
+        edge = {last: "last", 0: "first"}.get(k) if edges else None
+        kinds = ["between"] if last > 3 and k % 2 and edge != "last" else []
+        if edge is not None:  # stays within the chart
+            kinds.append(edge)
+            at = float(k > 0)
+        chosen = f' class="{" ".join(kinds)}"' if kinds else ""
+        spans.append(f'<span{chosen} style="left:{100 * at:.2f}%">{escaped(text)}</span>')
     return f'<div class="x">{"".join(spans)}</div>'
 
 
-def _ticks(low: float, high: float, limit: int, least: float = 0) -> list[float]:
-    """Return about ``limit`` round numbers in a range, at a distance of at least ``least``."""
-    power = 10.0 ** (math.log10((high - low) / limit) // 1)
-    step = max(least, next(n * power for n in (1, 2, 5, 10) if high - low <= limit * n * power))
-    return [float(k * step) for k in range(math.ceil(low / step), int(high / step // 1) + 1)]
+def _steps(top: float, limit: int) -> list[float]:
+    """Return 0 and at most ``limit`` round numbers up to ``top``."""
+    power = 10.0 ** (math.log10(top) // 1)
+    step = next(n * power / 10 for n in (1, 2, 2.5, 5, 10, 20, 25, 50, 100) if top <= limit * n * power / 10)
+    return [k * step for k in range(int(top / step + 1e-9) + 1)]
 
 
 def _scale(low: float, high: float, *, log: bool) -> tuple[float, float, list[tuple[float, str]]]:
     """Return the ends of the vertical axis, and its ticks as positions between 0 and 1 with texts."""
     room = max(0.06 * (high - low), 0.05 if log else 1e-3 * max(abs(low), abs(high), 1e-3))
     bottom, top = low - room, high + room
-    shown = [(tick, f"{tick:g}") for tick in _ticks(bottom, top, 4)]
     if log:  # values and ends are exponents of ten; ticks at 1, 10, 100 or, if fewer than two, at 1, 2, 5, 10
-        at = _ticks(bottom, top, 4, 1)
+        at = [float(power) for power in _decades(bottom, top, 4)]
         if len(at) < 2:
-            fine = [power + math.log10(n) for power in range(int(bottom // 1), math.ceil(top)) for n in (1, 2, 5)]
-            at = [tick for tick in fine if bottom <= tick <= top] or [(bottom + top) / 2]
-        shown = [(tick, _power(tick) if tick.is_integer() else f"{10**tick:.3g}") for tick in at]
+            fine = range(int(bottom // 1), math.ceil(top))
+            at = [power + math.log10(n) for power in fine for n in (1, 2, 5)]
+            at = [tick for tick in at if bottom <= tick <= top] or [(bottom + top) / 2]
+        shown = [(tick, _power(int(tick)) if tick.is_integer() else f"{10**tick:.3g}") for tick in at]
+    else:
+        apart = _steps(top - bottom, 4)[1]
+        shown = [(k * apart, f"{k * apart:g}") for k in range(math.ceil(bottom / apart), int(top // apart) + 1)]
     return bottom, top, [((tick - bottom) / (top - bottom), text) for tick, text in shown]
 
 
-def _power(exponent: float) -> str:
+def _decades(low: float, high: float, limit: int) -> list[int]:
+    """Return at most ``limit`` integers in a range, or a few more, at equal distances."""
+    every = range(math.ceil(low), int(high // 1) + 1)
+    step = -(-len(every) // limit) or 1
+    return [power for power in every if power % step == 0]
+
+
+def _power(exponent: int) -> str:
     """Format a power of ten: "0.01", "10⁻⁶"."""
     if -3 <= exponent <= 4:
         return f"{10.0**exponent:g}"
-    return f"10{f'{exponent:g}'.translate(_RAISED)}"
+    return f"10{str(exponent).translate(_RAISED)}"
 
 
 # ---- heat map ----
@@ -449,7 +465,7 @@ def _power(exponent: float) -> str:
 
 def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
     """Heat map of the values of each kind by order of magnitude, with a legend; the first bin starts at 2**lowest."""
-    groups = by_kind((row for row in tensors if row.stats.histogram is not None), _ROWS)
+    groups = by_kind([row for row in tensors if row.stats.histogram is not None], _ROWS)
     counts = {kind: np.sum([row.stats.histogram for row in rows], axis=0, dtype=float) for kind, rows in groups.items()}
     counts = {kind: bins for kind, bins in counts.items() if bins.any()}
     if not counts:
@@ -462,13 +478,10 @@ def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
         middle = np.searchsorted(np.cumsum(bins) / bins.sum(), (0.1, 0.9))
         low, high = (f"{2.0 ** (lowest + int(k)):.3g}" for k in (middle[0], middle[1] + 1))
         label = f"{names[kind]}: most absolute values lie between {low} and {high}"
-        drawing = _svg(label, last - first, 1, _cells(bins[first:last]))
+        drawing = _svg(label, last - first, 1, _cells(bins[first:last]), ' shape-rendering="crispEdges"')
         name = f'<th scope="row" class="name mono">{breakable(names[kind])}</th>'
         rows.append(f'<tr>{name}<td class="map">{drawing}</td></tr>')
-    digits = math.log10(2)  # per bin
-    ends = digits * (first + lowest), digits * (last + lowest)
-    powers = [((k - ends[0]) / (ends[1] - ends[0]), _power(k)) for k in _ticks(*ends, 6, 1)]
-    axis = f'<tr class="axis"><td></td><td>{_axis(powers)}</td></tr>'
+    axis = f'<tr class="axis"><td></td><td>{_axis(_powers(first + lowest, last + lowest))}</td></tr>'
     steps = "".join(f'<i class="step" style="opacity:{shade:g}"></i>' for shade in _SHADES)
     legend = f'<p class="legend"><span>few values {steps} many</span></p>'
     return f'{legend}<table class="heat"><tbody>{"".join(rows)}{axis}</tbody></table>'
@@ -482,3 +495,9 @@ def _cells(bins: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
         for level, shade in enumerate(_SHADES, 1)
         if (places := np.flatnonzero(levels == level)).size
     )
+
+
+def _powers(low: int, high: int) -> list[tuple[float, str]]:
+    """Return the powers of ten between two powers of two, as positions between 0 and 1 with texts."""
+    log = math.log10(2)
+    return [((k / log - low) / (high - low), _power(k)) for k in _decades(low * log, high * log, 6)]

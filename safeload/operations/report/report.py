@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import stat
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from itertools import islice
 from typing import Any, cast
 
@@ -17,14 +16,13 @@ from ...base.layout import figure
 from ...base.paths import PathLike, native_path
 from ...base.scheme import parse, usual_axis
 from ...base.table import TensorInfo
-from ...base.text import clip, plural, show, size
+from ...base.text import plural, show, size
 from ...base.url import is_url
 from ...checkpoint import Checkpoint
 from ...engine.codes.pieces import Meter, in_order
 from ...engine.run.progress import Bars, Progress, bars
 from ...errors import RangeError, SafeloadError, public
 from ...formats.registry import UnknownGlobals
-from ...formats.verifying import file_entry
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
 from ..folders.output import Output
@@ -36,8 +34,9 @@ from ..validate.findings import CheckReport, gather
 from . import page
 from .page import Line, ReportContent, collapsible, content, facts, is_page, section, table
 
-# Maximum number of table rows; browsers are slow with more.
+# Maximum number of table rows, and of tensors in a group of findings; browsers are slow with more.
 _ROWS = 5000
+_LISTED = 1000
 
 # Maximum number of groups of findings.
 _GROUPS = 500
@@ -57,6 +56,9 @@ _SPREAD = (
     Line("largest absolute value", 1, lambda row: float(row.stats.absmax)),
     Line("standard deviation", 0, lambda row: float(row.stats.std)),
 )
+
+# Bytes per read: enough to amortize the call.
+_PIECE = 1 << 20
 
 # The variable with the date of the page, in seconds since 1970: https://reproducible-builds.org/specs/source-date-epoch/
 _EPOCH = "SOURCE_DATE_EPOCH"
@@ -176,11 +178,15 @@ def page_of(
 def _findings(report: CheckReport) -> str:
     """Return the findings of `safeload.check`; equal findings about several tensors form a group."""
     groups = gather(report)
-    if not groups:
+    items = []
+    for first, *more in groups[:_GROUPS]:
+        similar = [(item.tensor or "file", item.message) for item in more[:_LISTED]]
+        items.append(page.finding(first, similar=similar, left=max(0, len(more) - _LISTED)))
+    if not items:
         return ""
-    left = len(groups) - _GROUPS
+    left = len(groups) - len(items)
     rest = f'<p class="soft">and {left:,} more; safeload check --json lists all.</p>' if left > 0 else ""
-    return section("Findings", f'<ul class="findings">{"".join(map(page.finding, groups[:_GROUPS]))}</ul>', rest)
+    return section("Findings", f'<ul class="findings">{"".join(items)}</ul>', rest)
 
 
 def _sections(
@@ -189,10 +195,7 @@ def _sections(
     """Yield the sections about an open checkpoint; ``scheme`` adds its quantization error."""
     infos = opened.tensors
     shown = content({name: info.nbytes for name, info in infos.items()}, report.stats)
-    metadata = [
-        (key, clip(value, _LENGTH) if isinstance(value, str) else show(value))
-        for key, value in islice(opened.metadata.items(), _METADATA)
-    ]
+    metadata = [(key, _value(value)) for key, value in islice(opened.metadata.items(), _METADATA)]
     title = _some(len(opened.metadata), _METADATA, "metadata entry", "metadata entries")
     listed = collapsible(title, facts(metadata, "pairs"), rows=len(metadata))
     yield section("Contents", facts(_facts(opened, report), "tiles"), listed)
@@ -232,16 +235,22 @@ def _some(count: int, limit: int, singular: str, plural: str) -> str:
     return total if count <= limit else f"the first {limit:,} of {total}"
 
 
+def _value(value: Any) -> str:
+    if not isinstance(value, str):
+        return show(value)
+    return value if len(value) <= _LENGTH else f"{value[:_LENGTH]}…"
+
+
 def _facts(opened: Checkpoint, report: Any) -> Iterator[tuple[str, str]]:
     yield "format", opened.format
     yield "tensors", f"{report.tensors:,}"
     yield "parameters", f"{report.parameters:,}"
     yield "tensor size", size(report.nbytes)
-    totals: Counter[str] = Counter()
+    totals: dict[str, int] = {}
     for info in opened.tensors.values():
-        totals[info.dtype] += info.nbytes
+        totals[info.dtype] = totals.get(info.dtype, 0) + info.nbytes
     if totals:
-        yield "dtypes", ", ".join(code for code, _ in totals.most_common())
+        yield "dtypes", ", ".join(sorted(totals, key=lambda code: -totals[code]))
     if report.schema is not None:
         yield "schema", report.schema
 
@@ -322,14 +331,7 @@ def _digests(sizes: Mapping[str, int | None], threads: int | None, bars: Bars) -
     total = sum(filter(None, sizes.values()))
     with bars("sha256") as progress:
         meter = Meter(progress, total)
-
-        def digest(file: str) -> str | None:
-            with suppress(SafeloadError, OSError):
-                sha256: str = file_entry(file, meter.add)["sha256"]
-                return sha256
-            return None
-
-        digests = in_order(digest, files, threads, total)
+        digests = in_order(lambda file: _sha256(file, meter), files, threads, total)
         return {file: value for file, value in zip(files, digests, strict=True) if value is not None}
 
 
@@ -364,3 +366,16 @@ def _size_of(path: str) -> int | None:
     except (OSError, ValueError):
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None  # reading a pipe would block
+
+
+def _sha256(file: str, meter: Meter) -> str | None:
+    digest = hashlib.sha256()
+    memory = memoryview(bytearray(_PIECE))
+    try:
+        with open(file, "rb", buffering=0) as stream:
+            while count := stream.readinto(memory):
+                digest.update(memory[:count])
+                meter.add(count)
+    except OSError:
+        return None
+    return digest.hexdigest()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ from ...stores.json_file import read_json
 from ..sources.catalog import Catalog
 from .findings import Finding, find
 
+# Numbers usually have five digits. DeepSeek writes six after "of", a few models two.
+_SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
+
 # Rules about unreadable files, by error class.
 _REFUSALS = (
     (MissingShardError, "index.shard:opening"),
@@ -49,10 +53,7 @@ _LISTED, _NAME_LENGTH = 20, 100
 def check_index(catalog: Catalog) -> Iterator[Finding]:
     """Check an ``index.json`` against its shards. Without an index, check the numbers in the names of shards."""
     if catalog.index is None:
-        sets = sets_of([os.path.basename(path) for path in catalog.files])
-        for numbered in sets if sum(len(each.files) for each in sets) > 1 else ():  # not for a shard on its own
-            for name in numbered.missing():
-                yield find("index.shard", name=name, listed="")
+        yield from _check_shard_names(catalog.files)
         return
     base = os.path.basename(catalog.index.shown)
     try:
@@ -76,6 +77,22 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
         for k, name in enumerate(file.table.names):
             if (file, k) not in listed:
                 yield find("index.unlisted", name, shard=os.path.basename(file.path), index=base)
+
+
+def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
+    """Find missing files among shards named ``...-00001-of-00003...``."""
+    groups: dict[tuple[str, str, str], dict[int, int]] = {}  # number of each shard to its digits
+    for path in paths:
+        parts = _SHARD.fullmatch(os.path.basename(path))
+        if parts is not None:
+            groups.setdefault((parts[1], parts[3], parts[4]), {})[int(parts[2])] = len(parts[2])
+    if sum(map(len, groups.values())) < 2:
+        return  # a single shard, opened on its own
+    for (stem, total, suffix), numbers in groups.items():
+        digits = max(numbers.values())
+        for number in range(1, min(int(total), 100_000) + 1):
+            if number not in numbers:
+                yield find("index.shard", name=f"{stem}-{number:0{digits}}-of-{total}{suffix}", listed="")
 
 
 # ---- CRC-32 ----
