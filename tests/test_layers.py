@@ -33,6 +33,7 @@ INTRINSICS = {
     "platform/cpu.c": {"cpuid.h", "intrin.h"},
     "kernels/copy2d.c": {"arm_neon.h", "emmintrin.h"},
     "kernels/isa.h": {"arm_neon.h", "immintrin.h"},
+    "kernels/stream.c": {"emmintrin.h"},
 }
 
 # Packages and modules of safeload from the ground up: each imports only what stands on a lower line, lazy imports and

@@ -2,6 +2,7 @@
 #include "jobs/op.h"
 #include "jobs/packed.h"
 #include "kernels/copy2d.h"
+#include "kernels/stream.h"
 
 /* Rows of a tile: a multiple of TILE_ROWS, which is whole words in every column of codes, and at most MOST_ROWS. A
  * column of the tile is stored at once, into its own page, so taller tiles are faster. */
@@ -16,7 +17,8 @@
 #define TILE_COLUMNS ((uint64_t)64)
 #define NIBBLE_COLUMNS ((uint64_t)128)
 /* The destination of a column is prefetched two columns before it is dequantized. Without the prefetch, each column
- * would wait for memory. Transposing codes is faster than transposing values. */
+ * would wait for memory. Stores past the cache need no prefetch. Transposing codes is faster than transposing
+ * values. */
 #define AHEAD ((uint64_t)2)
 /* Columns that the kernel of groups dequantizes at a time: a cache line of scales. Gathering column after column would
  * be slower, except for 4 bits without groups. */
@@ -76,6 +78,7 @@ static int32_t plan_restore(const sl_job *job, sl_plan *plan, sl_error *error) {
     if (to == NULL || (job->to != SL_F32 && !sl_conversion_find(plan->tier, SL_F32, job->to, &plan->conversion)))
         return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from f32 to dtype %d", job->to);
     uint64_t unit = (uint64_t)to->block;
+    plan->streams = to->bits > 0 && sl_stream_pays(job->memory, sl_dtype_bytes(to, job->size / sizeof(float)));
     if (sl_packed_in_tiles(job->packed)) return plan_tiles(job, unit, plan, error);
     if (unit < sl_packed_unit(job)) unit = sl_packed_unit(job); /* both are powers of two */
     return sl_plan_pieces(job, unit, unit, unit, plan, error);
@@ -86,13 +89,16 @@ static int32_t plan_restore(const sl_job *job, sl_plan *plan, sl_error *error) {
 typedef struct work {
     const sl_job *job;
     const sl_conversion *conversion;
+    bool streams;
 } work;
 
 static int32_t store(void *context, const uint8_t *source, uint64_t element, uint64_t count, sl_error *error) {
     const work *self = context;
     const sl_dtype_info *to = sl_dtype_get(self->job->to);
     uint8_t *target = (uint8_t *)self->job->memory + sl_dtype_bytes(to, element);
-    if (self->conversion->first == NULL)
+    if (self->streams)
+        sl_conversion_stream(self->conversion, source, target, (size_t)count);
+    else if (self->conversion->first == NULL)
         memcpy(target, source, (size_t)count * sizeof(float));
     else
         sl_conversion_run(self->conversion, source, target, (size_t)count);
@@ -103,13 +109,20 @@ static int32_t store(void *context, const uint8_t *source, uint64_t element, uin
 
 static int32_t run_in_order(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
     if (plan->conversion.first != NULL) {
-        work self = {job, &plan->conversion};
+        work self = {job, &plan->conversion, plan->streams};
         return sl_each_piece(job, plan, chunk, scratch, store, &self, error);
     }
     uint64_t begin = sl_chunk_begin(job, plan, chunk), end = sl_chunk_begin(job, plan, chunk + 1);
-    if (begin == end) return SL_OK;
-    uint8_t *memory = (uint8_t *)job->memory + begin;
-    return sl_packed_restore(job, plan, begin / 4, (end - begin) / 4, memory, scratch + plan->packed, error);
+    uint64_t most = plan->streams ? SL_VALUES * sizeof(float) : end - begin;
+    int32_t status = SL_OK;
+    for (uint64_t some; begin < end && status == SL_OK; begin += some) {
+        some = sl_min_u64(end - begin, most);
+        uint8_t *memory = (uint8_t *)job->memory + begin;
+        status = sl_packed_restore(job, plan, begin / 4, some / 4, plan->streams ? scratch : memory,
+                                   scratch + plan->packed, error);
+        if (plan->streams && status == SL_OK) sl_stream_copy(memory, scratch, (size_t)some);
+    }
+    return status;
 }
 
 /* ---- tiles ---- */
@@ -277,7 +290,7 @@ static void prefetch(const band *self, uint64_t value, uint64_t count) {
  * cache, because reading them again from memory would have to wait for the stores. */
 static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_error *error) {
     const sl_packed *packed = self->job->packed;
-    work one = {self->job, &self->plan->conversion};
+    work one = {self->job, &self->plan->conversion, self->plan->streams};
     bool nibbles = in_nibbles(packed, 8);
     for (uint64_t some; column < end; column += some) {
         some = sl_min_u64(end - column, nibbles ? NIBBLE_COLUMNS : TILE_COLUMNS);
@@ -287,7 +300,8 @@ static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_err
         self->scaled_as = UINT64_MAX;
         for (uint64_t k = 0; k < some; k++) {
             uint64_t value = (self->matrix * packed->columns + column + k) * packed->rows + self->row;
-            if (column + k + AHEAD < packed->columns) prefetch(self, value + AHEAD * packed->rows, self->rows);
+            if (!one.streams && column + k + AHEAD < packed->columns)
+                prefetch(self, value + AHEAD * packed->rows, self->rows);
             restore_column(self, column, some, k);
             int32_t status = store(&one, self->line, value, self->rows, error);
             if (status != SL_OK) return status;
@@ -386,14 +400,15 @@ static int32_t restore_few(const band *self, const sl_grouped *codes, uint64_t c
                            sl_error *error) {
     const sl_packed *packed = self->job->packed;
     const sl_restore *kernels = &self->plan->restore;
-    work one = {self->job, &self->plan->conversion};
+    work one = {self->job, &self->plan->conversion, self->plan->streams};
     for (uint64_t row = 0, rows; row < self->rows; row += rows) {
         rows = sl_min_u64(self->rows - row, LONGEST_BLOCK);
         uint64_t value = (self->matrix * packed->columns + column) * packed->rows + self->row + row;
         kernels->grouped(codes, (size_t)row, (size_t)(row + rows), (size_t)columns, self->turned, FEW_LINE);
         for (uint64_t k = 0; k < columns; k++, value += packed->rows) {
             uint8_t *line = self->turned + k * FEW_LINE;
-            if (column + k + AHEAD < packed->columns) prefetch(self, value + AHEAD * packed->rows, rows);
+            if (!one.streams && column + k + AHEAD < packed->columns)
+                prefetch(self, value + AHEAD * packed->rows, rows);
             if (packed->factors != NULL) {
                 const sl_scaling factors = {1, 0, packed->factors + self->row + row, NULL, NULL};
                 kernels->scale(line, (size_t)rows, &factors);
@@ -470,7 +485,9 @@ static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk,
 }
 
 static int32_t run_restore(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
-    return (sl_packed_in_tiles(job->packed) ? run_tiles : run_in_order)(job, plan, chunk, scratch, error);
+    int32_t status = (sl_packed_in_tiles(job->packed) ? run_tiles : run_in_order)(job, plan, chunk, scratch, error);
+    if (plan->streams) sl_stream_end();
+    return status;
 }
 
 const sl_op sl_op_restore = {"restore",     SL_TAKES_NONE, SL_TAKES_NONE, SL_NEEDS,

@@ -39,6 +39,7 @@ typedef struct sl_plan {
     sl_convert_fn numbers;    /* of its codes; NULL if they have a table */
     sl_convert_fn grids[3];   /* of its stored scales and biases; NULL: none */
     int32_t tier;
+    bool streams; /* the results are stored past the cache */
 } sl_plan;
 
 /* The start of a job's source in memory. */

@@ -1,6 +1,7 @@
 /* Conversions, directly or in two steps. */
 #include "kernels/convert.h"
 
+#include "kernels/stream.h"
 #include "kernels/tier.h"
 
 bool sl_conversion_find(int32_t tier, int32_t from, int32_t to, sl_conversion *out) {
@@ -35,6 +36,20 @@ void sl_conversion_run(const sl_conversion *conversion, const void *source, void
     }
 }
 
+void sl_conversion_stream(const sl_conversion *conversion, const void *source, void *destination, size_t count) {
+    if (conversion->first == NULL) {
+        sl_stream_copy(destination, source, count * sizeof(float));
+        return;
+    }
+    uint64_t room[BLOCK]; /* for elements of at most 8 bytes */
+    for (size_t i = 0; i < count; i += BLOCK) {
+        size_t some = count - i < BLOCK ? count - i : BLOCK;
+        sl_conversion_run(conversion, (const uint8_t *)source + sl_dtype_bytes(conversion->from, i), room, some);
+        sl_stream_copy((uint8_t *)destination + sl_dtype_bytes(conversion->to, i), room,
+                       (size_t)sl_dtype_bytes(conversion->to, some));
+    }
+}
+
 int32_t sl_convertible(int32_t from, int32_t to) {
     sl_conversion conversion;
     return sl_conversion_find(SL_TIER_SCALAR, from, to, &conversion);
@@ -43,6 +58,10 @@ int32_t sl_convertible(int32_t from, int32_t to) {
 int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, void *destination, uint64_t count) {
     sl_conversion conversion;
     if (!sl_tier_available(tier) || !sl_conversion_find(tier, from, to, &conversion)) return SL_E_ARGUMENT;
-    sl_conversion_run(&conversion, source, destination, (size_t)count);
+    if (sl_stream_pays(destination, sl_dtype_bytes(conversion.to, count))) {
+        sl_conversion_stream(&conversion, source, destination, (size_t)count);
+        sl_stream_end();
+    } else
+        sl_conversion_run(&conversion, source, destination, (size_t)count);
     return SL_OK;
 }

@@ -56,4 +56,7 @@ bool sl_conversion_find(int32_t tier, int32_t from, int32_t to, sl_conversion *o
 
 void sl_conversion_run(const sl_conversion *conversion, const void *source, void *destination, size_t count);
 
+/* Like sl_conversion_run, but stores past the cache (stream.h). Without a conversion (first == NULL) f32 are copied. */
+void sl_conversion_stream(const sl_conversion *conversion, const void *source, void *destination, size_t count);
+
 #endif

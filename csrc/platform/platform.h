@@ -20,6 +20,9 @@ void sl_platform_write_back(int64_t file, uint64_t offset, uint64_t size);
  * usual. */
 uint64_t sl_platform_read_direct(int64_t direct, uint64_t offset, void *memory, uint64_t size);
 
+/* Whether the system has provided all pages of a buffer, judged by a sample of them. False if it does not say. */
+bool sl_platform_present(const void *memory, uint64_t size);
+
 /* A monotonic clock in microseconds. */
 uint64_t sl_platform_now_us(void);
 

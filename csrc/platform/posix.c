@@ -230,6 +230,26 @@ void *sl_memory_alloc(uint64_t size) {
 
 void sl_memory_free(void *memory, uint64_t size) { munmap(memory, (size_t)size); }
 
+/* Pages to ask the system about. */
+#define SAMPLES ((uint64_t)16)
+
+bool sl_platform_present(const void *memory, uint64_t size) {
+#if defined(__linux__)
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), pages = size / page;
+    if (pages == 0) return false;
+    for (uint64_t i = 0; i < SAMPLES; i++) { /* the first and the last among them */
+        uintptr_t at = (uintptr_t)memory + (pages - 1) * i / (SAMPLES - 1) * page;
+        unsigned char present = 0;
+        if (mincore((void *)(at - at % page), 1, &present) != 0 || (present & 1) == 0) return false;
+    }
+    return true;
+#else
+    (void)memory;
+    (void)size;
+    return false;
+#endif
+}
+
 uint64_t sl_platform_now_us(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

@@ -190,6 +190,12 @@ void sl_memory_free(void *memory, uint64_t size) {
     VirtualFree(memory, 0, MEM_RELEASE);
 }
 
+bool sl_platform_present(const void *memory, uint64_t size) {
+    (void)memory;
+    (void)size;
+    return false;
+}
+
 uint64_t sl_platform_now_us(void) {
     LARGE_INTEGER ticks, frequency;
     QueryPerformanceCounter(&ticks);

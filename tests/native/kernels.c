@@ -9,6 +9,7 @@
 #include "encoded.h"
 #include "kernels/copy2d.h"
 #include "kernels/quant.h"
+#include "kernels/stream.h"
 #include "platform/platform.h"
 
 /* All 16-bit codes and as many random values, whole blocks of 256. */
@@ -763,6 +764,41 @@ static void check_copies(void) {
     free(source);
 }
 
+/* ---- stores past the cache ---- */
+
+/* Lengths around cache lines at every alignment. */
+static void check_streams(void) {
+    static uint8_t source[400], target[sizeof source + 2 * MARGIN];
+    uint64_t seed = 43;
+    for (size_t i = 0; i < sizeof source; i++) source[i] = (uint8_t)(random_u64(&seed) >> 56);
+    for (size_t shift = 0; shift < MARGIN; shift++)
+        for (size_t size = 0; size + shift <= sizeof source; size += 1 + size / 9) {
+            uint8_t *at = target + MARGIN - shift;
+            memset(target, UNTOUCHED, sizeof target);
+            sl_stream_copy(at, source + shift, size);
+            sl_stream_end();
+            EXPECT(memcmp(at, source + shift, size) == 0 && untouched(target, MARGIN - shift) &&
+                   untouched(at + size, MARGIN + shift));
+        }
+}
+
+/* Only memory that has been written to is present. */
+static void check_presence(void) {
+    const uint64_t size = (uint64_t)32 << 20;
+    uint8_t *memory = sl_memory_alloc(size);
+    EXPECT(memory != NULL);
+    if (memory == NULL) return;
+    EXPECT(!sl_platform_present(memory, size) && !sl_stream_pays(memory, size));
+    memset(memory, 1, (size_t)size / 2);
+    EXPECT(!sl_platform_present(memory, size));
+    memset(memory, 1, (size_t)size);
+#if defined(__linux__)
+    EXPECT(sl_platform_present(memory, size) && sl_platform_present(memory + 1, size - 1));
+#endif
+    EXPECT(!sl_platform_present(memory, 0) && !sl_stream_pays(memory, 1 << 20));
+    sl_memory_free(memory, size);
+}
+
 /* ---- merges ---- */
 
 enum { MERGE_ROWS = 19, MERGE_COLUMNS = 1100, MERGE_RANK = 17 };
@@ -831,6 +867,8 @@ int main(void) {
     check_all_stored();
     check_all_encoded();
     check_copies();
+    check_streams();
+    check_presence();
     check_merges();
     return failures == 0 ? 0 : 1;
 }

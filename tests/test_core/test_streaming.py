@@ -1,4 +1,4 @@
-"""Results of more than 24 MiB over memory that has been used: the same bytes as of small parts, and none outside."""
+"""Results of more than 24 MiB in memory that has been used are stored past the cache: the same bytes, none outside."""
 
 import ml_dtypes
 import numpy as np
