@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib import import_module
 from typing import NamedTuple
 
 from .dtypes import BLOCK_TYPES, BY_CODE, Dtype, is_name
@@ -87,16 +86,15 @@ _LONGEST = 40  # characters of a scheme name
 ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for rounding in row.roundings))
 
 
-def _presets() -> Mapping[str, object]:
-    """Return the formats that families write for engines. Asked for by name, because this package imports no family."""
-    families = import_module("safeload.packed.families")
-    presets: Mapping[str, object] = families.presets()
-    return presets
-
-
-def engine_formats() -> list[str]:
-    """Return the formats of engines for help and messages; MLX's groups of other sizes are variants."""
-    return [name for name in _presets() if "-g" not in name]
+# The formats for engines, in the order of the presets; MLX's groups of other sizes are variants. Named here, because
+# this package imports no family.
+_MLX = ("mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8")
+ENGINE_FORMATS = (
+    *("w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8"),
+    *_MLX,
+    *("mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4"),
+)
+_PRESETS = {*ENGINE_FORMATS, *(f"{name}-g{group}" for name in _MLX for group in (32, 64, 128))}
 
 
 def row_of(scheme: str) -> Dtype:
@@ -124,9 +122,9 @@ def parse(scheme: object) -> str:
     row = _ROWS.get(name) or _ROWS.get(of_mixture)
     if row is not None:
         read_only = f"scheme {show(scheme)}: {row.code} can only be read; writable schemes are {writable}"
-        engines = [near for near in engine_formats() if name in near]
+        engines = [near for near in ENGINE_FORMATS if name in near]
         raise ValueError(f"{read_only}; for a whole model {' and '.join(engines)}" if engines else read_only)
-    if name in _presets():
+    if name in _PRESETS:
         raise ValueError(f"scheme {show(scheme)} is for whole models: use convert or load_quantized")
     dtype = f"dtype={scheme!r}".replace("'", '"')
     if is_name(name) and not _FP8.fullmatch(name):
@@ -160,15 +158,15 @@ _FP8 = re.compile(r"(?:torch\.)?(?:float|fp|f)8.*|e4m3.*|e5m2.*", re.ASCII)
 def near_schemes(text: str) -> list[str]:
     """Return the five scheme and engine format names nearest to a text in lower case."""
     meant = _MEANT.get("fp8" if _FP8.fullmatch(text) else text)
-    return nearest_five(text, (*SCHEMES, *engine_formats())) if meant is None else [*meant]
+    return nearest_five(text, (*SCHEMES, *ENGINE_FORMATS)) if meant is None else [*meant]
 
 
 def advice_for(dtype: object) -> str | None:
     """Return the advice for a dtype named like a quantization, or None."""
     text = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
     name = text.lower()[:_LONGEST].removeprefix("torch.")
-    if name in _ROWS or name in _MEANT or _LIKE_SCHEMES.fullmatch(name) or name in _presets():
-        written = name in SCHEMES or name in _presets() or name.rpartition("_")[0] in SCHEMES
+    if name in _ROWS or name in _MEANT or _LIKE_SCHEMES.fullmatch(name) or name in _PRESETS:
+        written = name in SCHEMES or name in _PRESETS or name.rpartition("_")[0] in SCHEMES
         scheme = name if written else near_schemes(name)[0]
         return f'see safeload.load_quantized, or pass quantize="{scheme}" to safeload.convert'
     return None

@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from ..base.scheme import SCHEMES, engine_formats
+from ..base.scheme import ENGINE_FORMATS, SCHEMES
 from ..base.text import show
 from ..base.url import is_url
 from ..engine.read.load import targets
@@ -80,7 +80,7 @@ Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong us
         action="append",
         help="quantize matrices, or only matrices with matching names; may be repeated, the first match wins: "
         f"{', '.join(SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(mixtures())}. For "
-        f"a folder also the formats of engines: {', '.join(engine_formats())}",
+        f"a folder also the formats of engines: {', '.join(ENGINE_FORMATS)}",
     ),
     argument(
         "--imatrix",

@@ -39,7 +39,7 @@ NAMES = {
     "scheme": "base.scheme",
     "ROUNDINGS": "base.scheme:ROUNDINGS",
     "SCHEMES": "base.scheme:SCHEMES",
-    "engine_formats": "base.scheme:engine_formats",
+    "ENGINE_FORMATS": "base.scheme:ENGINE_FORMATS",
     "Selection": "base.selecting:Selection",
     "renamed": "base.selecting:renamed",
     "select": "base.selecting:select",

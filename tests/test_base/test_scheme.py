@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from builders.inside import BLOCK_TYPES, ROUNDINGS, SCHEMES, Parsers
+from builders.inside import BLOCK_TYPES, ENGINE_FORMATS, ROUNDINGS, SCHEMES, Parsers, presets
 
 import safeload
 
@@ -68,3 +68,10 @@ def test_the_command_line_offers_them_all(command):
     text = re.sub(r"\s+", " ", Parsers().command(command).format_help())
     for scheme in SCHEMES:
         assert scheme in text
+
+
+def test_every_engine_format_is_known_below_the_families():
+    assert [name for name in presets() if "-g" not in name] == list(ENGINE_FORMATS)
+    for name in presets():
+        with pytest.raises(ValueError, match="is for whole models"):
+            safeload.quantize(np.ones((2, 128), np.float32), name)

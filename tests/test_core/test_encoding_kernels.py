@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.engine_models import DTYPES, matrix
-from builders.inside import Encoding, dtypes, encoding, engine_formats, in_memory, native, packing, presets
+from builders.inside import ENGINE_FORMATS, Encoding, dtypes, encoding, in_memory, native, packing, presets
 from builders.random import rng
 from builders.thorough import part_of
 
@@ -68,7 +68,7 @@ def encode_or_error(*arguments):
 @pytest.mark.parametrize(
     ("dtype", "kind"), part_of([*product(DTYPES, ["any bits", "subnormal", "ties", "blocks"])], 0, 3)
 )
-@pytest.mark.parametrize("name", engine_formats())
+@pytest.mark.parametrize("name", ENGINE_FORMATS)
 def test_a_tier_gives_the_codes_of_scalar_for_hostile_weights(name, dtype, kind, monkeypatch):
     preset = PRESETS[name]
     ragged = preset.flat or preset.row_block > 1 or preset.group is None

@@ -25,7 +25,7 @@ from builders.engine_models import (
     write_experts,
     write_model,
 )
-from builders.inside import engine_formats, main, presets, sizes
+from builders.inside import ENGINE_FORMATS, main, presets, sizes
 from builders.models import small, write_folder
 from builders.paths import ROOT
 from builders.remote import Served
@@ -76,7 +76,7 @@ def test_folders_hold_what_the_engines_tool_writes(models, tmp_path, name, kind,
         assert ours == theirs
 
 
-@pytest.mark.parametrize("name", engine_formats())
+@pytest.mark.parametrize("name", ENGINE_FORMATS)
 def test_readers_give_the_values_in_memory(llama, tmp_path, name):
     safeload.convert(llama, tmp_path / "out", quantize=name)
     assert safeload.check(tmp_path / "out").ok
@@ -125,7 +125,7 @@ def test_scales_are_computed_again_if_they_take_much_memory(llama, tmp_path, mon
     assert described(tmp_path / "again/model.safetensors") == described(tmp_path / "kept/model.safetensors")
 
 
-@pytest.mark.parametrize("name", engine_formats())
+@pytest.mark.parametrize("name", ENGINE_FORMATS)
 def test_strips_and_threads_do_not_change_the_result(name, monkeypatch, tmp_path):
     weights = {"x.weight": matrix(260, 256, 5)}
     if name in ANY_SHAPE:
@@ -633,7 +633,7 @@ def test_models_that_an_engine_does_not_have_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-@pytest.mark.parametrize("name", engine_formats())
+@pytest.mark.parametrize("name", ENGINE_FORMATS)
 def test_values_that_are_not_finite_are_refused(name, value):
     weights = {"x.weight": np.ones((256, 256), np.float32)}
     weights["x.weight"][130, 200] = value
@@ -648,7 +648,7 @@ def test_a_scale_beyond_the_dtype_is_refused():
         safeload.load_quantized(weights, "w4a16_asym")
 
 
-@pytest.mark.parametrize("name", engine_formats())
+@pytest.mark.parametrize("name", ENGINE_FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_values_stay_finite(name, dtype):
     largest = 6e4 if dtype == "float16" else 3e38 / 4

@@ -5,7 +5,7 @@ import contextlib
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import SCHEMES, engine_formats, sizes
+from builders.inside import ENGINE_FORMATS, SCHEMES, sizes
 from builders.inside import SIZED_DTYPES as DTYPES
 from builders.models import small, write_folder
 from builders.quantized import FOLDER
@@ -27,7 +27,7 @@ def assert_true(path):
     assert found.stored == nbytes(safeload.load(path))
     assert found.dtypes == {name: nbytes(safeload.load(path, dtype=name)) for name in DTYPES}
     expected = {scheme: nbytes(safeload.load_quantized(path, scheme)) for scheme in SCHEMES}
-    for preset in engine_formats():
+    for preset in ENGINE_FORMATS:
         with contextlib.suppress(UnsupportedError):  # of engines that do not have the model
             expected[preset] = nbytes(safeload.load_quantized(path, preset))
     assert found.schemes == expected

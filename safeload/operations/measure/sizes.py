@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 from ...base import dtypes
 from ...base.names import NUMBER
-from ...base.scheme import SCHEMES, engine_formats, usual_axis
+from ...base.scheme import ENGINE_FORMATS, SCHEMES, usual_axis
 from ...engine.codes.quantized_tensor import storage_of
 from ...errors import FormatError, UnsupportedError
 from ...models.schema import Schema
@@ -73,7 +73,7 @@ def sizes(source: Given) -> Sizes:
             own = kinds if layout is catalog else [_Kind(name, layout.about(name), 1) for name in layout]
             return _encoded(own, EngineRules(presets()[preset], None), model, layout)
 
-        schemes = {**_totals(SCHEMES, quantized), **_totals(engine_formats(), encoded)}
+        schemes = {**_totals(SCHEMES, quantized), **_totals(ENGINE_FORMATS, encoded)}
         return Sizes(stored, _totals(DTYPES, converted), schemes)
 
 
