@@ -76,7 +76,7 @@ def _zsh(tree: _Tree) -> Iterator[str]:
         "# Completion of safeload in zsh. Made by `safeload completion zsh`.",
         "_safeload() {",
         "    local -a commands=(",
-        *(f"        {_quoted(f'{name}:{text}')}" for name, (_, text) in COMMANDS.items()),
+        *(f"        {_quoted(f'{name}:{text}')}" for name, (_, _, text) in COMMANDS.items()),
         "    )",
         "    if (( CURRENT == 2 )); then",
         "        if [[ $words[2] == -* ]]; then",
@@ -128,7 +128,7 @@ def _fish(tree: _Tree) -> Iterator[str]:
     for name, arguments in tree.items():
         condition = f"-n '__fish_seen_subcommand_from {name}'" if name else "-n __fish_use_subcommand"
         if name:
-            yield f"complete -c safeload -n __fish_use_subcommand -a {name} -d {_quoted(COMMANDS[name][1])}"
+            yield f"complete -c safeload -n __fish_use_subcommand -a {name} -d {_quoted(COMMANDS[name][2])}"
             if words := _words(arguments):
                 yield f"complete -c safeload {condition} -f -a '{words}'"
         for option in _options(arguments):

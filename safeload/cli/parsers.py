@@ -11,23 +11,24 @@ from typing import Any, NoReturn
 from .._version import __version__
 from ..base.layout import width
 
-# The commands in the order of the help: the module of each, which has a function of its name, and the help.
-COMMANDS = {
-    "info": ("info", "list tensors and metadata"),
-    "get": ("get", "print the values of a tensor"),
-    "check": ("check", "find faults in weights"),
-    "stats": ("check", "show statistics of the values"),
-    "convert": ("convert", "write another format, dtype or layout"),
-    "edit": ("files", "change metadata and names in place"),
-    "diff": ("check", "compare two checkpoints"),
-    "patch": ("files", "publish or apply the difference of two files"),
-    "report": ("check", "write an HTML page with charts"),
-    "scan": ("files", "judge the code that pickles name"),
-    "verify": ("files", "compare files with a signature or a manifest"),
-    "sign": ("files", "sign the files of a model"),
-    "ls": ("files", "list the models on this machine"),
-    "families": ("files", "list the known families of models"),
-    "completion": ("completion", "print a completion script for a shell"),
+# The commands in the order of the help: the module of each, which has a function of its name, the heading in the help
+# (None: not listed), and the help.
+COMMANDS: dict[str, tuple[str, str | None, str]] = {
+    "info": ("info", "look", "list tensors and metadata"),
+    "get": ("get", "look", "print the values of a tensor"),
+    "stats": ("check", "look", "show statistics of the values"),
+    "diff": ("check", "look", "compare two checkpoints"),
+    "report": ("check", "look", "write an HTML page with charts"),
+    "ls": ("files", "look", "list the models on this machine"),
+    "families": ("files", "look", "list the known families of models"),
+    "check": ("check", "check", "find faults in weights"),
+    "scan": ("files", "check", "judge the code that pickles name"),
+    "verify": ("files", "check", "compare files with a signature or a manifest"),
+    "convert": ("convert", "change", "write another format, dtype or layout"),
+    "edit": ("files", "change", "change metadata and names in place"),
+    "patch": ("files", "publish", "publish or apply the difference of two files"),
+    "sign": ("files", "publish", "sign the files of a model"),
+    "completion": ("completion", None, "print a completion script for a shell"),
 }
 
 STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
@@ -152,11 +153,11 @@ def selection(keys: Sequence[str], rows: int, order: str = "the order of the fil
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help with the paragraphs around the options wrapped to the terminal; examples stay unchanged."""
+    """Help with the paragraphs around the options wrapped to the terminal; lists below a heading stay unchanged."""
 
     def _fill_text(self, text: str, width_without_margin: int, indent: str) -> str:
         parts = text.split("\n\n")
-        return "\n\n".join(part if part.startswith("examples:") else textwrap.fill(part, width()) for part in parts)
+        return "\n\n".join(part if ":\n  " in part else textwrap.fill(part, width()) for part in parts)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -176,7 +177,9 @@ class Parsers:
             prog="safeload",
             usage="safeload [-h] [--version] [-v] COMMAND ...",
             description="Inspect, check, compare and convert model weight files.",
-            epilog="""examples:
+            epilog=f"""{_listed()}
+
+examples:
   safeload info model.safetensors
   safeload info Llama-3.2-1B/ --tree
   safeload get model.safetensors model.norm.weight
@@ -192,10 +195,10 @@ Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info 
         )
         self.top.add_argument("--version", action="version", version=f"safeload {__version__}")
         _add_verbose(self.top)
-        self._commands = self.top.add_subparsers(title="commands", metavar="COMMAND", prog="safeload")
-        for name, (_, text) in COMMANDS.items():
+        self._commands = self.top.add_subparsers(metavar="COMMAND", prog="safeload", help=argparse.SUPPRESS)
+        for name in COMMANDS:
             # Without abbreviations: a new option could break scripts.
-            self._commands.add_parser(name, help=text, formatter_class=_Help, allow_abbrev=False)
+            self._commands.add_parser(name, formatter_class=_Help, allow_abbrev=False)
 
     def command(self, name: str) -> argparse.ArgumentParser:
         """Return the parser of a command, and import its module."""
@@ -204,6 +207,15 @@ Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info 
             _add_verbose(parser)
             getattr(import_module(f".{COMMANDS[name][0]}", __package__), name)(parser)
         return parser
+
+
+def _listed() -> str:
+    """Return the list of commands below their headings."""
+    headings: dict[str, str] = {}
+    for name, (_, heading, text) in COMMANDS.items():
+        if heading is not None:
+            headings[heading] = headings.get(heading, f"{heading}:") + f"\n  {name:<10} {text}"
+    return "\n\n".join(headings.values())
 
 
 def _add_verbose(parser: argparse.ArgumentParser) -> None:

@@ -256,12 +256,12 @@ def test_version_and_help_import_no_numpy_and_no_command(arguments):
     late = {"numpy", "logging", "dataclasses", "json", inside.path("_core")}
     assert not late.difference(done.stdout.split()) & set(modules)
     assert len(ours(modules)) <= 13
-    assert not [module for module, _ in COMMANDS.values() if inside.path("cli") + f".{module}" in modules]
+    assert not [module for module, _, _ in COMMANDS.values() if inside.path("cli") + f".{module}" in modules]
 
 
 def test_a_command_imports_only_what_it_runs(path):
     modules = imported_by("info", path)
-    assert {module for module, _ in COMMANDS.values() if inside.path("cli") + f".{module}" in modules} == {"info"}
+    assert {module for module, _, _ in COMMANDS.values() if inside.path("cli") + f".{module}" in modules} == {"info"}
     assert len(ours(modules)) <= 121
     late = tuple(map(inside.path, ("families", "conversion", "torch_zip", "imatrix")))
     assert not [name for name in ours(modules) if name.startswith(late)]
@@ -274,14 +274,16 @@ def test_a_command_imports_only_what_it_runs(path):
 
 def test_every_command_parses():
     parsers = Parsers()
-    for name, (_, text) in COMMANDS.items():
+    for name, (_, heading, text) in COMMANDS.items():
         parser = parsers.command(name)
         assert parser is parsers.command(name)  # its arguments are added once
         assert parser.prog == f"safeload {name}"
         assert parser.description
         assert parser.epilog
         assert callable(parser.get_default("run"))
-        assert text in re.sub(r"\s+", " ", parsers.top.format_help())
+        shown = re.sub(r"\s+", " ", parsers.top.format_help())
+        assert (f"{name} {text}" in shown) == (heading is not None)
+        assert heading is None or f" {heading}: " in shown
 
 
 # ---- commands that are mistyped or left out ----
@@ -318,10 +320,10 @@ def test_a_mistyped_command_is_named(capsys, tmp_path, monkeypatch):
     instead = "safeload: error: unknown command 'quantize', use: safeload convert SOURCE DESTINATION --quantize SCHEME"
     assert wrong(capsys, "quantize", "x") == [instead + end]
     assert wrong(capsys, "x\x1b")[0].startswith(
-        r"safeload: error: unknown command 'x\x1b', expected one of info, get, check, "
+        r"safeload: error: unknown command 'x\x1b', expected one of info, get, stats, "
     )
     assert wrong(capsys)[0] == "usage: safeload [-h] [--version] [-v] COMMAND ..."
-    assert "commands:" in wrong(capsys)
+    assert "publish:" in wrong(capsys)
     assert wrong(capsys, "-v") == [f"safeload: error: which command?{end}"]
 
 
