@@ -421,9 +421,9 @@ SHARDS.mkdir()
 save_file({"a": np.zeros(2, np.float32), "extra": np.ones(1)}, SHARDS / "one.safetensors")
 save_file({"b": np.ones(3, np.int8)}, SHARDS / "two.safetensors")
 
-# Read once: encodings of zip archives and pickles, the number of processors, the schemas that come with safeload.
-codecs.lookup("cp437")
-codecs.lookup("raw_unicode_escape")
+# Read once: encodings of zip archives, pickles and messages, the number of processors, the schemas of safeload.
+for encoding in ("cp437", "raw_unicode_escape", "unicode_escape"):
+    codecs.lookup(encoding)
 safeload.load(SHARDS / "one.safetensors", backend="pread")
 BUILT_IN = BUILT_IN_SCHEMAS
 
