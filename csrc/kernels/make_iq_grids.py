@@ -10,7 +10,7 @@ from gguf import quants
 
 PATH = Path(__file__).with_name("iq_grids.c")
 
-# Name, C type of an entry, macro that unpacks one, and who has it in gguf-py.
+# Name, C type of an entry, macro that unpacks four, and who has it in gguf-py.
 GRIDS = (
     ("iq2_xxs", "uint64_t", "TWO", quants.IQ2_XXS),
     ("iq2_xs", "uint64_t", "TWO", quants.IQ2_XS),
@@ -26,17 +26,22 @@ HEAD = """\
 
 /* clang-format off */
 
+/* Four entries of 16 bits, the first on the left. */
+#define SPLIT(unpack, word) unpack((word) >> 48), unpack((word) >> 32), unpack((word) >> 16), unpack(word),
+
 /* 8 codes of 2 bits to bytes: halves, quarters and codes move apart. A product adds a copy that does not overlap. */
-#define HALVES(word) ((word) * 0x1000001 & 0x000000ff000000ff)
+#define HALVES(word) (((word) & UINT64_C(0xffff)) * 0x1000001 & 0x000000ff000000ff)
 #define QUARTERS(word) (HALVES(word) * 0x1001 & 0x000f000f000f000f)
-#define TWO(hex) (QUARTERS(UINT64_C(0x##hex)) * 0x41 & 0x0303030303030303),
+#define BYTES(word) (QUARTERS(word) * 0x41 & 0x0303030303030303)
+#define TWO(hex) SPLIT(BYTES, UINT64_C(0x##hex))
 
 /* 4 codes of 3 bits, which have 4 bits each here, to bytes. */
-#define PAIRS(word) (((word) | (word) << 8) & 0x00ff00ff)
-#define THREE(hex) (PAIRS(UINT32_C(0x##hex)) * 0x11 & 0x0f0f0f0f),
+#define PAIRS(word) ((((word) & UINT64_C(0xffff)) | ((word) & UINT64_C(0xffff)) << 8) & 0x00ff00ff)
+#define NIBBLES(word) (uint32_t)(PAIRS(word) * 0x11 & 0x0f0f0f0f)
+#define THREE(hex) SPLIT(NIBBLES, UINT64_C(0x##hex))
 """
 
-COLUMNS = 12
+COLUMNS = 5
 
 
 def grid(name: str, kind: str, macro: str, owner: type) -> str:
@@ -49,8 +54,9 @@ def grid(name: str, kind: str, macro: str, owner: type) -> str:
     packed = bytes.fromhex(owner.grid_hex.decode())
     if (codes, len(packed)) != ({"TWO": 8, "THREE": 4}[macro], 2 * count):
         raise ValueError(f"{name}: {len(packed)} bytes for {count} entries of {codes} codes")
-    words = [f"{macro}({packed[k + 1]:02x}{packed[k]:02x})" for k in range(0, len(packed), 2)]
-    lines = ["    " + "".join(words[k : k + COLUMNS]) for k in range(0, count, COLUMNS)]
+    entries = [f"{packed[k + 1]:02x}{packed[k]:02x}" for k in range(0, len(packed), 2)]
+    words = [f"{macro}({''.join(entries[k : k + 4])})" for k in range(0, count, 4)]
+    lines = ["    " + "".join(words[k : k + COLUMNS]) for k in range(0, len(words), COLUMNS)]
     return "\n".join([f"\nconst {kind} sl_grid_{name}[{count}] = {{", *lines, "};\n"])
 
 
