@@ -455,7 +455,7 @@ def _check_contents(
     entries: list[FileEntry] | None = None
     with report.readable():
         report.add(zeros.check_tails(catalog, model.role, zero, values=options.values))
-        report.add(zeros.check_unwritten(catalog, model.role, zero))
+        report.add(zeros.check_runs(catalog, model.role, zero))
         if options.values:
             entries = files.entries_of(catalog)
     if entries is None:
@@ -477,7 +477,7 @@ def _check_contents(
                 if _has_error(findings):
                     bad.add(name)
         stats = report.stats = StatsTable(_rows(tables, _STATS, _readable(names, model.tensors, bad)))
-        report.add(zeros.check_zeros(catalog, stats, model.role, zero))
+        report.add(zeros.check_runs(catalog, model.role, zero, stats))
         large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and name not in codes]
         about_values = values.check_values(
             stats,
