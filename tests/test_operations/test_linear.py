@@ -114,7 +114,7 @@ def test_zeros_in_many_tensors_are_judged_in_linear_time(tmp_path):
 
     def judge(count, out):
         places = [validated_zeros.StoredRange(4096 * k, 4096 * (k + 1), str(k), str(k), 4096, 1) for k in range(count)]
-        finding = validated_zeros.finding_of(0, 4096 * count, places, True, "", lambda name: None)
+        finding = validated_zeros.finding_of(0, 4096 * count, places, unwritten=True, where="", role=lambda name: None)
         assert "blocks of the file are lost" in finding.message
 
     few = seconds(judge, 500, tmp_path)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,25 +21,20 @@ from ..._version import __version__
 from ...base.html import escaped
 from ...base.names import pattern_of
 from ...base.text import clip, plural, size, unit
-from ..validate.findings import Finding
 
 # Content security policy: only the page's own style.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 # Lists of at most this many rows are printed even if collapsed; shorter tables are open.
-_PRINTED = 50
-_OPEN = 20
+_PRINTED, _OPEN = 50, 20
 
 # Identifies pages written by safeload.
 _GENERATOR = '<meta name="generator" content="safeload '
 
 _MARKS = {"good": "✓", "calm": "✓", "odd": "!", "bad": "✗"}
 
-# Maximum number of kinds with their own bar or panel; the rest share one.
-KINDS = 12
-
-# Number of layer kinds with their own colour.
-COLOURS = 9
+# Maximum numbers of kinds with their own bar or panel (the rest share one), and of layer kinds with their own colour.
+KINDS, _COLOURS = 12, 9
 
 # At most nine digits: larger numbers are not layers, and Python refuses to parse thousands of digits.
 _FIRST_NUMBER = re.compile(r"(?:^|\.)([0-9]{1,9})(?=\.|$)", re.ASCII)
@@ -51,11 +47,8 @@ _LABEL = 48
 # Maximum number of name parts in a module: names in hostile files have thousands of dots.
 _DEPTH = 8
 
-# Maximum number of layers in a chart.
-LAYERS = 512
-
-# Maximum number of rows in the heat map.
-_ROWS = 16
+# Maximum numbers of layers in a chart, and of rows in the heat map.
+LAYERS, _ROWS = 512, 16
 
 # Opacity of the shades; the palest must stay visible.
 _SHADES = (0.16, 0.32, 0.5, 0.72, 1.0)
@@ -66,12 +59,11 @@ _DOTS = 40
 # Height of a drawing in SVG units; the page stretches it.
 _HEIGHT = 1000
 
-
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 _BARS_HEAD = (
-    '<th scope="col" class="name">tensors</th><td></td><th scope="col" class="number">size</th>'
-    '<th scope="col" class="number share">share</th>'
+    '<thead><tr><th scope="col" class="name">tensors</th><td></td><th scope="col" class="number">size</th>'
+    '<th scope="col" class="number share">share</th></tr></thead>'
 )
 
 
@@ -100,39 +92,16 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, l
     return collapsible(title, inside, rows=len(rows), closed=len(rows) > _OPEN)
 
 
-def finding(first: Finding, *, similar: Sequence[tuple[str, str]], left: int) -> str:
-    """Return a finding, with ``similar`` findings by subject and message, and the number of findings ``left`` out."""
-    severity, subject = first.severity, first.tensor or "file"
-    count = 1 + len(similar) + left
-    many = f'<span class="soft small">{plural(count, "tensor")}</span>' if count > 1 else ""
-    items = [f"<li><code>{escaped(name)}</code> {escaped(message)}</li>" for name, message in similar]
-    if left:
-        items.append(f"<li>and {left:,} more; safeload check --json lists all</li>")
-    inside = f"<ul>{''.join(items)}</ul>" if items else ""
-    listed = collapsible(f"{count - 1:,} more like it", inside, rows=len(items))
-    return (
-        f'<li class="{escape(severity)}"><p class="what"><b>{escape(severity)}</b> '
-        f"<code>{escaped(first.code)}</code>{many}</p>"
-        f"<p><code>{escaped(subject)}</code> {escaped(first.message)}</p>{listed}</li>"
-    )
-
-
 def section(title: str, *parts: str, note: str = "") -> str:
     """Return a section; empty if all its parts are empty."""
-    inside = "".join(parts)
-    if not inside:
+    if not any(parts):
         return ""
-    return f"<section><h2>{escape(title)}</h2>{soft(note)}{inside}</section>"
+    return f"<section><h2>{escape(title)}</h2>{soft(note)}{''.join(parts)}</section>"
 
 
 def soft(note: str) -> str:
     """Return a note in small type."""
     return f'<p class="soft small">{escape(note)}</p>' if note else ""
-
-
-def part(title: str, inside: str) -> str:
-    """Return a titled part of a section; empty if it has no content."""
-    return f"<h3>{escape(title)}</h3>{inside}" if inside else ""
 
 
 def collapsible(title: str, inside: str, *, rows: int, closed: bool = True) -> str:
@@ -199,31 +168,30 @@ class ReportContent(NamedTuple):
 
 def content(sizes: Mapping[str, int], stats: Mapping[str, Any]) -> ReportContent:
     """Sort tensors into kinds."""
-    tensors = [ReportRow(name, pattern_of(name), _layer(name), n, stats.get(name)) for name, n in sizes.items()]
-    layered = _layered(tensors)
-    if not layered:
-        modules = _modules([row.name for row in tensors])
+    tensors, families = [], Counter[str]()
+    for name, nbytes in sizes.items():
+        number, kind = _FIRST_NUMBER.search(name), pattern_of(name)
+        tensors.append(ReportRow(name, kind, None if number is None else int(number[1]), nbytes, stats.get(name)))
+        if number is not None:
+            families[kind.partition("{}")[0]] += nbytes
+    family = max(families, key=families.__getitem__, default=None)
+    layered = [row for row in tensors if row.layer is not None and row.kind.partition("{}")[0] == family]
+    if len({row.layer for row in layered}) < 2:
+        layered, modules = [], _modules([*sizes])
         tensors = [row._replace(kind=modules[row.name]) for row in tensors]
-    colours = {kind: k for k, kind in enumerate(list(by_size(layered))[:COLOURS])}
-    return ReportContent(tensors, layered, colours)
+    return ReportContent(tensors, layered, {kind: k for k, kind in enumerate([*by_kind(layered)][:_COLOURS])})
 
 
-def by_size(tensors: Iterable[ReportRow]) -> dict[str, int]:
-    """Sum the bytes of each kind, largest first."""
-    totals: Counter[str] = Counter()
+def by_kind(tensors: Iterable[ReportRow]) -> dict[str, list[ReportRow]]:
+    """Group tensors by kind, the kind with the most bytes first."""
+    groups: dict[str, list[ReportRow]] = {}
     for row in tensors:
-        totals[row.kind] += row.nbytes
-    return dict(totals.most_common())
+        groups.setdefault(row.kind, []).append(row)
+    return dict(sorted(groups.items(), key=lambda group: -_nbytes(group[1])))
 
 
-def by_kind(tensors: Iterable[ReportRow], limit: int = KINDS) -> dict[str, list[ReportRow]]:
-    """Group tensors by kind, for the largest kinds only, largest first."""
-    tensors = list(tensors)
-    groups: dict[str, list[ReportRow]] = {kind: [] for kind in list(by_size(tensors))[:limit]}
-    for row in tensors:
-        if row.kind in groups:
-            groups[row.kind].append(row)
-    return groups
+def _nbytes(tensors: Iterable[ReportRow]) -> int:
+    return sum(row.nbytes for row in tensors)
 
 
 def labels(kinds: Iterable[str]) -> dict[str, str]:
@@ -231,18 +199,6 @@ def labels(kinds: Iterable[str]) -> dict[str, str]:
     short = {kind: (kind.rpartition("{}.")[2] or kind).removesuffix(".weight") or kind for kind in kinds}
     times = Counter(short.values())
     return {kind: clip(text if times[text] == 1 else kind, _LABEL) for kind, text in short.items()}
-
-
-def _layer(name: str) -> int | None:
-    number = _FIRST_NUMBER.search(name)
-    return None if number is None else int(number[1])
-
-
-def _layered(tensors: Iterable[ReportRow]) -> list[ReportRow]:
-    numbered = [row._replace(kind=row.kind.partition("{}")[0]) for row in tensors if row.layer is not None]
-    family = next(iter(by_size(numbered)), None)
-    largest = [row for row in tensors if row.layer is not None and row.kind.partition("{}")[0] == family]
-    return largest if len({row.layer for row in largest}) > 1 else []
 
 
 def _modules(names: Sequence[str]) -> dict[str, str]:
@@ -257,38 +213,33 @@ def _modules(names: Sequence[str]) -> dict[str, str]:
     return modules
 
 
-class Line(NamedTuple):
-    """A line of a panel."""
-
-    title: str
-    colour: int
-    value: Callable[[ReportRow], float]
+# ---- charts ----
 
 
 def bars(shown: ReportContent) -> str:
     """Bar chart of the bytes of each kind of tensor, in the colours of `stacks`."""
-    totals = by_size(shown.tensors)
-    total_bytes = max(1, sum(totals.values()))
-    names, plain = labels(totals), "o" if shown.colours else 0
-    rows = [(breakable(names[kind]), shown.colours.get(kind, plain), total) for kind, total in totals.items()]
+    groups = by_kind(shown.tensors)
+    names, plain = labels(groups), "o" if shown.colours else 0
+    rows = [
+        (breakable(names[kind]), shown.colours.get(kind, plain), _nbytes(tensors)) for kind, tensors in groups.items()
+    ]
     if rest := rows[KINDS:]:
         label = f"{len(rest):,} other{'' if len(rest) == 1 else 's'}"
         rows[KINDS:] = [(label, plain, sum(total for *_, total in rest))]
-    shares = [100 * total / total_bytes for *_, total in rows]
+    shares = [100 * total / max(1, _nbytes(shown.tensors)) for *_, total in rows]
     texts = ["< 0.1 %" if 0 < share < 0.1 else f"{share:.1f} %" for share in shares]
-    drawn = _bars([(*row, text) for row, text in zip(rows, texts, strict=True)], "name mono")
-    return f'<table class="bars"><thead><tr>{_BARS_HEAD}</tr></thead>{drawn}</table>'
+    return _bars([(*row, text) for row, text in zip(rows, texts, strict=True)], "name mono", _BARS_HEAD)
 
 
 def measures(rows: Sequence[tuple[str, int]]) -> str:
     """Bar chart of sizes, each with its ratio to the first."""
     first = max(1, rows[0][1])
-    bars = [(escape(name), 0 if k else "o", total, f"{total / first:.2f}x") for k, (name, total) in enumerate(rows)]
-    return f'<table class="bars">{_bars(bars, "name")}</table>'
+    drawn = [(escape(name), 0 if k else "o", total, f"{total / first:.2f}x") for k, (name, total) in enumerate(rows)]
+    return _bars(drawn, "name")
 
 
-def _bars(rows: Sequence[tuple[str, int | str, int, str]], kind: str) -> str:
-    """Return the body of a bar chart: HTML of the title, colour, bytes and a remark for each bar."""
+def _bars(rows: Sequence[tuple[str, int | str, int, str]], kind: str, head: str = "") -> str:
+    """Return a bar chart: HTML of the title, colour, bytes and a remark for each bar."""
     largest = max([1, *(total for _, _, total, _ in rows)])
     lines = [
         f'<tr><th scope="row" class="{kind}">{title}</th><td class="bar">'
@@ -296,21 +247,20 @@ def _bars(rows: Sequence[tuple[str, int | str, int, str]], kind: str) -> str:
         + f'</td><td class="number">{size(total)}</td><td class="number share soft">{escaped(remark)}</td></tr>'
         for title, colour, total, remark in rows
     ]
-    return f"<tbody>{''.join(lines)}</tbody>"
+    return f'<table class="bars">{head}<tbody>{"".join(lines)}</tbody></table>'
 
 
 def stacks(shown: ReportContent) -> str:
     """Stacked bar chart of the bytes of each layer, by kind."""
-    layers = _layers(shown.layered)
-    place = {layer: k for k, layer in enumerate(layers)}
-    names = labels(by_size(shown.layered))
-    heights = {kind: np.zeros(len(layers)) for kind in (*shown.colours, None)}
+    place = _places(shown.layered)
+    count, names = len(place), labels(by_kind(shown.layered))
+    heights = {kind: np.zeros(count) for kind in (*shown.colours, None)}
     for row in shown.layered:
         if row.layer in place:
             heights[row.kind if row.kind in shown.colours else None][place[row.layer]] += row.nbytes
-    top = max(1.0, float(sum(heights.values(), np.zeros(len(layers))).max(initial=0)))
-    gap = 0.1 if len(layers) <= 128 else 0
-    sums, marks = np.zeros(len(layers)), []
+    top = max(1.0, float(sum(heights.values(), np.zeros(count)).max(initial=0)))
+    gap = 0.1 if count <= 128 else 0
+    sums, marks = np.zeros(count), ""
     for kind, own in heights.items():
         boxes = [
             f"M{k + gap:g} {_HEIGHT * (1 - low / top):.0f}h{1 - 2 * gap:g}v{-_HEIGHT * height / top:.1f}H{k + gap:g}z"
@@ -319,74 +269,88 @@ def stacks(shown: ReportContent) -> str:
         ]
         colour, title = ("o", "others") if kind is None else (shown.colours[kind], names[kind])
         if boxes:
-            marks.append(f'<path class="f{colour}" d="{"".join(boxes)}"><title>{escaped(title)}</title></path>')
+            marks += f'<path class="f{colour}" d="{"".join(boxes)}"><title>{escaped(title)}</title></path>'
         sums += own
     per_unit, unit_name = unit(int(top))
-    ticks = [(tick / top * per_unit, f"{tick:g} {unit_name}") for tick in _steps(top / per_unit, 4)]
-    label = f"Bytes of {plural(len(layers), 'layer')}: {size(int(sums.min(initial=top)))} to {size(int(top))} each."
-    axis = f"{_layer_axis(layers, 12)}<p class=caption>layer</p>"
-    return _plot("".join(marks), len(layers), ticks, label=label, axis=axis)
+    ticks = [(tick / top * per_unit, f"{tick:g} {unit_name}") for tick in _steps(top / per_unit)]
+    label = f"Bytes of {plural(count, 'layer')}: {size(int(sums.min(initial=top)))} to {size(int(top))} each."
+    return _plot(marks, place, ticks, label=label, most=12, caption="<p class=caption>layer</p>")
+
+
+class Line(NamedTuple):
+    """A line of a panel."""
+
+    title: str
+    colour: int
+    value: Callable[[ReportRow], float]
 
 
 def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) -> str:
     """Line charts of values over the layers with a legend, a chart per kind, all on one scale."""
-    layers = _layers(tensors)
-    place = {layer: k for k, layer in enumerate(layers)}
-    groups = by_kind([row for row in tensors if row.layer in place])
-    series = [(kind, [_points(rows, line, place, log=log) for line in lines]) for kind, rows in groups.items()]
-    every = [y for _, drawn in series for points in drawn for _, y in points]
+    place = _places(tensors)
+    groups = dict([*by_kind(row for row in tensors if row.layer in place).items()][:KINDS])
+    series: dict[str, list[list[tuple[int, float]]]] = {kind: [] for kind in groups}
+    for kind, rows in groups.items():
+        for line in lines:
+            values = [(place[row.layer], line.value(row)) for row in rows]
+            finite = [(k, value) for k, value in values if math.isfinite(value) and (value > 0 or not log)]
+            series[kind].append(sorted((k, math.log10(value) if log else value) for k, value in finite))
+    every = [y for drawn in series.values() for points in drawn for _, y in points]
     if not every:
         return ""
     bottom, top, ticks = _scale(min(every), max(every), log=log)
-    names, axis = labels(groups), _layer_axis(layers, 3)
-    figures = []
-    for kind, drawn in series:
-        marks, extents = [], []
+    names, figures = labels(groups), ""
+    for kind, drawn in series.items():
+        marks, extents = "", []
         for line, points in zip(lines, drawn, strict=True):
-            marks.append(_line(points, line.colour, lambda y: _HEIGHT * (top - y) / (top - bottom)))
-            values = [10**y if log else y for _, y in points]
-            extents.append(f"{line.title} {min(values):.3g} to {max(values):.3g}" if values else f"no {line.title}")
-        label = f"{names[kind]}, {plural(len(layers), 'layer')}: {', '.join(extents)}"
-        figures.append(_plot("".join(marks), len(layers), ticks, title=names[kind], label=label, axis=axis))
+            marks += _line([(k, _HEIGHT * (top - y) / (top - bottom)) for k, y in points], line.colour)
+            heights = [10**y if log else y for _, y in points]
+            span = f"{line.title} {min(heights):.3g} to {max(heights):.3g}" if heights else f"no {line.title}"
+            extents.append(span)
+        label = f"{names[kind]}, {plural(len(place), 'layer')}: {', '.join(extents)}"
+        figures += _plot(marks, place, ticks, title=names[kind], label=label, most=3)
     legend = "".join(f'<span><i class="f{line.colour}"></i>{escape(line.title)}</span>' for line in lines)
-    return f'<p class="legend">{legend}</p><div class="panels">{"".join(figures)}</div>'
+    return f'<p class="legend">{legend}</p><div class="panels">{figures}</div>'
 
 
-def _layers(tensors: Iterable[ReportRow]) -> list[int]:
-    return sorted({row.layer for row in tensors if row.layer is not None})[:LAYERS]
+def _places(tensors: Iterable[ReportRow]) -> dict[int | None, int]:
+    """Return the place of each layer in a chart."""
+    layers = sorted({row.layer for row in tensors if row.layer is not None})[:LAYERS]
+    return {layer: k for k, layer in enumerate(layers)}
 
 
-def _points(
-    tensors: Iterable[ReportRow], line: Line, place: Mapping[int, int], *, log: bool
-) -> list[tuple[int, float]]:
-    """Return places and heights of a line, without values outside the scale."""
-    points = []
-    for row in tensors:
-        value = line.value(row)
-        if row.layer is not None and math.isfinite(value) and (value > 0 or not log):
-            points.append((place[row.layer], math.log10(value) if log else value))
-    return sorted(points)
-
-
-def _line(points: Sequence[tuple[int, float]], colour: int, height: Callable[[float], float]) -> str:
-    at = [(k + 0.5, height(y)) for k, y in points]
-    steps = "".join(
-        f"{'L' if k and points[k][0] - points[k - 1][0] <= 1 else 'M'}{x:g} {y:.0f}" for k, (x, y) in enumerate(at)
-    )
-    drawn = f'<path class="line s{colour}" d="{steps}"/>' if at else ""
-    if len(at) <= _DOTS:
-        drawn += f'<path class="dots s{colour}" d="{"".join(f"M{x:g} {y:.0f}h0" for x, y in at)}"/>'
+def _line(points: Sequence[tuple[int, float]], colour: int) -> str:
+    """Draw a line through places and heights, which is broken where a place is missing."""
+    moves = ["M", *("L" if b[0] - a[0] <= 1 else "M" for a, b in pairwise(points))]
+    steps = "".join(f"{move}{k + 0.5:g} {y:.0f}" for move, (k, y) in zip(moves, points, strict=False))
+    drawn = f'<path class="line s{colour}" d="{steps}"/>' if points else ""
+    if len(points) <= _DOTS:
+        drawn += f'<path class="dots s{colour}" d="{"".join(f"M{k + 0.5:g} {y:.0f}h0" for k, y in points)}"/>'
     return drawn
 
 
-def _plot(marks: str, width: int, ticks: Sequence[tuple[float, str]], *, title: str = "", label: str, axis: str) -> str:
-    """Return a chart; ticks are positions on the vertical axis, between 0 and 1, and their texts."""
-    rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{width}"/>' for at, _ in ticks)
+def _plot(
+    marks: str,
+    place: Mapping[int | None, int],  # of each layer
+    ticks: Sequence[tuple[float, str]],  # positions on the vertical axis, between 0 and 1, and their texts
+    *,
+    title: str = "",
+    label: str,
+    most: int,  # of the texts below, but the first and the last layer always have one
+    caption: str = "",
+) -> str:
+    """Return a chart over the layers."""
+    rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{len(place)}"/>' for at, _ in ticks)
     scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{escaped(text)}</span>' for at, text in ticks)
     heading = f"<figcaption class=mono>{breakable(title)}</figcaption>" if title else ""
+    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(place) <= n * most or n == 500)
+    last = len(place) - 1
+    shown = [k for k in range(0, last, step) if k == 0 or last - k >= 0.8 * step] + [last]
+    layers = [*place]
+    axis = _axis([((k + 0.5) / len(place), str(layers[k])) for k in shown], edges=len(place) > _DOTS)
     return (
         f'<figure class="plot">{heading}<div class="y">{scale}</div>'
-        f'<div class="area">{_svg(label, width, _HEIGHT, rules + marks)}</div>{axis}</figure>'
+        f'<div class="area">{_svg(label, len(place), _HEIGHT, rules + marks)}</div>{axis}{caption}</figure>'
     )
 
 
@@ -396,15 +360,6 @@ def _svg(label: str, width: int, height: int, marks: str, options: str = "") -> 
         f'<svg role="img" aria-label="{escaped(label)}" viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
         f"{options}><title>{escaped(label)}</title>{marks}</svg>"
     )
-
-
-def _layer_axis(layers: Sequence[int], limit: int) -> str:
-    """Return an axis with layer numbers, including the first and the last."""
-    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(layers) <= n * limit or n == 500)
-    last = len(layers) - 1
-    shown = [k for k in range(0, len(layers), step) if k == 0 or last - k >= 0.8 * step]
-    places = [*shown, *([last] if last and last not in shown else [])]
-    return _axis([((k + 0.5) / len(layers), str(layers[k])) for k in places], edges=len(layers) > _DOTS)
 
 
 def _axis(ticks: Sequence[tuple[float, str]], *, edges: bool = False) -> str:
@@ -422,10 +377,10 @@ def _axis(ticks: Sequence[tuple[float, str]], *, edges: bool = False) -> str:
     return f'<div class="x">{"".join(spans)}</div>'
 
 
-def _steps(top: float, limit: int) -> list[float]:
-    """Return 0 and at most ``limit`` round numbers up to ``top``."""
+def _steps(top: float) -> list[float]:
+    """Return 0 and at most four round numbers up to ``top``."""
     power = 10.0 ** (math.log10(top) // 1)
-    step = next(n * power / 10 for n in (1, 2, 2.5, 5, 10, 20, 25, 50, 100) if top <= limit * n * power / 10)
+    step = next(n * power / 10 for n in (1, 2, 2.5, 5, 10, 20, 25, 50, 100) if top <= 4 * n * power / 10)
     return [k * step for k in range(int(top / step + 1e-9) + 1)]
 
 
@@ -441,7 +396,7 @@ def _scale(low: float, high: float, *, log: bool) -> tuple[float, float, list[tu
             at = [tick for tick in at if bottom <= tick <= top] or [(bottom + top) / 2]
         shown = [(tick, _power(int(tick)) if tick.is_integer() else f"{10**tick:.3g}") for tick in at]
     else:
-        apart = _steps(top - bottom, 4)[1]
+        apart = _steps(top - bottom)[1]
         shown = [(k * apart, f"{k * apart:g}") for k in range(math.ceil(bottom / apart), int(top // apart) + 1)]
     return bottom, top, [((tick - bottom) / (top - bottom), text) for tick, text in shown]
 
@@ -460,44 +415,32 @@ def _power(exponent: int) -> str:
     return f"10{str(exponent).translate(_RAISED)}"
 
 
-# ---- heat map ----
-
-
 def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
     """Heat map of the values of each kind by order of magnitude, with a legend; the first bin starts at 2**lowest."""
-    groups = by_kind([row for row in tensors if row.stats.histogram is not None], _ROWS)
-    counts = {kind: np.sum([row.stats.histogram for row in rows], axis=0, dtype=float) for kind, rows in groups.items()}
+    groups = [*by_kind(row for row in tensors if row.stats.histogram is not None).items()][:_ROWS]
+    counts = {kind: np.sum([row.stats.histogram for row in rows], axis=0, dtype=float) for kind, rows in groups}
     counts = {kind: bins for kind, bins in counts.items() if bins.any()}
     if not counts:
         return ""
     filled = np.flatnonzero(np.sum(list(counts.values()), axis=0))
     first, last = int(filled[0]), int(filled[-1]) + 1
-    names = labels(counts)
-    rows = []
+    names, rows = labels(counts), ""
     for kind, bins in counts.items():
         middle = np.searchsorted(np.cumsum(bins) / bins.sum(), (0.1, 0.9))
         low, high = (f"{2.0 ** (lowest + int(k)):.3g}" for k in (middle[0], middle[1] + 1))
         label = f"{names[kind]}: most absolute values lie between {low} and {high}"
-        drawing = _svg(label, last - first, 1, _cells(bins[first:last]), ' shape-rendering="crispEdges"')
+        levels = np.ceil(np.sqrt(bins[first:last] / bins.max()) * len(_SHADES)).astype(int)
+        cells = [
+            f'<path fill-opacity="{shade:g}" d="{"".join(f"M{k} 0h1v1h-1z" for k in places)}"/>'
+            for level, shade in enumerate(_SHADES, 1)
+            if (places := np.flatnonzero(levels == level)).size
+        ]
+        drawing = _svg(label, last - first, 1, "".join(cells), ' shape-rendering="crispEdges"')
         name = f'<th scope="row" class="name mono">{breakable(names[kind])}</th>'
-        rows.append(f'<tr>{name}<td class="map">{drawing}</td></tr>')
-    axis = f'<tr class="axis"><td></td><td>{_axis(_powers(first + lowest, last + lowest))}</td></tr>'
+        rows += f'<tr>{name}<td class="map">{drawing}</td></tr>'
+    begin, end = ((lowest + k) * math.log10(2) for k in (first, last))
+    ticks = [((k - begin) / (end - begin), _power(k)) for k in _decades(begin, end, 6)]
+    axis = f'<tr class="axis"><td></td><td>{_axis(ticks)}</td></tr>'
     steps = "".join(f'<i class="step" style="opacity:{shade:g}"></i>' for shade in _SHADES)
     legend = f'<p class="legend"><span>few values {steps} many</span></p>'
-    return f'{legend}<table class="heat"><tbody>{"".join(rows)}{axis}</tbody></table>'
-
-
-def _cells(bins: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
-    """Draw the bins of a row in a few shades, relative to its fullest bin."""
-    levels = np.ceil(np.sqrt(bins / bins.max()) * len(_SHADES)).astype(int)
-    return "".join(
-        f'<path fill-opacity="{shade:g}" d="{"".join(f"M{k} 0h1v1h-1z" for k in places)}"/>'
-        for level, shade in enumerate(_SHADES, 1)
-        if (places := np.flatnonzero(levels == level)).size
-    )
-
-
-def _powers(low: int, high: int) -> list[tuple[float, str]]:
-    """Return the powers of ten between two powers of two, as positions between 0 and 1 with texts."""
-    log = math.log10(2)
-    return [((k / log - low) / (high - low), _power(k)) for k in _decades(low * log, high * log, 6)]
+    return f'{legend}<table class="heat"><tbody>{rows}{axis}</tbody></table>'

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
+from html import escape
 from itertools import islice
 from typing import Any, cast
 
 from ..._version import __version__
+from ...base.html import escaped
 from ...base.layout import figure
 from ...base.paths import PathLike, native_path
 from ...base.scheme import parse, usual_axis
@@ -23,9 +24,11 @@ from ...engine.codes.pieces import Meter, in_order
 from ...engine.run.progress import Bars, Progress, bars
 from ...errors import RangeError, SafeloadError, public
 from ...formats.registry import UnknownGlobals
+from ...formats.verifying import entry_of
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
 from ..folders.output import Output
+from ..inspect.info import totals_of
 from ..measure.stats import HISTOGRAM_EDGES, TensorStats
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog
@@ -56,9 +59,6 @@ _SPREAD = (
     Line("largest absolute value", 1, lambda row: float(row.stats.absmax)),
     Line("standard deviation", 0, lambda row: float(row.stats.std)),
 )
-
-# Bytes per read: enough to amortize the call.
-_PIECE = 1 << 20
 
 # The variable with the date of the page, in seconds since 1970: https://reproducible-builds.org/specs/source-date-epoch/
 _EPOCH = "SOURCE_DATE_EPOCH"
@@ -167,9 +167,52 @@ def page_of(
     mood = "bad" if report.errors else "odd" if report.warnings else "calm" if report.notes else "good"
     checked = f"checked: {report.checked}" if report.tensors else ""
     name = os.path.abspath(report.source) if local else report.source.rstrip("/")
+    about = {"Path": report.source, "Date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(date))}
+    known = [nbytes for nbytes in sizes.values() if nbytes is not None]
+    if known:
+        count = f" in {plural(len(known), 'file')}" if len(known) > 1 else ""
+        about["Size"] = f"{size(sum(known))}{count} ({sum(known):,} bytes)"
+    if digests:
+        about["SHA-256"] = next(iter(digests.values())) if len(sizes) == 1 else "see the table of files at the end"
+    about["Written by"] = f"safeload {__version__}"
     title = os.path.basename(name) or report.source
-    about = facts(_about(report.source, sizes, digests, date), "meta")
-    return page.page(title, report.verdict, mood, checked=checked, about=about, sections=parts), report
+    meta = facts(about.items(), "meta")
+    return page.page(title, report.verdict, mood, checked=checked, about=meta, sections=parts), report
+
+
+def _now() -> int:
+    """Return the time in seconds since 1970, or SOURCE_DATE_EPOCH for reproducible pages."""
+    text = os.environ.get(_EPOCH)
+    if text is None:
+        return int(time.time())
+    if not (text.isascii() and text.isdigit() and len(text) <= 12 and int(text) < 253_402_300_800):
+        raise ValueError(f"{_EPOCH} must be seconds since 1970, got {text[:40]!r}")
+    return int(text)
+
+
+def _size_of(path: str) -> int | None:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None  # reading a pipe would block
+
+
+def _digests(sizes: Mapping[str, int | None], threads: int | None, bars: Bars) -> dict[str, str]:
+    """Return the SHA-256 of files, without unreadable files, hashing several files at a time."""
+    files = [file for file, nbytes in sizes.items() if nbytes is not None]
+    total = sum(filter(None, sizes.values()))
+    with bars("sha256") as progress:
+        meter = Meter(progress, total)
+
+        def digest(file: str) -> str | None:
+            try:
+                return str(entry_of(file, meter.add)["sha256"])
+            except (OSError, SafeloadError):
+                return None
+
+        digests = zip(files, in_order(digest, files, threads, total), strict=True)
+        return {file: value for file, value in digests if value is not None}
 
 
 # ---- sections ----
@@ -180,8 +223,17 @@ def _findings(report: CheckReport) -> str:
     groups = gather(report)
     items = []
     for first, *more in groups[:_GROUPS]:
-        similar = [(item.tensor or "file", item.message) for item in more[:_LISTED]]
-        items.append(page.finding(first, similar=similar, left=max(0, len(more) - _LISTED)))
+        lines = [f"<li><code>{escaped(f.tensor or 'file')}</code> {escaped(f.message)}</li>" for f in more[:_LISTED]]
+        if len(more) > _LISTED:
+            lines.append(f"<li>and {len(more) - _LISTED:,} more; safeload check --json lists all</li>")
+        inside = f"<ul>{''.join(lines)}</ul>" if lines else ""
+        many = f'<span class="soft small">{plural(1 + len(more), "tensor")}</span>' if more else ""
+        items.append(
+            f'<li class="{escape(first.severity)}"><p class="what"><b>{escape(first.severity)}</b> '
+            f"<code>{escaped(first.code)}</code>{many}</p>"
+            f"<p><code>{escaped(first.tensor or 'file')}</code> {escaped(first.message)}</p>"
+            f"{collapsible(f'{len(more):,} more like it', inside, rows=len(lines))}</li>"
+        )
     if not items:
         return ""
     left = len(groups) - len(items)
@@ -195,17 +247,28 @@ def _sections(
     """Yield the sections about an open checkpoint; ``scheme`` adds its quantization error."""
     infos = opened.tensors
     shown = content({name: info.nbytes for name, info in infos.items()}, report.stats)
-    metadata = [(key, _value(value)) for key, value in islice(opened.metadata.items(), _METADATA)]
+    tiles = {"format": opened.format, "tensors": f"{report.tensors:,}", "parameters": f"{report.parameters:,}"}
+    tiles["tensor size"] = size(report.nbytes)
+    if infos:
+        tiles["dtypes"] = ", ".join(totals_of(infos.values()))
+    if report.schema is not None:
+        tiles["schema"] = report.schema
+    metadata = []
+    for key, value in islice(opened.metadata.items(), _METADATA):
+        if not isinstance(value, str):
+            value = show(value)
+        elif len(value) > _LENGTH:
+            value = f"{value[:_LENGTH]}…"
+        metadata.append((key, value))
     title = _some(len(opened.metadata), _METADATA, "metadata entry", "metadata entries")
     listed = collapsible(title, facts(metadata, "pairs"), rows=len(metadata))
-    yield section("Contents", facts(_facts(opened, report), "tiles"), listed)
+    yield section("Contents", facts(tiles.items(), "tiles"), listed)
     if not infos:
         return
-    layered = bool(shown.layered)
     layers = len({row.layer for row in shown.layered})
     cut = f"The first {page.LAYERS} of {layers:,} layers." if layers > page.LAYERS else ""
-    by_layer = page.part("By layer", page.soft(cut) + page.stacks(shown)) if layered else ""
-    yield section("Size breakdown", page.bars(shown), by_layer, note=_BARS if layered else "")
+    by_layer = f"<h3>By layer</h3>{page.soft(cut)}{page.stacks(shown)}" if layers else ""
+    yield section("Size breakdown", page.bars(shown), by_layer, note=_BARS if layers else "")
     yield _sizes(opened)
     lines = [row for row in shown.layered if row.stats is not None]
     yield section("Values by layer", page.panels(lines, _SPREAD, log=True), note=cut)
@@ -235,26 +298,6 @@ def _some(count: int, limit: int, singular: str, plural: str) -> str:
     return total if count <= limit else f"the first {limit:,} of {total}"
 
 
-def _value(value: Any) -> str:
-    if not isinstance(value, str):
-        return show(value)
-    return value if len(value) <= _LENGTH else f"{value[:_LENGTH]}…"
-
-
-def _facts(opened: Checkpoint, report: Any) -> Iterator[tuple[str, str]]:
-    yield "format", opened.format
-    yield "tensors", f"{report.tensors:,}"
-    yield "parameters", f"{report.parameters:,}"
-    yield "tensor size", size(report.nbytes)
-    totals: dict[str, int] = {}
-    for info in opened.tensors.values():
-        totals[info.dtype] = totals.get(info.dtype, 0) + info.nbytes
-    if totals:
-        yield "dtypes", ", ".join(sorted(totals, key=lambda code: -totals[code]))
-    if report.schema is not None:
-        yield "schema", report.schema
-
-
 def _sizes(opened: Checkpoint) -> str:
     """Return the memory that the checkpoint takes as each dtype and scheme."""
     from ..measure.sizes import sizes
@@ -271,39 +314,15 @@ def _sizes(opened: Checkpoint) -> str:
 
 
 def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None, bars: Bars) -> str:
-    """Return the section on the quantization error, reading tensors one at a time."""
-    errors, refused = _errors(opened, scheme, threads, bars)
-    if not errors and not refused:
-        return ""
-    from ..quantize.quantization_error import COLUMNS
-
-    worst = sorted(errors.items(), key=lambda item: item[1].snr_db)
-    header, rows = ["tensor", *COLUMNS], [[name, *error.cells()] for name, error in worst[:_ROWS]]
-    if refused:
-        header.append("not quantized")
-        rows = [[*row, ""] for row in rows]
-        rows += [[name, "", "", "", reason] for name, reason in islice(refused.items(), _ROWS)]
-    line = Line("signal-to-noise ratio in dB, higher is better", 2, lambda row: float(errors[row.name].snr_db))
-    title = f"{_some(len(errors) + len(refused), len(rows), 'tensor', 'tensors')}, worst first"
-    return section(
-        f"Error when quantized to {scheme}",
-        page.panels([row for row in shown.layered if row.name in errors], [line], log=False),
-        table(title, header, rows, label=f"quantization error of {scheme}"),
-    )
-
-
-def _errors(
-    opened: Checkpoint, scheme: SchemeName, threads: int | None, bars: Bars
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Measure the errors of tensors that `load_quantized` quantizes; list reasons why tensors cannot be quantized."""
+    """Return the section on the errors of tensors that `load_quantized` quantizes, reading one at a time."""
     from ..quantize.checkpoint import ModelRules, Rules
-    from ..quantize.quantization_error import quantization_error
+    from ..quantize.quantization_error import COLUMNS, quantization_error
     from ..quantize.quantize import quantize
 
     catalog, rules = Catalog.of(opened), Rules(scheme, None)
     rules.schema = ModelRules.of(catalog).schema
     errors: dict[str, Any] = {}
-    refused: dict[str, str] = {}
+    refused: dict[str, str] = {}  # reasons
     sizes = catalog.sizes([*catalog])
     with bars(scheme) as progress:
         meter = Meter(progress, sum(sizes.values()))
@@ -319,63 +338,18 @@ def _errors(
                 except RangeError as problem:
                     refused[name] = str(problem)
             meter.add(nbytes)
-    return errors, refused
-
-
-# ---- source files ----
-
-
-def _digests(sizes: Mapping[str, int | None], threads: int | None, bars: Bars) -> dict[str, str]:
-    """Return the SHA-256 of files, without unreadable files, hashing several files at a time."""
-    files = [file for file, nbytes in sizes.items() if nbytes is not None]
-    total = sum(filter(None, sizes.values()))
-    with bars("sha256") as progress:
-        meter = Meter(progress, total)
-        digests = in_order(lambda file: _sha256(file, meter), files, threads, total)
-        return {file: value for file, value in zip(files, digests, strict=True) if value is not None}
-
-
-def _about(
-    path: str, nbytes: Mapping[str, int | None], digests: Mapping[str, str], seconds: int
-) -> Iterator[tuple[str, str]]:
-    """Yield names and values of the head: path, date, size, digest, version."""
-    yield "Path", path
-    yield "Date", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    sizes = [size for size in nbytes.values() if size is not None]
-    if sizes:
-        count = f" in {plural(len(sizes), 'file')}" if len(sizes) > 1 else ""
-        yield "Size", f"{size(sum(sizes))}{count} ({sum(sizes):,} bytes)"
-    if digests:
-        yield "SHA-256", next(iter(digests.values())) if len(nbytes) == 1 else "see the table of files at the end"
-    yield "Written by", f"safeload {__version__}"
-
-
-def _now() -> int:
-    """Return the time in seconds since 1970, or SOURCE_DATE_EPOCH for reproducible pages."""
-    text = os.environ.get(_EPOCH)
-    if text is None:
-        return int(time.time())
-    if not (text.isascii() and text.isdigit() and len(text) <= 12 and int(text) < 253_402_300_800):
-        raise ValueError(f"{_EPOCH} must be seconds since 1970, got {text[:40]!r}")
-    return int(text)
-
-
-def _size_of(path: str) -> int | None:
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None  # reading a pipe would block
-
-
-def _sha256(file: str, meter: Meter) -> str | None:
-    digest = hashlib.sha256()
-    memory = memoryview(bytearray(_PIECE))
-    try:
-        with open(file, "rb", buffering=0) as stream:
-            while count := stream.readinto(memory):
-                digest.update(memory[:count])
-                meter.add(count)
-    except OSError:
-        return None
-    return digest.hexdigest()
+    worst = sorted(errors.items(), key=lambda item: item[1].snr_db)
+    header, rows = ["tensor", *COLUMNS], [[name, *error.cells()] for name, error in worst[:_ROWS]]
+    if refused:
+        header.append("not quantized")
+        rows = [[*row, ""] for row in rows]
+        rows += [[name, "", "", "", reason] for name, reason in islice(refused.items(), _ROWS)]
+    if not rows:
+        return ""
+    line = Line("signal-to-noise ratio in dB, higher is better", 2, lambda row: float(errors[row.name].snr_db))
+    title = f"{_some(len(errors) + len(refused), len(rows), 'tensor', 'tensors')}, worst first"
+    return section(
+        f"Error when quantized to {scheme}",
+        page.panels([row for row in shown.layered if row.name in errors], [line], log=False),
+        table(title, header, rows, label=f"quantization error of {scheme}"),
+    )

@@ -84,23 +84,22 @@ class StoredRange(NamedTuple):
 def _places(file: WeightFile) -> list[StoredRange]:
     """Return the stored tensors of a file that have bytes, in the order of their bytes."""
     table = file.table
-    places = set()
-
-    def add(begin: int, end: int, name: str, tensor: str, shape: Sequence[int], item: int) -> None:
-        rows = math.prod(shape[:-1])
-        row = (end - begin) // rows if rows and (end - begin) % rows == 0 else end - begin
-        if begin < end:
-            places.add(StoredRange(begin, end, name, tensor, row, item))
-
+    parts = []
     for k, (name, (begin, end)) in enumerate(zip(table.names, table.byte_ranges(), strict=True)):
         packed = table.packed(k) if table.quantized else None
         if packed is None:
             row = table.row(k)
-            add(begin, end, name, name, table.shape(k), 1 if row.blocked or row.bits < 8 else row.bits // 8)
-            continue
-        for part in packed.parts.values():
-            if part.file is file:
-                add(part.begin, part.end, part.name, name, part.shape, 1)
+            item = 1 if row.blocked or row.bits < 8 else row.bits // 8
+            parts.append((begin, end, name, name, table.shape(k), item))
+        else:
+            own = (part for part in packed.parts.values() if part.file is file)
+            parts += [(part.begin, part.end, part.name, name, part.shape, 1) for part in own]
+    places = set()
+    for begin, end, name, tensor, shape, item in parts:
+        nbytes, rows = end - begin, math.prod(shape[:-1])
+        if nbytes > 0:
+            row_size = nbytes // rows if rows and nbytes % rows == 0 else nbytes
+            places.add(StoredRange(begin, end, name, tensor, row_size, item))
     return sorted(places)
 
 
@@ -111,6 +110,7 @@ def finding_of(
     begin: int,
     end: int,
     places: Sequence[StoredRange],  # with these bytes
+    *,
     unwritten: bool,
     where: str,
     role: Callable[[str], str | None],
@@ -325,7 +325,7 @@ def check_runs(
                 continue
             if end == last if stats is None else any(low < end and begin < high for low, high in holes):
                 continue  # `check_tails` has judged it, or this function without statistics
-            finding = finding_of(begin, end, inside, stats is None, where, role)
+            finding = finding_of(begin, end, inside, unwritten=stats is None, where=where, role=role)
             if finding is not None:
                 yield finding
                 whole = (place.tensor for place in inside if begin <= place.begin and place.end <= end)
