@@ -7,19 +7,21 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...base.layout import quantity, shorten, table, terminal_columns, terminal_rows, wrap
+from ...base.gc_pause import paused
+from ...base.layout import BETWEEN_PARTS, quantity, shorten, table, terminal_columns, terminal_rows, wrap
 from ...base.listing import TensorInfos
+from ...base.names import families, natural_key
 from ...base.results import Result, plain
 from ...base.selecting import Patterns, select
 from ...base.table import TensorInfo
 from ...base.text import clip, plural, printable, show, size
 from ...base.url import is_url, shown
 from ...checkpoint import Checkpoint, codes_of, settings_of, tensors_of
-from ...engine.run.weight_file import WeightFile
 from ...errors import exported, public
 from ...formats.opening import Paths
 from ...formats.registry import FormatName, UnknownGlobals
@@ -27,13 +29,15 @@ from ...loading import entry as loading
 from ...models.diffusion import ARCHITECTURE, model_of
 from ...packed.gptq import zeros_disagree
 from ...packed.quantization import quantization_of
-from . import adapters, listing
+from . import adapters
 
 # Maximum number of rows on a terminal.
 ROWS = 100
 # Maximum number of values shown from a list in the metadata, such as a vocabulary; --json has all.
 _ITEMS = 8
 
+# Maximum depth of the tree, which is walked recursively; deeper names stay whole.
+_LEVELS = 32
 
 # Maximum number of reasons why known families cannot be dequantized.
 _REASONS = 3
@@ -47,25 +51,6 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 
 # Longest text and largest number to show: larger values are garbage.
 _TEXT, _NUMBER = 80, 10**12
-
-
-class View(NamedTuple):
-    """How to show a listing."""
-
-    title: str
-    columns: int | None  # the width; None cuts nothing
-    rows: int | None = ROWS  # maximum number of rows; None shows all
-    hint: str = ""  # the end of lines that count hidden rows
-    sort: str | None = None  # one of `listing.KEYS`
-    alone: bool = False  # give each tensor its own row
-    tree: bool = False
-    depth: int | None = None  # maximum number of levels of the tree
-    memory: bool = False  # show the size when loaded
-    words: Callable[[str], str] = str  # translates messages
-
-    def rest(self, hidden: int, noun: str) -> str:
-        """Return the line that counts hidden rows."""
-        return f"... and {plural(hidden, noun)} more{self.hint}"
 
 
 @exported()
@@ -155,8 +140,8 @@ class Info(Result):
         }
 
     def __str__(self) -> str:
-        view = View(title_of(self.path), terminal_columns(), terminal_rows(ROWS))
-        return "\n".join(line for line, _ in lines(self, view))
+        shown = lines(self, title_of(self.path), columns=terminal_columns(), rows=terminal_rows(ROWS))
+        return "\n".join(line for line, _ in shown)
 
     def __repr__(self) -> str:
         return f"<Info {show(self.path)}: {self.format}, {plural(self.tensor_count, 'tensor')}, {size(self.nbytes)}>"
@@ -174,99 +159,6 @@ def totals_of(infos: Iterable[TensorInfo]) -> dict[str, tuple[int, int, int]]:
         count, elements, nbytes = totals.get(info.dtype, (0, 0, 0))
         totals[info.dtype] = count + 1, elements + info.size, nbytes + info.nbytes
     return dict(sorted(totals.items(), key=lambda item: (-item[1][2], item[0])))
-
-
-def lines(info: Info, view: View) -> Iterator[tuple[str, str]]:
-    """Yield the lines of the listing, each with its colour or ""."""
-    width, infos = view.columns, list(info.tensors.values())
-    totals = totals_of(infos)
-    parameters, nbytes = (sum(total[k] for total in totals.values()) for k in (1, 2))
-    for line in _head(info, view):
-        yield line, ""
-    if info.selected:
-        count = f"{len(infos):,} of {plural(info.tensor_count, 'tensor')}"
-        yield f"selected: {count}, {quantity(parameters, 'parameter')}, {size(nbytes)}", ""
-    inner = None if width is None else width - 2
-    if info.metadata:
-        yield from (("", ""), ("metadata", "head"))
-        for key, value in info.metadata.items():
-            yield "  " + clip(printable(f"{key}: {_brief(value)}"), inner), ""
-    if info.globals:
-        yield from (("", ""), ("globals that the pickle references (nothing is imported or called)", "head"))
-        named = list(info.globals.items())[: None if width is None else ROWS]
-        for name, harmless in named:
-            room = None if width is None else width - 30
-            yield "  " + clip(printable(name), room) + ("" if harmless else "  not on the allowlist, kept inert"), ""
-    if totals:
-        yield "", ""
-        rows = [(c, f"{n:,}", f"{e:,}", size(b)) for c, (n, e, b) in totals.items()]
-        if len(rows) > 1:
-            rows.append(("total", f"{len(infos):,}", f"{parameters:,}", size(nbytes)))
-        head, *body = table(("dtype", "tensors", "elements", "size"), rows, right=frozenset((1, 2, 3)), columns=width)
-        yield from ((head, "head"), *((line, "") for line in body), ("", ""))
-        yield from _listing(infos, view)
-
-
-def _listing(infos: Sequence[TensorInfo], view: View) -> Iterator[tuple[str, str]]:
-    """Yield the tensors as a table or as a tree."""
-    rows = listing.rows_of(infos, alone=view.alone)
-    rows = listing.as_tree(rows, view.sort, view.depth) if view.tree else listing.ordered(rows, view.sort)
-    first = rows[: view.rows]
-    head, *body = listing.as_table(first, view.columns, tree=view.tree)
-    yield head, "head"
-    for line in body:
-        yield line, ""
-    if len(first) < len(rows) and view.tree:
-        yield view.rest(len(rows) - len(first), "row"), ""
-    elif len(first) < len(rows):
-        yield view.rest(len(infos) - sum(row.number for row in first), "tensor"), ""
-
-
-def _head(info: Info, view: View) -> Iterator[str]:
-    """Yield the summary: files, parameters, model, quantization, memory."""
-    width, sizes = view.columns, list(info.files.values())
-    totals = [info.format, plural(info.tensor_count, "tensor")]
-    if len(sizes) > 1:
-        totals.insert(0, plural(len(sizes), "file"))
-    if info.tensor_count:
-        totals.append(quantity(info.parameters, "parameter"))
-    totals.append(size(sum(sizes)))
-    yield from _fit(f"{view.title}: {', '.join(totals)}", width)
-    if len(sizes) > 1:
-        room = None if width is None else width - 16
-        files = [printable(os.path.basename(file)) for file in info.files][: view.rows]
-        for name, nbytes in zip(shorten(files, room), sizes, strict=False):
-            yield f"  {name}  {size(nbytes)}"
-        if len(files) < len(sizes):
-            yield f"  ... and {plural(len(sizes) - len(files), 'file')} more"
-    memory = info.memory if view.memory else {}
-    remarks = [
-        *info.notes,
-        *adapters.lines(info.adapter, view.rows, view.rest),
-        info.model,
-        *info.quantization,
-        f"header: {size(info.header_nbytes)}" if info.header_nbytes is not None and info.tensor_count else "",
-        f"memory: as {', '.join(f'{name} {size(n)}' for name, n in memory.items())}" if memory else "",
-    ]
-    for line in filter(None, remarks):
-        yield from _fit(view.words(line), width)
-
-
-def _fit(line: str, width: int | None) -> list[str]:
-    """Wrap a line of prose to at most four lines on a terminal."""
-    return [printable(line)] if width is None else wrap(clip(printable(line), 4 * width), width, hanging="  ")
-
-
-def _brief(value: Any) -> str:
-    """Format a metadata value, cutting long lists."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (list, np.ndarray)) and len(value) > _ITEMS:
-        return f"{len(value):,} values, {json.dumps(plain(value[:_ITEMS], lossless=True))[:-1]}, ..."
-    return json.dumps(plain(value, lossless=True))
-
-
-# ---- describing ----
 
 
 @public
@@ -335,11 +227,24 @@ def describe(
     infos = opened.tensors
     adapter = adapters.about(path, opened, base, storage_options)
     names = None if only is drop is None else select(infos, only, drop)
+    # Of other files than these the size is that of the tensors alone, such as external data of ONNX.
+    whole = [file for file in opened.weight_files if file.unpacked or file.path == opened.weight_files[0].path]
+    header = None
+    if opened.format in _WITH_HEADER and opened.weight_files:
+        files = opened.weight_files
+        header = sum(min((begin for begin, _ in file.table.byte_ranges()), default=file.size) for file in files)
+    loaded: dict[str, int] = {}
+    if memory and infos:
+        from ..measure.sizes import sizes  # only here: importing it takes milliseconds
+
+        measured = sizes(opened)
+        loaded = dict(measured.dtypes)  # and the schemes that would quantize a tensor
+        loaded |= {name: n for name, n in measured.schemes.items() if n != loaded.get("float32")}
     return Info(
         path=path,
         format=opened.format,
-        files={file.path: _size_of(file, opened) for file in opened.weight_files},
-        header_nbytes=_header_nbytes(opened),
+        files={file.path: file.identity[0] if file in whole else file.size for file in opened.weight_files},
+        header_nbytes=header,
         notes=opened.notes,
         model=_model(opened.config, opened.metadata),
         metadata=opened.metadata,
@@ -350,33 +255,10 @@ def describe(
         parameters=sum(info.size for info in infos.values()),
         nbytes=opened.nbytes,
         dtypes=totals_of(infos.values()),
-        memory=_memory(opened) if memory and infos else {},
+        memory=loaded,
         quantization=list(_quantization(opened)),
         adapter=adapter,
     )
-
-
-def _size_of(file: WeightFile, opened: Checkpoint) -> int:
-    """Return the size on disk: of the file itself if it holds tensors of others, such as external data of ONNX."""
-    size: int = file.identity[0]
-    return size if file.unpacked or file.path == opened.weight_files[0].path else file.size
-
-
-def _header_nbytes(opened: Checkpoint) -> int | None:
-    """Return the bytes of all headers, for formats with a header."""
-    if opened.format not in _WITH_HEADER or not opened.weight_files:
-        return None
-    files = opened.weight_files
-    return sum(min((begin for begin, _ in file.table.byte_ranges()), default=file.size) for file in files)
-
-
-def _memory(opened: Checkpoint) -> dict[str, int]:
-    """Return the bytes of all loaded tensors by dtype or scheme; schemes only if they would quantize a tensor."""
-    from ..measure.sizes import sizes  # only here: importing it takes milliseconds
-
-    loaded = sizes(opened)
-    schemes = {name: nbytes for name, nbytes in loaded.schemes.items() if nbytes != loaded.dtypes.get("float32")}
-    return {**loaded.dtypes, **schemes}
 
 
 def _quantization(opened: Checkpoint) -> Iterator[str]:
@@ -452,3 +334,184 @@ def _text(values: Mapping[Any, Any], *keys: str) -> str | None:
 def _number(values: Mapping[Any, Any], *keys: str) -> int | None:
     numbers = (values.get(key) for key in keys)
     return next((int(v) for v in numbers if isinstance(v, int) and type(v) is not bool and 0 <= v < _NUMBER), None)
+
+
+# ---- the listing ----
+
+
+class Row(NamedTuple):
+    """A tensor, a group of equal tensors, or the sum of a module."""
+
+    name: str  # with braces for a group, such as ``h.{0..11}.w``
+    dtype: str  # "" for a module
+    shape: tuple[int, ...] | None  # of each tensor; None for a module
+    number: int  # of tensors
+    parameters: int  # of all tensors
+    nbytes: int  # of all tensors
+
+
+def _by_name(row: Row) -> Any:
+    return natural_key(row.name)
+
+
+# Sort keys; numbers in descending order.
+KEYS: dict[str, Callable[[Row], Any]] = {
+    "name": _by_name,
+    "dtype": lambda row: (row.dtype, _by_name(row)),
+    "shape": lambda row: tuple(-dim for dim in row.shape or ()),
+    "parameters": lambda row: -row.parameters,
+    "size": lambda row: -row.nbytes,
+}
+
+
+def lines(
+    info: Info,
+    title: str,
+    *,
+    columns: int | None,  # the width; None cuts nothing
+    rows: int | None = ROWS,  # maximum number of rows; None shows all
+    hint: str = "",  # the end of lines that count hidden rows
+    sort: str | None = None,  # one of `KEYS`
+    alone: bool = False,  # give each tensor its own row
+    tree: bool = False,
+    depth: int | None = None,  # maximum number of levels of the tree
+    memory: bool = False,  # show the size when loaded
+    words: Callable[[str], str] = str,  # translates messages
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the listing, each with its colour or ""."""
+    infos, sizes = list(info.tensors.values()), list(info.files.values())
+    totals = totals_of(infos)
+    parameters, nbytes = (sum(total[k] for total in totals.values()) for k in (1, 2))
+
+    def rest(hidden: int, noun: str) -> str:
+        return f"... and {plural(hidden, noun)} more{hint}"
+
+    def wrapped(line: str) -> Iterator[tuple[str, str]]:  # prose takes at most four lines on a terminal
+        line = printable(line)
+        for part in [line] if columns is None else wrap(clip(line, 4 * columns), columns, hanging="  "):
+            yield part, ""
+
+    counts = [plural(len(sizes), "file")] if len(sizes) > 1 else []
+    counts += [info.format, plural(info.tensor_count, "tensor")]
+    counts += [quantity(info.parameters, "parameter")] if info.tensor_count else []
+    yield from wrapped(f"{title}: {', '.join([*counts, size(sum(sizes))])}")
+    if len(sizes) > 1:
+        files = [printable(os.path.basename(file)) for file in info.files][:rows]
+        for name, total in zip(shorten(files, None if columns is None else columns - 16), sizes, strict=False):
+            yield f"  {name}  {size(total)}", ""
+        if len(files) < len(sizes):
+            yield f"  ... and {plural(len(sizes) - len(files), 'file')} more", ""
+    loaded = ", ".join(f"{name} {size(total)}" for name, total in info.memory.items()) if memory else ""
+    remarks = [
+        *info.notes,
+        *adapters.lines(info.adapter, rows, rest),
+        info.model,
+        *info.quantization,
+        f"header: {size(info.header_nbytes)}" if info.header_nbytes is not None and info.tensor_count else "",
+        f"memory: as {loaded}" if loaded else "",
+    ]
+    for line in filter(None, remarks):
+        yield from wrapped(words(line))
+    if info.selected:
+        count = f"{len(infos):,} of {plural(info.tensor_count, 'tensor')}"
+        yield f"selected: {count}, {quantity(parameters, 'parameter')}, {size(nbytes)}", ""
+    if info.metadata:
+        yield from (("", ""), ("metadata", "head"))
+        for key, value in info.metadata.items():
+            entry = printable(f"{key}: {_brief(value)}")
+            yield "  " + clip(entry, None if columns is None else columns - 2), ""
+    if info.globals:
+        yield from (("", ""), ("globals that the pickle references (nothing is imported or called)", "head"))
+        for name, harmless in list(info.globals.items())[: None if columns is None else ROWS]:
+            shown = clip(printable(name), None if columns is None else columns - 30)
+            yield f"  {shown}{'' if harmless else '  not on the allowlist, kept inert'}", ""
+    if not totals:
+        return
+    cells = [(code, f"{n:,}", f"{count:,}", size(total)) for code, (n, count, total) in totals.items()]
+    if len(cells) > 1:
+        cells.append(("total", f"{len(infos):,}", f"{parameters:,}", size(nbytes)))
+    yield "", ""
+    yield from _table(("dtype", "tensors", "elements", "size"), cells, 1, columns)
+    yield "", ""
+    listed = rows_of(infos, alone=alone, sort=None if tree else sort)
+    if tree:
+        listed = list(_walk([(BETWEEN_PARTS.split(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
+    first = listed[:rows]
+    with paused(len(first)):
+        named = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in first]
+        if tree:
+            header = ("module", "dtype", "shape", "parameters", "size")
+            summed = [(*row[:3], f"{own.parameters:,}", row[3]) for row, own in zip(named, first, strict=True)]
+            table_lines = list(_table(header, summed, 3, columns))
+        else:
+            table_lines = list(_table(("tensor", "dtype", "shape", "size"), named, 3, columns))
+    yield from table_lines
+    if len(first) < len(listed):
+        hidden = (
+            (len(listed) - len(first), "row") if tree else (len(infos) - sum(row.number for row in first), "tensor")
+        )
+        yield rest(*hidden), ""
+
+
+def _table(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: int, columns: int | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a table, of which the first ``left`` columns are text."""
+    head, *body = table(header, rows, right=frozenset(range(left, len(header))), columns=columns)
+    yield head, "head"
+    for line in body:
+        yield line, ""
+
+
+def _shape(row: Row) -> str:
+    return "" if row.shape is None else str([*row.shape]) + (f" x {row.number:,}" if row.number > 1 else "")
+
+
+def _brief(value: Any) -> str:
+    """Format a metadata value, cutting long lists."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, np.ndarray)) and len(value) > _ITEMS:
+        return f"{len(value):,} values, {json.dumps(plain(value[:_ITEMS], lossless=True))[:-1]}, ..."
+    return json.dumps(plain(value, lossless=True))
+
+
+def rows_of(infos: Sequence[TensorInfo], *, alone: bool, sort: str | None) -> list[Row]:
+    """Return rows in file order, with equal layers in one row; if ``alone``, a row per tensor in natural order."""
+    with paused(len(infos)):
+        if alone:
+            rows = sorted((Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos), key=_by_name)
+        else:
+            rows = []
+            for name, first, number in families(
+                [info.name for info in infos], [(i.dtype, i.shape, i.nbytes) for i in infos]
+            ):
+                info = infos[first]
+                rows.append(Row(name, info.dtype, info.shape, number, number * info.size, number * info.nbytes))
+        return rows if sort is None else sorted(rows, key=KEYS[sort])
+
+
+def _walk(rows: Sequence[tuple[Sequence[str], Row]], key: str | None, depth: int | None, level: int) -> Iterator[Row]:
+    """Yield the rows of a module, given the parts of their names below it."""
+    groups: dict[Any, list[tuple[Sequence[str], Row]]] = {}
+    for k, (parts, row) in enumerate(rows):
+        # Rows of tensors can share a name, if dtypes or shapes of layers differ.
+        groups.setdefault(parts[0] if len(parts) > 1 else k, []).append((parts, row))
+    nodes: list[tuple[Row, list[tuple[Sequence[str], Row]]]] = []
+    for inside in groups.values():
+        if len(inside) == 1:
+            ((parts, row),) = inside
+            nodes.append((row._replace(name="".join(parts)), []))
+            continue
+        # A module with an only child is joined with it: "model.layers" instead of "layers" in "model".
+        columns = zip(*(parts[:-1] for parts, _ in inside), strict=False)  # as long as the shortest name
+        common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+        number, parameters, nbytes = map(sum, zip(*(row[3:] for _, row in inside), strict=True))
+        own = Row("".join(common), "", None, number, parameters, nbytes)
+        nodes.append((own, [(parts[len(common) :], row) for parts, row in inside]))
+    if key is not None:
+        nodes.sort(key=lambda node: KEYS[key](node[0]))
+    for row, inside in nodes:
+        yield row._replace(name="  " * level + (row.name[:-1] if inside else row.name))
+        if depth is None or level + 1 < depth:
+            yield from _walk(inside, key, depth, level + 1)
