@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -160,7 +160,17 @@ def check(
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         if executor is not None:
             raise in_memory("an array is", EXECUTOR)
-        return _validate_array(source, shape, options)
+        report = CheckReport(ARRAY)
+        refuse_masked(source, "the array")
+        catalog = Catalog.of({ARRAY: source})
+        if shape is not None:
+            if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
+                raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
+            actual = catalog.about(ARRAY).shape
+            if not structure.fits(actual, tuple(shape)):
+                sizes = ", ".join("?" if size is None else str(size) for size in shape)
+                report.add([find("array.shape", ARRAY, shape=list(actual), sizes=sizes)])
+        return _validate_tensors(report, catalog, options._replace(schema=None))
     if shape is not None:
         raise ValueError("shape= requires a single array")
     if isinstance(source, (Mapping, Catalog)):
@@ -300,22 +310,6 @@ def _validate_rest(
     return rest
 
 
-def _validate_array(
-    x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, options: CheckSettings
-) -> CheckReport:
-    report = CheckReport(ARRAY)
-    refuse_masked(x, "the array")
-    catalog = Catalog.of({ARRAY: x})
-    about = catalog.about(ARRAY)
-    if shape is not None:
-        if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
-            raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
-        if not structure.fits(about.shape, tuple(shape)):
-            sizes = ", ".join("?" if size is None else str(size) for size in shape)
-            report.add([find("array.shape", ARRAY, shape=list(about.shape), sizes=sizes)])
-    return _validate_tensors(report, catalog, options._replace(schema=None))
-
-
 class Model(NamedTuple):
     """Description of a model, known before its values are read."""
 
@@ -328,14 +322,6 @@ class Model(NamedTuple):
     def role(self, name: str) -> str | None:
         """Return the role of a tensor, or None if it is not in the schema."""
         return None if self.schema is None else self.schema.role(name)
-
-    def tied(self, names: Set[str]) -> dict[str, str]:
-        """Return the tied heads stored along with their embeddings, both among ``names``, and the embeddings."""
-        try:
-            expected = {} if self.schema is None else self.schema.expand(self.config, self.tensors.keys())
-        except ValueError:  # already reported by check_schema
-            return {}
-        return {w.name: w.tied for w in expected.values() if w.tied is not None and {w.name, w.tied} <= names}
 
 
 def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSettings) -> CheckReport:
@@ -462,7 +448,12 @@ def _check_contents(
         return
     selected = selected - catalog.unknown().keys()
     names = [name for name in model.tensors if name in selected and name not in model.codes]
-    pairs = model.tied(selected - zero)
+    pairs: dict[str, str] = {}  # tied heads stored along with their embeddings
+    if model.schema is not None:
+        with suppress(ValueError):  # already reported by check_schema
+            expected = model.schema.expand(model.config, model.tensors.keys()).values()
+            tied = {w.name: w.tied for w in expected if w.tied is not None}
+            pairs = {head: embedding for head, embedding in tied.items() if {head, embedding} <= selected - zero}
     tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
     codes = model.quantized.names
     with report.readable():
@@ -519,7 +510,7 @@ def _read(
         pieces = [
             *_entry_pieces(entries),
             *_value_pieces(catalog, names, options),
-            *(piece for pair in pairs.items() for piece in _pieces(_TIED, catalog, pair, whole=True)),
+            *(piece for pair in pairs.items() for piece in _pieces(catalog, pair, _TIED, whole=True)),
         ]
         tables = run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
         with paused(len(names)):
@@ -579,10 +570,6 @@ def _readable(names: Sequence[str], tensors: Descriptions, bad: set[str]) -> lis
 # ---- in pieces ----
 
 
-def _pieces(check: str, catalog: Catalog, names: Sequence[str], *, whole: bool = False) -> Iterator[dict[str, Any]]:
-    return pieces_of(catalog.sizes(names), catalog, whole=whole, operation="validate", check=check)
-
-
 def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
     sizes = [entry.info.packed for entry in entries]
     for group in groups(sizes, [entry.file for entry in entries], range(len(entries))):
@@ -596,21 +583,21 @@ def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
         yield {**piece, "nbytes": sum(sizes[k] for k in group)}
 
 
+def _pieces(catalog: Catalog, names: Sequence[str], check: str, **call: Any) -> Iterator[dict[str, Any]]:
+    return pieces_of(catalog.sizes(names), catalog, operation="validate", check=check, **call)
+
+
 def _value_pieces(catalog: Catalog, names: Sequence[str], options: CheckSettings) -> Iterator[dict[str, Any]]:
     tensors = catalog.descriptions(names)
-    for piece in _pieces("values", catalog, names):
+    for piece in _pieces(catalog, names, "values", histogram=options.histogram):
         int8 = [name for name in piece["names"] if tensors[name].scheme == INT8]
-        limits = {key: _plain_limit(getattr(options.limits, key), int8) for key in ("scale", "absmax")}
-        yield {**piece, **limits, "histogram": options.histogram}
-
-
-def _plain_limit(limit: Any, names: Sequence[str]) -> Any:
-    """Return a limit as a number, as numbers by name, or None if it applies to no tensor."""
-    if limit is None or not names:
-        return None
-    if not isinstance(limit, Mapping):
-        return float(limit)
-    return {name: float(limit[name]) for name in names if limit.get(name) is not None}
+        for key in ("scale", "absmax"):  # as a number, as numbers by name, or None if it applies to no tensor
+            limit = getattr(options.limits, key) if int8 else None
+            if isinstance(limit, Mapping):
+                piece[key] = {name: float(limit[name]) for name in int8 if limit.get(name) is not None}
+            else:
+                piece[key] = None if limit is None else float(limit)
+        yield piece
 
 
 def run(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -115,13 +115,13 @@ def quantized_parts(
         for name in tensors:
             role = None if schema is None else schema.role(name)
             unlisted = schema is not None and role is None and schema.role(f"{module_of(name)}.weight") is not None
-            if unlisted or (role is None and _PART.fullmatch(_last(name))):
+            if unlisted or (role is None and _is_part(name)):
                 names.add(name)
     if not names:
         return NOT_QUANTIZED
     modules = frozenset(map(module_of, names)) - {""}
     inside = [name for name in tensors if module_of(name) in modules]
-    names |= {name for name in inside if name.endswith(".weight") or _PART.fullmatch(_last(name))}
+    names |= {name for name in inside if name.endswith(".weight") or _is_part(name)}
     label = "codes with separate scales" if quantization is None else str(quantization)
     return Quantized(label, frozenset(names), modules, quantization is not None)
 
@@ -132,9 +132,9 @@ def module_of(name: str) -> str:
     return module if separator else name.rpartition(".")[0]
 
 
-def _last(name: str) -> str:
-    _, separator, last = name.rpartition(".weight.")
-    return last if separator else name.rpartition(".")[2]
+def _is_part(name: str) -> bool:
+    last = name.removeprefix(module_of(name)).removeprefix(".weight.").removeprefix(".")
+    return _PART.fullmatch(last) is not None
 
 
 # ---- without a schema ----
@@ -216,7 +216,6 @@ def check_schema(
 ) -> tuple[list[Finding], int]:
     """Compare names and shapes with a schema; return findings, and the number of compared tensors."""
     schema, inner = choice.schema, choice.inner
-    parts, modules = quantized.names, quantized.modules
 
     def unchecked(why: str) -> tuple[list[Finding], int]:
         return [find("schema.unchecked", why=why)], 0
@@ -227,58 +226,53 @@ def check_schema(
         if inner is not None:
             return unchecked(f"{inner.key}, schema {schema.name}: {problem}")
         return [find("schema.config", schema=schema.name, problem=problem)], 0
-    names = [name for name in tensors if name in expected and name not in parts]
-    if inner is not None and _mostly_absent(expected, tensors, modules):
+    names = [name for name in tensors if name in expected and name not in quantized.names]
+    required = [w for w in expected.values() if w.required and module_of(w.name) not in quantized.modules]
+    if inner is not None and 2 * sum(w.name in tensors for w in required) < len(required):
         return unchecked(f"{inner.key}: more than half of the tensors of schema {schema.name} are missing")
-    if tensors and (len(names) + len(parts)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
+    if tensors and (len(names) + len(quantized.names)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
         if quantized.configured:
             return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         first = next((f"its first name is {show(name)}" for name in expected), "it has no tensors for this config")
         facts: dict[str, Any] = {"schema": schema.name, "first": first, "known": len(names), "tensors": len(tensors)}
         return [find("schema.names", next(iter(tensors)), **facts)], 0
     findings, corrected = _find_causes(schema, config, tensors, names, expected)
-    findings += _check_missing(choice, expected, tensors, modules)
+    findings += _check_missing(choice, expected, {w.name for w in required if w.name not in tensors})
     if inner is not None and inner.whole:
         first = next(name for name in tensors if name in expected)
         findings.append(find("schema.prefix", first, prefix=show(inner.prefix), schema=schema.name))
     findings += _check_unexpected(choice, config, expected, tensors, quantized=quantized)
     source = "metadata" if schema.config == METADATA else "config"
-    findings += _check_shapes(names, {**expected, **corrected}, tensors, source)
+    for name in names:
+        w = corrected.get(name, expected[name])
+        if w.shape is not None and not fits(tensors[name].shape, w.shape):
+            sizes = ", ".join("?" if size is None else str(size) for size in w.shape)
+            facts = {"shape": list(tensors[name].shape), "formula": ", ".join(w.entry.shape or ()), "sizes": sizes}
+            findings.append(find("schema.shape", name, **facts, source=source))
     return findings, len(names)
 
 
-def _check_shapes(names: Sequence[str], expected: _Expected, tensors: Descriptions, source: str) -> Iterator[Finding]:
-    """Find wrong shapes; ``source`` names the origin of the expected sizes."""
-    for name in names:
-        shape = expected[name].shape
-        if shape is not None and not fits(tensors[name].shape, shape):
-            formula = ", ".join(expected[name].entry.shape or ())
-            sizes = ", ".join("?" if size is None else str(size) for size in shape)
-            stored = list(tensors[name].shape)
-            yield find("schema.shape", name, shape=stored, formula=formula, sizes=sizes, source=source)
+def _layer_of(expected: ExpectedTensor) -> _Layer | None:
+    return None if expected.layer is None else (expected.stack, expected.layer)
 
 
-def _mostly_absent(expected: _Expected, tensors: Descriptions, modules: frozenset[str]) -> bool:
-    """True if more than half of the required tensors are missing."""
-    required = [w.name for w in expected.values() if w.required and module_of(w.name) not in modules]
-    return 2 * sum(name in tensors for name in required) < len(required)
-
-
-def _check_missing(
-    choice: Choice,
-    expected: _Expected,
-    tensors: Descriptions,
-    modules: frozenset[str],
-) -> Iterator[Finding]:
+def _check_missing(choice: Choice, expected: _Expected, absent: Set[str]) -> Iterator[Finding]:
     """Find missing tensors; report whole layers, and tensors missing in all layers, only once."""
     required = [w for w in expected.values() if w.required and (choice.complete or w.entry.role != "head")]
-    missing = [w for w in required if w.name not in tensors and module_of(w.name) not in modules]
+    missing = [w for w in required if w.name in absent]
     if not missing:
         return
-    counts, lost = Counter(map(_layer_of, required)), Counter(map(_layer_of, missing))
+    counts, lost = (Counter(map(_layer_of, tensors)) for tensors in (required, missing))
     gone = {layer for layer in lost if layer is not None and lost[layer] == counts[layer]}
     layers = Counter(layer[0] for layer in counts if layer is not None)
-    usual, everywhere = _remaining(required, gone), _remaining(missing, gone)
+    # The tensors of each entry by layer, outside the layers that are missing whole.
+    usual: dict[str, Counter[_Layer]] = {}
+    everywhere: dict[str, Counter[_Layer]] = {}
+    for remaining, tensors in ((usual, required), (everywhere, missing)):
+        for w in tensors:
+            layer = _layer_of(w)
+            if layer is not None and layer not in gone:
+                remaining.setdefault(w.entry.name, Counter())[layer] += 1
     reported: set[Any] = set()
     for w in missing:
         layer, name = _layer_of(w), w.entry.name
@@ -300,20 +294,6 @@ def _check_missing(
             yield find("schema.missing", w.name, why=why)
 
 
-def _layer_of(expected: ExpectedTensor) -> _Layer | None:
-    return None if expected.layer is None else (expected.stack, expected.layer)
-
-
-def _remaining(tensors: Sequence[ExpectedTensor], gone: set[_Layer]) -> dict[str, Counter[_Layer]]:
-    """Count the tensors of each schema entry by layer, without the layers in ``gone``."""
-    counts: dict[str, Counter[_Layer]] = {}
-    for w in tensors:
-        layer = _layer_of(w)
-        if layer is not None and layer not in gone:
-            counts.setdefault(w.entry.name, Counter())[layer] += 1
-    return counts
-
-
 def _check_unexpected(
     choice: Choice,
     config: Mapping[str, Any] | None,
@@ -329,16 +309,18 @@ def _check_unexpected(
         return
     counts = Counter(layer[0] for layer in {_layer_of(w) for w in expected.values()} if layer is not None)
     beyond: Counter[_Layer] = Counter()
-    is_head = _heads_of(choice, expected)
+    # If the schema covers a part of the model, everything outside is a head.
+    inside = {w.name.partition(".")[0] for w in expected.values() if w.entry.role != "head"}
     heads, outside, unknown = [], [], []
     for name in unexpected:
         if name in quantized.names or module_of(name) in quantized.modules:
             continue
         match = schema.find(name)
-        if match is None or (match.entry.architectures and is_head(name)):
+        is_head = _HEAD.fullmatch(name) is not None if choice.complete else name.partition(".")[0] not in inside
+        if match is None or (match.entry.architectures and is_head):
             if inner is not None and not name.startswith(inner.prefix):
                 outside.append(name)
-            elif is_head(name):
+            elif is_head:
                 heads.append(name)
             elif quantized.configured:
                 unknown.append(name)
@@ -347,15 +329,23 @@ def _check_unexpected(
                 yield find("schema.unexpected", name, severity=severity, why=why)
         elif match.layer is not None and match.layer >= counts[match.stack]:
             beyond[match.stack, match.layer] += 1
-        elif _is_written_by_gptq(name, tensors):
-            yield find("schema.unexpected:gptq", name, why=_why_unexpected(match, schema))
         else:
-            yield find("schema.unexpected", name, severity=severity, why=_why_unexpected(match, schema))
+            # Early writers of GPTQ store a bias for every layer.
+            weight = tensors.get(f"{module_of(name)}.weight") if name.endswith(".bias") else None
+            if weight is not None and weight.packed and weight.dtype.startswith("gptq"):
+                yield find("schema.unexpected:gptq", name, why=_why_unexpected(match, schema))
+            else:
+                yield find("schema.unexpected", name, severity=severity, why=_why_unexpected(match, schema))
     for (stack, layer), count in sorted(beyond.items()):
         facts = {"layer": layer, "layers": counts[stack], "tensors": plural(count, "tensor")}
         yield find("schema.layer_extra", f"{stack}{layer}", severity=severity, **facts)
     if heads:
-        yield _note_heads(config, heads)
+        listed = None if config is None else config.get("architectures")
+        named = isinstance(listed, list) and listed and isinstance(listed[0], str)
+        subject = ", ".join(map(repr, heads[:4])) + (f" and {len(heads) - 4:,} more" if len(heads) > 4 else "")
+        subject = f"heads {subject} were" if len(heads) > 1 else f"head {subject} was"
+        architecture = listed[0][:100] if listed and named else "of the model"
+        yield find("head.unchecked", heads[0], architecture=architecture, heads=subject)
     if unknown:
         what = "name and shape were" if len(unknown) == 1 else "names and shapes were"
         tensor_count = plural(len(unknown), "tensor")
@@ -363,12 +353,6 @@ def _check_unexpected(
     if inner is not None and outside:
         rest = plural(len(outside), "other tensor")
         yield find("schema.unchecked:inner", outside[0], key=inner.key, schema=schema.name, tensors=rest)
-
-
-def _is_written_by_gptq(name: str, tensors: Descriptions) -> bool:
-    """True for the bias of a GPTQ weight: early writers store a bias for every layer."""
-    weight = tensors.get(f"{module_of(name)}.weight")
-    return name.endswith(".bias") and weight is not None and weight.packed and weight.dtype.startswith("gptq")
 
 
 def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
@@ -382,23 +366,6 @@ def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
     if entry.when is not None:
         return f"is present, but {entry.when} in the config excludes it"
     return "is a duplicate of a tensor under another name"
-
-
-def _heads_of(choice: Choice, expected: _Expected) -> Callable[[str], bool]:
-    """Return a predicate for the names of head tensors outside the schema."""
-    if choice.complete:
-        return lambda name: _HEAD.fullmatch(name) is not None
-    # The schema covers a part of the model: everything outside is a head.
-    inside = {w.name.partition(".")[0] for w in expected.values() if w.entry.role != "head"}
-    return lambda name: name.partition(".")[0] not in inside
-
-
-def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Finding:
-    listed = None if config is None else config.get("architectures")
-    architecture = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else "of the model"
-    names = ", ".join(repr(name) for name in heads[:4]) + (f" and {len(heads) - 4:,} more" if len(heads) > 4 else "")
-    subject = f"heads {names} were" if len(heads) > 1 else f"head {names} was"
-    return find("head.unchecked", heads[0], architecture=architecture[:100], heads=subject)
 
 
 # ---- wrong sizes in the config ----
@@ -432,7 +399,13 @@ def _find_causes(
                 corrected = schema.expand({**current, key: value}, tensors.keys())
             except ValueError:
                 continue
-            users = {axis for name in names if name in corrected for axis in _axes_with(key, name, corrected[name])}
+            users = {
+                (name, axis)  # with the key in its formula
+                for name in names
+                if name in corrected
+                for axis, formula in enumerate(corrected[name].entry.shape or ())
+                if formula != ANY and key in names_in(formula.removesuffix(ANY))
+            }
             off = _wrong(tensors, names, corrected)
             count = len({name for name, _ in users})
             if count >= _TENSORS_AT_LEAST and users.isdisjoint(off) and len(off) < least:
@@ -456,13 +429,6 @@ def _wrong(tensors: Descriptions, names: Sequence[str], expected: _Expected) -> 
         elif sizes is not None:
             wrong.update((name, k) for k, size in enumerate(sizes) if size not in (None, shape[k]))
     return wrong
-
-
-def _axes_with(key: str, name: str, expected: ExpectedTensor) -> Iterator[_Axis]:
-    """Yield the axes of a tensor with a key in their formulas."""
-    for axis, formula in enumerate(expected.entry.shape or ()):
-        if formula != ANY and key in names_in(formula.removesuffix(ANY)):
-            yield name, axis
 
 
 def _proposals(
