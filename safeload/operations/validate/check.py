@@ -459,7 +459,7 @@ def _check_contents(
     with report.readable():
         for k, entry in enumerate(entries):
             for fault in _rows(tables, _CRC, [str(k)]).values():
-                report.add([files.crc_finding(entry, fault)])
+                report.add([entry.finding(fault)])
         bad = set()
         for name in names:
             if model.tensors[name].quantized:
