@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ...base.text import plural, printable
 from ...checkpoint import Checkpoint
 from ...errors import SafeloadError, exported, one_line
 from ...formats.opening import Paths
 from ...loading import entry as loading
-
-if TYPE_CHECKING:
-    from ...loading.adapter import Adapter
 
 # Maximum number of module kinds and tensor names in a line.
 _KINDS, _NAMES = 12, 6
@@ -105,6 +102,7 @@ def about(path: str, opened: Checkpoint, base: Paths | None, storage_options: Ma
 def _described(opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> AdapterSummary:
     from ...loading import adapter as parts  # imported here: few files are adapters
     from ...loading.adapter_fit import outermost
+    from ...loading.merge import fit
 
     adapter = parts.Adapter(opened)
     settings, modules = adapter.settings, adapter.modules
@@ -116,6 +114,14 @@ def _described(opened: Checkpoint, base: Paths | None, storage_options: Mapping[
     if settings.parameters:  # only a base has their names and numbers of matrices
         ranks, alphas = {settings.rank, *settings.ranks.values()}, {settings.alpha, *settings.alphas.values()}
     method = [name for name, used in (("rsLoRA", settings.rslora), ("DoRA", settings.dora)) if used]
+    fitting = None
+    if base is not None:
+        with loading.open(base, storage_options=storage_options) as opened_base:
+            problems: list[SafeloadError] = []
+            _, merge = fit(opened_base, [adapter], problems)
+            packed = sum(merge.base.target(name).row is None for name in merge.changes)
+            messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in problems]
+            fitting = AdapterFitting(opened_base.path, len(merge.changes), packed, len(opened_base), messages)
     return AdapterSummary(
         " and ".join(method) or "LoRA",
         "MLX" if settings.mlx else "PEFT",
@@ -127,19 +133,8 @@ def _described(opened: Checkpoint, base: Paths | None, storage_options: Mapping[
         [name for name, module in modules.items() if parts.VALUE in module],
         sum(parts.BIAS in module for module in modules.values()),
         adapter.config,
-        None if base is None else _fitting(adapter, base, storage_options),
+        fitting,
     )
-
-
-def _fitting(adapter: Adapter, path: Paths, storage_options: Mapping[str, Any] | None) -> AdapterFitting:
-    from ...loading.merge import fit
-
-    with loading.open(path, storage_options=storage_options) as base:
-        problems: list[SafeloadError] = []
-        _, merge = fit(base, [adapter], problems)
-        packed = sum(merge.base.target(name).row is None for name in merge.changes)
-        messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in problems]
-        return AdapterFitting(base.path, len(merge.changes), packed, len(base), messages)
 
 
 def lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
@@ -149,8 +144,7 @@ def lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> It
     if isinstance(found, str):
         yield found
         return
-    of_mlx = found.writer == "MLX"
-    rank, alpha = ("rank", "scale") if of_mlx else ("r", "alpha")
+    rank, alpha = ("rank", "scale") if found.writer == "MLX" else ("r", "alpha")
     if found.ranks:
         yield f"{found.method}: {rank} {_span(found.ranks)}, {alpha} {_span(found.alphas)}"
         kinds = [f"{count:,} {name}" for name, count in found.modules.items()]
@@ -163,20 +157,16 @@ def lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> It
         yield f"adds to {found.biases:,} bias{'es' if found.biases > 1 else ''}"
     if found.replaced:
         yield f"replaces {plural(len(found.replaced), 'tensor')}: {_some(found.replaced, _NAMES)}"
-    if found.fitting is not None:
-        yield from _of_fitting(found.fitting, rows, rest)
-
-
-def _of_fitting(fitting: AdapterFitting, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
-    if not fitting.problems:
+    fitting = found.fitting
+    if fitting is not None and fitting.problems:
+        yield f"does not fit {fitting.base}: {plural(len(fitting.problems), 'problem')}"
+        listed = fitting.problems[:rows]
+        yield from (f"  {problem}" for problem in listed)
+        if len(listed) < len(fitting.problems):
+            yield "  " + rest(len(fitting.problems) - len(listed), "problem")
+    elif fitting is not None:
         packed = f", {fitting.packed:,} of them packed" if fitting.packed else ""
         yield f"fits {fitting.base}: changes {fitting.changed:,} of its {plural(fitting.total, 'tensor')}{packed}"
-        return
-    yield f"does not fit {fitting.base}: {plural(len(fitting.problems), 'problem')}"
-    listed = fitting.problems[:rows]
-    yield from (f"  {problem}" for problem in listed)
-    if len(listed) < len(fitting.problems):
-        yield "  " + rest(len(fitting.problems) - len(listed), "problem")
 
 
 def as_json(found: Found) -> dict[str, Any] | None:
