@@ -46,7 +46,11 @@ def check_gguf(
         subject = f"{kind} file" if kind in _OTHER_TYPES else f"architecture {show(architecture)}"
         return [find("gguf.unchecked", subject=subject)], None, None
     faults = list(_check_keys(metadata, architecture))
-    findings = [finding for _, finding in faults] + list(_check_vectors(tensors))
+    findings = [finding for _, finding in faults]
+    for name, about in tensors.items():
+        if (len(about.shape) == 1 or name.endswith(".bias")) and about.dtype != "float32":
+            kind = "bias" if name.endswith(".bias") else "vector"
+            findings.append(find("gguf.vector", name, kind=kind, dtype=about.dtype))
     sizes = [f"{architecture}.{key}" for key in (*rows.SIZES, *form.required, *_MORE_SIZES)]
     array = next((key for key in sizes if isinstance(metadata.get(key), np.ndarray)), None)
     if array is not None:
@@ -88,7 +92,11 @@ def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tupl
     types |= {f"{architecture}.{name}": key.types for name, key in form.keys.items()}
     for key, kinds in types.items():
         if key in metadata and not any(_has_type(metadata[key], kind) for kind in kinds):
-            yield key, find("gguf.key_type", key=key, type=_type_of(metadata[key]), expected=" or ".join(kinds))
+            value = metadata[key]
+            name = "string" if isinstance(value, str) else type(value).__name__.lower()
+            name = "an array" if isinstance(value, (list, tuple)) else name
+            name = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else name
+            yield key, find("gguf.key_type", key=key, type=name, expected=" or ".join(kinds))
     if model is not None and model not in rows.TOKENIZERS:
         expected = ", ".join(rows.TOKENIZERS)
         yield _TOKENIZER, find("gguf.key:tokenizer", key=_TOKENIZER, value=show(model), expected=expected)
@@ -107,19 +115,3 @@ def _has_type(value: Any, kind: str) -> bool:
         return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
     types: dict[str, type] = {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}
     return type(value) is types[kind]
-
-
-def _type_of(value: Any) -> str:
-    """Return the GGUF type of a value for messages."""
-    if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype}"
-    if isinstance(value, (list, tuple)):
-        return "an array"
-    return "string" if isinstance(value, str) else type(value).__name__.lower()
-
-
-def _check_vectors(tensors: Descriptions) -> Iterator[Finding]:
-    for name, about in tensors.items():
-        if (len(about.shape) == 1 or name.endswith(".bias")) and about.dtype != "float32":
-            kind = "bias" if name.endswith(".bias") else "vector"
-            yield find("gguf.vector", name, kind=kind, dtype=about.dtype)
