@@ -323,8 +323,7 @@ def diff(options: argparse.Namespace) -> int:
 def report(options: argparse.Namespace) -> int:
     """Write the page about ``options.path``."""
     from ..operations.folders.output import Output
-    from ..operations.report.page import is_page
-    from ..operations.report.report import page_of
+    from ..operations.report.report import is_page, page_of
 
     to_stdout = options.output == STANDARD
     if to_stdout and options.json:

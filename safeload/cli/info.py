@@ -8,8 +8,7 @@ import sys
 
 from ..base.gc_pause import paused
 from ..errors import SafeloadError
-from ..operations.inspect import adapters
-from ..operations.inspect.info import KEYS, ROWS, Info, describe, lines, rows_of, title_of
+from ..operations.inspect.info import KEYS, ROWS, Info, describe, lines, misfits, rows_of, title_of
 from .common import (
     columns,
     complain,
@@ -106,7 +105,7 @@ def _show(path: str, options: argparse.Namespace) -> int:
             words=in_options,
         )
         print_lines(listing)
-    return int(adapters.misfits(info.adapter))
+    return int(misfits(info.adapter))
 
 
 def _print_json(info: Info, options: argparse.Namespace) -> None:

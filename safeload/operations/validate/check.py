@@ -59,7 +59,6 @@ from ..sources.reading import (
 from . import files, structure, values, zeros
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
-from .gguf_rules import check_gguf
 from .structure import Descriptions, Quantized
 from .values import Limits
 
@@ -348,7 +347,7 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     report.add(files.check_index(catalog))
     named: Descriptions = tensors
     if catalog.format == GGUF and options.schema == "auto" and config is None:
-        findings, choice, config = check_gguf(catalog.metadata, tensors)
+        findings, choice, config = structure.check_gguf(catalog.metadata, tensors)
         report.add(findings)
     else:
         named = _without_wrappers(report, tensors, catalog.title) if options.schema == "auto" else tensors
