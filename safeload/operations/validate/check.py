@@ -343,7 +343,12 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     report.parameters = sum(math.prod(about.shape) for about in tensors.values())
     report.format, report.files, report.nbytes = catalog.format, list(catalog.files), catalog.nbytes
     report.values = options.values
-    config = _config(report, catalog, options)
+    config = options.config
+    if config is None:
+        try:
+            config = _params_beside(catalog.weight_files) or catalog.config
+        except (FormatError, OSError) as problem:
+            report.add([find("schema.config:unreadable", problem=one_line(problem))])
     report.add(files.check_index(catalog))
     named: Descriptions = tensors
     if catalog.format == GGUF and options.schema == "auto" and config is None:
@@ -377,17 +382,6 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     report.add(structure.check_dtypes(tensors, config, quantized.names))
     report.add(_check_unknown(catalog.about(name), unknown) for name, unknown in catalog.unknown().items())
     return model
-
-
-def _config(report: CheckReport, catalog: Catalog, options: CheckSettings) -> Mapping[str, Any] | None:
-    """Return the config passed to `check`, or the config of the checkpoint."""
-    if options.config is not None:
-        return options.config
-    try:
-        return _params_beside(catalog.weight_files) or catalog.config
-    except (FormatError, OSError) as problem:
-        report.add([find("schema.config:unreadable", problem=one_line(problem))])
-        return None
 
 
 def _without_wrappers(report: CheckReport, tensors: Descriptions, title: str) -> Descriptions:
@@ -454,7 +448,6 @@ def _check_contents(
             tied = {w.name: w.tied for w in expected if w.tied is not None}
             pairs = {head: embedding for head, embedding in tied.items() if {head, embedding} <= selected - zero}
     tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
-    codes = model.quantized.names
     with report.readable():
         for k, entry in enumerate(entries):
             for fault in _rows(tables, _CRC, [str(k)]).values():
@@ -466,18 +459,17 @@ def _check_contents(
                 report.add(findings)
                 if _has_error(findings):
                     bad.add(name)
-        stats = report.stats = StatsTable(_rows(tables, _STATS, _readable(names, model.tensors, bad)))
+        stats = report.stats = StatsTable(_rows(tables, _STATS, names))
         report.add(zeros.check_runs(catalog, model.role, zero, stats))
-        large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and name not in codes]
         about_values = values.check_values(
             stats,
             model.tensors,
             options.limits,
             skip=bad,
             role=model.role,
-            codes=codes,
+            codes=model.quantized.names,
             zero=zero,
-            outliers=_rows(tables, _OUTLIERS, large),
+            outliers=_rows(tables, _OUTLIERS, [*stats]),
         )
         report.add(about_values)
         for pair in pairs.items():
@@ -550,7 +542,9 @@ def _read_values(tables: Tables, catalog: Catalog, names: Sequence[str], options
     for name in names:
         if tensors[name].quantized:
             scales[name] = list(values.check_scales(catalog, name, limits, threads))
-    readable = _readable(names, tensors, {name for name, findings in scales.items() if _has_error(findings)})
+    # Statistics of packed tensors with bad scales would only repeat the error.
+    bad = {name for name, findings in scales.items() if _has_error(findings) and tensors[name].packed}
+    readable = [name for name in names if name not in bad]
     stats = measure(catalog, readable, histogram=options.histogram, threads=threads, progress=options.progress)
     tables[_STATS] = stats
     large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and values.is_real(tensors[name])]
@@ -559,11 +553,6 @@ def _read_values(tables: Tables, catalog: Catalog, names: Sequence[str], options
 
 def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
     return any(severity == ERROR for severity, *_ in findings)
-
-
-def _readable(names: Sequence[str], tensors: Descriptions, bad: set[str]) -> list[str]:
-    """Return the tensors to compute statistics of. Packed tensors with bad scales would only repeat the error."""
-    return [name for name in names if not (name in bad and tensors[name].packed)]
 
 
 # ---- in pieces ----
@@ -606,35 +595,29 @@ def run(
     check_version(piece, INVALID_PIECE)
     check, tables = piece.get("check"), Tables()
     if check == _CRC:
-        _read_archives(tables, piece, threads, storage_options)
+        try:
+            archives = [
+                (Location(files_at(path, planned, storage_options), path), (size, version), dict(names))
+                for path, planned, size, version, names in [*piece["archives"]] or [None]
+            ]
+        except MALFORMED as error:
+            raise FormatError(f"{INVALID_PIECE}: malformed archives: {error!r}") from None
+        with _unread(tables, (_CRC,), [number for *_, names in archives for number in names]):
+            faults: dict[str, Any] = {}
+            for location, identity, names in archives:
+                location.files.check_unchanged(location.path, identity)
+                with files.reopened(location, identity, [*names.values()]) as entries:
+                    faults |= _faults(dict(zip(names, entries, strict=True)), threads)
+            tables[_CRC] = faults
     elif check == "values":
         limits = Limits(scale=piece.get("scale"), absmax=piece.get("absmax"))
         options = settings(limits=limits, histogram=piece.get("histogram") is True, threads=threads)
-        with _unread(tables, _VALUES, names_of(piece)), opened(piece, storage_options) as (names, (catalog,)):
-            _read_values(tables, catalog, names, options)
+        with _unread(tables, _VALUES, names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
+            _read_values(tables, catalog, named, options)
             tables[_STATS] = as_plain(tables[_STATS])
     elif check == _TIED:
-        with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (names, (catalog,)):
-            tables[_TIED] = {names[0]: values.check_tied(catalog, *names)}
+        with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
+            tables[_TIED] = {named[0]: values.check_tied(catalog, *named)}
     else:
         raise FormatError(f"{INVALID_PIECE}: unknown check {show(check)}, expected crc, values or tied")
     return tables
-
-
-def _read_archives(
-    tables: Tables, piece: Mapping[str, Any], threads: int | None, storage_options: Mapping[str, Any] | None
-) -> None:
-    try:
-        archives = [
-            (Location(files_at(path, planned, storage_options), path), (size, version), dict(names))
-            for path, planned, size, version, names in [*piece["archives"]] or [None]
-        ]
-    except MALFORMED as error:
-        raise FormatError(f"{INVALID_PIECE}: malformed archives: {error!r}") from None
-    with _unread(tables, (_CRC,), [number for *_, names in archives for number in names]):
-        faults: dict[str, Any] = {}
-        for location, identity, names in archives:
-            location.files.check_unchanged(location.path, identity)
-            with files.reopened(location, identity, [*names.values()]) as entries:
-                faults |= _faults(dict(zip(names, entries, strict=True)), threads)
-        tables[_CRC] = faults
