@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -59,7 +59,7 @@ from ..sources.reading import (
 from . import files, structure, values, zeros
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
-from .structure import Descriptions, Quantized
+from .structure import Descriptions
 from .values import Limits
 
 # Codes of findings that hold without the other shards.
@@ -309,26 +309,11 @@ def _validate_rest(
     return rest
 
 
-class Model(NamedTuple):
-    """Description of a model, known before its values are read."""
-
-    tensors: Descriptions
-    codes: frozenset[str]  # tensors with codes; their values are not checked
-    quantized: Quantized
-    schema: Schema | None
-    config: Mapping[str, Any] | None  # of the part that the schema covers
-
-    def role(self, name: str) -> str | None:
-        """Return the role of a tensor, or None if it is not in the schema."""
-        return None if self.schema is None else self.schema.role(name)
-
-
 def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSettings) -> CheckReport:
     started = time.perf_counter()
     selected = frozenset(options.selection.of(list(catalog)))
     try:
-        model = _check_structure(report, catalog, options)
-        _check_contents(report, catalog, model, selected, options)
+        _check_tensors(report, catalog, selected, options)
     finally:
         report.seconds = time.perf_counter() - started
     if options.selection:
@@ -336,8 +321,8 @@ def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSetti
     return report
 
 
-def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettings) -> Model:
-    """Run the checks that read no values, and return the model."""
+def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], options: CheckSettings) -> None:
+    """Add findings and statistics to the report as they come."""
     tensors = catalog.descriptions([*catalog])
     report.tensors = len(tensors)
     report.parameters = sum(math.prod(about.shape) for about in tensors.values())
@@ -361,27 +346,72 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     schema = None if choice is None else choice.schema
     report.add(structure.check_sizes(tensors, schema))
     quantization = quantization_of(config)
-    codes = catalog.find_codes(quantization)
+    codes = catalog.find_codes(quantization)  # their values are not checked
     quantized = structure.quantized_parts(quantization, schema, tensors, codes)
     if quantized.names:
         unchecked = "names, shapes and values" if options.values else "names and shapes"
         count = plural(len(quantized.names), "tensor")
         report.add([find("quantization.unchecked", label=quantized.label, checks=unchecked, tensors=count)])
-    inner = None if choice is None else choice.inner
-    model = Model(tensors, frozenset(codes), quantized, schema, config if inner is None else inner.config)
+    tied: Mapping[str, str] = {}
     if choice is None:
         report.add(structure.check_layers(tensors, quantized.modules))
     elif tensors:
         report.schema = choice.schema.name
         parts = quantized if named is tensors else quantized.unwrapped()
-        findings, report.compared = structure.check_schema(choice, model.config, named, quantized=parts)
+        inner = config if choice.inner is None else choice.inner.config
+        findings, report.compared, tied = structure.check_schema(choice, inner, named, quantized=parts)
         report.add(findings)
     expected = options.limits.parameters
     if expected is not None and report.parameters != expected:
         report.add([find("model.parameters", parameters=report.parameters, expected=expected)])
     report.add(structure.check_dtypes(tensors, config, quantized.names))
-    report.add(_check_unknown(catalog.about(name), unknown) for name, unknown in catalog.unknown().items())
-    return model
+    unknown = catalog.unknown()
+    report.add(_check_unknown(catalog.about(name), entry) for name, entry in unknown.items())
+
+    def role(name: str) -> str | None:  # None if it is not in the schema
+        return None if schema is None else schema.role(name)
+
+    zero: set[str] = set()  # tensors already reported as zero
+    entries: list[FileEntry] | None = None
+    with report.readable():
+        report.add(zeros.check_tails(catalog, role, zero, values=options.values))
+        report.add(zeros.check_runs(catalog, role, zero))
+        if options.values:
+            entries = files.entries_of(catalog)
+    if entries is None:
+        return
+    selected = selected - unknown.keys()
+    names = [name for name in tensors if name in selected and name not in codes]
+    # Tied heads stored along with their embeddings.
+    pairs = {head: embedding for head, embedding in tied.items() if {head, embedding} <= selected - zero}
+    tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
+    with report.readable():
+        for k, entry in enumerate(entries):
+            for fault in _rows(tables, _CRC, [str(k)]).values():
+                report.add([entry.finding(fault)])
+        bad = set()
+        for name in names:
+            if tensors[name].quantized:
+                of_scales = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
+                report.add(of_scales)
+                if _has_error(of_scales):
+                    bad.add(name)
+        stats = report.stats = StatsTable(_rows(tables, _STATS, names))
+        report.add(zeros.check_runs(catalog, role, zero, stats))
+        about_values = values.check_values(
+            stats,
+            tensors,
+            options.limits,
+            skip=bad,
+            role=role,
+            codes=quantized.names,
+            zero=zero,
+            outliers=_rows(tables, _OUTLIERS, [*stats]),
+        )
+        report.add(about_values)
+        for pair in pairs.items():
+            if bad.isdisjoint(pair):
+                report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)
 
 
 def _without_wrappers(report: CheckReport, tensors: Descriptions, title: str) -> Descriptions:
@@ -423,58 +453,7 @@ def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:
     return find("file.unknown_type", about.name, dtype=about.dtype, reason=reason)
 
 
-# ---- contents ----
-
-
-def _check_contents(
-    report: CheckReport, catalog: Catalog, model: Model, selected: Set[str], options: CheckSettings
-) -> None:
-    """Add findings and statistics to the report as they come; an unreadable file is a finding, and ends the check."""
-    zero: set[str] = set()  # tensors already reported as zero
-    entries: list[FileEntry] | None = None
-    with report.readable():
-        report.add(zeros.check_tails(catalog, model.role, zero, values=options.values))
-        report.add(zeros.check_runs(catalog, model.role, zero))
-        if options.values:
-            entries = files.entries_of(catalog)
-    if entries is None:
-        return
-    selected = selected - catalog.unknown().keys()
-    names = [name for name in model.tensors if name in selected and name not in model.codes]
-    pairs: dict[str, str] = {}  # tied heads stored along with their embeddings
-    if model.schema is not None:
-        with suppress(ValueError):  # already reported by check_schema
-            expected = model.schema.expand(model.config, model.tensors.keys()).values()
-            tied = {w.name: w.tied for w in expected if w.tied is not None}
-            pairs = {head: embedding for head, embedding in tied.items() if {head, embedding} <= selected - zero}
-    tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
-    with report.readable():
-        for k, entry in enumerate(entries):
-            for fault in _rows(tables, _CRC, [str(k)]).values():
-                report.add([entry.finding(fault)])
-        bad = set()
-        for name in names:
-            if model.tensors[name].quantized:
-                findings = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
-                report.add(findings)
-                if _has_error(findings):
-                    bad.add(name)
-        stats = report.stats = StatsTable(_rows(tables, _STATS, names))
-        report.add(zeros.check_runs(catalog, model.role, zero, stats))
-        about_values = values.check_values(
-            stats,
-            model.tensors,
-            options.limits,
-            skip=bad,
-            role=model.role,
-            codes=model.quantized.names,
-            zero=zero,
-            outliers=_rows(tables, _OUTLIERS, [*stats]),
-        )
-        report.add(about_values)
-        for pair in pairs.items():
-            if bad.isdisjoint(pair):
-                report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)
+# ---- reading ----
 
 
 def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]:
@@ -484,9 +463,6 @@ def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]
         if subject in unread and subject not in rows:
             raise FormatError(unread[subject])
     return {subject: rows[subject] for subject in subjects if subject in rows}
-
-
-# ---- reading ----
 
 
 def _read(

@@ -220,19 +220,21 @@ def check_schema(
     tensors: Descriptions,
     *,
     quantized: Quantized = NOT_QUANTIZED,  # tensors outside the schema
-) -> tuple[list[Finding], int]:
-    """Compare names and shapes with a schema; return findings, and the number of compared tensors."""
+) -> tuple[list[Finding], int, Mapping[str, str]]:
+    """Compare names and shapes with a schema; return findings, the number of compared tensors, and tied heads."""
     schema, inner = choice.schema, choice.inner
+    tied: dict[str, str] = {}  # the embedding of each head
 
-    def unchecked(why: str) -> tuple[list[Finding], int]:
-        return [find("schema.unchecked", why=why)], 0
+    def unchecked(why: str) -> tuple[list[Finding], int, Mapping[str, str]]:
+        return [find("schema.unchecked", why=why)], 0, tied
 
     try:
         expected = schema.expand(config, tensors.keys())
     except ValueError as problem:
         if inner is not None:
             return unchecked(f"{inner.key}, schema {schema.name}: {problem}")
-        return [find("schema.config", schema=schema.name, problem=problem)], 0
+        return [find("schema.config", schema=schema.name, problem=problem)], 0, tied
+    tied.update({w.name: w.tied for w in expected.values() if w.tied is not None})
     names = [name for name in tensors if name in expected and name not in quantized.names]
     required = [w for w in expected.values() if w.required and module_of(w.name) not in quantized.modules]
     if inner is not None and 2 * sum(w.name in tensors for w in required) < len(required):
@@ -242,7 +244,7 @@ def check_schema(
             return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         first = next((f"its first name is {show(name)}" for name in expected), "it has no tensors for this config")
         facts: dict[str, Any] = {"schema": schema.name, "first": first, "known": len(names), "tensors": len(tensors)}
-        return [find("schema.names", next(iter(tensors)), **facts)], 0
+        return [find("schema.names", next(iter(tensors)), **facts)], 0, tied
     findings, corrected = _find_causes(schema, config, tensors, names, expected)
     findings += _check_missing(choice, expected, {w.name for w in required if w.name not in tensors})
     if inner is not None and inner.whole:
@@ -256,7 +258,7 @@ def check_schema(
             sizes = ", ".join("?" if size is None else str(size) for size in w.shape)
             facts = {"shape": list(tensors[name].shape), "formula": ", ".join(w.entry.shape or ()), "sizes": sizes}
             findings.append(find("schema.shape", name, **facts, source=source))
-    return findings, len(names)
+    return findings, len(names), tied
 
 
 def _layer_of(expected: ExpectedTensor) -> _Layer | None:
