@@ -160,11 +160,13 @@ def lines_of(
     wide = width() >= _WIDE
     cells: list[tuple[str, ...]] = [_WIDE_HEAD if wide else _HEAD]
     for name, s in rows:
-        values = (s.min, s.max, s.absmax, s.mean, s.std)
-        low, high, most, *rest = ("-" if math.isnan(value) else figure(value, 3) for value in values)
-        zeros, *bad, both = (f"{count:,}" if count else "" for count in (s.zeros, s.nan, s.inf, s.nan + s.inf))
-        wide_cells = (printable(name), s.dtype, str(list(s.shape)), low, high, most, *rest, zeros, *bad)
-        cells.append(wide_cells if wide else (printable(name), low, high, *rest, both))
+        low, high, mean, std = map(_number, (s.min, s.max, s.mean, s.std))
+        if wide:
+            counts = [f"{count:,}" if count else "" for count in (s.zeros, s.nan, s.inf)]
+            kind = s.dtype, str(list(s.shape))
+            cells.append((printable(name), *kind, low, high, _number(s.absmax), mean, std, *counts))
+        else:
+            cells.append((printable(name), low, high, mean, std, f"{s.nan + s.inf:,}" if s.nan + s.inf else ""))
     right = frozenset(range(3 if wide else 1, len(cells[0])))
     head, *lines = table(cells[0], cells[1:], right=right, columns=columns)
     result = [(head, "head")]
@@ -173,6 +175,10 @@ def lines_of(
         if histogram and s.histogram is not None:
             result.append((f"  {_sparkline(s.histogram.tolist())}", ""))
     return result
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else figure(value, 3)
 
 
 def _sparkline(bins: list[int]) -> str:
