@@ -338,7 +338,9 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
         stored, restored = sum(info.nbytes for info in packed), sum(4 * info.size for info in packed)
         count = f"{len(packed):,} of {plural(len(opened), 'tensor')}"
         yield f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32"
-        if _zeros_disagree(opened):
+        groups = (file.table.packed(index) for _, file, index in tensors_of(opened))
+        with_zeros = [group for group in groups if group is not None and group.packing.zeros is not None]
+        if with_zeros and zeros_disagree(min(with_zeros, key=lambda group: group.nbytes)):
             yield "zero points: the format differs from the configuration and was recognized"
     codes = codes_of(opened)
     if codes:
@@ -351,13 +353,6 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
             f"not dequantized: {plural(tensors, 'tensor')}: {reason}"
             for reason, tensors in reasons.most_common(_REASONS)
         )
-
-
-def _zeros_disagree(opened: Checkpoint) -> bool:
-    """True if the zero points of the smallest weight follow another GPTQ format than configured."""
-    groups = (file.table.packed(index) for _, file, index in tensors_of(opened))
-    packed = [group for group in groups if group is not None and group.packing.zeros is not None]
-    return bool(packed) and zeros_disagree(min(packed, key=lambda group: group.nbytes))
 
 
 # ---- the model ----

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from ...base.layout import figure
 from ...base.names import pattern_of
 from ...base.paths import PathLike, native_path
 from ...base.scheme import parse, usual_axis
-from ...base.table import TensorInfo
 from ...base.text import clip, plural, show, size, unit
 from ...base.url import is_url
 from ...checkpoint import Checkpoint
@@ -40,7 +39,7 @@ from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
 from ..folders.output import Output
 from ..inspect.info import totals_of
-from ..measure.stats import HISTOGRAM_EDGES, TensorStats
+from ..measure.stats import HISTOGRAM_EDGES
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog
 from ..validate.check import settings, validate_path
@@ -65,17 +64,12 @@ _SIZES = "Memory of all arrays if loaded with this dtype, or by load_quantized w
 _QUANTIZED = "With a scheme, embeddings, norms, biases and tensors that do not fit it stay float32."
 
 
-class Line(NamedTuple):
-    """A line of a panel."""
+# A line of a panel: its title, its colour, and the value of a tensor.
+Line: TypeAlias = "tuple[str, int, Callable[[ReportRow], float]]"
 
-    title: str
-    colour: int
-    value: Callable[[ReportRow], float]
-
-
-_SPREAD = (
-    Line("largest absolute value", 1, lambda row: float(row.stats.absmax)),
-    Line("standard deviation", 0, lambda row: float(row.stats.std)),
+_SPREAD: tuple[Line, ...] = (
+    ("largest absolute value", 1, lambda row: float(row.stats.absmax)),
+    ("standard deviation", 0, lambda row: float(row.stats.std)),
 )
 
 # Content security policy: only the page's own style.
@@ -340,19 +334,16 @@ def _sections(
     if scheme is not None:
         yield _quantized(opened, shown, scheme, threads, bars)
     header = ("tensor", "dtype", "shape", "size", "min", "max", "mean", "std", "NaN, Inf")
-    rows = [_row(info, report.stats.get(name)) for name, info in islice(infos.items(), _ROWS)]
+    rows = []
+    for name, info in islice(infos.items(), _ROWS):
+        stats, numbers = report.stats.get(name), [""] * 5
+        if stats is not None:
+            measured_values = (stats.min, stats.max, stats.mean, stats.std)
+            numbers = ["" if math.isnan(value) else figure(value, 4) for value in measured_values]
+            numbers.append(f"{stats.nan + stats.inf:,}" if stats.nan + stats.inf else "")
+        rows.append((name, info.dtype, str(list(info.shape)), size(info.nbytes), *numbers))
     title = _some(len(infos), _ROWS, "tensor", "tensors")
     yield section("Tensors", table(title, header, rows, label="all tensors", words=3))
-
-
-def _row(info: TensorInfo, stats: TensorStats | None) -> tuple[str, ...]:
-    """Return the cells of a tensor."""
-    numbers = [""] * 5
-    if stats is not None:
-        bad = f"{stats.nan + stats.inf:,}" if stats.nan + stats.inf else ""
-        values = (stats.min, stats.max, stats.mean, stats.std)
-        numbers = [*("" if math.isnan(value) else figure(value, 4) for value in values), bad]
-    return info.name, info.dtype, str(list(info.shape)), size(info.nbytes), *numbers
 
 
 def _some(count: int, limit: int, singular: str, plural: str) -> str:
@@ -409,7 +400,7 @@ def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, thr
         rows += [[name, "", "", "", reason] for name, reason in islice(refused.items(), _ROWS)]
     if not rows:
         return ""
-    line = Line("signal-to-noise ratio in dB, higher is better", 2, lambda row: float(errors[row.name].snr_db))
+    line: Line = ("signal-to-noise ratio in dB, higher is better", 2, lambda row: float(errors[row.name].snr_db))
     title = f"{_some(len(errors) + len(refused), len(rows), 'tensor', 'tensors')}, worst first"
     return section(
         f"Error when quantized to {scheme}",
@@ -637,8 +628,8 @@ def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) ->
     groups = dict([*by_kind(row for row in tensors if row.layer in place).items()][:KINDS])
     series: dict[str, list[list[tuple[int, float]]]] = {kind: [] for kind in groups}
     for kind, rows in groups.items():
-        for line in lines:
-            values = [(place[row.layer], line.value(row)) for row in rows]
+        for _, _, value_of in lines:
+            values = [(place[row.layer], value_of(row)) for row in rows]
             finite = [(k, value) for k, value in values if math.isfinite(value) and (value > 0 or not log)]
             series[kind].append(sorted((k, math.log10(value) if log else value) for k, value in finite))
     every = [y for drawn in series.values() for points in drawn for _, y in points]
@@ -648,14 +639,13 @@ def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) ->
     names, figures = labels(groups), ""
     for kind, drawn in series.items():
         marks, extents = "", []
-        for line, points in zip(lines, drawn, strict=True):
-            marks += _line([(k, _HEIGHT * (top - y) / (top - bottom)) for k, y in points], line.colour)
+        for (title, colour, _), points in zip(lines, drawn, strict=True):
+            marks += _line([(k, _HEIGHT * (top - y) / (top - bottom)) for k, y in points], colour)
             heights = [10**y if log else y for _, y in points]
-            span = f"{line.title} {min(heights):.3g} to {max(heights):.3g}" if heights else f"no {line.title}"
-            extents.append(span)
+            extents.append(f"{title} {min(heights):.3g} to {max(heights):.3g}" if heights else f"no {title}")
         label = f"{names[kind]}, {plural(len(place), 'layer')}: {', '.join(extents)}"
         figures += _plot(marks, place, ticks, title=names[kind], label=label, most=3)
-    legend = "".join(f'<span><i class="f{line.colour}"></i>{escape(line.title)}</span>' for line in lines)
+    legend = "".join(f'<span><i class="f{colour}"></i>{escape(title)}</span>' for title, colour, _ in lines)
     return f'<p class="legend">{legend}</p><div class="panels">{figures}</div>'
 
 

@@ -188,50 +188,50 @@ def _joined(ranges: Iterable[tuple[int, int]], least: int) -> Iterator[tuple[int
 
 def hole_begin(file: WeightFile) -> int:
     """Return the offset of the hole at the end of a file, or the size of the file without such a hole."""
+
+    def begin_of(descriptor: int, size: int) -> int:
+        def has_data(offset: int) -> bool:
+            try:
+                with keeping_position(descriptor):
+                    os.lseek(descriptor, offset, os.SEEK_DATA)
+            except OSError as problem:
+                return problem.errno != errno.ENXIO  # other errors: the file system does not support holes
+            return True
+
+        # A truncated file has no data past its end either; reading it will raise an error.
+        if has_data(size - 1) or os.fstat(descriptor).st_size < size:  # three system calls if there is no hole
+            return size
+        return bisect_left(range(size), True, key=lambda offset: not has_data(offset))
+
     store = file.store
     if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_DATA") or file.size == 0:
         return file.size
-    return store.use(_hole_begin, file.size)  # three system calls if there is no hole
-
-
-def _hole_begin(descriptor: int, size: int) -> int:
-    def has_data(offset: int) -> bool:
-        try:
-            with keeping_position(descriptor):
-                os.lseek(descriptor, offset, os.SEEK_DATA)
-        except OSError as problem:
-            return problem.errno != errno.ENXIO  # other errors: the file system does not support holes
-        return True
-
-    # A truncated file has no data past its end either; reading it will raise an error.
-    if has_data(size - 1) or os.fstat(descriptor).st_size < size:
-        return size
-    return bisect_left(range(size), True, key=lambda offset: not has_data(offset))
+    return store.use(begin_of, file.size)
 
 
 def _holes_of(file: WeightFile) -> list[tuple[int, int]]:
     """Return the long holes of a file, without one at its end; none if the system does not tell."""
+
+    def long_holes(descriptor: int, size: int) -> list[tuple[int, int]]:
+        holes: list[tuple[int, int]] = []
+        at = 0
+        try:
+            with keeping_position(descriptor):
+                for _ in range(_MOST_HOLES):
+                    begin = os.lseek(descriptor, at, os.SEEK_HOLE)
+                    if begin >= size:
+                        return holes
+                    at = os.lseek(descriptor, begin, os.SEEK_DATA)
+                    if at - begin >= _LONG:
+                        holes.append((begin, at))
+        except OSError:  # no data after the last hole, or no support
+            return holes
+        return []
+
     store = file.store
     if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_HOLE") or file.size < _LONG:
         return []
-    return store.use(_long_holes, file.size)
-
-
-def _long_holes(descriptor: int, size: int) -> list[tuple[int, int]]:
-    holes: list[tuple[int, int]] = []
-    at = 0
-    try:
-        with keeping_position(descriptor):
-            for _ in range(_MOST_HOLES):
-                begin = os.lseek(descriptor, at, os.SEEK_HOLE)
-                if begin >= size:
-                    return holes
-                at = os.lseek(descriptor, begin, os.SEEK_DATA)
-                if at - begin >= _LONG:
-                    holes.append((begin, at))
-    except OSError:  # no data after the last hole, or no support
-        return holes
-    return []
+    return store.use(long_holes, file.size)
 
 
 # ---- checks ----
