@@ -268,12 +268,7 @@ def info(
         <Info 'tiny-llama': safetensors, 30 tensors, 241 KiB>
     """
     with loading.open(
-        path,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        storage_options=storage_options,
+        path, format=format, root=root, unknown_globals=unknown_globals, stored=stored, storage_options=storage_options
     ) as opened:
         text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else opened.path
         text = shown(text) if is_url(text) else text  # without the secrets of a URL

@@ -245,11 +245,7 @@ class DiffReport(Report):
         return dict(sorted(rows, key=lambda row: (-row[1].nonfinite, -row[1].max)))
 
     def lines(
-        self,
-        columns: int | None = 80,
-        rows: int | None = None,
-        sort: str | None = None,
-        tolerance: float | None = None,
+        self, columns: int | None = 80, rows: int | None = None, sort: str | None = None, tolerance: float | None = None
     ) -> list[str]:
         """Return the report as lines of text.
 

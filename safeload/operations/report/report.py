@@ -174,12 +174,7 @@ def report(
     if is_file_object(path) and not getattr(path, "seekable", bool)():
         raise ValueError("report reads its source twice, and a pipe only once: save it to a file first")
 
-    opening = {
-        "root": root,
-        "unknown_globals": unknown_globals,
-        "stored": stored,
-        "storage_options": storage_options,
-    }
+    opening = {"root": root, "unknown_globals": unknown_globals, "stored": stored, "storage_options": storage_options}
     sources = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else []
     output = Output("dst", place, "report", is_page, overwrite=overwrite, sources=sources)
     output.check()

@@ -46,16 +46,7 @@ from ..measure.stats import StatsTable, as_plain, measure, of_plain
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from ..sources.executors import EXECUTOR, Executor, check_executor, check_paths, files_at, groups, in_memory
-from ..sources.reading import (
-    INVALID_PIECE,
-    MALFORMED,
-    Tables,
-    check_version,
-    names_of,
-    opened,
-    pieces_of,
-    run_pieces,
-)
+from ..sources.reading import INVALID_PIECE, MALFORMED, Tables, check_version, names_of, opened, pieces_of, run_pieces
 from . import files, structure, values, zeros
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find

@@ -110,10 +110,7 @@ NOT_QUANTIZED = Quantized()
 
 
 def quantized_parts(
-    quantization: Quantization | None,
-    schema: Schema | None,
-    tensors: Descriptions,
-    codes: Mapping[str, Codes],
+    quantization: Quantization | None, schema: Schema | None, tensors: Descriptions, codes: Mapping[str, Codes]
 ) -> Quantized:
     """Return the tensors of quantized weights; a schema does not apply to any."""
     # Their names, shapes and values depend on the quantization method.
@@ -386,11 +383,7 @@ def fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
 
 
 def _find_causes(
-    schema: Schema,
-    config: Mapping[str, Any] | None,
-    tensors: Descriptions,
-    names: Sequence[str],
-    expected: _Expected,
+    schema: Schema, config: Mapping[str, Any] | None, tensors: Descriptions, names: Sequence[str], expected: _Expected
 ) -> tuple[list[Finding], _Expected]:
     """Find keys of the config on which all tensors agree that they have another value, and the tensors with it."""
     findings: list[Finding] = []

@@ -286,10 +286,7 @@ def check_tails(
 
 
 def check_runs(
-    catalog: Catalog,
-    role: Callable[[str], str | None],
-    zero: set[str],
-    stats: Mapping[str, TensorStats] | None = None,
+    catalog: Catalog, role: Callable[[str], str | None], zero: set[str], stats: Mapping[str, TensorStats] | None = None
 ) -> Iterator[Finding]:
     """Find runs of zeros inside files: long holes of the file system or, given statistics, other runs."""
     # Only tensors with many zeros are read again, and the parts of packed tensors in local files.
