@@ -53,8 +53,8 @@ from .operations.convert.resume import Plan as Plan
 from .operations.convert.resume import finalize as finalize
 from .operations.convert.resume import plan_convert as plan_convert
 from .operations.convert.write import ConvertReport as ConvertReport
-from .operations.inspect.adapters import AdapterFitting as AdapterFitting
-from .operations.inspect.adapters import AdapterSummary as AdapterSummary
+from .operations.inspect.info import AdapterFitting as AdapterFitting
+from .operations.inspect.info import AdapterSummary as AdapterSummary
 from .operations.inspect.info import Info as Info
 from .operations.inspect.info import info as info
 from .operations.local_models import LocalModel as LocalModel

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..base.names import natural_key
 from ..base.scheme import SCHEMES
@@ -97,13 +97,42 @@ def _schemas() -> list[str]:
 )
 def check(options: argparse.Namespace) -> int:
     """Print the findings about ``options.path``."""
-    from ..operations.validate.findings import HARMLESS_WARNINGS
+    from ..operations.folders.output import Output
+    from ..operations.validate.check import settings, validate_path
+    from ..operations.validate.findings import HARMLESS_WARNINGS, find
+    from ..stores.digests import is_manifest
 
-    output = _output(options)
+    written, output = options.write_manifest, None
+    if written is not None:
+        refuse(written, "--write-manifest needs a file")
+        replaces = {"overwrite": options.overwrite, "sources": (options.path, options.config)}
+        output = Output("--write-manifest", written, "manifest", is_manifest, **replaces)
+        output.check()
+    limits = given(options, "parameters scale absmax")
+    if options.range is not None:
+        limits["low"], limits["high"] = options.range
+    schema = None if options.schema == "none" else options.schema
     repeated = options.manifest is not None or output is not None
     reading = read_again(options.path) if repeated else nullcontext(source(options.path))
     with cluster(options.dask) as executor, reading as options.path:
-        report = _report(options, executor, output)
+        with bar("check") as progress:
+            request = settings(
+                options.config,
+                schema,
+                limits,
+                values=not options.structure,
+                executor=executor,
+                progress=progress,
+                **given(options, "only drop threads"),
+            )
+            report = validate_path(options.path, opening(options), request)
+        if report.files and (options.manifest or output is not None):
+            try:
+                _manifest(report, options, executor, output)
+            except FormatError as problem:
+                if problem.path is not None and problem.path not in report.files:
+                    raise
+                report.add([find("file.read", problem=problem)])
     if options.json:
         print_json(report.to_dict())
     else:
@@ -121,52 +150,6 @@ def check(options: argparse.Namespace) -> int:
             print(paint(f"checked: {printable(report.checked)}, {report.seconds:.1f} s", "dim"))
     refused = options.strict and any(finding.code not in HARMLESS_WARNINGS for finding in report.warnings)
     return 0 if report.ok and not refused else 1
-
-
-def _output(options: argparse.Namespace) -> Output | None:
-    """Return the file of --write-manifest, or None."""
-    if options.write_manifest is None:
-        return None
-    from ..operations.folders.output import Output
-    from ..stores.digests import is_manifest
-
-    refuse(options.write_manifest, "--write-manifest needs a file")
-    read = (options.path, options.config)
-    overwrite = options.overwrite
-    output = Output(
-        "--write-manifest", options.write_manifest, "manifest", is_manifest, overwrite=overwrite, sources=read
-    )
-    output.check()
-    return output
-
-
-def _report(options: argparse.Namespace, executor: Executor | None, output: Output | None) -> CheckReport:
-    """Validate ``options.path`` and compare it with its manifest."""
-    from ..operations.validate.check import settings, validate_path
-    from ..operations.validate.findings import find
-
-    limits = given(options, "parameters scale absmax")
-    if options.range is not None:
-        limits["low"], limits["high"] = options.range
-    with bar("check") as progress:
-        request = settings(
-            options.config,
-            None if options.schema == "none" else options.schema,
-            limits,
-            values=not options.structure,
-            executor=executor,
-            progress=progress,
-            **given(options, "only drop threads"),
-        )
-        report = validate_path(options.path, opening(options), request)
-    if report.files and (options.manifest or output is not None):
-        try:
-            _manifest(report, options, executor, output)
-        except FormatError as problem:
-            if problem.path is not None and problem.path not in report.files:
-                raise
-            report.add([find("file.read", problem=problem)])
-    return report
 
 
 def _manifest(
@@ -223,7 +206,13 @@ def stats(options: argparse.Namespace) -> int:
     with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
         same = given(options, "histogram only drop threads")
         results = stats(opened, executor=executor, progress=progress, **same)
-    rows = _sorted(results, options.sort)
+    rows = list(results.items())
+    if options.sort == "name":
+        rows.sort(key=lambda row: natural_key(row[0]))
+    elif options.sort is not None:
+        values = ((name, getattr(statistics, options.sort)) for name, statistics in rows)
+        order = {name: math.inf if math.isnan(value) else -value for name, value in values}
+        rows.sort(key=lambda row: order[row[0]])
     if options.json:
         tensors = [{"name": name, **statistics.to_dict()} for name, statistics in rows]
         print_json({"path": shown(options.path), "tensors": tensors[: options.limit]})
@@ -233,16 +222,6 @@ def stats(options: argparse.Namespace) -> int:
     if len(first) < len(rows):
         print(f"... and {plural(len(rows) - len(first), 'tensor')} more{hint(options)}")
     return 0
-
-
-def _sorted(results: dict[str, Any], key: str | None) -> list[tuple[str, Any]]:
-    def order(row: tuple[str, Any]) -> Any:
-        if key == "name":
-            return natural_key(row[0])
-        value = getattr(row[1], str(key))
-        return math.inf if math.isnan(value) else -value
-
-    return list(results.items()) if key is None else sorted(results.items(), key=order)
 
 
 # ---- diff ----
@@ -344,8 +323,7 @@ def diff(options: argparse.Namespace) -> int:
 def report(options: argparse.Namespace) -> int:
     """Write the page about ``options.path``."""
     from ..operations.folders.output import Output
-    from ..operations.report.page import is_page
-    from ..operations.report.report import page_of
+    from ..operations.report.report import is_page, page_of
 
     to_stdout = options.output == STANDARD
     if to_stdout and options.json:

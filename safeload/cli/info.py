@@ -8,8 +8,7 @@ import sys
 
 from ..base.gc_pause import paused
 from ..errors import SafeloadError
-from ..operations.inspect import adapters, listing
-from ..operations.inspect.info import ROWS, Info, View, describe, lines, title_of
+from ..operations.inspect.info import KEYS, ROWS, Info, describe, lines, misfits, rows_of, title_of
 from .common import (
     columns,
     complain,
@@ -47,7 +46,7 @@ several paths, a line for each path.
 
 {STATUS}""",
     PATHS,
-    *selection(tuple(listing.KEYS), ROWS),
+    *selection(tuple(KEYS), ROWS),
     flag("--tree", "show a tree of modules with the sums of their tensors"),
     argument("--depth", metavar="N", type=positive, help="show at most N levels of the tree"),
     flag("--memory", "show the size when loaded, as each dtype or scheme"),
@@ -78,43 +77,35 @@ def info(options: argparse.Namespace) -> int:
 
 
 def _show(path: str, options: argparse.Namespace) -> int:
-    info = _info(path, options)
-    if options.json:
-        with paused(len(info.tensors)):
-            _print_json(info, options)
-    else:
-        print_lines(lines(info, _view(path, options)))
-    return int(adapters.misfits(info.adapter))
-
-
-def _info(path: str, options: argparse.Namespace) -> Info:
-    """Describe a checkpoint; JSON always has the memory sizes."""
     with open_path(path, options) as opened:
-        return describe(
+        info = describe(
             shown(path),
             opened,
             only=options.only or None,
             drop=options.drop or None,
             base=options.base,
             storage_options=storage_options(options),
-            memory=options.memory or options.json,
+            memory=options.memory or options.json,  # JSON always has it
         )
-
-
-def _view(path: str, options: argparse.Namespace) -> View:
-    """Return how to show the listing: several paths keep their paths as titles."""
-    return View(
-        title_of(shown(path)) if len(options.paths) == 1 else shown(path),
-        columns(),
-        most_rows(options, ROWS),
-        hint(options),
-        options.sort,
-        options.all,
-        options.tree,
-        options.depth,
-        options.memory,
-        in_options,
-    )
+    if options.json:
+        with paused(len(info.tensors)):
+            _print_json(info, options)
+    else:
+        listing = lines(
+            info,
+            title_of(shown(path)) if len(options.paths) == 1 else shown(path),
+            columns=columns(),
+            rows=most_rows(options, ROWS),
+            hint=hint(options),
+            sort=options.sort,
+            alone=options.all,
+            tree=options.tree,
+            depth=options.depth,
+            memory=options.memory,
+            words=in_options,
+        )
+        print_lines(listing)
+    return int(misfits(info.adapter))
 
 
 def _print_json(info: Info, options: argparse.Namespace) -> None:
@@ -123,8 +114,8 @@ def _print_json(info: Info, options: argparse.Namespace) -> None:
     tensors = whole.pop("tensors")
     if options.sort:
         by_name = {tensor["name"]: tensor for tensor in tensors}
-        rows = listing.rows_of(info.tensors.values(), alone=True)
-        tensors = [by_name[row.name] for row in listing.ordered(rows, options.sort)]
+        rows = rows_of([*info.tensors.values()], alone=True, sort=options.sort)
+        tensors = [by_name[row.name] for row in rows]
     tensors = tensors[: options.limit]
     if len(options.paths) > 1:
         print(json.dumps({**whole, "tensors": tensors}))

@@ -248,7 +248,7 @@ def digests_of(
     else:
         folder = os.path.dirname(path)
         places = [(name_below(folder, place, LOCAL), place) for place in {path, *read} if not is_same(place, document)]
-    entries = each(lambda item: _entry(item[1]), places, max(1, threads))
+    entries = each(lambda item: entry_of(item[1]), places, max(1, threads))
     return {name: entry for (name, _), entry in sorted(zip(places, entries, strict=True))}
 
 
@@ -270,9 +270,11 @@ def name_below(folder: str, path: str, files: Files) -> str:
     return name
 
 
-def _entry(path: str) -> dict[str, Any]:
+def entry_of(path: str, tick: Callable[[int], object] = bool) -> dict[str, Any]:
+    """Return size and SHA-256 of a local file; ``tick`` gets the bytes of each piece."""
     digest = hashlib.sha256()
     with closing(LOCAL.open(path)) as store:
         for piece in pieces_of(store, path):
             digest.update(piece)
+            tick(len(piece))
         return {"size": store.size, "sha256": digest.hexdigest()}

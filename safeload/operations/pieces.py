@@ -9,14 +9,14 @@ from ..base.text import show
 from ..engine.run.threads import check_threads
 from ..errors import FormatError, public
 from .convert import resume
-from .measure import diff_values, stats
+from .measure import diff, stats
 from .sources.reading import INVALID_PIECE
 from .validate import check, manifest
 
 # Functions by operation.
 _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, Any] | None], dict[str, Any]]] = {
     "convert": resume.run,
-    "diff": diff_values.run,
+    "diff": diff.run,
     "manifest": manifest.run,
     "stats": stats.run,
     "validate": check.run,

@@ -114,8 +114,8 @@ def test_zeros_in_many_tensors_are_judged_in_linear_time(tmp_path):
 
     def judge(count, out):
         places = [validated_zeros.StoredRange(4096 * k, 4096 * (k + 1), str(k), str(k), 4096, 1) for k in range(count)]
-        run = validated_zeros.ZeroRun(0, 4096 * count, places)
-        assert "blocks of the file are lost" in validated_zeros._finding(run, True, "", lambda name: None).message
+        finding = validated_zeros.finding_of(0, 4096 * count, places, unwritten=True, where="", role=lambda name: None)
+        assert "blocks of the file are lost" in finding.message
 
     few = seconds(judge, 500, tmp_path)
     assert seconds(judge, 4000, tmp_path, enough=MOST * few) < MOST * few

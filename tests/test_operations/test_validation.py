@@ -804,7 +804,7 @@ def test_the_zeros_are_found_wherever_they_begin(tmp_path):
         save_file({"w": data}, path)
         with safeload.open(path) as opened:
             file = opened.weight_files[0]
-            assert inside.validated_zeros.zeros_begin(file, file.size - data.size, file.size) == file.size - count
+            assert inside.validated_zeros.zeros_end(file, file.size, file.size - data.size) == file.size - count
 
 
 # ---- quantized weights of other libraries ----

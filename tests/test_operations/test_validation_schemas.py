@@ -316,7 +316,7 @@ def test_names_of_deepseek_v3_take_seconds():
     started = time.process_time()  # what else runs on the machine takes none of it
     choice = choosing.choose(config, "safetensors", known.keys())
     compared = structure.check_schema(choice, config, known)
-    assert compared == ([], len(known))
+    assert compared[:2] == ([], len(known))
     assert time.process_time() - started < 10
 
 

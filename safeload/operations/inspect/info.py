@@ -7,36 +7,42 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import takewhile
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...base.layout import quantity, shorten, table, terminal_columns, terminal_rows, wrap
+from ...base.gc_pause import paused
+from ...base.layout import BETWEEN_PARTS, quantity, shorten, table, terminal_columns, terminal_rows, wrap
 from ...base.listing import TensorInfos
+from ...base.names import families, natural_key
 from ...base.results import Result, plain
 from ...base.selecting import Patterns, select
 from ...base.table import TensorInfo
 from ...base.text import clip, plural, printable, show, size
 from ...base.url import is_url, shown
 from ...checkpoint import Checkpoint, codes_of, settings_of, tensors_of
-from ...engine.run.weight_file import WeightFile
-from ...errors import exported, public
+from ...errors import SafeloadError, exported, one_line, public
 from ...formats.opening import Paths
 from ...formats.registry import FormatName, UnknownGlobals
 from ...loading import entry as loading
 from ...models.diffusion import ARCHITECTURE, model_of
 from ...packed.gptq import zeros_disagree
 from ...packed.quantization import quantization_of
-from . import adapters, listing
 
 # Maximum number of rows on a terminal.
 ROWS = 100
 # Maximum number of values shown from a list in the metadata, such as a vocabulary; --json has all.
 _ITEMS = 8
 
+# Maximum depth of the tree, which is walked recursively; deeper names stay whole.
+_LEVELS = 32
 
 # Maximum number of reasons why known families cannot be dequantized.
 _REASONS = 3
+
+# Maximum number of module kinds and tensor names in a line about an adapter.
+_MODULES, _NAMES = 12, 6
 
 # Formats with a header before the first tensor.
 _WITH_HEADER = ("safetensors", "gguf")
@@ -49,23 +55,69 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _TEXT, _NUMBER = 80, 10**12
 
 
-class View(NamedTuple):
-    """How to show a listing."""
+@exported()
+class AdapterFitting(NamedTuple):
+    """How an adapter fits a base: ``adapter.fitting`` of `Info`.
 
-    title: str
-    columns: int | None  # the width; None cuts nothing
-    rows: int | None = ROWS  # maximum number of rows; None shows all
-    hint: str = ""  # the end of lines that count hidden rows
-    sort: str | None = None  # one of `listing.KEYS`
-    alone: bool = False  # give each tensor its own row
-    tree: bool = False
-    depth: int | None = None  # maximum number of levels of the tree
-    memory: bool = False  # show the size when loaded
-    words: Callable[[str], str] = str  # translates messages
+    Attributes:
+        base: path of the base.
+        changed: number of base tensors that the adapter changes.
+        packed: number of changed tensors that are packed, and dequantized when merged.
+        total: number of base tensors.
+        problems: messages about tensors that do not fit.
 
-    def rest(self, hidden: int, noun: str) -> str:
-        """Return the line that counts hidden rows."""
-        return f"... and {plural(hidden, noun)} more{self.hint}"
+    Example:
+        >>> import safeload
+        >>> safeload.info("tiny-lora", base="tiny-llama").adapter.fitting.total
+        30
+    """
+
+    base: str
+    changed: int
+    packed: int
+    total: int
+    problems: list[str]
+
+
+@exported()
+class AdapterSummary(NamedTuple):
+    """A LoRA adapter, summarized: ``adapter`` of `Info`.
+
+    Attributes:
+        method: "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA".
+        writer: "PEFT" or "MLX".
+        ranks: ranks of its modules, ascending.
+        alphas: alphas of its modules, ascending; the scale factors of an MLX adapter.
+        modules: number of modules by the last part of their names, most frequent first.
+        embeddings: names of embeddings that it changes.
+        parameters: name suffixes of changed tensors other than layer weights.
+        replaced: base tensors that it stores whole.
+        biases: number of biases that it adds to.
+        config: its parsed configuration.
+        fitting: how it fits the base: ``fitting.problems`` is empty if it does. None without a base.
+
+    Example:
+        >>> import safeload
+        >>> adapter = safeload.info("tiny-lora", base="tiny-llama").adapter
+        >>> adapter.method, adapter.ranks, adapter.fitting.problems
+        ('LoRA', [4], [])
+    """
+
+    method: str
+    writer: str
+    ranks: list[int]
+    alphas: list[float]
+    modules: dict[str, int]
+    embeddings: list[str]
+    parameters: list[str]
+    replaced: list[str]
+    biases: int
+    config: dict[str, Any]
+    fitting: AdapterFitting | None
+
+
+# An adapter; the reason why it cannot be merged; None for other checkpoints.
+Found: TypeAlias = AdapterSummary | str | None
 
 
 @exported()
@@ -115,7 +167,7 @@ class Info(Result):
     dtypes: dict[str, tuple[int, int, int]]
     memory: dict[str, int]
     quantization: list[str]
-    adapter: adapters.Found
+    adapter: Found
 
     _columns = ("name", "dtype", "shape", "nbytes", "parameters", "file", "offset", "parts")
     _notebook = _columns[:4]
@@ -149,14 +201,14 @@ class Info(Result):
                 code: {"tensors": count, "elements": elements, "nbytes": nbytes}
                 for code, (count, elements, nbytes) in self.dtypes.items()
             },
-            "adapter": adapters.as_json(self.adapter),
+            "adapter": _adapter_json(self.adapter),
             **({"selected": selected} if self.selected else {}),
             "tensors": [{**info._asdict(), "stored_nbytes": info.nbytes} for info in infos],
         }
 
     def __str__(self) -> str:
-        view = View(title_of(self.path), terminal_columns(), terminal_rows(ROWS))
-        return "\n".join(line for line, _ in lines(self, view))
+        shown = lines(self, title_of(self.path), columns=terminal_columns(), rows=terminal_rows(ROWS))
+        return "\n".join(line for line, _ in shown)
 
     def __repr__(self) -> str:
         return f"<Info {show(self.path)}: {self.format}, {plural(self.tensor_count, 'tensor')}, {size(self.nbytes)}>"
@@ -174,99 +226,6 @@ def totals_of(infos: Iterable[TensorInfo]) -> dict[str, tuple[int, int, int]]:
         count, elements, nbytes = totals.get(info.dtype, (0, 0, 0))
         totals[info.dtype] = count + 1, elements + info.size, nbytes + info.nbytes
     return dict(sorted(totals.items(), key=lambda item: (-item[1][2], item[0])))
-
-
-def lines(info: Info, view: View) -> Iterator[tuple[str, str]]:
-    """Yield the lines of the listing, each with its colour or ""."""
-    width, infos = view.columns, list(info.tensors.values())
-    totals = totals_of(infos)
-    parameters, nbytes = (sum(total[k] for total in totals.values()) for k in (1, 2))
-    for line in _head(info, view):
-        yield line, ""
-    if info.selected:
-        count = f"{len(infos):,} of {plural(info.tensor_count, 'tensor')}"
-        yield f"selected: {count}, {quantity(parameters, 'parameter')}, {size(nbytes)}", ""
-    inner = None if width is None else width - 2
-    if info.metadata:
-        yield from (("", ""), ("metadata", "head"))
-        for key, value in info.metadata.items():
-            yield "  " + clip(printable(f"{key}: {_brief(value)}"), inner), ""
-    if info.globals:
-        yield from (("", ""), ("globals that the pickle references (nothing is imported or called)", "head"))
-        named = list(info.globals.items())[: None if width is None else ROWS]
-        for name, harmless in named:
-            room = None if width is None else width - 30
-            yield "  " + clip(printable(name), room) + ("" if harmless else "  not on the allowlist, kept inert"), ""
-    if totals:
-        yield "", ""
-        rows = [(c, f"{n:,}", f"{e:,}", size(b)) for c, (n, e, b) in totals.items()]
-        if len(rows) > 1:
-            rows.append(("total", f"{len(infos):,}", f"{parameters:,}", size(nbytes)))
-        head, *body = table(("dtype", "tensors", "elements", "size"), rows, right=frozenset((1, 2, 3)), columns=width)
-        yield from ((head, "head"), *((line, "") for line in body), ("", ""))
-        yield from _listing(infos, view)
-
-
-def _listing(infos: Sequence[TensorInfo], view: View) -> Iterator[tuple[str, str]]:
-    """Yield the tensors as a table or as a tree."""
-    rows = listing.rows_of(infos, alone=view.alone)
-    rows = listing.as_tree(rows, view.sort, view.depth) if view.tree else listing.ordered(rows, view.sort)
-    first = rows[: view.rows]
-    head, *body = listing.as_table(first, view.columns, tree=view.tree)
-    yield head, "head"
-    for line in body:
-        yield line, ""
-    if len(first) < len(rows) and view.tree:
-        yield view.rest(len(rows) - len(first), "row"), ""
-    elif len(first) < len(rows):
-        yield view.rest(len(infos) - sum(row.number for row in first), "tensor"), ""
-
-
-def _head(info: Info, view: View) -> Iterator[str]:
-    """Yield the summary: files, parameters, model, quantization, memory."""
-    width, sizes = view.columns, list(info.files.values())
-    totals = [info.format, plural(info.tensor_count, "tensor")]
-    if len(sizes) > 1:
-        totals.insert(0, plural(len(sizes), "file"))
-    if info.tensor_count:
-        totals.append(quantity(info.parameters, "parameter"))
-    totals.append(size(sum(sizes)))
-    yield from _fit(f"{view.title}: {', '.join(totals)}", width)
-    if len(sizes) > 1:
-        room = None if width is None else width - 16
-        files = [printable(os.path.basename(file)) for file in info.files][: view.rows]
-        for name, nbytes in zip(shorten(files, room), sizes, strict=False):
-            yield f"  {name}  {size(nbytes)}"
-        if len(files) < len(sizes):
-            yield f"  ... and {plural(len(sizes) - len(files), 'file')} more"
-    memory = info.memory if view.memory else {}
-    remarks = [
-        *info.notes,
-        *adapters.lines(info.adapter, view.rows, view.rest),
-        info.model,
-        *info.quantization,
-        f"header: {size(info.header_nbytes)}" if info.header_nbytes is not None and info.tensor_count else "",
-        f"memory: as {', '.join(f'{name} {size(n)}' for name, n in memory.items())}" if memory else "",
-    ]
-    for line in filter(None, remarks):
-        yield from _fit(view.words(line), width)
-
-
-def _fit(line: str, width: int | None) -> list[str]:
-    """Wrap a line of prose to at most four lines on a terminal."""
-    return [printable(line)] if width is None else wrap(clip(printable(line), 4 * width), width, hanging="  ")
-
-
-def _brief(value: Any) -> str:
-    """Format a metadata value, cutting long lists."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (list, np.ndarray)) and len(value) > _ITEMS:
-        return f"{len(value):,} values, {json.dumps(plain(value[:_ITEMS], lossless=True))[:-1]}, ..."
-    return json.dumps(plain(value, lossless=True))
-
-
-# ---- describing ----
 
 
 @public
@@ -309,12 +268,7 @@ def info(
         <Info 'tiny-llama': safetensors, 30 tensors, 241 KiB>
     """
     with loading.open(
-        path,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        storage_options=storage_options,
+        path, format=format, root=root, unknown_globals=unknown_globals, stored=stored, storage_options=storage_options
     ) as opened:
         text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else opened.path
         text = shown(text) if is_url(text) else text  # without the secrets of a URL
@@ -333,13 +287,26 @@ def describe(
 ) -> Info:
     """Describe an open checkpoint; its ``memory`` takes milliseconds to compute."""
     infos = opened.tensors
-    adapter = adapters.about(path, opened, base, storage_options)
+    adapter = _adapter(path, opened, base, storage_options)
     names = None if only is drop is None else select(infos, only, drop)
+    # Of other files than these the size is that of the tensors alone, such as external data of ONNX.
+    whole = [file for file in opened.weight_files if file.unpacked or file.path == opened.weight_files[0].path]
+    header = None
+    if opened.format in _WITH_HEADER and opened.weight_files:
+        files = opened.weight_files
+        header = sum(min((begin for begin, _ in file.table.byte_ranges()), default=file.size) for file in files)
+    loaded: dict[str, int] = {}
+    if memory and infos:
+        from ..measure.sizes import sizes  # only here: importing it takes milliseconds
+
+        measured = sizes(opened)
+        loaded = dict(measured.dtypes)  # and the schemes that would quantize a tensor
+        loaded |= {name: n for name, n in measured.schemes.items() if n != loaded.get("float32")}
     return Info(
         path=path,
         format=opened.format,
-        files={file.path: _size_of(file, opened) for file in opened.weight_files},
-        header_nbytes=_header_nbytes(opened),
+        files={file.path: file.identity[0] if file in whole else file.size for file in opened.weight_files},
+        header_nbytes=header,
         notes=opened.notes,
         model=_model(opened.config, opened.metadata),
         metadata=opened.metadata,
@@ -350,33 +317,10 @@ def describe(
         parameters=sum(info.size for info in infos.values()),
         nbytes=opened.nbytes,
         dtypes=totals_of(infos.values()),
-        memory=_memory(opened) if memory and infos else {},
+        memory=loaded,
         quantization=list(_quantization(opened)),
         adapter=adapter,
     )
-
-
-def _size_of(file: WeightFile, opened: Checkpoint) -> int:
-    """Return the size on disk: of the file itself if it holds tensors of others, such as external data of ONNX."""
-    size: int = file.identity[0]
-    return size if file.unpacked or file.path == opened.weight_files[0].path else file.size
-
-
-def _header_nbytes(opened: Checkpoint) -> int | None:
-    """Return the bytes of all headers, for formats with a header."""
-    if opened.format not in _WITH_HEADER or not opened.weight_files:
-        return None
-    files = opened.weight_files
-    return sum(min((begin for begin, _ in file.table.byte_ranges()), default=file.size) for file in files)
-
-
-def _memory(opened: Checkpoint) -> dict[str, int]:
-    """Return the bytes of all loaded tensors by dtype or scheme; schemes only if they would quantize a tensor."""
-    from ..measure.sizes import sizes  # only here: importing it takes milliseconds
-
-    loaded = sizes(opened)
-    schemes = {name: nbytes for name, nbytes in loaded.schemes.items() if nbytes != loaded.dtypes.get("float32")}
-    return {**loaded.dtypes, **schemes}
 
 
 def _quantization(opened: Checkpoint) -> Iterator[str]:
@@ -389,7 +333,9 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
         stored, restored = sum(info.nbytes for info in packed), sum(4 * info.size for info in packed)
         count = f"{len(packed):,} of {plural(len(opened), 'tensor')}"
         yield f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32"
-        if _zeros_disagree(opened):
+        groups = (file.table.packed(index) for _, file, index in tensors_of(opened))
+        with_zeros = [group for group in groups if group is not None and group.packing.zeros is not None]
+        if with_zeros and zeros_disagree(min(with_zeros, key=lambda group: group.nbytes)):
             yield "zero points: the format differs from the configuration and was recognized"
     codes = codes_of(opened)
     if codes:
@@ -402,13 +348,6 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
             f"not dequantized: {plural(tensors, 'tensor')}: {reason}"
             for reason, tensors in reasons.most_common(_REASONS)
         )
-
-
-def _zeros_disagree(opened: Checkpoint) -> bool:
-    """True if the zero points of the smallest weight follow another GPTQ format than configured."""
-    groups = (file.table.packed(index) for _, file, index in tensors_of(opened))
-    packed = [group for group in groups if group is not None and group.packing.zeros is not None]
-    return bool(packed) and zeros_disagree(min(packed, key=lambda group: group.nbytes))
 
 
 # ---- the model ----
@@ -452,3 +391,305 @@ def _text(values: Mapping[Any, Any], *keys: str) -> str | None:
 def _number(values: Mapping[Any, Any], *keys: str) -> int | None:
     numbers = (values.get(key) for key in keys)
     return next((int(v) for v in numbers if isinstance(v, int) and type(v) is not bool and 0 <= v < _NUMBER), None)
+
+
+# ---- the adapter ----
+
+
+def _adapter(
+    path: str, opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None = None
+) -> Found:
+    """Summarize an adapter."""
+    summary: Found = None
+    if any(".lora_" in name or name.startswith("base_model.model.") for name in opened):
+        try:
+            summary = _summarized(opened, base, storage_options)
+        except FileNotFoundError:
+            if base is not None:
+                raise
+        except (SafeloadError, OSError) as error:
+            if base is not None:
+                raise
+            summary = f"it cannot be merged: {one_line(error)}"
+    if summary is None and base is not None:
+        raise ValueError(f"base= needs a LoRA adapter, got {path}")
+    return summary
+
+
+def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> AdapterSummary:
+    from ...loading import adapter as parts  # imported here: few files are adapters
+    from ...loading.adapter_fit import outermost
+    from ...loading.merge import fit
+
+    adapter = parts.Adapter(opened)
+    settings, modules = adapter.settings, adapter.modules
+    factors = {name: module for name, module in modules.items() if {parts.A, parts.EMBEDDING_A} & module.keys()}
+    names = [outermost(name) for name in factors]
+    kinds = Counter(name.rpartition(".")[2] for name in names).most_common()
+    ranks: Iterable[int | None] = {adapter.rank(name) for name in factors}
+    alphas: Iterable[float] = {settings.alpha_of(name) for name in names}
+    if settings.parameters:  # only a base has their names and numbers of matrices
+        ranks, alphas = {settings.rank, *settings.ranks.values()}, {settings.alpha, *settings.alphas.values()}
+    method = [name for name, used in (("rsLoRA", settings.rslora), ("DoRA", settings.dora)) if used]
+    fitting = None
+    if base is not None:
+        with loading.open(base, storage_options=storage_options) as opened_base:
+            problems: list[SafeloadError] = []
+            _, merge = fit(opened_base, [adapter], problems)
+            packed = sum(merge.base.target(name).row is None for name in merge.changes)
+            messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in problems]
+            fitting = AdapterFitting(opened_base.path, len(merge.changes), packed, len(opened_base), messages)
+    return AdapterSummary(
+        " and ".join(method) or "LoRA",
+        "MLX" if settings.mlx else "PEFT",
+        sorted(filter(None, ranks)),
+        sorted(alphas),
+        dict(kinds),
+        [name for name, module in factors.items() if parts.EMBEDDING_A in module],
+        list(settings.parameters),
+        [name for name, module in modules.items() if parts.VALUE in module],
+        sum(parts.BIAS in module for module in modules.values()),
+        adapter.config,
+        fitting,
+    )
+
+
+def _adapter_lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
+    """Yield the lines about an adapter, with at most ``rows`` problems; ``rest`` returns a line for the rest."""
+    if found is None:
+        return
+    if isinstance(found, str):
+        yield found
+        return
+    rank, alpha = ("rank", "scale") if found.writer == "MLX" else ("r", "alpha")
+    if found.ranks:
+        yield f"{found.method}: {rank} {_span(found.ranks)}, {alpha} {_span(found.alphas)}"
+        kinds = [f"{count:,} {name}" for name, count in found.modules.items()]
+        yield f"changes {plural(sum(found.modules.values()), 'module')}: {_some(kinds, _MODULES)}"
+    if found.parameters:
+        yield f"parameters: {_some(found.parameters, _NAMES)}"
+    if found.embeddings:
+        yield f"embeddings: {_some(found.embeddings, _NAMES)}"
+    if found.biases:
+        yield f"adds to {found.biases:,} bias{'es' if found.biases > 1 else ''}"
+    if found.replaced:
+        yield f"replaces {plural(len(found.replaced), 'tensor')}: {_some(found.replaced, _NAMES)}"
+    fitting = found.fitting
+    if fitting is not None and fitting.problems:
+        yield f"does not fit {fitting.base}: {plural(len(fitting.problems), 'problem')}"
+        listed = fitting.problems[:rows]
+        yield from (f"  {problem}" for problem in listed)
+        if len(listed) < len(fitting.problems):
+            yield "  " + rest(len(fitting.problems) - len(listed), "problem")
+    elif fitting is not None:
+        packed = f", {fitting.packed:,} of them packed" if fitting.packed else ""
+        yield f"fits {fitting.base}: changes {fitting.changed:,} of its {plural(fitting.total, 'tensor')}{packed}"
+
+
+def _adapter_json(found: Found) -> dict[str, Any] | None:
+    """Return a summary as JSON values."""
+    if found is None or isinstance(found, str):
+        return None if found is None else {"merged": False, "why": found}
+    keys = ("base_model_name_or_path", "modules_to_save")
+    plain = {"merged": True, **found._asdict(), **{key: found.config.get(key) for key in keys}}
+    del plain["config"]
+    fitting = plain.pop("fitting")
+    if fitting is not None:
+        plain["base"] = {"fits": not fitting.problems, **fitting._asdict()}
+    return plain
+
+
+def misfits(found: Found) -> bool:
+    """True if a base was given and the adapter does not fit."""
+    return isinstance(found, AdapterSummary) and found.fitting is not None and bool(found.fitting.problems)
+
+
+def _span(values: list[Any]) -> str:
+    low, high = f"{values[0]:g}", f"{values[-1]:g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _some(texts: Iterable[str], most: int) -> str:
+    every = [printable(text) for text in texts]
+    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
+
+
+# ---- the listing ----
+
+
+class Row(NamedTuple):
+    """A tensor, a group of equal tensors, or the sum of a module."""
+
+    name: str  # with braces for a group, such as ``h.{0..11}.w``
+    dtype: str  # "" for a module
+    shape: tuple[int, ...] | None  # of each tensor; None for a module
+    number: int  # of tensors
+    parameters: int  # of all tensors
+    nbytes: int  # of all tensors
+
+
+def _by_name(row: Row) -> Any:
+    return natural_key(row.name)
+
+
+# Sort keys; numbers in descending order.
+KEYS: dict[str, Callable[[Row], Any]] = {
+    "name": _by_name,
+    "dtype": lambda row: (row.dtype, _by_name(row)),
+    "shape": lambda row: tuple(-dim for dim in row.shape or ()),
+    "parameters": lambda row: -row.parameters,
+    "size": lambda row: -row.nbytes,
+}
+
+
+def lines(
+    info: Info,
+    title: str,
+    *,
+    columns: int | None,  # the width; None cuts nothing
+    rows: int | None = ROWS,  # maximum number of rows; None shows all
+    hint: str = "",  # the end of lines that count hidden rows
+    sort: str | None = None,  # one of `KEYS`
+    alone: bool = False,  # give each tensor its own row
+    tree: bool = False,
+    depth: int | None = None,  # maximum number of levels of the tree
+    memory: bool = False,  # show the size when loaded
+    words: Callable[[str], str] = str,  # translates messages
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the listing, each with its colour or ""."""
+    infos, sizes = list(info.tensors.values()), list(info.files.values())
+    totals = totals_of(infos)
+    parameters, nbytes = (sum(total[k] for total in totals.values()) for k in (1, 2))
+
+    def rest(hidden: int, noun: str) -> str:
+        return f"... and {plural(hidden, noun)} more{hint}"
+
+    def wrapped(line: str) -> Iterator[tuple[str, str]]:  # prose takes at most four lines on a terminal
+        line = printable(line)
+        for part in [line] if columns is None else wrap(clip(line, 4 * columns), columns, hanging="  "):
+            yield part, ""
+
+    counts = [plural(len(sizes), "file")] if len(sizes) > 1 else []
+    counts += [info.format, plural(info.tensor_count, "tensor")]
+    counts += [quantity(info.parameters, "parameter")] if info.tensor_count else []
+    yield from wrapped(f"{title}: {', '.join([*counts, size(sum(sizes))])}")
+    if len(sizes) > 1:
+        files = [printable(os.path.basename(file)) for file in info.files][:rows]
+        for name, total in zip(shorten(files, None if columns is None else columns - 16), sizes, strict=False):
+            yield f"  {name}  {size(total)}", ""
+        if len(files) < len(sizes):
+            yield f"  ... and {plural(len(sizes) - len(files), 'file')} more", ""
+    loaded = ", ".join(f"{name} {size(total)}" for name, total in info.memory.items()) if memory else ""
+    remarks = [
+        *info.notes,
+        *_adapter_lines(info.adapter, rows, rest),
+        info.model,
+        *info.quantization,
+        f"header: {size(info.header_nbytes)}" if info.header_nbytes is not None and info.tensor_count else "",
+        f"memory: as {loaded}" if loaded else "",
+    ]
+    for line in filter(None, remarks):
+        yield from wrapped(words(line))
+    if info.selected:
+        count = f"{len(infos):,} of {plural(info.tensor_count, 'tensor')}"
+        yield f"selected: {count}, {quantity(parameters, 'parameter')}, {size(nbytes)}", ""
+    if info.metadata:
+        yield from (("", ""), ("metadata", "head"))
+        for key, value in info.metadata.items():
+            entry = printable(f"{key}: {_brief(value)}")
+            yield "  " + clip(entry, None if columns is None else columns - 2), ""
+    if info.globals:
+        yield from (("", ""), ("globals that the pickle references (nothing is imported or called)", "head"))
+        for name, harmless in list(info.globals.items())[: None if columns is None else ROWS]:
+            shown = clip(printable(name), None if columns is None else columns - 30)
+            yield f"  {shown}{'' if harmless else '  not on the allowlist, kept inert'}", ""
+    if not totals:
+        return
+    cells = [(code, f"{n:,}", f"{count:,}", size(total)) for code, (n, count, total) in totals.items()]
+    if len(cells) > 1:
+        cells.append(("total", f"{len(infos):,}", f"{parameters:,}", size(nbytes)))
+    yield "", ""
+    yield from _table(("dtype", "tensors", "elements", "size"), cells, 1, columns)
+    yield "", ""
+    listed = rows_of(infos, alone=alone, sort=None if tree else sort)
+    if tree:
+        listed = list(_walk([(BETWEEN_PARTS.split(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
+    first = listed[:rows]
+    with paused(len(first)):
+        named = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in first]
+        if tree:
+            header = ("module", "dtype", "shape", "parameters", "size")
+            summed = [(*row[:3], f"{own.parameters:,}", row[3]) for row, own in zip(named, first, strict=True)]
+            table_lines = list(_table(header, summed, 3, columns))
+        else:
+            table_lines = list(_table(("tensor", "dtype", "shape", "size"), named, 3, columns))
+    yield from table_lines
+    if len(first) < len(listed):
+        hidden = (
+            (len(listed) - len(first), "row") if tree else (len(infos) - sum(row.number for row in first), "tensor")
+        )
+        yield rest(*hidden), ""
+
+
+def _table(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: int, columns: int | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a table, of which the first ``left`` columns are text."""
+    head, *body = table(header, rows, right=frozenset(range(left, len(header))), columns=columns)
+    yield head, "head"
+    for line in body:
+        yield line, ""
+
+
+def _shape(row: Row) -> str:
+    return "" if row.shape is None else str([*row.shape]) + (f" x {row.number:,}" if row.number > 1 else "")
+
+
+def _brief(value: Any) -> str:
+    """Format a metadata value, cutting long lists."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, np.ndarray)) and len(value) > _ITEMS:
+        return f"{len(value):,} values, {json.dumps(plain(value[:_ITEMS], lossless=True))[:-1]}, ..."
+    return json.dumps(plain(value, lossless=True))
+
+
+def rows_of(infos: Sequence[TensorInfo], *, alone: bool, sort: str | None) -> list[Row]:
+    """Return rows in file order, with equal layers in one row; if ``alone``, a row per tensor in natural order."""
+    with paused(len(infos)):
+        if alone:
+            rows = sorted((Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos), key=_by_name)
+        else:
+            rows = []
+            for name, first, number in families(
+                [info.name for info in infos], [(i.dtype, i.shape, i.nbytes) for i in infos]
+            ):
+                info = infos[first]
+                rows.append(Row(name, info.dtype, info.shape, number, number * info.size, number * info.nbytes))
+        return rows if sort is None else sorted(rows, key=KEYS[sort])
+
+
+def _walk(rows: Sequence[tuple[Sequence[str], Row]], key: str | None, depth: int | None, level: int) -> Iterator[Row]:
+    """Yield the rows of a module, given the parts of their names below it."""
+    groups: dict[Any, list[tuple[Sequence[str], Row]]] = {}
+    for k, (parts, row) in enumerate(rows):
+        # Rows of tensors can share a name, if dtypes or shapes of layers differ.
+        groups.setdefault(parts[0] if len(parts) > 1 else k, []).append((parts, row))
+    nodes: list[tuple[Row, list[tuple[Sequence[str], Row]]]] = []
+    for inside in groups.values():
+        if len(inside) == 1:
+            ((parts, row),) = inside
+            nodes.append((row._replace(name="".join(parts)), []))
+            continue
+        # A module with an only child is joined with it: "model.layers" instead of "layers" in "model".
+        columns = zip(*(parts[:-1] for parts, _ in inside), strict=False)  # as long as the shortest name
+        common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+        number, parameters, nbytes = map(sum, zip(*(row[3:] for _, row in inside), strict=True))
+        own = Row("".join(common), "", None, number, parameters, nbytes)
+        nodes.append((own, [(parts[len(common) :], row) for parts, row in inside]))
+    if key is not None:
+        nodes.sort(key=lambda node: KEYS[key](node[0]))
+    for row, inside in nodes:
+        yield row._replace(name="  " * level + (row.name[:-1] if inside else row.name))
+        if depth is None or level + 1 < depth:
+            yield from _walk(inside, key, depth, level + 1)

@@ -1,30 +1,74 @@
-"""Compare two checkpoints: names, shapes, dtypes and values, across formats, dtypes and quantization."""
+"""Compare two checkpoints: names, shapes, dtypes and values, across formats, dtypes and quantization.
+
+Values are compared in blocks: many small tensors to a block, many blocks to a large tensor. Bytes are compared first,
+and numbers only if the bytes or the dtypes of two tensors differ. The results are rows of plain values, the fields of
+`TensorDiff`, because pieces on other machines return them too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from fractions import Fraction
 from itertools import repeat
-from typing import Any, NamedTuple
+from threading import local
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
+from ...base import dtypes, log
+from ...base.arrays import Array, index_of
 from ...base.cached import cached_property
 from ...base.gc_pause import paused
 from ...base.layout import shorten, table
 from ...base.names import layer_of, natural_key
+from ...base.native import TIER, ffi, lib
 from ...base.results import Report, Row
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, select
 from ...base.text import clip, more, plural, printable, show
+from ...engine.ahead.spans import SpanColumns, Spans
+from ...engine.codes.pieces import Meter, in_order
+from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.codes.source import Source, of_array
+from ...engine.run.jobs import native_order, struct_dtype
+from ...engine.run.memory import address_of, aligned_bytes
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
+from ...engine.run.weight_file import is_remote
 from ...errors import exported, public
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from ..sources.executors import Executor, check_executor
-from ..sources.reading import pieces_of, run_pieces
-from . import diff_values
-from .diff_values import Shape, common_shape
-from .stats import TensorStats, measure
+from ..sources.reading import opened, pieces_of, run_pieces
+from .stats import measure
+
+Shape: TypeAlias = tuple[int, ...]
+_Fields: TypeAlias = Sequence[Any]  # of `TensorDiff`
+
+_EQUAL: _Fields = (0.0, None, 0.0, 1.0, 0, 0, 0.0, None)
+
+# Bytes per block: enough to amortize the cost of a read, but the blocks of both sides still fit into a cache.
+BYTES = 1 << 20
+# Numbers per block: handing a block to a thread takes as long as comparing 100,000 numbers.
+NUMBERS = 1 << 19
+
+# Joining this many ranges takes longer than reading them separately.
+_FEW_RANGES = 8
+
+_DIFFERENCE = struct_dtype("sl_difference")
+_F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
+# Integers of at most this many bits are exact as float32.
+_SMALL_INTEGER = 16
+# Integers up to this size are exact as float64, and so are their differences.
+_EXACT = 1 << 52
+
+# By dtype number: the bytes of an element, and the dtype to compare; complex numbers are compared as two floats.
+_SIZES, _PARTS = np.zeros(256, np.int64), np.arange(256, dtype=np.uint8)
+for _row in dtypes.TABLE:
+    _SIZES[_row.number] = _row.bits // 8
+_PARTS[dtypes.BY_CODE["C64"].number], _PARTS[dtypes.BY_CODE["C128"].number] = _F32.number, _F64.number
 
 
 @exported()
@@ -105,25 +149,11 @@ _ORDERS: dict[str, Callable[[tuple[str, TensorDiff]], Any]] = {
     "cosine": lambda row: -2.0 if math.isnan(row[1].cosine) else row[1].cosine,
     "unequal": lambda row: -row[1].unequal,
 }
-
-
-def _cells(difference: TensorDiff) -> tuple[str, ...]:
-    """Return a row of the table, without the name."""
-    cosine = f"{difference.cosine:.6f}"
-    return (
-        *(f"{value:.3g}" for value in (difference.max, difference.rms, difference.relative_change)),
-        ">0.999999" if cosine == "1.000000" and difference.change else cosine,
-        f"{difference.unequal:,}",
-        f"{difference.nonfinite:,}",
-    )
+_HEAD = ("different values", "max", "rms", "relative", "cosine", "unequal", "not finite")
 
 
 def _by_name(differences: Mapping[str, TensorDiff]) -> dict[str, dict[str, Any]]:
     return {name: {**d._asdict(), "relative_change": d.relative_change} for name, d in differences.items()}
-
-
-def _near(difference: TensorDiff, tolerance: float) -> bool:
-    return difference.max <= tolerance and not difference.nonfinite
 
 
 @exported()
@@ -202,8 +232,11 @@ class DiffReport(Report):
 
     def within(self, tolerance: float) -> bool:
         """Return True if names and shapes are equal and values differ by at most ``tolerance``. Dtypes may differ."""
-        structure = self.only_a or self.only_b or self.shapes
-        return not structure and all(_near(difference, tolerance) for difference in self.tensors.values())
+        return not (self.only_a or self.only_b or self.shapes or self._far(tolerance))
+
+    def _far(self, tolerance: float) -> int:
+        """Count the tensors that differ by more than a tolerance."""
+        return sum(not d.max <= tolerance or d.nonfinite > 0 for d in self.tensors.values())
 
     @property
     def unequal(self) -> dict[str, TensorDiff]:
@@ -212,11 +245,7 @@ class DiffReport(Report):
         return dict(sorted(rows, key=lambda row: (-row[1].nonfinite, -row[1].max)))
 
     def lines(
-        self,
-        columns: int | None = 80,
-        rows: int | None = None,
-        sort: str | None = None,
-        tolerance: float | None = None,
+        self, columns: int | None = 80, rows: int | None = None, sort: str | None = None, tolerance: float | None = None
     ) -> list[str]:
         """Return the report as lines of text.
 
@@ -231,36 +260,48 @@ class DiffReport(Report):
             Lines without line ends.
         """
         lines = [clip(f"a: {printable(self.a)}", columns), clip(f"b: {printable(self.b)}", columns)]
-
-        def block(title: str, entries: list[str]) -> None:
-            if entries:
-                lines.extend(("", title))
-                room = None if columns is None else columns - 2
-                lines.extend(f"  {entry}" for entry in (*shorten(entries[:rows], room), *more(len(entries), rows)))
-
-        block("only in a", [printable(name) for name in self.only_a])
-        block("only in b", [printable(name) for name in self.only_b])
-        block("different shape", [self._shapes_of(name) for name in self.shapes])
         pairs: dict[tuple[str, str], list[str]] = {}
         for name, pair in self.dtypes.items():
             pairs.setdefault(pair, []).append(name)
-        block(
-            "different dtype",
-            [f"{a} and {b}: {plural(len(names), 'tensor')}, {printable(names[0])}" for (a, b), names in pairs.items()],
-        )
-        unequal = self.unequal
+        lists = {
+            "only in a": [*map(printable, self.only_a)],
+            "only in b": [*map(printable, self.only_b)],
+            "different shape": [*map(self._shapes_of, self.shapes)],
+            "different dtype": [
+                f"{a} and {b}: {plural(len(names), 'tensor')}, {printable(names[0])}" for (a, b), names in pairs.items()
+            ],
+        }
+        for title, entries in lists.items():
+            if entries:
+                shown = shorten(entries[:rows], None if columns is None else columns - 2)
+                lines += ["", title, *(f"  {entry}" for entry in (*shown, *more(len(entries), rows)))]
+        unequal = [*self.unequal.items()]
         if sort is not None:
-            unequal = dict(sorted(unequal.items(), key=_ORDERS[sort]))
+            unequal.sort(key=_ORDERS[sort])
         if unequal:
-            cells: list[tuple[str, ...]] = [(printable(name), *_cells(d)) for name, d in [*unequal.items()][:rows]]
-            header: tuple[str, ...] = ("different values", "max", "rms", "relative", "cosine", "unequal", "not finite")
-            if not any(d.nonfinite for d in unequal.values()):
-                header, cells = header[:-1], [row[:-1] for row in cells]
-            lines += ["", *table(header, cells, right=frozenset(range(1, len(header))), columns=columns)]
-            lines += [*more(len(unequal), rows), *self._layer_lines(columns, rows)]
-        lines.append("")
-        lines.append(self._verdict(tolerance))
-        return lines
+            count = len(_HEAD) if any(d.nonfinite for _, d in unequal) else len(_HEAD) - 1
+            cells = []
+            for name, d in unequal[:rows]:
+                numbers = (f"{value:.3g}" for value in (d.max, d.rms, d.relative_change))
+                cosine = f"{d.cosine:.6f}"
+                cosine = ">0.999999" if cosine == "1.000000" and d.change else cosine
+                cells.append((printable(name), *numbers, cosine, f"{d.unequal:,}", f"{d.nonfinite:,}")[:count])
+            lines += ["", *table(_HEAD[:count], cells, right=frozenset(range(1, count)), columns=columns)]
+            lines += more(len(unequal), rows)
+            changed = [(layer, row) for layer, row in self.layers.items() if row.unequal]
+            if changed and len(self.layers.keys() - {""}) > 1:
+                by_layer = [
+                    (
+                        printable(layer) or "(outside layers)",
+                        f"{d.relative_change:.3g}",
+                        f"{d.unequal:,} of {d.tensors:,}",
+                    )
+                    for layer, d in changed[:rows]
+                ]
+                head = ("by layer", "relative", "tensors")
+                lines += ["", *table(head, by_layer, right=frozenset((1, 2)), columns=columns)]
+                lines += more(len(changed), rows)
+        return [*lines, "", self._verdict(tolerance)]
 
     def _shapes_of(self, name: str) -> str:
         """Describe a tensor with two shapes, and the difference of its common rows."""
@@ -274,28 +315,11 @@ class DiffReport(Report):
             return f"{text}; {rows} are equal"
         return f"{text}; {rows}: max {common.max:.3g}, relative {common.relative_change:.3g}"
 
-    def _layer_lines(self, columns: int | None, rows: int | None) -> list[str]:
-        """Return the table of layers, if there are several."""
-        changed = [(layer, row) for layer, row in self.layers.items() if row.unequal]
-        if sum(layer != "" for layer in self.layers) < 2 or not changed:
-            return []
-        cells = [
-            (
-                printable(layer) or "(outside layers)",
-                f"{row.relative_change:.3g}",
-                f"{row.unequal:,} of {row.tensors:,}",
-            )
-            for layer, row in changed[:rows]
-        ]
-        lines = table(("by layer", "relative", "tensors"), cells, right=frozenset((1, 2)), columns=columns)
-        return ["", *lines, *more(len(changed), rows)]
-
     def _verdict(self, tolerance: float | None) -> str:
         """Return the last line, which agrees with `same` or, with a tolerance, with `within`."""
-        count = plural(len(self.tensors), "tensor")
+        count, unequal = plural(len(self.tensors), "tensor"), self.unequal
         if self.same:
             return f"the same: {count}"
-        unequal = self.unequal
         if tolerance is not None and self.within(tolerance):
             if not unequal:
                 differ = "differs" if len(self.dtypes) == 1 else "differ"
@@ -303,19 +327,16 @@ class DiffReport(Report):
             name, largest = next(iter(unequal.items()))
             worst = f"the largest difference is {largest.max:.3g} ({printable(name)})"
             return f"within {tolerance:g}: {count}; {len(unequal):,} not equal, {worst}"
-        far = sum(not _near(difference, tolerance or 0.0) for difference in self.tensors.values())
-        faults = [
-            (far, "differs in value" if tolerance is None else f"differs by more than {tolerance:g}"),
-            (len(self.only_a), "only in a"),
-            (len(self.only_b), "only in b"),
-            (len(self.shapes), "differs in shape"),
-            (0 if tolerance is not None else len(self.dtypes), "differs in dtype"),
-        ]
-        parts = (
-            f"{number:,} {fault if number == 1 else fault.replace('differs', 'differ')}"
-            for number, fault in faults
-            if number
-        )
+        faults = {
+            "differs in value" if tolerance is None else f"differs by more than {tolerance:g}": self._far(
+                tolerance or 0.0
+            ),
+            "only in a": len(self.only_a),
+            "only in b": len(self.only_b),
+            "differs in shape": len(self.shapes),
+            "differs in dtype": 0 if tolerance is not None else len(self.dtypes),
+        }
+        parts = (f"{n:,} {fault if n == 1 else fault.replace('differs', 'differ')}" for fault, n in faults.items() if n)
         return f"different: {', '.join(parts)}; {count} compared"
 
     def __repr__(self) -> str:
@@ -401,17 +422,13 @@ def diff(
             shapes = _compare_structure(report, catalogs, only, drop)
         for catalog in catalogs:
             catalog.refuse_codes(shapes, "diff")
-        rows: Mapping[str, Sequence[Any]]
         if executor is None:
-            rows = diff_values.compare_values(*catalogs, shapes, threads=threads, progress=progress)
+            rows = _compare_values(*catalogs, shapes, threads=threads, progress=progress)
         else:
-            sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
+            sizes = {name: 8 * math.prod(shape) for name, shape in shapes.items()}
             pieces = pieces_of(sizes, *catalogs, operation="diff")
-            results = run_pieces(diff_values.run, pieces, executor, threads=threads, progress=progress)
-            rows = {
-                name: (largest, None if index is None else tuple(index), *numbers)
-                for name, (largest, index, *numbers) in results.get("differences", {}).items()
-            }
+            rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
+            rows = {name: (most, at and tuple(at), *numbers) for name, (most, at, *numbers) in rows.items()}
         with paused(len(rows)):
             names = [name for name in shapes if name in rows]
             fields = map(rows.__getitem__, names)
@@ -421,15 +438,12 @@ def diff(
         changed = {layer_of(name) for name, difference in differences.items() if difference.unequal}
         equal = [name for name, row in differences.items() if not row.unequal and layer_of(name) in changed]
         if equal:
-            statistics = measure(catalog_a, equal, executor=executor, threads=threads)  # complex tensors have none
-            report.norms = {name: _norm(row) for name, row in statistics.items()}
+            report.norms = {  # complex tensors have none
+                name: math.sqrt(row.count - row.nan - row.inf) * math.hypot(row.mean, row.std)
+                for name, row in measure(catalog_a, equal, executor=executor, threads=threads).items()
+                if row.count > row.nan + row.inf
+            }
         return report
-
-
-def _norm(row: TensorStats) -> float:
-    """Return the L2 norm of the finite values of a tensor."""
-    finite = row.count - row.nan - row.inf
-    return math.sqrt(finite) * math.hypot(row.mean, row.std) if finite else 0.0
 
 
 def _compare_structure(
@@ -455,7 +469,7 @@ def _compare_structure(
         shape: Shape | None = x.shape
         if x.shape != y.shape:
             report.shapes[name] = x.shape, y.shape
-            shape = common_shape(x.shape, y.shape)
+            shape = _common_shape(x.shape, y.shape)
         if shape is not None:
             shapes[name] = shape
     return shapes
@@ -463,3 +477,359 @@ def _compare_structure(
 
 def _dtype(about: TensorDescription) -> str:
     return "int8 with scale" if about.scheme == INT8 else about.dtype
+
+
+# ---- values ----
+
+
+def _common_shape(a: Shape, b: Shape) -> Shape | None:
+    """Return the shape of the rows that tensors of different shapes have in common; None if other axes differ too."""
+    common = a and b and a[1:] == b[1:] and (min(a[0], b[0]), *a[1:])
+    return common if common and common[0] else None
+
+
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Compare the tensors of a piece; see `run_piece`."""
+    with opened(piece, storage_options, ("sources", "against")) as (names, (a, b)):
+        with paused(len(names)):
+            shapes = {}
+            for x, y in zip(a.descriptions(names).values(), b.descriptions(names).values(), strict=True):
+                shape = x.shape if x.shape == y.shape else _common_shape(x.shape, y.shape)
+                if shape is not None:
+                    shapes[x.name] = shape
+        rows = _compare_values(a, b, shapes, threads=threads, progress=None)
+        return {"differences": {name: [*row] for name, row in rows.items()}}
+
+
+def _compare_values(
+    a: Catalog, b: Catalog, shapes: Mapping[str, Shape], *, threads: int | None, progress: Progress
+) -> dict[str, _Fields]:
+    """Compare tensors up to common shapes: plain tensors of local files together, the rest in batches."""
+    meter = Meter(progress, 8 * sum(map(math.prod, shapes.values())))
+    names = [*shapes]
+    rows: dict[str, _Fields] = {}
+
+    def compare(names: Sequence[str], a: Spans, b: Spans) -> None:
+        rows.update(zip(names, _compare(a, b, [shapes[name] for name in names], threads, meter), strict=True))
+
+    tables = [tensors for tensors in (a.plain(names), b.plain(names)) if tensors is not None and not tensors.remote]
+    if len(tables) == 2:
+        spans = [*map(Spans.of, tables)]
+        of_a, of_b = (_PARTS[side.targets] != side.targets for side in spans)  # complex numbers
+        plain = np.flatnonzero(of_a == of_b)
+        compare([names[k] for k in plain.tolist()], *(side.pick(plain) for side in spans))
+    rest = [name for name in names if name not in rows] if len(rows) < len(names) else []
+    with _reader(a, rest, threads) as read_a, _reader(b, rest, threads) as read_b:
+        for batch in _batches(rest, shapes):
+            sides = (a, read_a), (b, read_b)
+            sources = [[x._replace(shape=shapes[name]) for x in _alike(name, sides, threads)] for name in batch]
+            compare(batch, *map(_spans, zip(*sources, strict=True)))
+            del sources  # before the next tensors are decoded
+            for name in batch:
+                log.debug("diff of %s: %s", name, rows[name])
+    return rows
+
+
+# ---- tensors that are not plain, or not in local files ----
+
+
+def _batches(names: Iterable[str], shapes: Mapping[str, Shape]) -> Iterator[list[str]]:
+    """Divide tensors into batches to hold in memory together: a large tensor alone, small tensors up to a block."""
+    batch: list[str] = []
+    total = 0
+    for name in names:
+        count = math.prod(shapes[name])
+        if batch and total + count > NUMBERS:
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += count
+    if batch:
+        yield batch
+
+
+_Reader: TypeAlias = Callable[[str], Source | Array]
+
+
+@contextmanager
+def _reader(catalog: Catalog, names: Sequence[str], threads: int | None) -> Iterator[_Reader]:
+    """Yield a function that reads tensors in this order, as a source if possible; remote tensors are read ahead."""
+
+    def is_encoded(name: str) -> bool:  # it is decoded to float32, or weight files do not have its dtype
+        element = catalog.about(name).element
+        return element is None or element.packed
+
+    def read(name: str) -> Source | Array:
+        if stream is not None and not is_encoded(name):
+            value: Any = next(stream)[1]
+            array: Array = value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
+            return array
+        if is_encoded(name) or catalog.about(name).quantized or is_remote(catalog.place(name).file):
+            return catalog.array(name, threads)
+        source = catalog.source(name, threads=threads)
+        assert isinstance(source, Source)
+        return source
+
+    stream = None
+    if len(catalog.checkpoints) == 1 and not catalog.in_memory and any(map(is_remote, catalog.weight_files)):
+        ahead = [name for name in names if not is_encoded(name)]
+        stream = catalog.checkpoints[0].stream(ahead, order="given", threads=threads)
+    with nullcontext() if stream is None else closing(stream):
+        yield read
+
+
+def _alike(name: str, sides: Sequence[tuple[Catalog, _Reader]], threads: int | None) -> list[Source]:
+    """Return the next tensor of both sides, both complex or both real."""
+    values = [read(name) for _, read in sides]
+    kinds = {value.row.complex if isinstance(value, Source) else value.dtype.kind == "c" for value in values}
+    sources = []
+    for (catalog, _), value in zip(sides, values, strict=True):
+        if len(kinds) > 1:
+            array = catalog.array(name, threads) if isinstance(value, Source) else value
+            value = np.asarray(array, np.complex128)
+        if not isinstance(value, Source):
+            row = dtypes.row_of(value.dtype)
+            if row is None or row.packed:
+                value = value.astype(np.complex128 if value.dtype.kind == "c" else np.float64)
+            value = of_array(name, value)
+        sources.append(value)
+    return sources
+
+
+def _spans(sources: Sequence[Source]) -> Spans:
+    files = {file: k for k, file in enumerate(dict.fromkeys(source.file for source in sources))}
+    numbers = np.array([source.row.number for source in sources], np.uint8)
+    rows = [(files[source.file], source.offset, source.size) for source in sources]
+    file, begins, sizes = np.array(rows, np.int64).T
+    return Spans([*files], SpanColumns(file, begins, sizes, numbers, numbers))
+
+
+# ---- blocks ----
+
+
+class _Pieces(NamedTuple):
+    """Tensors divided into pieces of at most a block. Small tensors are not divided."""
+
+    tensors: Array  # int64, the tensor of each piece
+    begins: Array  # int64, first item of the piece in its tensor
+    counts: Array  # int64, items
+    last: Array  # bool, True for the last piece of a tensor
+
+    @classmethod
+    def of(cls, counts: Array, size: int) -> _Pieces:
+        """Divide non-empty tensors with ``counts`` items into pieces of at most ``size`` items."""
+        parts = -(-counts // size)
+        tensors = np.repeat(np.arange(len(counts)), parts)
+        begins = (np.arange(len(tensors)) - np.repeat(np.cumsum(parts) - parts, parts)) * size
+        left = counts[tensors] - begins
+        return cls(tensors, begins, np.minimum(left, size), left <= size)
+
+    def blocks(self, size: int) -> Iterator[slice]:
+        """Yield runs of pieces, each with ``size`` to ``2 * size - 1`` items; the last run can be shorter."""
+        ends = np.cumsum(self.counts)
+        begin = done = 0
+        while begin < len(ends):
+            end = min(int(np.searchsorted(ends, done + size)) + 1, len(ends))
+            yield slice(begin, end)
+            begin, done = end, int(ends[end - 1])
+
+
+class _Buffers(local):
+    """Memory of a thread for a block of each side."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = aligned_bytes(size), aligned_bytes(size)
+
+    def read(self, side: int, spans: Spans) -> Array:
+        """Read ranges into consecutive bytes; the next block of this side can overwrite them."""
+        spans = spans.joined() if len(spans) > _FEW_RANGES else spans
+        file, begins, sizes, sources, targets = spans.columns
+        if len(spans) == 1 and spans.files[int(file[0])] is None and sources[0] == targets[0]:
+            return np.frombuffer(ffi.buffer(ffi.cast("char *", int(begins[0])), int(sizes[0])), np.uint8)
+        memory = self.memory[side]
+        return memory[: spans.fill(memory, threads=1)]
+
+
+def _compare(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, meter: Meter) -> list[_Fields]:
+    """Compare the first elements of tensors, as many as ``shapes`` have; both of a pair are complex or real."""
+    # `meter` gets 8 bytes for each compared element.
+    elements = np.array([math.prod(shape) for shape in shapes], np.int64)
+    sides = []
+    for spans in (a, b):  # complex numbers become two floats each
+        numbers = spans.columns.sources
+        parts = _PARTS[numbers]
+        columns = spans.columns._replace(sizes=elements * _SIZES[numbers], sources=parts, targets=parts)
+        sides.append(Spans(spans.files, columns))
+    a, b = sides
+    in_file = np.lexsort((a.columns.begins, a.columns.file))
+    in_file = in_file[elements[in_file] > 0]
+    differs = a.targets != b.targets
+    alike = in_file[~differs[in_file]]
+    differs[alike] = _unequal(a.pick(alike), b.pick(alike), elements[alike], threads, meter)
+    rows = [_EQUAL] * len(elements)
+    in_file = in_file[differs[in_file]]
+    of_a, of_b = a.targets[in_file], b.targets[in_file]
+    for dtype_a, dtype_b in dict.fromkeys(zip(of_a.tolist(), of_b.tolist(), strict=True)):
+        pair = in_file[(of_a == dtype_a) & (of_b == dtype_b)]
+        values = _differences(a.pick(pair), b.pick(pair), [shapes[k] for k in pair.tolist()], threads, meter)
+        for k, value in zip(pair.tolist(), values, strict=True):
+            rows[k] = value
+    return rows
+
+
+# ---- bytes ----
+
+
+def _unequal(a: Spans, b: Spans, elements: Array, threads: int | None, meter: Meter) -> Array:
+    """Return a mask of the tensors with different bytes, for two sides with equal dtypes."""
+    differs = np.zeros(len(a), bool)
+    pieces = _Pieces.of(a.lengths, BYTES)
+    total = int(a.lengths.sum())
+    a, b = a.divided(BYTES), b.divided(BYTES)
+    buffers = _Buffers(min(total, 2 * BYTES))
+
+    def blocks() -> Iterator[slice]:  # of a large tensor, up to the first that differs
+        for block in pieces.blocks(BYTES):
+            if block.stop - block.start > 1 or not differs[pieces.tensors[block.start]]:
+                yield block
+
+    def compare_block(block: slice) -> tuple[slice, Array | bool]:
+        x, y = buffers.read(0, a.pick(block)), buffers.read(1, b.pick(block))
+        if _same(x, y):
+            return block, False
+        lengths = pieces.counts[block]
+        return block, np.logical_or.reduceat(x != y, np.cumsum(lengths) - lengths)
+
+    for block, unequal in in_order(compare_block, blocks(), threads, 2 * total):
+        differs[pieces.tensors[block]] |= unequal
+        complete = pieces.tensors[block][pieces.last[block]]
+        meter.add(8 * int(elements[complete][~differs[complete]].sum()))
+    return differs
+
+
+def _same(x: Array, y: Array) -> bool:
+    words = x.size - x.size % 8
+    alike = bool((x[:words].view(np.uint64) == y[:words].view(np.uint64)).all())
+    return alike and bool((x[words:] == y[words:]).all())
+
+
+# ---- numbers ----
+
+
+def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, meter: Meter) -> list[_Fields]:
+    """Compare the numbers of tensors that share a dtype in each checkpoint."""
+    stored = [dtypes.BY_NUMBER[int(spans.targets[0])] for spans in (a, b)]
+    counts = a.columns.sizes // stored[0].block_bytes
+    per_element = counts // np.array([math.prod(shape) for shape in shapes], np.int64)
+    pieces = _Pieces.of(counts, NUMBERS)
+    integers = [row.kind == lib.SL_KIND_INT for row in stored]
+    small = all(row.bits <= (_F32.bits if row.floating else _SMALL_INTEGER) for row in stored)
+    common = _F32 if small else _F64
+    # The core would convert integers to float64 by way of float32.
+    targets = [row if integer and not small else common for row, integer in zip(stored, integers, strict=True)]
+    sides = []
+    for spans, target in zip((a, b), targets, strict=True):
+        columns = spans.columns._replace(targets=np.full_like(spans.targets, target.number))
+        sides.append(Spans(spans.files, columns).divided(NUMBERS * target.block_bytes))
+    total = int(counts.sum())
+    buffers = _Buffers(min(total, 2 * NUMBERS) * _F64.block_bytes)
+    progress = 8 * pieces.counts // per_element[pieces.tensors]
+
+    def compare_block(block: slice) -> tuple[list[float], Array]:
+        x, y = (
+            native_order(buffers.read(side, spans.pick(block)).view(dtypes.element_dtype(targets[side].number)))
+            for side, spans in enumerate(sides)
+        )
+        floats = [values.astype(common.name, copy=False) for values in (x, y)]
+        counts = np.ascontiguousarray(pieces.counts[block], np.uint64)
+        sums = np.zeros(len(counts), _DIFFERENCE)
+        places = [ffi.cast("void *", address_of(values)) for values in floats]
+        lengths, records = ffi.from_buffer("uint64_t[]", counts), ffi.from_buffer("sl_difference[]", sums)
+        lib.sl_differ(TIER, common.number, *places, lengths, len(counts), records)
+        largest = sums["largest"].tolist()
+        # If any integer is larger than _EXACT, so is the sum of squares larger than its square.
+        wide = np.zeros(len(counts), bool)
+        for values, norm in ((x, "norm_a"), (y, "norm_b")):
+            wide |= (values.dtype.kind in "iu") & ~(sums[norm] <= _EXACT**2)
+        ends = np.cumsum(pieces.counts[block])
+        for k in np.flatnonzero(wide).tolist():
+            own = slice(int(ends[k]) - int(counts[k]), int(ends[k]))
+            largest[k], sums[k] = _exact_sums(x[own], y[own])
+        meter.add(int(progress[block].sum()))
+        return largest, sums
+
+    parts = [*in_order(compare_block, pieces.blocks(NUMBERS), threads, 16 * total)]
+    largest = [value for part, _ in parts for value in part]
+    if all(integers):
+        largest = [int(value) for value in largest]
+    sums = np.concatenate([part for _, part in parts])
+    if len(sums) > len(shapes):
+        largest, sums = _added_up(largest, sums, pieces)
+    return _rows(largest, sums, per_element, shapes)
+
+
+def _added_up(largest: list[float], sums: Array, pieces: _Pieces) -> tuple[list[float], Array]:
+    """Add up the pieces of each tensor."""
+    first = np.flatnonzero(pieces.begins == 0)
+    ends = np.flatnonzero(pieces.last) + 1
+    totals, maxima = sums[first], [largest[k] for k in first.tolist()]
+    for tensor in np.flatnonzero(ends - first > 1).tolist():
+        begin, end = int(first[tensor]), int(ends[tensor])
+        parts, total = sums[begin:end], totals[tensor]
+        k = max(range(begin, end), key=largest.__getitem__)
+        maxima[tensor] = largest[k]
+        total["at"] = int(pieces.begins[k]) + int(sums["at"][k])
+        for field in ("squares", "dot", "norm_a", "norm_b"):
+            total[field] = _total(parts[field].tolist())
+        for field in ("unequal", "nonfinite", "finite"):
+            total[field] = parts[field].sum()
+    return maxima, totals
+
+
+def _total(numbers: list[float]) -> float:
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):  # beyond float64, or infinities of both signs
+        return sum(numbers)
+
+
+def _rows(largest: list[float], sums: Array, per_element: Array, shapes: Sequence[Shape]) -> list[_Fields]:
+    """Return the differences of tensors, given the largest difference and the sums of each."""
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        rms = np.sqrt(sums["squares"] / np.maximum(sums["finite"], 1))
+        # NaN if either tensor is zero.
+        cosine = np.clip(sums["dot"] / (np.sqrt(sums["norm_a"]) * np.sqrt(sums["norm_b"])), -1.0, 1.0)
+        cosine[sums["unequal"] == 0] = 1.0
+        change, norm = np.sqrt(sums["squares"]), np.sqrt(sums["norm_a"])
+    unequal = sums["unequal"].tolist()
+    norms = [length if count else None for length, count in zip(norm.tolist(), unequal, strict=True)]
+    columns = (rms.tolist(), cosine.tolist(), unequal, sums["nonfinite"].tolist(), change.tolist(), norms)
+    places = (sums["at"].astype(np.int64) // per_element).tolist()
+    with paused(len(shapes)):
+        indices = [
+            index_of(place, shape) if most > 0 else None
+            for most, place, shape in zip(largest, places, shapes, strict=True)
+        ]
+        return [*zip(largest, indices, *columns, strict=True)]
+
+
+def _exact_sums(x: Array, y: Array) -> tuple[float, tuple[float, ...]]:
+    """Return the largest difference and the ``sl_difference`` of a piece with 64-bit integers, by Python's numbers."""
+    finite = np.isfinite(x) & np.isfinite(y)
+    a, b = (np.where(finite, values, 0) for values in (x, y))
+    exact = [
+        np.array([*map(Fraction, values.tolist())], object) if values.dtype.kind == "f" else values.astype(object)
+        for values in (a, b)
+    ]
+    differences = np.abs(exact[0] - exact[1])
+    distances, a, b = (values.astype(np.float64) for values in (differences, a, b))
+    sizes = distances if "f" in (x.dtype.kind, y.dtype.kind) else differences
+    at = int(np.argmax(sizes))
+    largest = sizes.item(at)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = [float((p * q).sum()) for p, q in ((distances, distances), (a, b), (a, a), (b, b))]
+    nonfinite = int(np.count_nonzero(~finite))
+    unequal = int(np.count_nonzero(distances)) + nonfinite
+    return largest, (largest, at, *sums, unequal, nonfinite, x.size - nonfinite)

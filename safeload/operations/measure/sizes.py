@@ -65,29 +65,59 @@ def sizes(source: Given) -> Sizes:
             rules = Rules(cast(SchemeName, scheme), None)
             rules.schema = model.schema
             heads = heads_to_quantize(model, rules, catalog.about)
-            untied = [_Kind(head, catalog.about(embedding), 1) for head, embedding in heads.items()]
-            return sum(kind.number * _quantized(kind, rules) for kind in (*kinds, *untied))
+            total = 0
+            for kind in (*kinds, *(_Kind(head, catalog.about(tied), 1) for head, tied in heads.items())):
+                about, plan = kind.about, rules.plan(kind.name, kind.about)
+                if plan.scheme is not None:
+                    parts = storage_of(plan.scheme, about.shape, usual_axis(plan.scheme, about.shape))
+                    nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in filter(None, parts))
+                elif about.scheme is not None and not about.packed:
+                    nbytes = about.nbytes  # blocks and int8 stay as stored
+                else:
+                    nbytes = _converted(kind, dtypes.BY_CODE["F32"])
+                total += kind.number * nbytes
+            return total
 
         def encoded(preset: str) -> int:
-            layout = arranged(catalog, presets()[preset])
-            own = kinds if layout is catalog else [_Kind(name, layout.about(name), 1) for name in layout]
-            return _encoded(own, EngineRules(presets()[preset], None), model, layout)
+            layout, own = arranged(catalog, presets()[preset]), kinds
+            if layout is not catalog:  # it has the names of the engine
+                own = [_Kind(name, layout.about(name), 1) for name in layout]
+            rules = EngineRules(presets()[preset], None)
+            schema = ModelRules.of(layout).schema if isinstance(layout, RestructuredCatalog) else model.schema
+            rules.set_model(schema, layout, chosen=model.config is None)
+            total, is_quantized = 0, False
+            for name, about, number in own:
+                if rules.drops(name):
+                    continue
+                scheme = rules.plan(name, about).scheme
+                if scheme is not None:
+                    is_quantized = True
+                    encoding = Encoding(name, presets()[scheme], about.shape, rules.weight_dtype(about, None))
+                    total += number * encoding.nbytes
+                    continue
+                row = rules.kept_dtype(about, None)
+                total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
+            if not is_quantized:
+                raise UnsupportedError(f"{rules.preset.name}: no tensor is left to quantize")
+            return total
 
-        schemes = {**_totals(SCHEMES, quantized), **_totals(ENGINE_FORMATS, encoded)}
-        return Sizes(stored, _totals(DTYPES, converted), schemes)
+        def totals(names: Iterable[str], total: Callable[[str], int]) -> dict[str, int]:
+            known = {}
+            for name in names:
+                with suppress(UnsupportedError, FormatError):  # blocks without a kernel, experts that no engine loads
+                    known[name] = total(name)
+            return known
 
-
-def _totals(names: Iterable[str], total: Callable[[str], int]) -> dict[str, int]:
-    totals = {}
-    for name in names:
-        with suppress(UnsupportedError, FormatError):  # blocks without a kernel, or experts that no engine loads
-            totals[name] = total(name)
-    return totals
+        return Sizes(stored, totals(DTYPES, converted), totals(SCHEMES, quantized) | totals(ENGINE_FORMATS, encoded))
 
 
 def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
     """Group tensors by shape and role, so that the rules need not decide about each of 100,000 expert weights."""
-    alike = schema is None or not _has_number(schema)
+    texts: list[str] = []
+    for entry in () if schema is None else schema.entries:
+        texts += (entry.name, *entry.also)
+    # Unless a name in the schema contains a number other than the layer.
+    alike = schema is None or not any(map(NUMBER.search, (*texts, *schema.prefixes)))
     columns = {f: (f.table.numbers, f.table.shapes) for f in catalog.weight_files if not f.table.quantized}
     groups: dict[tuple[str, Hashable], list[str]] = {}
     entries = catalog.entries()
@@ -101,12 +131,6 @@ def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
     return kinds + [_Kind(name, catalog.about(name), 1) for name in catalog if name not in in_files]
 
 
-def _has_number(schema: Schema) -> bool:
-    """True if any name in the schema contains a number other than the layer."""
-    texts = (text for entry in schema.entries for text in (entry.name, *entry.also))
-    return any(NUMBER.search(text) for text in (*texts, *schema.prefixes))
-
-
 def _converted(kind: _Kind, target: dtypes.Dtype) -> int:
     """Return the bytes of a tensor that is converted to a dtype, if it has real numbers."""
     about = kind.about
@@ -115,34 +139,3 @@ def _converted(kind: _Kind, target: dtypes.Dtype) -> int:
     if about.scheme is not None and not about.packed:
         check_restorable(kind.name, about.scheme)
     return target.nbytes(math.prod(about.shape))
-
-
-def _encoded(kinds: Iterable[_Kind], rules: EngineRules, model: ModelRules, catalog: Catalog) -> int:
-    """Return the bytes of all tensors in the format of an engine; the catalog has the names of the engine."""
-    schema = ModelRules.of(catalog).schema if isinstance(catalog, RestructuredCatalog) else model.schema
-    rules.set_model(schema, catalog, chosen=model.config is None)
-    total, quantized = 0, False
-    for name, about, number in kinds:
-        if rules.drops(name):
-            continue
-        scheme = rules.plan(name, about).scheme
-        if scheme is not None:
-            quantized = True
-            total += number * Encoding(name, presets()[scheme], about.shape, rules.weight_dtype(about, None)).nbytes
-            continue
-        row = rules.kept_dtype(about, None)
-        total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
-    if not quantized:
-        raise UnsupportedError(f"{rules.preset.name}: no tensor is left to quantize")
-    return total
-
-
-def _quantized(kind: _Kind, rules: Rules) -> int:
-    """Return the bytes of a tensor as `load_quantized` returns it."""
-    about, plan = kind.about, rules.plan(kind.name, kind.about)
-    if plan.scheme is not None:
-        stored = storage_of(plan.scheme, about.shape, usual_axis(plan.scheme, about.shape))
-        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in filter(None, stored))
-    if about.scheme is not None and not about.packed:
-        return about.nbytes  # blocks and int8 stay as stored
-    return _converted(kind, dtypes.BY_CODE["F32"])

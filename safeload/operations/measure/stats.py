@@ -43,8 +43,9 @@ _BINS: int = lib.SL_HISTOGRAM_BINS
 # Bytes of a bin, and of a field of a record.
 _WORD = 8
 
-# Width from which the table has more columns.
-_WIDE = 110
+# Columns of the table, and of a table of at least this width.
+_HEAD, _WIDE = ("tensor", "min", "max", "mean", "std", "bad"), 110
+_WIDE_HEAD = ("tensor", "dtype", "shape", "min", "max", "absmax", "mean", "std", "zeros", "NaN", "Inf")
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -156,27 +157,24 @@ def lines_of(
     rows: Sequence[tuple[str, TensorStats]], columns: int | None, *, histogram: bool = False
 ) -> list[tuple[str, str]]:
     """Return the lines of a table, each with its colour or "", cut to ``columns`` characters if given."""
-    header: tuple[str, ...] = ("tensor", "min", "max", "mean", "std", "bad")
     wide = width() >= _WIDE
-    if wide:
-        header = ("tensor", "dtype", "shape", "min", "max", "absmax", "mean", "std", "zeros", "NaN", "Inf")
-    left = {0, 1, 2} if wide else {0}
-    right = frozenset(set(range(len(header))) - left)
-    lines = table(header, [_cells(name, s, wide) for name, s in rows], right=right, columns=columns)
-    result = [(lines[0], "head")]
-    for line, (_, s) in zip(lines[1:], rows, strict=True):
+    cells: list[tuple[str, ...]] = [_WIDE_HEAD if wide else _HEAD]
+    for name, s in rows:
+        low, high, mean, std = map(_number, (s.min, s.max, s.mean, s.std))
+        if wide:
+            counts = [f"{count:,}" if count else "" for count in (s.zeros, s.nan, s.inf)]
+            kind = s.dtype, str(list(s.shape))
+            cells.append((printable(name), *kind, low, high, _number(s.absmax), mean, std, *counts))
+        else:
+            cells.append((printable(name), low, high, mean, std, f"{s.nan + s.inf:,}" if s.nan + s.inf else ""))
+    right = frozenset(range(3 if wide else 1, len(cells[0])))
+    head, *lines = table(cells[0], cells[1:], right=right, columns=columns)
+    result = [(head, "head")]
+    for line, (_, s) in zip(lines, rows, strict=True):
         result.append((line, "error" if s.nan + s.inf else ""))
         if histogram and s.histogram is not None:
-            result.append(("  " + _sparkline(s.histogram.tolist()), ""))
+            result.append((f"  {_sparkline(s.histogram.tolist())}", ""))
     return result
-
-
-def _cells(name: str, s: TensorStats, wide: bool) -> tuple[str, ...]:
-    numbers = (_number(s.min), _number(s.max), _number(s.mean), _number(s.std))
-    if not wide:
-        return printable(name), *numbers, f"{s.nan + s.inf:,}" if s.nan + s.inf else ""
-    counts = tuple(f"{count:,}" if count else "" for count in (s.zeros, s.nan, s.inf))
-    return printable(name), s.dtype, str(list(s.shape)), *numbers[:2], _number(s.absmax), *numbers[2:], *counts
 
 
 def _number(value: float) -> str:
@@ -188,10 +186,9 @@ def _sparkline(bins: list[int]) -> str:
     filled = [k for k, count in enumerate(bins) if count]
     if not filled:
         return "all values are zero"
-    first, last = filled[0], filled[-1]
-    top = max(bins)
-    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // top)] for count in bins[first : last + 1])
-    low, high = (round(math.log2(HISTOGRAM_EDGES[k])) for k in (first, last + 1))
+    first, end = filled[0], filled[-1] + 1
+    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // max(bins))] for count in bins[first:end])
+    low, high = (round(math.log2(HISTOGRAM_EDGES[k])) for k in (first, end))
     return f"2^{low} {bars} 2^{high}"
 
 
@@ -300,9 +297,14 @@ def stats(
     if executor is not None:
         raise in_memory("an array is", EXECUTOR)
     part = _part("", x, threads)
-    if part is None:
-        raise _refusal(x)
-    return _measure([part], histogram, threads, progress)[0]
+    if part is not None:
+        return _measure([part], histogram, threads, progress)[0]
+    if isinstance(x, QuantizedTensor):
+        raise UnsupportedError(f"cannot dequantize {x.scheme}: no kernel supports it")
+    dtype = np.asarray(x).dtype
+    if dtype.kind == "c":
+        raise UnsupportedError(f"{dtype} values have no order; pass x.real and x.imag, or abs(x)")
+    raise TypeError(f"cannot compute statistics of {dtype}: it does not hold numbers")
 
 
 def measure(
@@ -422,30 +424,15 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
         row = dtypes.row_of(array.dtype)
         nbytes, code = array.nbytes, array.dtype.name if row is None else row.code
         if row is None or row.packed:  # not supported by the core, or elements share bytes
-            row = _wider(array.dtype, row)
-            if row is None:
+            if array.dtype.kind == "f" and array.itemsize > 8:
+                row = dtypes.BY_CODE["F64"]  # not exact for long double
+            elif row is not None or (array.dtype.isbuiltin == 2 and array.itemsize == 1):
+                row = _F32  # the small types of ml_dtypes: nothing else registers dtypes with NumPy
+            else:
                 return None
             array = array.astype(row.name)
         source = of_numbers(name, array, row, threads)
     return _Part(source, code, nbytes) if source.row.converts_to(_F32) else None
-
-
-def _wider(dtype: np.dtype[Any], row: dtypes.Dtype | None) -> dtypes.Dtype | None:
-    """Return a wider dtype that the core supports, or None if the dtype does not hold real numbers."""
-    if dtype.kind == "f" and dtype.itemsize > 8:
-        return dtypes.BY_CODE["F64"]  # not exact for long double
-    # The small types of ml_dtypes: nothing else registers dtypes with NumPy.
-    return dtypes.BY_CODE["F32"] if row is not None or (dtype.isbuiltin == 2 and dtype.itemsize == 1) else None
-
-
-def _refusal(x: Any) -> Exception:
-    """Return the error for a single value without statistics."""
-    if isinstance(x, QuantizedTensor):
-        return UnsupportedError(f"cannot dequantize {x.scheme}: no kernel supports it")
-    dtype = np.asarray(x).dtype
-    if dtype.kind == "c":
-        return UnsupportedError(f"{dtype} values have no order; pass x.real and x.imag, or abs(x)")
-    return TypeError(f"cannot compute statistics of {dtype}: it does not hold numbers")
 
 
 def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progress: Progress) -> list[TensorStats]:

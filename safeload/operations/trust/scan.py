@@ -14,7 +14,7 @@ from ...base.results import Report
 from ...base.text import plural, printable, show
 from ...engine.run.weight_file import open_without_table
 from ...errors import SafeloadError, exported, one_line, public
-from ...formats.contents import PickleFinder, PickleSite
+from ...formats.contents import PickleFinder
 from ...formats.dcp import RECORDS
 from ...formats.opening import Paths
 from ...formats.torch.globals import ALLOWED
@@ -234,8 +234,15 @@ def _scan_file(report: ScanReport, path: str, files: Files) -> None:
     with closing(file):
         content = _RemoteContent(file.store) if isinstance(file.store, RemoteStore) else file
         for site in PickleFinder(content, files.split(path)[1]).find():
-            findings = _judged(site, shown)
-            report.pickles += site.traced is not None and not site.code and (bool(findings) or not site.fault)
+            place = (shown, site.place, site.offset)
+            findings = []
+            if site.traced is not None:
+                for name in site.traced.names:
+                    verdict, reason = judge(name, _ALLOWED, called=name in site.traced.called)
+                    findings.append(ScanFinding(*place, show(name)[1:-1] if len(name) > 300 else name, verdict, reason))
+                report.pickles += not site.code and (bool(findings) or not site.fault)
+            elif site.code:
+                findings.append(ScanFinding(*place, site.code, DANGEROUS, "runs when the model is loaded"))
             if count + len(findings) > MAX_FINDINGS:
                 text = f"it names more than {MAX_FINDINGS:,} globals; the rest is not listed"
                 report.unreadable.append((shown, text))
@@ -248,16 +255,3 @@ def _scan_file(report: ScanReport, path: str, files: Files) -> None:
                 report.unreadable.append((where, f"{at}{site.fault}"))
             if count > 2 * MAX_FINDINGS:
                 return
-
-
-def _judged(site: PickleSite, path: str) -> list[ScanFinding]:
-    """Return the findings of a pickle, or of other code."""
-    if site.traced is None:
-        reason = "runs when the model is loaded"
-        return [ScanFinding(path, site.place, site.offset, site.code, DANGEROUS, reason)] if site.code else []
-    findings = []
-    for name in site.traced.names:
-        verdict, reason = judge(name, _ALLOWED, called=name in site.traced.called)
-        shown = show(name)[1:-1] if len(name) > 300 else name
-        findings.append(ScanFinding(path, site.place, site.offset, shown, verdict, reason))
-    return findings

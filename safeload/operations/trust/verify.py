@@ -202,13 +202,27 @@ def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, 
     """Yield the name and path of each file to compare: all in a folder, or all that opening a file reads."""
     read = files_read(path, files)
     if not files.is_folder(path):
-        folder = files.split(path)[0]
-        yield files.split(path)[1], path
-        beside = {files.absolute(place): place for place in (*read, *_beside(path, expected, files))}
+        folder, base = files.split(path)
+        yield base, path
+        beside = {files.absolute(place): place for place in read}
+        if expected.files is not None:
+            # The settings beside a file: those that are listed, and all of an index, because a conversion reads them.
+            near = {name.rpartition("/")[2] for name in expected.files}
+            with suppress(OSError, SafeloadError):  # https has no folders
+                near.update(name for name, is_folder in files.listing(folder) if not is_folder)
+            for place in (files.join(folder, name) for name in sorted(near) if _is_setting(name)):
+                if ".index." in base or expected.covers(place, files):
+                    beside[files.absolute(place)] = place
         beside.pop(files.absolute(path), None)
         for place in beside.values():
-            if expected.covers(place, files) or _exists(place, files):
-                yield name_below(folder, place, files), place
+            try:
+                if not expected.covers(place, files):
+                    files.open(place).close()
+            except FileNotFoundError:
+                continue
+            except (OSError, SafeloadError):
+                pass
+            yield name_below(folder, place, files), place
         return
     absolute = set(map(files.absolute, read))
     names: set[str] = set()
@@ -267,32 +281,8 @@ def files_read(path: str, files: Files) -> list[str]:
     return list(noted.paths)
 
 
-def _beside(path: str, expected: Expected, files: Files) -> Iterator[str]:
-    """Yield the settings beside a file: those that are listed, and all of an index, because a conversion reads them."""
-    if expected.files is None:
-        return
-    folder, base = files.split(path)
-    names = {name.rpartition("/")[2] for name in expected.files}
-    with suppress(OSError, SafeloadError):  # https has no folders
-        names.update(name for name, is_folder in files.listing(folder) if not is_folder)
-    for name in sorted(names):
-        place = files.join(folder, name)
-        if _is_setting(name) and (".index." in base or expected.covers(place, files)):
-            yield place
-
-
 def _is_setting(name: str) -> bool:
     return name in _SETTINGS or is_extra(name)
-
-
-def _exists(place: str, files: Files) -> bool:
-    try:
-        files.open(place).close()
-    except FileNotFoundError:
-        return False
-    except (OSError, SafeloadError):
-        pass
-    return True
 
 
 def _left_out(name: str, path: str, expected: Expected, files: Files, is_read: bool) -> bool:

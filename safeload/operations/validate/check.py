@@ -46,21 +46,11 @@ from ..measure.stats import StatsTable, as_plain, measure, of_plain
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from ..sources.executors import EXECUTOR, Executor, check_executor, check_paths, files_at, groups, in_memory
-from ..sources.reading import (
-    INVALID_PIECE,
-    MALFORMED,
-    Tables,
-    check_version,
-    names_of,
-    opened,
-    pieces_of,
-    run_pieces,
-)
+from ..sources.reading import INVALID_PIECE, MALFORMED, Tables, check_version, names_of, opened, pieces_of, run_pieces
 from . import files, structure, values, zeros
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
-from .gguf_rules import check_gguf
-from .structure import Descriptions, Quantized
+from .structure import Descriptions
 from .values import Limits
 
 # Codes of findings that hold without the other shards.
@@ -160,7 +150,17 @@ def check(
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         if executor is not None:
             raise in_memory("an array is", EXECUTOR)
-        return _validate_array(source, shape, options)
+        report = CheckReport(ARRAY)
+        refuse_masked(source, "the array")
+        catalog = Catalog.of({ARRAY: source})
+        if shape is not None:
+            if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
+                raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
+            actual = catalog.about(ARRAY).shape
+            if not structure.fits(actual, tuple(shape)):
+                sizes = ", ".join("?" if size is None else str(size) for size in shape)
+                report.add([find("array.shape", ARRAY, shape=list(actual), sizes=sizes)])
+        return _validate_tensors(report, catalog, options._replace(schema=None))
     if shape is not None:
         raise ValueError("shape= requires a single array")
     if isinstance(source, (Mapping, Catalog)):
@@ -300,50 +300,11 @@ def _validate_rest(
     return rest
 
 
-def _validate_array(
-    x: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, options: CheckSettings
-) -> CheckReport:
-    report = CheckReport(ARRAY)
-    refuse_masked(x, "the array")
-    catalog = Catalog.of({ARRAY: x})
-    about = catalog.about(ARRAY)
-    if shape is not None:
-        if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
-            raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
-        if not structure.fits(about.shape, tuple(shape)):
-            sizes = ", ".join("?" if size is None else str(size) for size in shape)
-            report.add([find("array.shape", ARRAY, shape=list(about.shape), sizes=sizes)])
-    return _validate_tensors(report, catalog, options._replace(schema=None))
-
-
-class Model(NamedTuple):
-    """Description of a model, known before its values are read."""
-
-    tensors: Descriptions
-    codes: frozenset[str]  # tensors with codes; their values are not checked
-    quantized: Quantized
-    schema: Schema | None
-    config: Mapping[str, Any] | None  # of the part that the schema covers
-
-    def role(self, name: str) -> str | None:
-        """Return the role of a tensor, or None if it is not in the schema."""
-        return None if self.schema is None else self.schema.role(name)
-
-    def tied(self, names: Set[str]) -> dict[str, str]:
-        """Return the tied heads stored along with their embeddings, both among ``names``, and the embeddings."""
-        try:
-            expected = {} if self.schema is None else self.schema.expand(self.config, self.tensors.keys())
-        except ValueError:  # already reported by check_schema
-            return {}
-        return {w.name: w.tied for w in expected.values() if w.tied is not None and {w.name, w.tied} <= names}
-
-
 def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSettings) -> CheckReport:
     started = time.perf_counter()
     selected = frozenset(options.selection.of(list(catalog)))
     try:
-        model = _check_structure(report, catalog, options)
-        _check_contents(report, catalog, model, selected, options)
+        _check_tensors(report, catalog, selected, options)
     finally:
         report.seconds = time.perf_counter() - started
     if options.selection:
@@ -351,18 +312,23 @@ def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSetti
     return report
 
 
-def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettings) -> Model:
-    """Run the checks that read no values, and return the model."""
+def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], options: CheckSettings) -> None:
+    """Add findings and statistics to the report as they come."""
     tensors = catalog.descriptions([*catalog])
     report.tensors = len(tensors)
     report.parameters = sum(math.prod(about.shape) for about in tensors.values())
     report.format, report.files, report.nbytes = catalog.format, list(catalog.files), catalog.nbytes
     report.values = options.values
-    config = _config(report, catalog, options)
+    config = options.config
+    if config is None:
+        try:
+            config = _params_beside(catalog.weight_files) or catalog.config
+        except (FormatError, OSError) as problem:
+            report.add([find("schema.config:unreadable", problem=one_line(problem))])
     report.add(files.check_index(catalog))
     named: Descriptions = tensors
     if catalog.format == GGUF and options.schema == "auto" and config is None:
-        findings, choice, config = check_gguf(catalog.metadata, tensors)
+        findings, choice, config = structure.check_gguf(catalog.metadata, tensors)
         report.add(findings)
     else:
         named = _without_wrappers(report, tensors, catalog.title) if options.schema == "auto" else tensors
@@ -371,38 +337,72 @@ def _check_structure(report: CheckReport, catalog: Catalog, options: CheckSettin
     schema = None if choice is None else choice.schema
     report.add(structure.check_sizes(tensors, schema))
     quantization = quantization_of(config)
-    codes = catalog.find_codes(quantization)
+    codes = catalog.find_codes(quantization)  # their values are not checked
     quantized = structure.quantized_parts(quantization, schema, tensors, codes)
     if quantized.names:
         unchecked = "names, shapes and values" if options.values else "names and shapes"
         count = plural(len(quantized.names), "tensor")
         report.add([find("quantization.unchecked", label=quantized.label, checks=unchecked, tensors=count)])
-    inner = None if choice is None else choice.inner
-    model = Model(tensors, frozenset(codes), quantized, schema, config if inner is None else inner.config)
+    tied: Mapping[str, str] = {}
     if choice is None:
         report.add(structure.check_layers(tensors, quantized.modules))
     elif tensors:
         report.schema = choice.schema.name
         parts = quantized if named is tensors else quantized.unwrapped()
-        findings, report.compared = structure.check_schema(choice, model.config, named, quantized=parts)
+        inner = config if choice.inner is None else choice.inner.config
+        findings, report.compared, tied = structure.check_schema(choice, inner, named, quantized=parts)
         report.add(findings)
     expected = options.limits.parameters
     if expected is not None and report.parameters != expected:
         report.add([find("model.parameters", parameters=report.parameters, expected=expected)])
     report.add(structure.check_dtypes(tensors, config, quantized.names))
-    report.add(_check_unknown(catalog.about(name), unknown) for name, unknown in catalog.unknown().items())
-    return model
+    unknown = catalog.unknown()
+    report.add(_check_unknown(catalog.about(name), entry) for name, entry in unknown.items())
 
+    def role(name: str) -> str | None:  # None if it is not in the schema
+        return None if schema is None else schema.role(name)
 
-def _config(report: CheckReport, catalog: Catalog, options: CheckSettings) -> Mapping[str, Any] | None:
-    """Return the config passed to `check`, or the config of the checkpoint."""
-    if options.config is not None:
-        return options.config
-    try:
-        return _params_beside(catalog.weight_files) or catalog.config
-    except (FormatError, OSError) as problem:
-        report.add([find("schema.config:unreadable", problem=one_line(problem))])
-        return None
+    zero: set[str] = set()  # tensors already reported as zero
+    entries: list[FileEntry] | None = None
+    with report.readable():
+        report.add(zeros.check_tails(catalog, role, zero, values=options.values))
+        report.add(zeros.check_runs(catalog, role, zero))
+        if options.values:
+            entries = files.entries_of(catalog)
+    if entries is None:
+        return
+    selected = selected - unknown.keys()
+    names = [name for name in tensors if name in selected and name not in codes]
+    # Tied heads stored along with their embeddings.
+    pairs = {head: embedding for head, embedding in tied.items() if {head, embedding} <= selected - zero}
+    tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
+    with report.readable():
+        for k, entry in enumerate(entries):
+            for fault in _rows(tables, _CRC, [str(k)]).values():
+                report.add([entry.finding(fault)])
+        bad = set()
+        for name in names:
+            if tensors[name].quantized:
+                of_scales = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
+                report.add(of_scales)
+                if _has_error(of_scales):
+                    bad.add(name)
+        stats = report.stats = StatsTable(_rows(tables, _STATS, names))
+        report.add(zeros.check_runs(catalog, role, zero, stats))
+        about_values = values.check_values(
+            stats,
+            tensors,
+            options.limits,
+            skip=bad,
+            role=role,
+            codes=quantized.names,
+            zero=zero,
+            outliers=_rows(tables, _OUTLIERS, [*stats]),
+        )
+        report.add(about_values)
+        for pair in pairs.items():
+            if bad.isdisjoint(pair):
+                report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)
 
 
 def _without_wrappers(report: CheckReport, tensors: Descriptions, title: str) -> Descriptions:
@@ -444,55 +444,7 @@ def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:
     return find("file.unknown_type", about.name, dtype=about.dtype, reason=reason)
 
 
-# ---- contents ----
-
-
-def _check_contents(
-    report: CheckReport, catalog: Catalog, model: Model, selected: Set[str], options: CheckSettings
-) -> None:
-    """Add findings and statistics to the report as they come; an unreadable file is a finding, and ends the check."""
-    zero: set[str] = set()  # tensors already reported as zero
-    entries: list[FileEntry] | None = None
-    with report.readable():
-        report.add(zeros.check_tails(catalog, model.role, zero, values=options.values))
-        report.add(zeros.check_unwritten(catalog, model.role, zero))
-        if options.values:
-            entries = files.entries_of(catalog)
-    if entries is None:
-        return
-    selected = selected - catalog.unknown().keys()
-    names = [name for name in model.tensors if name in selected and name not in model.codes]
-    pairs = model.tied(selected - zero)
-    tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
-    codes = model.quantized.names
-    with report.readable():
-        for k, entry in enumerate(entries):
-            for fault in _rows(tables, _CRC, [str(k)]).values():
-                report.add([files.crc_finding(entry, fault)])
-        bad = set()
-        for name in names:
-            if model.tensors[name].quantized:
-                findings = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
-                report.add(findings)
-                if _has_error(findings):
-                    bad.add(name)
-        stats = report.stats = StatsTable(_rows(tables, _STATS, _readable(names, model.tensors, bad)))
-        report.add(zeros.check_zeros(catalog, stats, model.role, zero))
-        large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and name not in codes]
-        about_values = values.check_values(
-            stats,
-            model.tensors,
-            options.limits,
-            skip=bad,
-            role=model.role,
-            codes=codes,
-            zero=zero,
-            outliers=_rows(tables, _OUTLIERS, large),
-        )
-        report.add(about_values)
-        for pair in pairs.items():
-            if bad.isdisjoint(pair):
-                report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)
+# ---- reading ----
 
 
 def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]:
@@ -502,9 +454,6 @@ def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]
         if subject in unread and subject not in rows:
             raise FormatError(unread[subject])
     return {subject: rows[subject] for subject in subjects if subject in rows}
-
-
-# ---- reading ----
 
 
 def _read(
@@ -519,7 +468,7 @@ def _read(
         pieces = [
             *_entry_pieces(entries),
             *_value_pieces(catalog, names, options),
-            *(piece for pair in pairs.items() for piece in _pieces(_TIED, catalog, pair, whole=True)),
+            *(piece for pair in pairs.items() for piece in _pieces(catalog, pair, _TIED, whole=True)),
         ]
         tables = run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
         with paused(len(names)):
@@ -560,7 +509,9 @@ def _read_values(tables: Tables, catalog: Catalog, names: Sequence[str], options
     for name in names:
         if tensors[name].quantized:
             scales[name] = list(values.check_scales(catalog, name, limits, threads))
-    readable = _readable(names, tensors, {name for name, findings in scales.items() if _has_error(findings)})
+    # Statistics of packed tensors with bad scales would only repeat the error.
+    bad = {name for name, findings in scales.items() if _has_error(findings) and tensors[name].packed}
+    readable = [name for name in names if name not in bad]
     stats = measure(catalog, readable, histogram=options.histogram, threads=threads, progress=options.progress)
     tables[_STATS] = stats
     large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and values.is_real(tensors[name])]
@@ -571,16 +522,7 @@ def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
     return any(severity == ERROR for severity, *_ in findings)
 
 
-def _readable(names: Sequence[str], tensors: Descriptions, bad: set[str]) -> list[str]:
-    """Return the tensors to compute statistics of. Packed tensors with bad scales would only repeat the error."""
-    return [name for name in names if not (name in bad and tensors[name].packed)]
-
-
 # ---- in pieces ----
-
-
-def _pieces(check: str, catalog: Catalog, names: Sequence[str], *, whole: bool = False) -> Iterator[dict[str, Any]]:
-    return pieces_of(catalog.sizes(names), catalog, whole=whole, operation="validate", check=check)
 
 
 def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
@@ -596,21 +538,21 @@ def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
         yield {**piece, "nbytes": sum(sizes[k] for k in group)}
 
 
+def _pieces(catalog: Catalog, names: Sequence[str], check: str, **call: Any) -> Iterator[dict[str, Any]]:
+    return pieces_of(catalog.sizes(names), catalog, operation="validate", check=check, **call)
+
+
 def _value_pieces(catalog: Catalog, names: Sequence[str], options: CheckSettings) -> Iterator[dict[str, Any]]:
     tensors = catalog.descriptions(names)
-    for piece in _pieces("values", catalog, names):
+    for piece in _pieces(catalog, names, "values", histogram=options.histogram):
         int8 = [name for name in piece["names"] if tensors[name].scheme == INT8]
-        limits = {key: _plain_limit(getattr(options.limits, key), int8) for key in ("scale", "absmax")}
-        yield {**piece, **limits, "histogram": options.histogram}
-
-
-def _plain_limit(limit: Any, names: Sequence[str]) -> Any:
-    """Return a limit as a number, as numbers by name, or None if it applies to no tensor."""
-    if limit is None or not names:
-        return None
-    if not isinstance(limit, Mapping):
-        return float(limit)
-    return {name: float(limit[name]) for name in names if limit.get(name) is not None}
+        for key in ("scale", "absmax"):  # as a number, as numbers by name, or None if it applies to no tensor
+            limit = getattr(options.limits, key) if int8 else None
+            if isinstance(limit, Mapping):
+                piece[key] = {name: float(limit[name]) for name in int8 if limit.get(name) is not None}
+            else:
+                piece[key] = None if limit is None else float(limit)
+        yield piece
 
 
 def run(
@@ -620,35 +562,29 @@ def run(
     check_version(piece, INVALID_PIECE)
     check, tables = piece.get("check"), Tables()
     if check == _CRC:
-        _read_archives(tables, piece, threads, storage_options)
+        try:
+            archives = [
+                (Location(files_at(path, planned, storage_options), path), (size, version), dict(names))
+                for path, planned, size, version, names in [*piece["archives"]] or [None]
+            ]
+        except MALFORMED as error:
+            raise FormatError(f"{INVALID_PIECE}: malformed archives: {error!r}") from None
+        with _unread(tables, (_CRC,), [number for *_, names in archives for number in names]):
+            faults: dict[str, Any] = {}
+            for location, identity, names in archives:
+                location.files.check_unchanged(location.path, identity)
+                with files.reopened(location, identity, [*names.values()]) as entries:
+                    faults |= _faults(dict(zip(names, entries, strict=True)), threads)
+            tables[_CRC] = faults
     elif check == "values":
         limits = Limits(scale=piece.get("scale"), absmax=piece.get("absmax"))
         options = settings(limits=limits, histogram=piece.get("histogram") is True, threads=threads)
-        with _unread(tables, _VALUES, names_of(piece)), opened(piece, storage_options) as (names, (catalog,)):
-            _read_values(tables, catalog, names, options)
+        with _unread(tables, _VALUES, names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
+            _read_values(tables, catalog, named, options)
             tables[_STATS] = as_plain(tables[_STATS])
     elif check == _TIED:
-        with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (names, (catalog,)):
-            tables[_TIED] = {names[0]: values.check_tied(catalog, *names)}
+        with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
+            tables[_TIED] = {named[0]: values.check_tied(catalog, *named)}
     else:
         raise FormatError(f"{INVALID_PIECE}: unknown check {show(check)}, expected crc, values or tied")
     return tables
-
-
-def _read_archives(
-    tables: Tables, piece: Mapping[str, Any], threads: int | None, storage_options: Mapping[str, Any] | None
-) -> None:
-    try:
-        archives = [
-            (Location(files_at(path, planned, storage_options), path), (size, version), dict(names))
-            for path, planned, size, version, names in [*piece["archives"]] or [None]
-        ]
-    except MALFORMED as error:
-        raise FormatError(f"{INVALID_PIECE}: malformed archives: {error!r}") from None
-    with _unread(tables, (_CRC,), [number for *_, names in archives for number in names]):
-        faults: dict[str, Any] = {}
-        for location, identity, names in archives:
-            location.files.check_unchanged(location.path, identity)
-            with files.reopened(location, identity, [*names.values()]) as entries:
-                faults |= _faults(dict(zip(names, entries, strict=True)), threads)
-        tables[_CRC] = faults

@@ -7,7 +7,7 @@ import re
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from ...base import hub_cache
@@ -53,7 +53,18 @@ _LISTED, _NAME_LENGTH = 20, 100
 def check_index(catalog: Catalog) -> Iterator[Finding]:
     """Check an ``index.json`` against its shards. Without an index, check the numbers in the names of shards."""
     if catalog.index is None:
-        yield from _check_shard_names(catalog.files)
+        groups: dict[tuple[str, str, str], dict[int, int]] = {}  # number of each shard to its digits
+        for path in catalog.files:
+            parts = _SHARD.fullmatch(os.path.basename(path))
+            if parts is not None:
+                groups.setdefault((parts[1], parts[3], parts[4]), {})[int(parts[2])] = len(parts[2])
+        if sum(map(len, groups.values())) < 2:
+            return  # a single shard, opened on its own
+        for (stem, total, suffix), numbers in groups.items():
+            digits = max(numbers.values())
+            for number in range(1, min(int(total), 100_000) + 1):
+                if number not in numbers:
+                    yield find("index.shard", name=f"{stem}-{number:0{digits}}-of-{total}{suffix}", listed="")
         return
     base = os.path.basename(catalog.index.shown)
     try:
@@ -79,22 +90,6 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
                 yield find("index.unlisted", name, shard=os.path.basename(file.path), index=base)
 
 
-def _check_shard_names(paths: Iterable[str]) -> Iterator[Finding]:
-    """Find missing files among shards named ``...-00001-of-00003...``."""
-    groups: dict[tuple[str, str, str], dict[int, int]] = {}  # number of each shard to its digits
-    for path in paths:
-        parts = _SHARD.fullmatch(os.path.basename(path))
-        if parts is not None:
-            groups.setdefault((parts[1], parts[3], parts[4]), {})[int(parts[2])] = len(parts[2])
-    if sum(map(len, groups.values())) < 2:
-        return  # a single shard, opened on its own
-    for (stem, total, suffix), numbers in groups.items():
-        digits = max(numbers.values())
-        for number in range(1, min(int(total), 100_000) + 1):
-            if number not in numbers:
-                yield find("index.shard", name=f"{stem}-{number:0{digits}}-of-{total}{suffix}", listed="")
-
-
 # ---- CRC-32 ----
 
 
@@ -107,31 +102,25 @@ class FileEntry(NamedTuple):
     begin: int  # first byte of the entry in the file
     tensors: list[str]  # names of the tensors in the entry
 
-    @property
-    def stored(self) -> bool:
-        """True if the entry is not compressed."""
-        return self.info.method == STORED
+    def finding(self, fault: str) -> Finding:
+        """Return the finding for a fault."""
+        more = f" (with {plural(len(self.tensors) - 1, 'more tensor')})" if len(self.tensors) > 1 else ""
+        tensor = self.tensors[0] if self.tensors else None
+        return find("file.crc", tensor, entry=show(self.info.name), path=self.file.path, more=more, fault=fault)
 
 
 def entries_of(catalog: Catalog) -> list[FileEntry]:
     """Return all entries of zip archives, compressed entries last."""
     entries = [entry for file in catalog.weight_files for entry in _entries(file, catalog.format)]
-    return sorted(entries, key=lambda entry: not entry.stored)
+    return sorted(entries, key=lambda entry: entry.info.method != STORED)
 
 
 def faults_of(entries: Sequence[FileEntry], threads: int | None) -> list[str | None]:
     """Return the fault of each entry with a wrong CRC-32 or unreadable bytes; None for good entries."""
-    stored = [entry for entry in entries if entry.stored]
+    stored = [entry for entry in entries if entry.info.method == STORED]
     nbytes = sum(entry.info.packed for entry in stored)
     # Compressed entries run in sequence, because an archive caches a single header.
-    return [*in_order(_fault_of, stored, threads, nbytes), *(_fault_of(entry) for entry in entries if not entry.stored)]
-
-
-def crc_finding(entry: FileEntry, fault: str) -> Finding:
-    """Return the finding for a fault of an entry."""
-    more = f" (with {plural(len(entry.tensors) - 1, 'more tensor')})" if len(entry.tensors) > 1 else ""
-    tensor = entry.tensors[0] if entry.tensors else None
-    return find("file.crc", tensor, entry=show(entry.info.name), path=entry.file.path, more=more, fault=fault)
+    return [*in_order(_fault_of, stored, threads, nbytes), *map(_fault_of, entries[len(stored) :])]
 
 
 @contextmanager
@@ -173,12 +162,13 @@ def _fault_of(entry: FileEntry) -> str | None:
     info = entry.info
     crc = 0
     try:
-        if info.method == STORED:
-            for piece in file_pieces(entry.file, entry.begin, entry.begin + info.packed):
-                crc = zlib.crc32(piece, crc)
-        else:
-            for data in entry.archive.inflate(info.name):
-                crc = zlib.crc32(data, crc)
+        pieces: Iterable[bytes | memoryview] = (
+            file_pieces(entry.file, entry.begin, entry.begin + info.packed)
+            if info.method == STORED
+            else entry.archive.inflate(info.name)
+        )
+        for piece in pieces:
+            crc = zlib.crc32(piece, crc)
     except (SafeloadError, OSError) as problem:
         return one_line(problem)
     return None if crc == info.crc else f"CRC-32 of its bytes is {crc:08x}, but the directory says {info.crc:08x}"
@@ -201,11 +191,11 @@ def check_shards(
 
     Return findings, the last of which lists the files to fetch again; the good shards; and the config.
     """
-    index: dict[str, Finding] = {}
+    bad: dict[str, Finding] = {}  # by name; the index comes first
     try:
         expected = expected_shards(path, files)
     except (SafeloadError, OSError) as problem:
-        index[files.split(str(getattr(problem, "path", None) or path))[1]] = refusal(problem)
+        bad[files.split(str(getattr(problem, "path", None) or path))[1]] = refusal(problem)
         try:
             expected = expected_shards(path, files, indexed=False)
         except (SafeloadError, OSError):  # the error of opening says it
@@ -222,42 +212,34 @@ def check_shards(
     request = OpenRequest(None, opening.get("root"), opening.get("unknown_globals") == "inert", files)
     names = sorted(expected.names)
     shards = dict(zip(names, files.each(lambda name: _check_shard(name, expected, request), names), strict=True))
-    bad = index | {name: fault for name, (fault, _) in shards.items() if fault is not None}
+    count = plural(len(bad) + len(shards), "shard")
+    bad |= {name: fault for name, (fault, _) in shards.items() if fault is not None}
     findings += bad.values()
     good = [Location(files, files.join(expected.folder, name)) for name in names if shards[name][1] is not None]
     if bad:
-        names = [*bad, *unread]
-        count = plural(len(index) + len(shards), "shard")
         message = f"{len(bad):,} of {count} {'is' if len(bad) == 1 else 'are'} missing or damaged"
         if expected.total_size is not None and all(fault.code == "index.shard" for fault in bad.values()):
             absent = expected.total_size - sum(nbytes or 0 for _, nbytes in shards.values())
             message += f" ({absent:,} bytes)" if absent > 0 else ""
+        names = [*bad, *unread]
         listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in names[:_LISTED])
-        more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-        advice = f"fetch again: {listed}{more}"
-        if _is_unfinished(expected.folder, files):
-            advice = "this is an unfinished conversion: repeat it with resume=True"
+        advice = f"fetch again: {listed}" + (f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else "")
+        with suppress(SafeloadError, OSError):  # https lists no folders
+            if files.is_folder(files.join(expected.folder, RESUME)):
+                advice = "this is an unfinished conversion: repeat it with resume=True"
         findings.append(find("index.fetch", problem=message, advice=advice))
     return (findings, good, config) if findings else None
 
 
-def _is_unfinished(folder: str, files: Files) -> bool:
-    """True if a folder has the records of a conversion that did not end."""
-    try:
-        return files.is_folder(files.join(folder, RESUME))
-    except (SafeloadError, OSError):  # https lists no folders
-        return False
-
-
 def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> tuple[Finding | None, int | None]:
     """Compare the tensors of a shard with the index; return its fault and its bytes, None if it does not open."""
-    files = request.files
+    files, shown = request.files, show(name)[1:-1]
     try:
         opened = open_file(files.join(expected.folder, name), request)
     except FileNotFoundError as problem:
         listed = f", but {expected.listed_in} lists it" if expected.listed_in is not None else ""
-        subject = f"{show(name)[1:-1]}{link}," if (link := dangling(problem.filename)) else show(name)[1:-1]
-        return find("index.shard", name=subject, listed=listed), None
+        link = dangling(problem.filename)
+        return find("index.shard", name=f"{shown}{link}," if link else shown, listed=listed), None
     except (SafeloadError, OSError) as problem:
         return refusal(problem), None
     with ExitStack() as stack:
@@ -269,8 +251,7 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> t
     if not absent:
         return None, nbytes
     listed = f"{plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists"
-    first = show(min(absent))
-    return find("index.tensor", name=show(name)[1:-1], absent=len(absent), listed=listed, first=first), nbytes
+    return find("index.tensor", name=shown, absent=len(absent), listed=listed, first=show(min(absent))), nbytes
 
 
 def expected_shards(path: str, files: Files, *, indexed: bool = True) -> ExpectedShards | None:

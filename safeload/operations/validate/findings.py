@@ -306,16 +306,15 @@ class CheckReport(Report):
 
 def _summary(first: Finding, more: Sequence[Finding]) -> str:
     """Return a line about the rest of a group: "and 6 more like it", with names unless only the layer differs."""
-    text = f"and {len(more):,} more like it"
-    names: dict[str, list[str]] = {}
+    names: dict[str, str] = {}  # the name of a tensor, or the pattern of several, by pattern
     for finding in more:
-        name = finding.tensor or ""
-        names.setdefault(pattern_of(name), []).append(name)
+        pattern = pattern_of(finding.tensor or "")
+        names[pattern] = pattern if pattern in names else finding.tensor or ""
+    text = f"and {len(more):,} more like it"
     if names.keys() <= {pattern_of(first.tensor or "")}:
         return text
-    patterns = [pattern if len(alike) > 1 else alike[0] for pattern, alike in names.items()]
-    rest = len(patterns) - _LISTED
-    listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in patterns[:_LISTED])
+    listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in [*names.values()][:_LISTED])
+    rest = len(names) - _LISTED
     return f"{text}: {listed}" + (f" and {rest:,} other names" if rest > 0 else "")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ...base import dtypes, log
-from ...base.packing import Grid, Packed, Packing, Zeros
+from ...base.packing import Grid, Packing, Zeros
 from ...base.paths import PathLike, native_path
 from ...base.text import plural, show
 from ...engine.codes.pieces import Meter, file_pieces, in_order, source_pieces
@@ -107,18 +107,15 @@ def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
         digest.update(chunk)
         meter.add(len(chunk))
     entry = {"dtype": dtype, "shape": list(shape), "sha256": digest.hexdigest()}
-    return entry if restoring is None else {**entry, RESTORING: _settings_digest(restoring)}
-
-
-def _settings_digest(packed: Packed) -> str:
-    """Return the SHA-256 of the settings for decoding a packed tensor."""
-    # Default values are left out: a new field must not change existing digests.
-    settings = {key: value for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
-    parts = {
-        role: [dtypes.array_dtype(part.row.number).name, part.end - part.begin] for role, part in packed.parts.items()
-    }
-    text = json.dumps({"packing": settings, "parts": parts}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    if restoring is not None:  # default values are left out: a new field must not change existing digests
+        settings = {key: value for key, value in _set_fields(restoring.packing).items() if key not in _UNHASHED}
+        parts = {
+            role: [dtypes.array_dtype(part.row.number).name, part.end - part.begin]
+            for role, part in restoring.parts.items()
+        }
+        text = json.dumps({"packing": settings, "parts": parts}, sort_keys=True)
+        entry[RESTORING] = hashlib.sha256(text.encode()).hexdigest()
+    return entry
 
 
 def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:

@@ -1,22 +1,29 @@
 """Check names, shapes and dtypes: against each other, and against the schema and the config of the model.
 
-One wrong size in the config makes the shapes of many tensors wrong; then the finding names its key.
+One wrong size in the config makes the shapes of many tensors wrong; then the finding names its key. A GGUF file is
+checked against the rules of llama.cpp or ComfyUI for its architecture: keys, their types, vectors.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from ...base import dtypes
 from ...base.names import pattern_of
 from ...base.text import plural, show
+from ...errors import FormatError
+from ...formats.gguf.values import F32, U32
+from ...models import gguf as rows
 from ...models.choosing import Choice
+from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, has_marks, model_of, original_shape, prefix_of
 from ...models.expressions import Config, names_in
-from ...models.gguf import METADATA
+from ...models.family import gguf_architectures
 from ...models.module_names import unwrapped
 from ...models.schema import ANY, NUMBER, PLACEHOLDER, PREFIX, ExpectedTensor, Schema, SchemaMatch
 from ...packed.finder import Codes
@@ -103,10 +110,7 @@ NOT_QUANTIZED = Quantized()
 
 
 def quantized_parts(
-    quantization: Quantization | None,
-    schema: Schema | None,
-    tensors: Descriptions,
-    codes: Mapping[str, Codes],
+    quantization: Quantization | None, schema: Schema | None, tensors: Descriptions, codes: Mapping[str, Codes]
 ) -> Quantized:
     """Return the tensors of quantized weights; a schema does not apply to any."""
     # Their names, shapes and values depend on the quantization method.
@@ -115,13 +119,13 @@ def quantized_parts(
         for name in tensors:
             role = None if schema is None else schema.role(name)
             unlisted = schema is not None and role is None and schema.role(f"{module_of(name)}.weight") is not None
-            if unlisted or (role is None and _PART.fullmatch(_last(name))):
+            if unlisted or (role is None and _is_part(name)):
                 names.add(name)
     if not names:
         return NOT_QUANTIZED
     modules = frozenset(map(module_of, names)) - {""}
     inside = [name for name in tensors if module_of(name) in modules]
-    names |= {name for name in inside if name.endswith(".weight") or _PART.fullmatch(_last(name))}
+    names |= {name for name in inside if name.endswith(".weight") or _is_part(name)}
     label = "codes with separate scales" if quantization is None else str(quantization)
     return Quantized(label, frozenset(names), modules, quantization is not None)
 
@@ -132,9 +136,9 @@ def module_of(name: str) -> str:
     return module if separator else name.rpartition(".")[0]
 
 
-def _last(name: str) -> str:
-    _, separator, last = name.rpartition(".weight.")
-    return last if separator else name.rpartition(".")[2]
+def _is_part(name: str) -> bool:
+    last = name.removeprefix(module_of(name)).removeprefix(".weight.").removeprefix(".")
+    return _PART.fullmatch(last) is not None
 
 
 # ---- without a schema ----
@@ -213,72 +217,68 @@ def check_schema(
     tensors: Descriptions,
     *,
     quantized: Quantized = NOT_QUANTIZED,  # tensors outside the schema
-) -> tuple[list[Finding], int]:
-    """Compare names and shapes with a schema; return findings, and the number of compared tensors."""
+) -> tuple[list[Finding], int, Mapping[str, str]]:
+    """Compare names and shapes with a schema; return findings, the number of compared tensors, and tied heads."""
     schema, inner = choice.schema, choice.inner
-    parts, modules = quantized.names, quantized.modules
+    tied: dict[str, str] = {}  # the embedding of each head
 
-    def unchecked(why: str) -> tuple[list[Finding], int]:
-        return [find("schema.unchecked", why=why)], 0
+    def unchecked(why: str) -> tuple[list[Finding], int, Mapping[str, str]]:
+        return [find("schema.unchecked", why=why)], 0, tied
 
     try:
         expected = schema.expand(config, tensors.keys())
     except ValueError as problem:
         if inner is not None:
             return unchecked(f"{inner.key}, schema {schema.name}: {problem}")
-        return [find("schema.config", schema=schema.name, problem=problem)], 0
-    names = [name for name in tensors if name in expected and name not in parts]
-    if inner is not None and _mostly_absent(expected, tensors, modules):
+        return [find("schema.config", schema=schema.name, problem=problem)], 0, tied
+    tied.update({w.name: w.tied for w in expected.values() if w.tied is not None})
+    names = [name for name in tensors if name in expected and name not in quantized.names]
+    required = [w for w in expected.values() if w.required and module_of(w.name) not in quantized.modules]
+    if inner is not None and 2 * sum(w.name in tensors for w in required) < len(required):
         return unchecked(f"{inner.key}: more than half of the tensors of schema {schema.name} are missing")
-    if tensors and (len(names) + len(parts)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
+    if tensors and (len(names) + len(quantized.names)) * _KNOWN_AT_LEAST < len(tensors) and inner is None:
         if quantized.configured:
             return unchecked(f"schema {schema.name}: fewer than a tenth of the tensors are in it")
         first = next((f"its first name is {show(name)}" for name in expected), "it has no tensors for this config")
         facts: dict[str, Any] = {"schema": schema.name, "first": first, "known": len(names), "tensors": len(tensors)}
-        return [find("schema.names", next(iter(tensors)), **facts)], 0
+        return [find("schema.names", next(iter(tensors)), **facts)], 0, tied
     findings, corrected = _find_causes(schema, config, tensors, names, expected)
-    findings += _check_missing(choice, expected, tensors, modules)
+    findings += _check_missing(choice, expected, {w.name for w in required if w.name not in tensors})
     if inner is not None and inner.whole:
         first = next(name for name in tensors if name in expected)
         findings.append(find("schema.prefix", first, prefix=show(inner.prefix), schema=schema.name))
     findings += _check_unexpected(choice, config, expected, tensors, quantized=quantized)
-    source = "metadata" if schema.config == METADATA else "config"
-    findings += _check_shapes(names, {**expected, **corrected}, tensors, source)
-    return findings, len(names)
-
-
-def _check_shapes(names: Sequence[str], expected: _Expected, tensors: Descriptions, source: str) -> Iterator[Finding]:
-    """Find wrong shapes; ``source`` names the origin of the expected sizes."""
+    source = "metadata" if schema.config == rows.METADATA else "config"
     for name in names:
-        shape = expected[name].shape
-        if shape is not None and not fits(tensors[name].shape, shape):
-            formula = ", ".join(expected[name].entry.shape or ())
-            sizes = ", ".join("?" if size is None else str(size) for size in shape)
-            stored = list(tensors[name].shape)
-            yield find("schema.shape", name, shape=stored, formula=formula, sizes=sizes, source=source)
+        w = corrected.get(name, expected[name])
+        if w.shape is not None and not fits(tensors[name].shape, w.shape):
+            sizes = ", ".join("?" if size is None else str(size) for size in w.shape)
+            facts = {"shape": list(tensors[name].shape), "formula": ", ".join(w.entry.shape or ()), "sizes": sizes}
+            findings.append(find("schema.shape", name, **facts, source=source))
+    return findings, len(names), tied
 
 
-def _mostly_absent(expected: _Expected, tensors: Descriptions, modules: frozenset[str]) -> bool:
-    """True if more than half of the required tensors are missing."""
-    required = [w.name for w in expected.values() if w.required and module_of(w.name) not in modules]
-    return 2 * sum(name in tensors for name in required) < len(required)
+def _layer_of(expected: ExpectedTensor) -> _Layer | None:
+    return None if expected.layer is None else (expected.stack, expected.layer)
 
 
-def _check_missing(
-    choice: Choice,
-    expected: _Expected,
-    tensors: Descriptions,
-    modules: frozenset[str],
-) -> Iterator[Finding]:
+def _check_missing(choice: Choice, expected: _Expected, absent: Set[str]) -> Iterator[Finding]:
     """Find missing tensors; report whole layers, and tensors missing in all layers, only once."""
     required = [w for w in expected.values() if w.required and (choice.complete or w.entry.role != "head")]
-    missing = [w for w in required if w.name not in tensors and module_of(w.name) not in modules]
+    missing = [w for w in required if w.name in absent]
     if not missing:
         return
-    counts, lost = Counter(map(_layer_of, required)), Counter(map(_layer_of, missing))
+    counts, lost = (Counter(map(_layer_of, tensors)) for tensors in (required, missing))
     gone = {layer for layer in lost if layer is not None and lost[layer] == counts[layer]}
     layers = Counter(layer[0] for layer in counts if layer is not None)
-    usual, everywhere = _remaining(required, gone), _remaining(missing, gone)
+    # The tensors of each entry by layer, outside the layers that are missing whole.
+    usual: dict[str, Counter[_Layer]] = {}
+    everywhere: dict[str, Counter[_Layer]] = {}
+    for remaining, tensors in ((usual, required), (everywhere, missing)):
+        for w in tensors:
+            layer = _layer_of(w)
+            if layer is not None and layer not in gone:
+                remaining.setdefault(w.entry.name, Counter())[layer] += 1
     reported: set[Any] = set()
     for w in missing:
         layer, name = _layer_of(w), w.entry.name
@@ -300,20 +300,6 @@ def _check_missing(
             yield find("schema.missing", w.name, why=why)
 
 
-def _layer_of(expected: ExpectedTensor) -> _Layer | None:
-    return None if expected.layer is None else (expected.stack, expected.layer)
-
-
-def _remaining(tensors: Sequence[ExpectedTensor], gone: set[_Layer]) -> dict[str, Counter[_Layer]]:
-    """Count the tensors of each schema entry by layer, without the layers in ``gone``."""
-    counts: dict[str, Counter[_Layer]] = {}
-    for w in tensors:
-        layer = _layer_of(w)
-        if layer is not None and layer not in gone:
-            counts.setdefault(w.entry.name, Counter())[layer] += 1
-    return counts
-
-
 def _check_unexpected(
     choice: Choice,
     config: Mapping[str, Any] | None,
@@ -329,16 +315,18 @@ def _check_unexpected(
         return
     counts = Counter(layer[0] for layer in {_layer_of(w) for w in expected.values()} if layer is not None)
     beyond: Counter[_Layer] = Counter()
-    is_head = _heads_of(choice, expected)
+    # If the schema covers a part of the model, everything outside is a head.
+    inside = {w.name.partition(".")[0] for w in expected.values() if w.entry.role != "head"}
     heads, outside, unknown = [], [], []
     for name in unexpected:
         if name in quantized.names or module_of(name) in quantized.modules:
             continue
         match = schema.find(name)
-        if match is None or (match.entry.architectures and is_head(name)):
+        is_head = _HEAD.fullmatch(name) is not None if choice.complete else name.partition(".")[0] not in inside
+        if match is None or (match.entry.architectures and is_head):
             if inner is not None and not name.startswith(inner.prefix):
                 outside.append(name)
-            elif is_head(name):
+            elif is_head:
                 heads.append(name)
             elif quantized.configured:
                 unknown.append(name)
@@ -347,15 +335,23 @@ def _check_unexpected(
                 yield find("schema.unexpected", name, severity=severity, why=why)
         elif match.layer is not None and match.layer >= counts[match.stack]:
             beyond[match.stack, match.layer] += 1
-        elif _is_written_by_gptq(name, tensors):
-            yield find("schema.unexpected:gptq", name, why=_why_unexpected(match, schema))
         else:
-            yield find("schema.unexpected", name, severity=severity, why=_why_unexpected(match, schema))
+            # Early writers of GPTQ store a bias for every layer.
+            weight = tensors.get(f"{module_of(name)}.weight") if name.endswith(".bias") else None
+            if weight is not None and weight.packed and weight.dtype.startswith("gptq"):
+                yield find("schema.unexpected:gptq", name, why=_why_unexpected(match, schema))
+            else:
+                yield find("schema.unexpected", name, severity=severity, why=_why_unexpected(match, schema))
     for (stack, layer), count in sorted(beyond.items()):
         facts = {"layer": layer, "layers": counts[stack], "tensors": plural(count, "tensor")}
         yield find("schema.layer_extra", f"{stack}{layer}", severity=severity, **facts)
     if heads:
-        yield _note_heads(config, heads)
+        listed = None if config is None else config.get("architectures")
+        named = isinstance(listed, list) and listed and isinstance(listed[0], str)
+        subject = ", ".join(map(repr, heads[:4])) + (f" and {len(heads) - 4:,} more" if len(heads) > 4 else "")
+        subject = f"heads {subject} were" if len(heads) > 1 else f"head {subject} was"
+        architecture = listed[0][:100] if listed and named else "of the model"
+        yield find("head.unchecked", heads[0], architecture=architecture, heads=subject)
     if unknown:
         what = "name and shape were" if len(unknown) == 1 else "names and shapes were"
         tensor_count = plural(len(unknown), "tensor")
@@ -363,12 +359,6 @@ def _check_unexpected(
     if inner is not None and outside:
         rest = plural(len(outside), "other tensor")
         yield find("schema.unchecked:inner", outside[0], key=inner.key, schema=schema.name, tensors=rest)
-
-
-def _is_written_by_gptq(name: str, tensors: Descriptions) -> bool:
-    """True for the bias of a GPTQ weight: early writers store a bias for every layer."""
-    weight = tensors.get(f"{module_of(name)}.weight")
-    return name.endswith(".bias") and weight is not None and weight.packed and weight.dtype.startswith("gptq")
 
 
 def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
@@ -384,23 +374,6 @@ def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
     return "is a duplicate of a tensor under another name"
 
 
-def _heads_of(choice: Choice, expected: _Expected) -> Callable[[str], bool]:
-    """Return a predicate for the names of head tensors outside the schema."""
-    if choice.complete:
-        return lambda name: _HEAD.fullmatch(name) is not None
-    # The schema covers a part of the model: everything outside is a head.
-    inside = {w.name.partition(".")[0] for w in expected.values() if w.entry.role != "head"}
-    return lambda name: name.partition(".")[0] not in inside
-
-
-def _note_heads(config: Mapping[str, Any] | None, heads: Sequence[str]) -> Finding:
-    listed = None if config is None else config.get("architectures")
-    architecture = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else "of the model"
-    names = ", ".join(repr(name) for name in heads[:4]) + (f" and {len(heads) - 4:,} more" if len(heads) > 4 else "")
-    subject = f"heads {names} were" if len(heads) > 1 else f"head {names} was"
-    return find("head.unchecked", heads[0], architecture=architecture[:100], heads=subject)
-
-
 # ---- wrong sizes in the config ----
 
 
@@ -410,11 +383,7 @@ def fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
 
 
 def _find_causes(
-    schema: Schema,
-    config: Mapping[str, Any] | None,
-    tensors: Descriptions,
-    names: Sequence[str],
-    expected: _Expected,
+    schema: Schema, config: Mapping[str, Any] | None, tensors: Descriptions, names: Sequence[str], expected: _Expected
 ) -> tuple[list[Finding], _Expected]:
     """Find keys of the config on which all tensors agree that they have another value, and the tensors with it."""
     findings: list[Finding] = []
@@ -432,7 +401,13 @@ def _find_causes(
                 corrected = schema.expand({**current, key: value}, tensors.keys())
             except ValueError:
                 continue
-            users = {axis for name in names if name in corrected for axis in _axes_with(key, name, corrected[name])}
+            users = {
+                (name, axis)  # with the key in its formula
+                for name in names
+                if name in corrected
+                for axis, formula in enumerate(corrected[name].entry.shape or ())
+                if formula != ANY and key in names_in(formula.removesuffix(ANY))
+            }
             off = _wrong(tensors, names, corrected)
             count = len({name for name, _ in users})
             if count >= _TENSORS_AT_LEAST and users.isdisjoint(off) and len(off) < least:
@@ -458,13 +433,6 @@ def _wrong(tensors: Descriptions, names: Sequence[str], expected: _Expected) -> 
     return wrong
 
 
-def _axes_with(key: str, name: str, expected: ExpectedTensor) -> Iterator[_Axis]:
-    """Yield the axes of a tensor with a key in their formulas."""
-    for axis, formula in enumerate(expected.entry.shape or ()):
-        if formula != ANY and key in names_in(formula.removesuffix(ANY)):
-            yield name, axis
-
-
 def _proposals(
     schema: Schema, config: Mapping[str, Any], shape: tuple[int, ...], expected: ExpectedTensor
 ) -> Iterable[tuple[str, int]]:
@@ -487,3 +455,100 @@ def _proposals(
                 continue
             if fitting:
                 yield key, proposed
+
+
+# ---- GGUF ----
+
+_TYPE, _TOKENIZER = "general.type", "tokenizer.ggml.model"
+_TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
+# Optional keys with a size.
+_MORE_SIZES = ("feed_forward_length", "attention.head_count_kv", "expert_feed_forward_length")
+# Files of these types have the architecture of another file, and other tensors.
+_OTHER_TYPES = ("adapter", "imatrix", "mmproj", "vocab")
+
+
+def check_gguf(
+    metadata: Mapping[Any, Any], tensors: Descriptions
+) -> tuple[list[Finding], Choice | None, Mapping[str, Any] | None]:
+    """Check the metadata and the vectors of a GGUF file.
+
+    Return findings, the schema and the integers of the metadata under its names; None if tensors cannot be compared.
+    """
+    architecture = metadata.get(ARCHITECTURE)
+    if not tensors:
+        return [], None, None
+    if architecture is None:
+        return [find("gguf.unchecked:no key", key=ARCHITECTURE)], None, None
+    diffusion = model_of(metadata)
+    if diffusion is not None:
+        findings = []
+        if not has_marks(tensors.keys(), diffusion, prefix_of(tensors.keys())):
+            findings.append(find("gguf.names", architecture=architecture, name=diffusion.marks[-1][0]))
+        for key in metadata:
+            name = key.removeprefix(SHAPE_KEY)
+            if name == key or name not in tensors:
+                continue
+            try:
+                original_shape(metadata, name, tensors[name].shape)
+            except FormatError as fault:
+                findings.append(find("gguf.shape", name, fault=fault))
+        return [*findings, find("gguf.unchecked:diffusion", architecture=architecture)], None, None
+    kind = _text(metadata, _TYPE)
+    form = gguf_architectures().get(architecture) if isinstance(architecture, str) else None
+    if form is None or kind in _OTHER_TYPES:
+        subject = f"{kind} file" if kind in _OTHER_TYPES else f"architecture {show(architecture)}"
+        return [find("gguf.unchecked", subject=subject)], None, None
+    faults = list(_check_keys(metadata, architecture))
+    findings = [finding for _, finding in faults]
+    for name, about in tensors.items():
+        if (len(about.shape) == 1 or name.endswith(".bias")) and about.dtype != "float32":
+            kind = "bias" if name.endswith(".bias") else "vector"
+            findings.append(find("gguf.vector", name, kind=kind, dtype=about.dtype))
+    sizes = [f"{architecture}.{key}" for key in (*rows.SIZES, *form.required, *_MORE_SIZES)]
+    array = next((key for key in sizes if isinstance(metadata.get(key), np.ndarray)), None)
+    if array is not None:
+        findings.append(find("gguf.unchecked:layers", key=array))
+    if array is not None or any(key in sizes for key, _ in faults):
+        return findings, None, None
+    tokens = metadata.get(_TOKENS)
+    count = len(tokens) if isinstance(tokens, (list, tuple)) else None
+    return findings, Choice(form.schema, True), form.sizes(metadata, tensors, count)
+
+
+def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tuple[str, Finding]]:
+    """Yield missing keys and keys of a wrong type, each with its finding."""
+    form = gguf_architectures()[architecture]
+    required = [f"{architecture}.{key}" for key in (*rows.REQUIRED, *form.required)]
+    model = _text(metadata, _TOKENIZER)
+    required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
+    required += [_MERGES] if model == "gpt2" else []
+    for key in required:
+        if key not in metadata:
+            yield key, find("gguf.key", key=key)
+    types: dict[str, tuple[str, ...]] = {key: (kind,) for key, kind in rows.GENERAL_TYPES.items()}
+    types |= {f"{architecture}.{name}": key.types for name, key in form.keys.items()}
+    for key, kinds in types.items():
+        if key in metadata and not any(_has_type(metadata[key], kind) for kind in kinds):
+            value = metadata[key]
+            name = "string" if isinstance(value, str) else type(value).__name__.lower()
+            name = "an array" if isinstance(value, (list, tuple)) else name
+            name = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else name
+            yield key, find("gguf.key_type", key=key, type=name, expected=" or ".join(kinds))
+    if model is not None and model not in rows.TOKENIZERS:
+        expected = ", ".join(rows.TOKENIZERS)
+        yield _TOKENIZER, find("gguf.key:tokenizer", key=_TOKENIZER, value=show(model), expected=expected)
+
+
+def _text(metadata: Mapping[Any, Any], key: str) -> str | None:
+    """Return a text of the metadata; None if it is missing or of another type, such as an array."""
+    value = metadata.get(key)
+    return value if isinstance(value, str) else None
+
+
+def _has_type(value: Any, kind: str) -> bool:
+    if kind == rows.TEXTS:
+        return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], str))
+    if kind == rows.NUMBERS:
+        return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
+    types: dict[str, type] = {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}
+    return type(value) is types[kind]

@@ -80,13 +80,6 @@ class Limits(NamedTuple):
     absmax: float | Mapping[str, float] | None = None
     norm: float | None = None
 
-    def of_norms(self) -> tuple[float, float]:
-        """Return the range for norm weights."""
-        if self.norm is not None:
-            return -self.norm, self.norm
-        default = (self.low, self.high) == (_LOW, _HIGH)
-        return (-_NORM, _NORM) if default else (self.low, self.high)
-
     @classmethod
     def of(cls, value: Any) -> Limits:
         """Return limits from None, (low, high), a dict of fields, or limits."""
@@ -131,6 +124,10 @@ def check_values(
     outliers: Mapping[str, float],  # see `find_outliers`
 ) -> Iterator[Finding]:
     """Find NaN, infinity and outliers (errors), values out of range and constant matrices (warnings)."""
+    low, high, norm = limits.low, limits.high, limits.norm
+    if norm is None and (low, high) == (_LOW, _HIGH):
+        norm = _NORM
+    usual, of_norms = (low, high), (low, high) if norm is None else (-norm, norm)
     for name, values in stats.items():
         about = tensors[name]
         if name in skip or not is_real(about):
@@ -144,7 +141,7 @@ def check_values(
                 yield find(rule, name, bad=bad, count=values.count, are="is" if bad == 1 else "are", at=at)
         if values.count == 0 or math.isnan(values.min) or name in codes or name in zero:
             continue
-        low, high = limits.of_norms() if is_norm(name, about, role(name)) else (limits.low, limits.high)
+        low, high = of_norms if is_norm(name, about, role(name)) else usual
         if name in outliers:
             yield find("value.outlier", name, absmax=figure(values.absmax, 6), bound=figure(outliers[name], 6))
         elif values.min < low or values.max > high:
@@ -183,15 +180,13 @@ def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = 
             bounds[name] = min(float(HISTOGRAM_EDGES[edge]), limit)
         elif int(histogram[min(first + 1, bins) :].sum()) <= allowed:
             array = catalog.array(name, threads).reshape(-1)
-            if sum(_count_from(array[at : at + _CHUNK], limit) for at in range(0, array.size, _CHUNK)) <= allowed:
+            beyond_limit = 0
+            for at in range(0, array.size, _CHUNK):
+                magnitudes = np.abs(array[at : at + _CHUNK].astype(np.float64))
+                beyond_limit += int(((magnitudes >= limit) & np.isfinite(magnitudes)).sum())
+            if beyond_limit <= allowed:
                 bounds[name] = limit
     return bounds
-
-
-def _count_from(values: Array, limit: float) -> int:
-    """Count the finite magnitudes of at least ``limit``."""
-    magnitudes = np.abs(values.astype(np.float64))
-    return int(((magnitudes >= limit) & np.isfinite(magnitudes)).sum())
 
 
 # ---- quantized tensors ----
@@ -202,38 +197,45 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
     about, place = catalog.about(name), catalog.place(name)
     packed = None if place.file is None else packed_of(place.file, place.number)
     names: Mapping[str, str]
-    scales: Mapping[str, Array]
+    parts: Mapping[str, Array]
     if packed is not None:
         names = packed.names(name)
-        scales = {role: read_array(packed.parts[role]) for role in _SCALES if role in packed.parts}
+        parts = {role: read_array(packed.parts[role]) for role in _SCALES if role in packed.parts}
     else:
         value = catalog.value(name, threads)
         assert isinstance(value, QuantizedTensor)
         restoring = value.restoring()  # with the owner of the memory of its parts
-        if restoring is None:
-            yield from _check_blocks(name, value)
+        if restoring is None:  # blocks with their scales inside
+            row = dtypes.BLOCK_TYPES[value.scheme]
+            blocks = np.ascontiguousarray(value.data).reshape(-1, row.block_bytes)
+            of_blocks = dtypes.block_scales(row, blocks) if blocks.size else None
+            bad = np.zeros(0, bool) if of_blocks is None else ~np.isfinite(of_blocks).all(axis=1)
+            if of_blocks is not None and bad.any():
+                block = int(bad.argmax())
+                first = f"block {block} with {', '.join(map(str, of_blocks[block]))}"
+                yield _bad_scales(name, bad, "blocks have a scale that is not finite", first)
             return
         packed, names = restoring[0], value.names
-        scales = value.roles if about.packed or value.scale is None else {packing.SCALE: value.scale}
+        parts = value.roles if about.packed or value.scale is None else {packing.SCALE: value.scale}
     if about.packed:
-        yield from _check_packed(name, packed, names, scales)
-    else:
-        yield from _check_int8(name, scales[packing.SCALE], about.axis, limits)
-
-
-def _check_blocks(name: str, value: QuantizedTensor) -> Iterator[Finding]:
-    row = dtypes.BLOCK_TYPES[value.scheme]
-    if value.data.size == 0:
+        yield from _check_packed(name, packed, names, parts)
         return
-    blocks = np.ascontiguousarray(value.data).reshape(-1, row.block_bytes)
-    scales = dtypes.block_scales(row, blocks)
-    if scales is None:
-        return
-    bad = ~np.isfinite(scales).all(axis=1)
+    scales: Array = np.atleast_1d(np.asarray(parts[packing.SCALE], np.float64))
+    bad = ~np.isfinite(scales) | (scales < 0)
     if bad.any():
-        block = int(bad.argmax())
-        first = f"block {block} with {', '.join(str(scale) for scale in scales[block])}"
-        yield _bad_scales(name, bad, "blocks have a scale that is not finite", first)
+        at = int(bad.argmax())
+        where = "" if about.axis is None else f" {at} of axis {about.axis}"
+        yield find("quantization.scale:int8", name, where=where, scale=scales[at])
+        return
+    for limit, factor, origin in ((limits.scale, 1.0, ""), (limits.absmax, 1 / 127, " (absmax / 127)")):
+        number: Any = limit.get(name) if isinstance(limit, Mapping) else limit
+        if number is None:
+            continue
+        expected = float(number) * factor
+        off = np.abs(scales - expected) > _SCALE_TOLERANCE * abs(expected)
+        if off.any():
+            scale = scales[int(off.argmax())]
+            yield find("quantization.scale:limit", name, scale=scale, expected=expected, origin=origin)
 
 
 def _bad_scales(name: str, bad: Array, fault: str, first: str) -> Finding:
@@ -266,25 +268,6 @@ def _check_packed(name: str, packed: Packed, names: Mapping[str, str], parts: Ma
         yield find("quantization.zero", name, zeros=f"{count:,} zero {'point is' if count == 1 else 'points are'}")
     if zeros_disagree(packed):
         yield find("quantization.zero:format", name)
-
-
-def _check_int8(name: str, stored: Array, axis: int | None, limits: Limits) -> Iterator[Finding]:
-    scales: Array = np.atleast_1d(np.asarray(stored, np.float64))
-    bad = ~np.isfinite(scales) | (scales < 0)
-    if bad.any():
-        first = int(bad.argmax())
-        where = "" if axis is None else f" {first} of axis {axis}"
-        yield find("quantization.scale:int8", name, where=where, scale=scales[first])
-        return
-    for limit, factor, origin in ((limits.scale, 1.0, ""), (limits.absmax, 1 / 127, " (absmax / 127)")):
-        number: Any = limit.get(name) if isinstance(limit, Mapping) else limit
-        if number is None:
-            continue
-        expected = float(number) * factor
-        off = np.abs(scales - expected) > _SCALE_TOLERANCE * abs(expected)
-        if off.any():
-            scale = scales[int(off.argmax())]
-            yield find("quantization.scale:limit", name, scale=scale, expected=expected, origin=origin)
 
 
 # ---- tied head ----

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...base.arrays import Array
-from ...base.cached import cached_property
 from ...base.text import plural, show
 from ...engine.codes.pieces import PIECE, file_pieces
 from ...engine.run.weight_file import WeightFile
@@ -79,177 +77,110 @@ class StoredRange(NamedTuple):
     end: int
     name: str
     tensor: str  # the tensor that it belongs to, if it is a part of a packed tensor
-    row: int  # bytes of a row
+    row: int  # bytes of a row of the last axis; all bytes if rows share bytes
     item: int  # bytes of an element; 1 if zeros can end inside an element
-
-    def on_row(self, offset: int) -> bool:
-        """True if a row begins or ends at an offset."""
-        return self.begin < offset < self.end and (offset - self.begin) % self.row == 0
 
 
 def _places(file: WeightFile) -> list[StoredRange]:
     """Return the stored tensors of a file that have bytes, in the order of their bytes."""
     table = file.table
-    places = []
+    parts = []
     for k, (name, (begin, end)) in enumerate(zip(table.names, table.byte_ranges(), strict=True)):
         packed = table.packed(k) if table.quantized else None
-        if packed is not None:
-            for part in packed.parts.values():
-                if part.file is file and part.begin < part.end:
-                    row_size = _row_size(part.end - part.begin, part.shape)
-                    places.append(StoredRange(part.begin, part.end, part.name, name, row_size, 1))
-        elif begin < end:
+        if packed is None:
             row = table.row(k)
             item = 1 if row.blocked or row.bits < 8 else row.bits // 8
-            places.append(StoredRange(begin, end, name, name, _row_size(end - begin, table.shape(k)), item))
-    return sorted(set(places))
-
-
-def _row_size(nbytes: int, shape: Sequence[int]) -> int:
-    """Return the bytes of a row of the last axis; all bytes if rows share bytes."""
-    rows = math.prod(shape[:-1])
-    return nbytes // rows if rows and nbytes % rows == 0 else nbytes
+            parts.append((begin, end, name, name, table.shape(k), item))
+        else:
+            own = (part for part in packed.parts.values() if part.file is file)
+            parts += [(part.begin, part.end, part.name, name, part.shape, 1) for part in own]
+    places = set()
+    for begin, end, name, tensor, shape, item in parts:
+        nbytes, rows = end - begin, math.prod(shape[:-1])
+        if nbytes > 0:
+            row_size = nbytes // rows if rows and nbytes % rows == 0 else nbytes
+            places.add(StoredRange(begin, end, name, tensor, row_size, item))
+    return sorted(places)
 
 
 # ---- runs ----
 
 
-class ZeroRun(NamedTuple):
-    """A run of zeros as long as possible."""
-
-    begin: int
-    end: int
-    places: Sequence[StoredRange]  # the stored tensors with these bytes
-
-    @property
-    def size(self) -> int:
-        return self.end - self.begin
-
-    @property
-    def whole(self) -> list[StoredRange]:
-        """The stored tensors entirely in the run."""
-        return [place for place in self.places if self.begin <= place.begin and place.end <= self.end]
-
-    @property
-    def on_blocks(self) -> bool:
-        """True if both ends are on block boundaries of the file, up to elements that happen to be 0 in part."""
-        before, after = (place.item - 1 or _SLACK for place in (self.places[0], self.places[-1]))
-        return -self.begin % _BLOCK <= before and self.end % _BLOCK <= after
-
-    @property
-    def on_rows(self) -> bool:
-        """True if both ends are row boundaries or the ends of tensors."""
-        first, last = self.places[0], self.places[-1]
-        begin = self.begin + (-(self.begin - first.begin) % first.item)
-        end = self.end - (self.end - last.begin) % last.item
-        return (begin <= first.begin or first.on_row(begin)) and (end >= last.end or last.on_row(end))
-
-
-def _finding(run: ZeroRun, unwritten: bool, where: str, role: Callable[[str], str | None]) -> Finding | None:
-    """Judge a run of zeros; return None if it does not indicate damage."""
-    whole = {place.name for place in run.whole}
-    cut = [place for place in run.places if place.name not in whole]
-    touched = run.whole + [p for p in cut if min(p.end, run.end) - max(p.begin, run.begin) >= _BLOCK]
+def finding_of(
+    begin: int,
+    end: int,
+    places: Sequence[StoredRange],  # with these bytes
+    *,
+    unwritten: bool,
+    where: str,
+    role: Callable[[str], str | None],
+) -> Finding | None:
+    """Judge a run of zeros as long as possible; return None if it does not indicate damage."""
+    first, last, nbytes = places[0], places[-1], end - begin
+    touched = [
+        place
+        for place in places
+        if (begin <= place.begin and place.end <= end) or min(place.end, end) - max(place.begin, begin) >= _BLOCK
+    ]
     if all(may_be_zero(place.name) or role(place.tensor) in ("bias", "buffer") for place in touched):
         return None
-    in_tensors = len(touched) > 1
-    long = run.size >= _LONG
+    # Both ends are row boundaries or the ends of tensors.
+    low, high = begin + (first.begin - begin) % first.item, end - (end - last.begin) % last.item
+    on_rows = (low <= first.begin or (low < first.end and (low - first.begin) % first.row == 0)) and (
+        high >= last.end or (last.begin < high and (high - last.begin) % last.row == 0)
+    )
+    # Both ends are block boundaries of the file, up to elements that happen to be 0 in part.
+    on_blocks = -begin % _BLOCK <= (first.item - 1 or _SLACK) and end % _BLOCK <= (last.item - 1 or _SLACK)
+    inside = show(first.name)
+    if len(touched) > 1:
+        inside = f"{plural(len(places), 'tensor')}, {inside} to {show(last.name)}"
     never = ", never written," if unwritten else ""
-    first = run.places[0].name
-    inside = show(first)
-    if in_tensors:
-        inside = f"{plural(len(run.places), 'tensor')}, {inside} to {show(run.places[-1].name)}"
-    zeros = f"{where}{run.size:,} bytes from byte {run.begin:,} are zero{never} in {inside}"
-    if long and (in_tensors or unwritten):
-        return find("file.hole" if in_tensors or not run.on_rows else "file.hole:unwritten", zeros=zeros)
-    if run.size < _RUN_AT_LEAST or not run.on_blocks:
+    zeros = f"{where}{nbytes:,} bytes from byte {begin:,} are zero{never} in {inside}"
+    if nbytes >= _LONG and (len(touched) > 1 or unwritten):
+        return find("file.hole" if len(touched) > 1 or not on_rows else "file.hole:unwritten", zeros=zeros)
+    if nbytes < _RUN_AT_LEAST or not on_blocks:
         return None
-    if not run.on_rows:
+    if not on_rows:
         return find("file.hole", zeros=zeros)
-    inner = run.places[0].begin < run.begin and run.end < run.places[-1].end
-    return find("file.hole:rows", zeros=zeros) if inner else None
+    return find("file.hole:rows", zeros=zeros) if first.begin < begin and end < last.end else None
 
 
-class _File:
-    """A file to search for zeros."""
-
-    def __init__(self, file: WeightFile, where: str) -> None:
-        self.file, self.where = file, where  # the prefix of messages
-
-    @cached_property
-    def places(self) -> list[StoredRange]:
-        """The stored tensors that have bytes, in the order of their bytes."""
-        return _places(self.file)
-
-    @cached_property
-    def end(self) -> int:
-        """The end of the last tensor."""
-        return min(self.file.size, max(place.end for place in self.places))
-
-    def run(self, begin: int, end: int) -> ZeroRun | None:
-        """Return the run around zeros; None if no tensor has them."""
-        places = self.places
-        begin, end = (max(begin, places[0].begin), min(end, self.end)) if places else (0, 0)
-        if begin >= end:
-            return None
-        begin, end = zeros_begin(self.file, places[0].begin, begin), _zeros_end(self.file, end, self.end)
-        first = max(0, bisect_right(places, begin, key=lambda place: place.begin) - 1)
-        last = bisect_right(places, end - 1, key=lambda place: place.begin)
-        inside = [place for place in places[first:last] if place.begin < end and begin < place.end]
-        return ZeroRun(begin, end, inside) if inside else None
-
-
-def zeros_begin(file: WeightFile, begin: int, end: int) -> int:
-    """Return the offset of the first of the zeros before ``end``, reading backwards down to ``begin``."""
+def zeros_end(file: WeightFile, at: int, limit: int) -> int:
+    """Return the end of the zeros that begin at an offset, or their begin if the limit is below it."""
     step = _FIRST_PIECE
-    while end > begin:
-        at = max(begin, end - step)
-        chunk = b"".join(map(bytes, file_pieces(file, at, end)))
+    while at != limit:
+        begin, end = sorted((at, max(at - step, limit) if limit < at else min(at + step, limit)))
+        chunk = b"".join(map(bytes, file_pieces(file, begin, end)))
         nonzero = np.flatnonzero(np.frombuffer(chunk, np.uint8))
         if nonzero.size:
-            return at + int(nonzero[-1]) + 1
-        end, step = at, min(2 * step, PIECE)
-    return begin
+            return begin + int(nonzero[-1] + 1 if limit < at else nonzero[0])
+        at, step = begin if limit < at else end, min(2 * step, PIECE)
+    return limit
 
 
-def _zeros_end(file: WeightFile, begin: int, end: int) -> int:
-    """Return the end of the zeros after ``begin``, reading up to ``end``."""
-    step = _FIRST_PIECE
-    while begin < end:
-        chunk = np.frombuffer(file.read_at(begin, min(step, end - begin)), np.uint8)
-        nonzero = np.flatnonzero(chunk)
-        if nonzero.size or not chunk.size:
-            return begin + (int(nonzero[0]) if nonzero.size else 0)
-        begin, step = begin + chunk.size, min(2 * step, PIECE)
-    return end
-
-
-def _zeros(file: WeightFile, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield runs of at least eight blocks of zeros in ascending ranges."""
+def _zero_blocks(file: WeightFile, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the runs of whole blocks of zeros in ranges that begin at a block; runs end with pieces."""
     memory = np.empty(PIECE, np.uint8)
-    begin = end = 0  # of the run so far
+    for begin, end in ranges:
+        for piece in file_pieces(file, begin, min(file.size, end), memory):
+            blocks = np.frombuffer(piece, np.uint8)[: len(piece) // _BLOCK * _BLOCK].view(np.uint64)
+            zero = ~blocks.reshape(-1, _BLOCK // 8).any(axis=1)
+            edges = np.flatnonzero(np.diff(zero, prepend=False, append=False)) * _BLOCK + begin
+            yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+            begin += len(piece)
+
+
+def _joined(ranges: Iterable[tuple[int, int]], least: int) -> Iterator[tuple[int, int]]:
+    """Join ascending ranges that touch, and leave out shorter ranges than ``least``."""
+    begin = end = 0
     for first, last in ranges:
-        at = max(0, first - first % _BLOCK)
-        for piece in file_pieces(file, at, min(file.size, last), memory):
-            for a, b in _zero_blocks(np.frombuffer(piece, np.uint8)):
-                if at + a != end:
-                    if end - begin >= _HALF - 2 * _BLOCK:
-                        yield begin, end
-                    begin = at + a
-                end = at + b
-            at += len(piece)
-    if end - begin >= _HALF - 2 * _BLOCK:
+        if first > end:
+            if end - begin >= least:
+                yield begin, end
+            begin = first
+        end = max(end, last)
+    if end - begin >= least:
         yield begin, end
-
-
-def _zero_blocks(piece: Array) -> list[tuple[int, int]]:
-    """Return the runs of whole blocks of zeros in a piece."""
-    count = piece.size // _BLOCK
-    if not count:
-        return []
-    zero = ~piece[: count * _BLOCK].view(np.uint64).reshape(count, -1).any(axis=1)
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], zero, [False])).astype(np.int8)))
-    return [(int(a) * _BLOCK, int(b) * _BLOCK) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 # ---- holes of the file system ----
@@ -257,50 +188,50 @@ def _zero_blocks(piece: Array) -> list[tuple[int, int]]:
 
 def hole_begin(file: WeightFile) -> int:
     """Return the offset of the hole at the end of a file, or the size of the file without such a hole."""
+
+    def begin_of(descriptor: int, size: int) -> int:
+        def has_data(offset: int) -> bool:
+            try:
+                with keeping_position(descriptor):
+                    os.lseek(descriptor, offset, os.SEEK_DATA)
+            except OSError as problem:
+                return problem.errno != errno.ENXIO  # other errors: the file system does not support holes
+            return True
+
+        # A truncated file has no data past its end either; reading it will raise an error.
+        if has_data(size - 1) or os.fstat(descriptor).st_size < size:  # three system calls if there is no hole
+            return size
+        return bisect_left(range(size), True, key=lambda offset: not has_data(offset))
+
     store = file.store
     if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_DATA") or file.size == 0:
         return file.size
-    return store.use(_hole_begin, file.size)  # three system calls if there is no hole
-
-
-def _hole_begin(descriptor: int, size: int) -> int:
-    def has_data(offset: int) -> bool:
-        try:
-            with keeping_position(descriptor):
-                os.lseek(descriptor, offset, os.SEEK_DATA)
-        except OSError as problem:
-            return problem.errno != errno.ENXIO  # other errors: the file system does not support holes
-        return True
-
-    # A truncated file has no data past its end either; reading it will raise an error.
-    if has_data(size - 1) or os.fstat(descriptor).st_size < size:
-        return size
-    return bisect_left(range(size), True, key=lambda offset: not has_data(offset))
+    return store.use(begin_of, file.size)
 
 
 def _holes_of(file: WeightFile) -> list[tuple[int, int]]:
     """Return the long holes of a file, without one at its end; none if the system does not tell."""
+
+    def long_holes(descriptor: int, size: int) -> list[tuple[int, int]]:
+        holes: list[tuple[int, int]] = []
+        at = 0
+        try:
+            with keeping_position(descriptor):
+                for _ in range(_MOST_HOLES):
+                    begin = os.lseek(descriptor, at, os.SEEK_HOLE)
+                    if begin >= size:
+                        return holes
+                    at = os.lseek(descriptor, begin, os.SEEK_DATA)
+                    if at - begin >= _LONG:
+                        holes.append((begin, at))
+        except OSError:  # no data after the last hole, or no support
+            return holes
+        return []
+
     store = file.store
     if not isinstance(store, LocalStore) or not hasattr(os, "SEEK_HOLE") or file.size < _LONG:
         return []
-    return store.use(_long_holes, file.size)
-
-
-def _long_holes(descriptor: int, size: int) -> list[tuple[int, int]]:
-    holes: list[tuple[int, int]] = []
-    at = 0
-    try:
-        with keeping_position(descriptor):
-            for _ in range(_MOST_HOLES):
-                begin = os.lseek(descriptor, at, os.SEEK_HOLE)
-                if begin >= size:
-                    return holes
-                at = os.lseek(descriptor, begin, os.SEEK_DATA)
-                if at - begin >= _LONG:
-                    holes.append((begin, at))
-    except OSError:  # no data after the last hole, or no support
-        return holes
-    return []
+    return store.use(long_holes, file.size)
 
 
 # ---- checks ----
@@ -311,7 +242,8 @@ def _long_holes(descriptor: int, size: int) -> list[tuple[int, int]]:
 def _files(catalog: Catalog) -> Iterator[tuple[WeightFile, str]]:
     """Yield the files that can have lost blocks, with the prefix of messages. Archives have checksums."""
     for file in catalog.weight_files if catalog.format != NPZ else ():
-        yield file, f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
+        if file.table.count and not is_zip(file.read_at(0, 4)):
+            yield file, f"{os.path.basename(file.path)}: " if len(catalog.files) > 1 else ""
 
 
 def check_tails(
@@ -331,9 +263,9 @@ def check_tails(
             ends += [scale.end for scale in scales if scale is not None]
         end = min(file.size, max(ends))
         hole = min(end, hole_begin(file))
-        if (hole == end and not values) or is_zip(file.read_at(0, 4)):
+        if hole == end and not values:
             continue
-        begin = zeros_begin(file, ranges[0][0], hole)
+        begin = zeros_end(file, hole, ranges[0][0])
         size, never = end - begin, end - hole
         whole = [name for at, _, name in ranges if at >= begin]
         weighty = any(role(name) not in ("bias", "buffer") and not may_be_zero(name) for name in whole)
@@ -353,54 +285,48 @@ def check_tails(
         zero.update(whole)
 
 
-def check_unwritten(catalog: Catalog, role: Callable[[str], str | None], zero: set[str]) -> Iterator[Finding]:
-    """Find long holes of the file system inside files."""
-    for file in _searched(catalog):
-        for hole in _holes_of(file.file):
-            run = file.run(*hole)
-            if run is None or run.end >= file.end or any(place.tensor in zero for place in run.places):
-                continue
-            finding = _finding(run, True, file.where, role)
-            if finding is not None:
-                yield finding
-                zero.update(place.tensor for place in run.whole)
-
-
-def check_zeros(
-    catalog: Catalog, stats: Mapping[str, TensorStats], role: Callable[[str], str | None], zero: set[str]
+def check_runs(
+    catalog: Catalog, role: Callable[[str], str | None], zero: set[str], stats: Mapping[str, TensorStats] | None = None
 ) -> Iterator[Finding]:
-    """Find runs of zeros inside files."""
+    """Find runs of zeros inside files: long holes of the file system or, given statistics, other runs."""
     # Only tensors with many zeros are read again, and the parts of packed tensors in local files.
     known = frozenset(zero)  # in a reported hole
-    tensors_of: dict[WeightFile, dict[str, str]] = {}  # names by stored name
-    if _has_many_zeros(stats):
+    names: dict[WeightFile, dict[str, str]] = {}  # of the tensors by stored name
+    if stats is not None and _has_many_zeros(stats):
         for name, weights, k in catalog.entries():
-            tensors_of.setdefault(weights, {})[weights.table.names[k]] = name
-    for file in _searched(catalog):
-        tensors = tensors_of.get(file.file, {})
-        if not tensors and not file.file.table.quantized:
+            names.setdefault(weights, {})[weights.table.names[k]] = name
+    for file, where in _files(catalog):
+        own, holes = names.get(file, {}), [] if file.unpacked else _holes_of(file)
+        if file.unpacked or not (holes if stats is None else own or file.table.quantized):
             continue
-        rows = {stored: stats[name] for stored, name in tensors.items() if name in stats}
-        suspects = [place for place in file.places if _is_suspect(place, rows.get(place.tensor), file.file)]
-        judged = _holes_of(file.file)
-        done = 0
-        for core in _zeros(file.file, _joined(suspects)):
-            run = file.run(*core) if core[0] >= done else None
-            if run is None or any(place.tensor in known for place in run.places):
+        places = _places(file)
+        cores: Iterable[tuple[int, int]] = holes
+        if stats is not None:
+            rows = {stored: stats[name] for stored, name in own.items() if name in stats}
+            suspects = (place for place in places if _is_suspect(place, rows.get(place.tensor), file))
+            ranges = _joined(((place.begin - place.begin % _BLOCK, place.end) for place in suspects), _HALF)
+            cores = _joined(_zero_blocks(file, ranges), _HALF - 2 * _BLOCK)
+        first, last = (places[0].begin, min(file.size, max(place.end for place in places))) if places else (0, 0)
+        done = first
+        for begin, end in cores:
+            begin, end = max(begin, done), min(end, last)
+            if begin >= end:
                 continue
-            done = run.end
-            if any(begin < run.end and run.begin < end for begin, end in judged):
+            begin, end = zeros_end(file, begin, first), zeros_end(file, end, last)
+            done = end
+            at = max(0, bisect_right(places, begin, key=lambda place: place.begin) - 1)
+            inside = places[at : bisect_right(places, end - 1, key=lambda place: place.begin)]
+            inside = [place for place in inside if begin < place.end]
+            reported = zero if stats is None else known
+            if not inside or any(place.tensor in reported for place in inside):
                 continue
-            finding = _finding(run, False, file.where, role)
+            if end == last if stats is None else any(low < end and begin < high for low, high in holes):
+                continue  # `check_tails` has judged it, or this function without statistics
+            finding = finding_of(begin, end, inside, unwritten=stats is None, where=where, role=role)
             if finding is not None:
                 yield finding
-                zero.update(tensors.get(place.tensor, place.tensor) for place in run.whole)
-
-
-def _searched(catalog: Catalog) -> Iterator[_File]:
-    for file, where in _files(catalog):
-        if not file.unpacked and file.table.count and not is_zip(file.read_at(0, 4)):
-            yield _File(file, where)
+                whole = (place.tensor for place in inside if begin <= place.begin and place.end <= end)
+                zero.update(own.get(tensor, tensor) for tensor in whole)
 
 
 def _has_many_zeros(stats: Mapping[str, TensorStats]) -> bool:
@@ -415,14 +341,3 @@ def _is_suspect(place: StoredRange, row: TensorStats | None, file: WeightFile) -
     if place.name != place.tensor or row is None:  # codes, whose zeros are not counted
         return not file.remote
     return row.zeros == row.count or row.zeros * (place.end - place.begin) >= _HALF * row.count
-
-
-def _joined(places: Iterable[StoredRange]) -> list[tuple[int, int]]:
-    """Return the ranges of places, joined in the same blocks, without ranges too short for a run."""
-    joined: list[tuple[int, int]] = []
-    for place in places:
-        if joined and place.begin - place.begin % _BLOCK <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(place.end, joined[-1][1])
-        else:
-            joined.append((place.begin, place.end))
-    return [(begin, end) for begin, end in joined if end - begin >= _HALF]
