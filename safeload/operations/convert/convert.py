@@ -7,6 +7,8 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from ...base.paths import PathLike
@@ -16,13 +18,13 @@ from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, UnsupportedError, public
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
-from ...loading.adapter import Adapters
+from ...loading.adapter import Adapters, listed
 from ...models.layout import Layout
 from ...stores.local import LocalStore
 from ...stores.signature import Signature
 from ..folders.destinations import Destination, check_free, file_in_store, refuse_inputs
 from ..folders.disk_sink import check_shards, remove_shards, shards_beside
-from ..folders.targets import BinaryWriter, ObjectFile, SaveDestination, is_written_to
+from ..folders.targets import ObjectFile, SaveDestination, is_written_to
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
 from ..sources.catalog import Catalog, Given
@@ -180,41 +182,30 @@ def convert(
         >>> safeload.load("tiny.npz")["model.norm.weight"].dtype
         dtype('float16')
     """
+    given, keys = locals(), ConvertOptions.__annotations__
+    options = cast("ConvertOptions", dict(zip(keys, map(given.__getitem__, keys), strict=True)))
     try:
         check_threads(threads)
         if verify is not None and verify is not False:
-            _check_verifiable(executor, resume, adapters)
-        options: ConvertOptions = {
-            "dtype": dtype,
-            "quantize": quantize,
-            "imatrix": imatrix,
-            "layout": layout,
-            "names": names,
-            "only": only,
-            "drop": drop,
-            "keep": keep,
-            "ignore": ignore,
-            "rename": rename,
-            "metadata": metadata,
-            "adapters": adapters,
-            "max_shard_size": max_shard_size,
-            "format": format,
-            "extras": extras,
-            "raw": raw,
-            "storage_options": storage_options,
-        }
-        started = time.perf_counter()
-        path = cast("Destination", dst)
+            for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
+                if value is not None:
+                    raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
+        started, path = time.perf_counter(), cast("Destination", dst)
+        at_once = partial(_at_once, src, threads=threads, progress=progress, verify=verify)
         if not isinstance(dst, (str, os.PathLike)) and is_written_to(dst):
             if executor is not None or resume or max_shard_size is not None:
                 raise ValueError(
                     "executor=, resume= and max_shard_size= need a folder, but the destination is a file object"
                 )
-            report = _into_object(src, dst, options, threads=threads, progress=progress, verify=verify)
+            file, name, written = ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
+            options["format"] = cast("WrittenName", written)
+            with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
+                temporary = os.path.join(folder, f"converted{next(iter(written_suffixes(written)), '')}")
+                report = at_once(temporary, options, overwrite=False)
+                file.copy(temporary)
+            report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
-            report = _at_once(
-                src, path, options, overwrite=overwrite, threads=threads, progress=progress, verify=verify
-            )
+            report = at_once(path, options, overwrite=overwrite)
         else:
             report = convert_in_pieces(
                 src,
@@ -228,43 +219,11 @@ def convert(
             )
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
-        _advise(error)
+        text = str(error)
+        if error.tensor is not None and type(error) in (SafeloadError, UnsupportedError) and "drop=" not in text:
+            advised = text.replace("leave it out", "leave it out with drop=")
+            error.args = (advised if advised != text else f"{text}; drop= leaves it out",)
         raise
-
-
-def _advise(error: SafeloadError) -> None:
-    """Add ``drop=`` to the error about a tensor that cannot be written."""
-    text = str(error)
-    if error.tensor is not None and type(error) in (SafeloadError, UnsupportedError) and "drop=" not in text:
-        advised = text.replace("leave it out", "leave it out with drop=")
-        error.args = (advised if advised != text else f"{text}; drop= leaves it out",)
-
-
-def _check_verifiable(executor: Executor | None, resume: bool, adapters: Adapters) -> None:
-    """Refuse arguments with which ``verify=`` would not cover everything that is read."""
-    for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
-        if value is not None:
-            raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
-
-
-def _into_object(
-    src: Given | Sequence[Given],
-    dst: BinaryWriter,
-    options: ConvertOptions,
-    *,
-    threads: int | None,
-    progress: Progress,
-    verify: Verify,
-) -> ConvertReport:
-    """Convert to a temporary file, and copy it to a file object."""
-    file, name = ObjectFile(dst), f"<{type(dst).__name__}>"
-    format: Any = options.get("format") or SAFETENSORS
-    with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
-        path = os.path.join(folder, f"converted{next(iter(written_suffixes(format)), '')}")
-        own: ConvertOptions = {**options, "format": format}
-        report = _at_once(src, path, own, overwrite=False, threads=threads, progress=progress, verify=verify)
-        file.copy(path)
-    return report._replace(destination=name, files=[name])
 
 
 def _at_once(
@@ -280,9 +239,9 @@ def _at_once(
     """Convert in this process, without records of complete shards."""
     request = request_of(dst, options)
     folder, old = request.folder, []
-    adapters = [] if options.get("adapters") is None else _paths_of(options["adapters"])
-    documents = [] if verify is None or isinstance(verify, bool) else _documents_of(verify)
-    beside_sources = [options.get("imatrix"), *adapters, *documents]
+    adapters = [*map(itemgetter(0), listed(options["adapters"]))]
+    documents = (verify.path, verify.key, *verify.certificates) if isinstance(verify, Signature) else (verify,)
+    beside_sources = [*filter(None, (options["imatrix"], *adapters, *(() if verify is True else documents)))]
     with ExitStack() as stack:
         if folder is None and request.place.files.remote:
             file_in_store(request.place, overwrite=overwrite)
@@ -294,7 +253,7 @@ def _at_once(
             folder.check_free(overwrite)
             for name in (SINGLE, INDEX, CONFIG):
                 refuse_inputs((folder.location / name).path, beside_sources)
-        catalog = stack.enter_context(open_sources(src, request, verify))
+        catalog = open_sources(stack, src, request, verify)
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
         if folder is None:
@@ -305,16 +264,6 @@ def _at_once(
         report = write(conversion, request, overwrite=overwrite, progress=progress)
     remove_shards(old)  # after the sources are closed
     return report
-
-
-def _paths_of(adapters: Adapters) -> list[Any]:
-    from ...loading.adapter import listed  # only here: most conversions merge nothing
-
-    return [path for path, _ in listed(adapters)]
-
-
-def _documents_of(verify: Any) -> list[Any]:
-    return [verify.path, verify.key, *verify.certificates] if isinstance(verify, Signature) else [verify]
 
 
 def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:

@@ -64,7 +64,6 @@ class Decision(NamedTuple):
 
     dtype: str | None = None  # code of the dtype to convert to; None leaves the tensor as stored
     scheme: str | None = None  # scheme to quantize to
-    kept: str | None = None  # why ``quantize`` leaves the tensor unquantized
     sources: tuple[str, ...] = ()  # other names in the source: of the embedding of a head, or of the layers to stack
     stack: StackedTensor | None = None  # entry of the layout; `dtype` is never None with it
     partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
@@ -203,6 +202,7 @@ def outputs_of(
 ) -> Outputs:
     """Return the tensors as decided."""
     reads, decided = [*decisions], [*decisions.values()]
+    names = [*renamed(reads, rename).values()] if rename else reads
     if format == SAFETENSORS and matrix is None and type(catalog) is Catalog:
         targets = {decision: decision.target for decision in {*decided}}
         if None not in targets.values():
@@ -210,11 +210,9 @@ def outputs_of(
             numbers = np.array([targets[decision] for decision in decided], np.int16)
             spans = None if tensors is None else spans_of(tensors, numbers)
             if tensors is not None and spans is not None:
-                names = [*renamed(reads, rename).values()] if rename else reads
                 return Outputs(catalog, format, threads, reads, names, decided, tensors.shapes, spans)
     maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
     made = [maker.output(name, decision) for name, decision in decisions.items()]
-    names = [*renamed(reads, rename).values()] if rename else reads
     return Outputs(catalog, format, threads, reads, names, decided, made=made, small=maker.small)
 
 
@@ -243,7 +241,7 @@ def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
     for run in runs:
         sources, partners = tuple(run.get("sources", ())), tuple(run.get("partners", ()))
         stack = StackedTensor(*run["stack"]) if "stack" in run else None
-        decision = Decision(run.get("dtype"), run.get("scheme"), run.get("kept"), sources, stack, partners)
+        decision = Decision(run.get("dtype"), run.get("scheme"), sources, stack, partners)
         decisions.update(dict.fromkeys(run["names"], decision))
     return decisions
 

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ...base import dtypes, log
@@ -84,57 +85,47 @@ class ConvertRequest(NamedTuple):
     folder: Sink | None  # the destination if it is a folder
     limit: int  # largest size of a shard in bytes
     target: dtypes.Dtype | None  # dtype for floating tensors; None leaves floats unchanged
-    options: ConvertOptions  # iterables as lists
-    preset: Preset | None = None  # an engine's format; None for safeload's own schemes and without ``quantize``
+    options: ConvertOptions  # with every key, and lists for iterables
+    preset: Preset | None  # an engine's format; None for safeload's own schemes and without ``quantize``
+    selecting: list[str]  # options that leave out or rename tensors, so that no complete model results
+    by_name: bool  # True if options name the tensors of the result
+    every_tensor: bool  # True if no option leaves out tensors of the source
 
-    @property
-    def selecting(self) -> str | None:
-        """The first option that leaves out or renames tensors, so that no complete model results; or None."""
-        return next((key for key in _SELECTING if self.options.get(key) is not None), None)
-
-    @property
-    def needs_model(self) -> bool:
-        """True if the result is an engine's, unless options ask for single tensors."""
-        options = self.options
-        if self.preset is not None:
-            return options.get("names") is None and options.get("only") is None
-        return self.format == "gguf" and not options.get("raw") and self.selecting is None
-
-    @property
-    def every_tensor(self) -> bool:
-        """True if no option leaves out tensors of the source."""
-        options = self.options
-        selects = options.get("names") is not None or options.get("only") is not None
-        return not selects and options.get("drop") is None and options.get("layout") is None
+    def chosen(self, catalog: Catalog, more: Iterable[str] = ()) -> list[str]:
+        """Return the names of the selected tensors; patterns can also match the names in ``more``."""
+        return catalog.choose(self.options["names"], self.options["only"], self.options["drop"], more)
 
 
-def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
+def request_of(dst: Destination, given: ConvertOptions) -> ConvertRequest:
     """Check all options, as far as possible without opening a source."""
-    for key in options.keys() - ConvertOptions.__annotations__.keys():
+    for key in given.keys() - ConvertOptions.__annotations__.keys():
         raise TypeError(f"unexpected argument {show(key)}")
-    options = _repeatable(options)
-    if options.get("ignore") is not None:
-        if options.get("keep") is not None:
+    options: Any = {**dict.fromkeys(ConvertOptions.__annotations__), "extras": True, **given}
+    for key in ("names", "only", "drop", "keep", "ignore", "rename"):
+        # Lists can be read twice and written into a plan. Processes iterate over a set in different orders.
+        value = options[key].items() if key == "rename" and isinstance(options[key], Mapping) else options[key]
+        value = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+        if isinstance(value, Iterable) and not isinstance(value, (str, tuple)):
+            options[key] = [*value]
+    if options["ignore"] is not None:
+        if options["keep"] is not None:
             raise ValueError("ignore= is another name of keep=: pass one of them")
-        options["keep"] = options["ignore"]
-    options.pop("ignore", None)
-    target = parse_target(options.get("dtype"))
-    if options.get("keep") is not None and options.get("quantize") is None:
+        options["keep"], options["ignore"] = options["ignore"], None
+    target = parse_target(options["dtype"])
+    if options["keep"] is not None and options["quantize"] is None:
         raise ValueError("keep= selects tensors that quantize= leaves unquantized: pass quantize= too")
-    if options.get("imatrix") is not None and options.get("quantize") is None:
+    if options["imatrix"] is not None and options["quantize"] is None:
         raise ValueError("imatrix= has the importance of columns for quantize=: pass quantize= too")
-    place, max_shard_size = where(dst, options.get("storage_options")), options.get("max_shard_size")
+    place, max_shard_size = where(dst, options["storage_options"]), options["max_shard_size"]
     path = place.shown
-    in_folder = max_shard_size is not None or is_folder(place, options.get("format"))
+    in_folder = max_shard_size is not None or is_folder(place, options["format"])
     format = _format_of(place, path, options, in_folder=in_folder)
-    if in_folder and options.get("imatrix") is not None:
+    if in_folder and options["imatrix"] is not None:
         raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
     folder = sink_of(place) if in_folder else None
     if folder is None and place.files.remote:
         check_writable(place)
-    limit = limit_of(max_shard_size)
-    quantize = options.get("quantize")
-    preset = None if quantize is None else preset_of(quantize)
+    limit, preset = limit_of(max_shard_size), None if options["quantize"] is None else preset_of(options["quantize"])
     if preset is not None:
         name, engine = preset.name, preset.engine
         if folder is None:
@@ -142,33 +133,19 @@ def request_of(dst: Destination, options: ConvertOptions) -> ConvertRequest:
                 f"{name} writes a folder for {engine.title}, got the file {show(path)}: pass a path without "
                 "a suffix, or one that ends with a slash"
             )
-        if options.get("layout") is not None:
+        if options["layout"] is not None:
             raise ValueError(f"{name} keeps the names of {engine.title}: layout= does not apply")
         if target is not None and target.code not in WEIGHTS:
             raise ValueError(f"{name} quantizes float32, float16 or bfloat16, got {target.name}")
         limit = limit if max_shard_size is not None else engine.shard_size
-    return ConvertRequest(path, format, place, folder, limit, target, options, preset)
-
-
-def _repeatable(options: ConvertOptions) -> ConvertOptions:
-    """Return the options with a list for each iterable, which can be read twice and written into a plan."""
-    repeatable: dict[str, Any] = dict(options)
-    for key in ("names", "only", "drop", "keep", "ignore", "rename"):
-        value = repeatable.get(key)
-        if value is None or isinstance(value, (str, list, tuple)):
-            continue
-        if isinstance(value, (set, frozenset)):
-            repeatable[key] = sorted(value, key=str)  # processes iterate over a set in different orders
-        elif isinstance(value, Mapping) and key == "rename":
-            repeatable[key] = list(value.items())
-        elif isinstance(value, Iterable):
-            repeatable[key] = list(value)
-    return repeatable  # type: ignore[return-value]
+    selecting = [key for key in _SELECTING if options[key] is not None]
+    by_name, every = "names" in selecting or "only" in selecting, selecting in ([], ["rename"])
+    return ConvertRequest(path, format, place, folder, limit, target, options, preset, selecting, by_name, every)
 
 
 def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder: bool) -> str:
     """Return the format to write: ``format=`` if given, else the format of the destination's suffix."""
-    format = options.get("format")
+    format = options["format"]
     usual = () if format is None else written_suffixes(format)
     suffix = os.path.splitext(path)[1].lower()
     if in_folder:
@@ -190,7 +167,7 @@ def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder
         return SUFFIXES[suffix]
     for name, suffixes in WRITTEN.items():
         if suffix in suffixes:
-            if options.get("layout") is not None:
+            if options["layout"] is not None:
                 return name
             raise ValueError(
                 f"{show(path)}: other programs read {suffix} as a torch file: use one of {known}, or pass "
@@ -202,29 +179,41 @@ def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder
     raise ValueError(f"{show(path)}: the suffix must be one of {known}; for a folder, end the path with a slash")
 
 
-def open_sources(src: Given | Sequence[Given], request: ConvertRequest, verify: Verify = None) -> Catalog:
-    """Open the sources of a conversion."""
-    if isinstance(src, Catalog):
-        return Catalog.of(src, verify=verify)
+def open_sources(
+    stack: ExitStack, src: Given | Sequence[Given], request: ConvertRequest, verify: Verify = None
+) -> Catalog:
+    """Open the sources of a conversion, which ``stack`` closes."""
     sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
     if not sources:
         raise ValueError("src is an empty list: pass at least one source")
-    raw, storage_options = request.options.get("raw"), request.options.get("storage_options")
-    with ExitStack() as stack:
-        catalog = Catalog.of(sources, storage_options, verify)
+    format, raw = request.format, request.options["raw"]
+    catalog = Catalog.of(sources, request.options["storage_options"], verify)
+    stack.push(catalog)
+    single = catalog.format == "gguf" and len(catalog.checkpoints) == 1 and not catalog.in_memory
+    # An engine needs a whole model, unless options ask for single tensors.
+    whole = not request.by_name if request.preset else format == "gguf" and not raw and not request.selecting
+    if single and (format == "gguf" or raw) and is_rearranged(catalog.metadata):
+        catalog = catalog.as_stored()  # with the rows and the keys of the file
         stack.push(catalog)
-        single = catalog.format == "gguf" and len(catalog.checkpoints) == 1 and not catalog.in_memory
-        if single and (request.format == "gguf" or raw) and is_rearranged(catalog.metadata):
-            catalog = catalog.as_stored()  # with the rows and the keys of the file
-            stack.push(catalog)
-        elif request.needs_model and len(sources) == 1 and is_path(sources[0]):
-            model = _model_of_file(catalog, request, verify)
-            if model is not None:
-                stack.close()
-                stack.push(model)
+    elif whole and len(sources) == 1 and is_path(sources[0]):
+        model = _model_of_file(catalog, request, verify)
+        if model is not None:
+            with catalog:
                 catalog = model
-        warn_of(catalog, request)
-        stack.pop_all()
+            stack.push(catalog)
+    checkpoints, target = catalog.checkpoints, request.target
+    for path, kind in refuse_adapters(zip(map(attrgetter("path"), checkpoints), checkpoints, strict=True)):
+        if request.options["adapters"] is None:
+            log.warning("%s: %s", path, adapter_note(kind))
+    of_model = request.folder is not None and not {"model_type", "architectures"}.isdisjoint(catalog.config or {})
+    if of_model and target is not None and target.code.startswith("F8"):
+        log.warning(
+            '%s: no library loads a model that is cast to %s without scales: use quantize="fp8_dynamic" or '
+            'quantize="fp8_block" instead of dtype=',
+            request.path,
+            target.name,
+        )
+    _warn_of_optimizer(catalog, request)
     return catalog
 
 
@@ -237,14 +226,23 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) ->
         return None
     if catalog.format == "gguf":
         return None
+    from ..architectures.llama_cpp import source_of  # only here: most results need no model
+
     file = catalog.weight_files[0]
     parent = file.files.split(file.place)[0]
     try:
         config = read_config(parent, file.files)
-        if config is None or not _is_supported(config, catalog, request):
+        if config is None:
+            return None
+        if request.preset is not None:
+            known = config.get("model_type") in engine_model_types()
+            supported = known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
+        else:
+            supported = source_of(config) in gguf_forms() and any(name.endswith(_EMBEDDING) for name in catalog)
+        if not supported:  # by the engine, or the tensors cannot be those of such a model
             return None
         place: Any = Location(file.files, parent) if file.files.remote else os.path.dirname(file.path) or os.curdir
-        folder = Catalog.of(place, request.options.get("storage_options"), verify)
+        folder = Catalog.of(place, request.options["storage_options"], verify)
         if [other.place for other in folder.weight_files] == [file.place]:
             return folder
         with folder:
@@ -256,16 +254,6 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) ->
         return None
 
 
-def _is_supported(config: dict[str, Any], catalog: Catalog, request: ConvertRequest) -> bool:
-    """Return True if an engine has the class in a config, and the tensors can be those of such a model."""
-    from ..architectures.llama_cpp import source_of  # only here: most results need no model
-
-    if request.preset is not None:
-        known = config.get("model_type") in engine_model_types()
-        return known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
-    return source_of(config) in gguf_forms() and any(name.endswith(_EMBEDDING) for name in catalog)
-
-
 _MOST_ROOTS = 3  # containers in a warning
 # Containers in which training frameworks store the state of an optimizer, after the names of outer containers.
 _OPTIMIZER = re.compile(
@@ -273,31 +261,11 @@ _OPTIMIZER = re.compile(
 )
 
 
-def warn_of(catalog: Catalog, request: ConvertRequest) -> None:
-    """Warn if few users want the result: an adapter by itself, optimizer states, or a model in fp8 without scales."""
-    for path, kind in refuse_adapters([(origin.path, origin) for origin in catalog.checkpoints]):
-        if request.options.get("adapters") is None:
-            log.warning("%s: %s", path, adapter_note(kind))
-    target = request.target
-    of_model = request.folder is not None and not {"model_type", "architectures"}.isdisjoint(catalog.config or {})
-    if of_model and target is not None and target.code.startswith("F8"):
-        log.warning(
-            '%s: no library loads a model that is cast to %s without scales: use quantize="fp8_dynamic" or '
-            'quantize="fp8_block" instead of dtype=',
-            request.path,
-            target.name,
-        )
-    _warn_of_optimizer(catalog, request)
-
-
 def _warn_of_optimizer(catalog: Catalog, request: ConvertRequest) -> None:
-    options = request.options
-    if options.get("names") is not None or options.get("only") is not None or options.get("layout") is not None:
-        return
     names = list(map(str, catalog))
-    if "opt" not in "".join(names):
+    if request.by_name or request.options["layout"] is not None or "opt" not in "".join(names):
         return
-    names = list(filter(Selection(None, options.get("drop")).takes, names))
+    names = list(filter(Selection(None, request.options["drop"]).takes, names))
     states = [match for match in map(_OPTIMIZER.match, names) if match is not None]
     if not states or len(states) == len(names):
         return
@@ -320,7 +288,7 @@ def _warn_of_optimizer(catalog: Catalog, request: ConvertRequest) -> None:
 
 def is_restored(catalog: Catalog, request: ConvertRequest) -> bool:
     """Return True if a GGUF model becomes a folder for transformers, or a diffusion model in any other format."""
-    if request.format == "gguf" or request.options.get("raw") or catalog.format != "gguf":
+    if request.format == "gguf" or request.options["raw"] or catalog.format != "gguf":
         return False
     if model_of(catalog.metadata) is not None:
         return True
@@ -329,13 +297,13 @@ def is_restored(catalog: Catalog, request: ConvertRequest) -> bool:
 
 def extras_for(catalog: Catalog, request: ConvertRequest) -> dict[str, Location]:
     """Return the other files to copy into the destination folder, by name."""
-    copies = request.folder is not None and request.options.get("extras", True)
+    copies = request.folder is not None and request.options["extras"]
     return extras_of(catalog.folder) if copies and catalog.folder is not None else {}
 
 
 def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]:
     """Return the metadata of the result: the metadata of the sources, updated with ``metadata=``."""
-    update, format = request.options.get("metadata"), request.format
+    update, format = request.options["metadata"], request.format
     if not update:
         return catalog.metadata
     check_mapping(update, "metadata", "str to str")

@@ -33,6 +33,7 @@ from ...errors import FormatError, UnsupportedError, exported, public
 from ...formats.folder import INDEX, RESUME, SINGLE
 from ...formats.numbered import PART
 from ...formats.registry import SAFETENSORS
+from ...loading.adapter import listed
 from ...packed.families import preset_of, presets
 from ...stores.files import Location
 from ..folders import journal
@@ -221,7 +222,7 @@ def planned(
     plain = _options(request)
     call = digest_of([__version__, plain, [*map(_source_id, sources if isinstance(sources, list) else [sources])]])
     with ExitStack() as stack:
-        catalog = stack.enter_context(open_sources(sources, request))
+        catalog = open_sources(stack, sources, request)
         if is_restored(catalog, request):
             raise UnsupportedError(
                 f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
@@ -272,11 +273,6 @@ def _plan(
     if config is None and overwrite:
         config = config_without_codes(conversion, folder, request.target)
     extras = {name: location for name, location in conversion.files.items() if isinstance(location, Location)}
-    quantized = None
-    if summary is not None:
-        decisions = dict(zip(conversion.outputs.reads, conversion.outputs.decided, strict=True))
-        kept = {k: reason for k, reason in summary.kept.items() if k not in decisions or decisions[k].kept is None}
-        quantized = {"before": summary.bytes_before, "kept": kept}  # pieces have all others
     return {
         "safeload_plan": 2,
         "operation": "convert",
@@ -294,7 +290,7 @@ def _plan(
             name: [location.files.public(location.files.absolute(location.path)), location.files.public_options()]
             for name, location in extras.items()
         },
-        "quantized": quantized,
+        "quantized": None if summary is None else [summary.bytes_before, summary.kept],
         "schemes": [*conversion.outputs.schemes],
         "left_out": [*conversion.left_out],
         "parameters": conversion.parameters,
@@ -311,7 +307,7 @@ def _pieces(
         stored, arranged_from, sources_of = catalog.base, catalog.config, catalog.sources_of
         reads = [[*dict.fromkeys(source for name in names for source in sources_of(name))] for names in reads]
     adapters: list[dict[str, Any]] = []
-    if request.options.get("adapters") is not None:
+    if request.options["adapters"] is not None:
         from .merged import planned_adapters  # only here: most conversions merge nothing
 
         adapters = planned_adapters(stored)
@@ -329,7 +325,7 @@ def _pieces(
             "nbytes": shard.nbytes,
             "tensors": runs_of(shard),
             "metadata": None if texts is None else dict(texts),
-            "rename": _texts_of(request.options.get("rename")) or [],
+            "rename": _texts_of(request.options["rename"]) or [],
             "adapters": adapters,
             "names": names if arranged_from is not None else None,  # of tensors that are arranged
             "arranged_from": arranged_from,
@@ -347,23 +343,20 @@ def _pieces(
 def _options(request: ConvertRequest) -> dict[str, Any]:
     """Return the options that distinguish plans, as plain data."""
     plain: dict[str, Any] = {**request.options, "max_shard_size": request.limit}
-    if plain.get("adapters") is not None:
-        from ...loading.adapter import listed  # only here: most conversions merge nothing
-
-        plain["adapters"] = [[str(path), weight] for path, weight in listed(plain["adapters"])] or None
+    plain["adapters"] = [[str(path), weight] for path, weight in listed(plain["adapters"])] or None
     # A folder has safetensors shards, `raw` applies to GGUF, and the sources have the options that are not secret.
     for key in ("format", "raw", "storage_options"):
         plain.pop(key, None)
     plain["dtype"] = None if request.target is None else request.target.name
-    plain["rename"] = _texts_of(plain.get("rename"))
-    plain["layout"] = None if plain.get("layout") is None else plain["layout"].to_json()
-    quantize = plain.get("quantize")
+    plain["rename"] = _texts_of(plain["rename"])
+    plain["layout"] = None if plain["layout"] is None else plain["layout"].to_json()
+    quantize = plain["quantize"]
     if isinstance(quantize, Mapping):
         plain["quantize"] = {pattern: scheme and parse(scheme) for pattern, scheme in quantize.items()}
     elif quantize is not None:
         preset = preset_of(quantize)
         plain["quantize"] = parse(quantize) if preset is None else preset.name
-    if callable(plain.get("keep")):
+    if callable(plain["keep"]):
         plain["keep"] = "a function"
     options = {}
     for key, value in plain.items():
@@ -752,7 +745,7 @@ def _summary(plan: Mapping[str, Any], total: int) -> Summary | None:
     """Return the summary of a plan, given the bytes of its result."""
     if plan["quantized"] is None:
         return None
+    before, kept = plan["quantized"]
     decisions = decisions_of(chain.from_iterable(piece["tensors"] for piece in plan["pieces"]))
     quantized = {name: decision.scheme for name, decision in decisions.items() if decision.scheme is not None}
-    kept = {name: decision.kept for name, decision in decisions.items() if decision.kept is not None}
-    return Summary(plan["quantized"]["before"], total, quantized, {**kept, **plan["quantized"]["kept"]})
+    return Summary(before, total, quantized, kept)

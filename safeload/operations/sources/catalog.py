@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import repeat
-from operator import add, itemgetter, sub
+from operator import add, attrgetter, itemgetter, sub
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -236,9 +236,12 @@ class Catalog:
         """Return tensors if all are plain tensors of checkpoints, or ``blocks`` of known types; else None."""
         if self.in_memory or not self.checkpoints or self.ignored:
             return None
-        tables = [file.table for file in self.weight_files]
-        readable = [table for table in tables if not (table.shaped or (table.scaled if blocks else table.quantized))]
-        if (tables and not readable) or (blocks and [table for table in tables if table.unknown]):
+        readable = not self.weight_files
+        for table in map(attrgetter("table"), self.weight_files):
+            if blocks and table.unknown:
+                return None
+            readable = readable or not (table.shaped or (table.scaled if blocks else table.quantized))
+        if not readable:
             return None
         with paused(len(self)):
             if len(self.checkpoints) == 1:
