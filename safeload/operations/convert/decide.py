@@ -172,8 +172,7 @@ def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
     if isinstance(quantize, Mapping):
         options["quantize"] = {name: to for key, to in quantize.items() for name in catalog.matching(key)}
     if keep is not None and not callable(keep):
-        patterns = [keep] if isinstance(keep, str) else list(keep)
-        options["keep"] = [name for pattern in patterns for name in catalog.matching(pattern)]
+        options["keep"] = [name for pattern in keep for name in catalog.matching(pattern)]
     return request._replace(options=options)
 
 

@@ -105,7 +105,9 @@ def request_of(dst: Destination, given: ConvertOptions) -> ConvertRequest:
         # Lists can be read twice and written into a plan. Processes iterate over a set in different orders.
         value = options[key].items() if key == "rename" and isinstance(options[key], Mapping) else options[key]
         value = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
-        if isinstance(value, Iterable) and not isinstance(value, (str, tuple)):
+        if isinstance(value, str):
+            options[key] = value if key in ("names", "rename") else [value]
+        elif isinstance(value, Iterable) and not isinstance(value, tuple):
             options[key] = [*value]
     if options["ignore"] is not None:
         if options["keep"] is not None:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from types import NoneType
@@ -213,7 +213,8 @@ def planned(
 ) -> Iterator[tuple[dict[str, Any], Sink, list[Outputs]]]:
     """Yield the plan of a conversion without storage options, its destination, and its shards while they are open."""
     request = request_of(dst, options)
-    if request.folder is None:
+    folder = request.folder
+    if folder is None:
         raise ValueError(
             f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
             "written by several processes; pass the path of a folder"
@@ -233,8 +234,41 @@ def planned(
             shards = conversion.outputs.divided(request.limit)
             weight_map(shards)  # refuses two tensors with the same name
             pieces = _pieces(conversion, shards, request, plain)
-            plan = _plan(conversion, pieces, request, request.folder, call, overwrite=overwrite, resume=resume)
-        yield plan, request.folder, [*shards.values()]
+            plan_id = digest_of([__version__, pieces[0]["options"], [piece["id"] for piece in pieces]])
+            for piece in pieces:
+                piece.update(plan=plan_id, call=call, folder=folder.place)
+            _check_folder(pieces, folder, overwrite=overwrite, resume=resume)
+            if resume:
+                _check_not_applied(conversion.catalog, folder, call)
+            if folder.location.files.remote:
+                _choose_names(pieces, folder, overwrite=overwrite)
+            config, summary = conversion.config, conversion.summary
+            if config is None and overwrite:
+                config = config_without_codes(conversion, folder, request.target)
+            extras = {name: place for name, place in conversion.files.items() if isinstance(place, Location)}
+            plan = {
+                "safeload_plan": 2,
+                "operation": "convert",
+                "version": __version__,
+                "id": plan_id,
+                "call": call,
+                "options": pieces[0]["options"],
+                "folder": folder.place,
+                "overwrite": overwrite,
+                "storage_options": None,
+                "pieces": pieces,
+                "tensors": conversion.tensor_count,
+                "config": config,
+                "extras": {  # without secrets
+                    name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
+                    for name, place in extras.items()
+                },
+                "quantized": None if summary is None else [summary.bytes_before, summary.kept],
+                "schemes": [*conversion.outputs.schemes],
+                "left_out": [*conversion.left_out],
+                "parameters": conversion.parameters,
+            }
+        yield plan, folder, [*shards.values()]
 
 
 def _source_id(source: Any) -> Any:
@@ -248,53 +282,6 @@ def _source_id(source: Any) -> Any:
     if isinstance(text, str):
         return (urls.shown(text) if urls.is_url(text) else os.path.abspath(text)).rstrip("/")
     return f"{type(source).__name__} {getattr(source, 'path', '')}"
-
-
-def _plan(
-    conversion: Conversion,
-    pieces: list[dict[str, Any]],
-    request: ConvertRequest,
-    folder: Sink,
-    call: str,
-    *,
-    overwrite: bool,
-    resume: bool,
-) -> dict[str, Any]:
-    options = pieces[0]["options"]
-    plan_id = digest_of([__version__, options, [piece["id"] for piece in pieces]])
-    for piece in pieces:
-        piece.update(plan=plan_id, call=call, folder=folder.place)
-    _check_folder(pieces, folder, overwrite=overwrite, resume=resume)
-    if resume:
-        _check_not_applied(conversion.catalog, folder, call)
-    if folder.location.files.remote:
-        _choose_names(pieces, folder, overwrite=overwrite)
-    config, summary = conversion.config, conversion.summary
-    if config is None and overwrite:
-        config = config_without_codes(conversion, folder, request.target)
-    extras = {name: location for name, location in conversion.files.items() if isinstance(location, Location)}
-    return {
-        "safeload_plan": 2,
-        "operation": "convert",
-        "version": __version__,
-        "id": plan_id,
-        "call": call,
-        "options": options,
-        "folder": folder.place,
-        "overwrite": overwrite,
-        "storage_options": None,
-        "pieces": pieces,
-        "tensors": conversion.tensor_count,
-        "config": config,
-        "extras": {  # without secrets
-            name: [location.files.public(location.files.absolute(location.path)), location.files.public_options()]
-            for name, location in extras.items()
-        },
-        "quantized": None if summary is None else [summary.bytes_before, summary.kept],
-        "schemes": [*conversion.outputs.schemes],
-        "left_out": [*conversion.left_out],
-        "parameters": conversion.parameters,
-    }
 
 
 def _pieces(
@@ -362,10 +349,8 @@ def _options(request: ConvertRequest) -> dict[str, Any]:
     for key, value in plain.items():
         if value is None or (key == "extras" and value) or (key == "metadata" and not value):
             continue
-        single = key in ("only", "drop", "keep") and isinstance(value, str)
-        text = json.dumps([value] if single else value, sort_keys=True, default=str)
-        short = hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
-        options[key] = json.loads(text) if len(text) <= _LONGEST else f"{text[:40]}... (SHA-256 {short})"
+        text = json.dumps(value, sort_keys=True, default=str)
+        options[key] = json.loads(text) if len(text) <= _LONGEST else f"{text[:40]}... (SHA-256 {digest_of(value)})"
     return options
 
 
@@ -508,16 +493,9 @@ def run(
     else:
         record, place, name = whole
         size, digest, identity = record["size"], record["sha256"], None if remote else place.identity(name)
-    return {
-        "plan": piece["plan"],
-        "file": file,
-        "nbytes": piece["nbytes"],
-        "size": size,
-        "sha256": digest,
-        "identity": identity,
-        "written": whole is None,
-        "seconds": round(time.perf_counter() - started, 3),
-    }
+    result = {"plan": piece["plan"], "file": file, "nbytes": piece["nbytes"], "size": size, "sha256": digest}
+    seconds = round(time.perf_counter() - started, 3)
+    return {**result, "identity": identity, "written": whole is None, "seconds": seconds}
 
 
 def _check_free(piece: Mapping[str, Any], folder: Sink) -> None:
@@ -675,8 +653,9 @@ def _complete(
     placed = {file for place, file in shards if place is folder}
     free = free_names(folder, [file for place, file in shards if place is not folder], folder.names() - placed)
     names = [file if place is folder else free[file] for place, file in shards]
-    if not plan["overwrite"]:
-        _check_alone(names, placed, folder)
+    for name in () if plan["overwrite"] else {INDEX, SINGLE} & folder.names():  # of another conversion
+        if not (indexed_names(folder) >= {*names} if name == INDEX else name in placed or name not in names):
+            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", folder.shown(name))
     if planned is None:
         stored = {
             tensor: name for name, tensors in zip(names, each(names_in, shards), strict=True) for tensor in tensors
@@ -697,8 +676,14 @@ def _complete(
     journal.clear(folder, None if plan["overwrite"] else [plan["call"]])
     shown, paths = folder.location.shown, [folder.shown(name) for name in names]
     warn_of_schemes(shown, plan["schemes"])
+    summary = None
+    if plan["quantized"] is not None:
+        before, kept = plan["quantized"]
+        decisions = decisions_of(chain.from_iterable(piece["tensors"] for piece in plan["pieces"]))
+        schemes = {name: decision.scheme for name, decision in decisions.items() if decision.scheme is not None}
+        summary = Summary(before, total, schemes, kept)
     seconds, left_out = sum(result["seconds"] for result in done), tuple(plan["left_out"])
-    return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, _summary(plan, total), left_out)
+    return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, summary, left_out)
 
 
 def _results_of(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -716,14 +701,6 @@ def _results_of(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -
     return [by_file[piece["file"]] for piece in plan["pieces"]]
 
 
-def _check_alone(names: Sequence[str], placed: Collection[str], folder: Sink) -> None:
-    """Refuse a folder that another conversion has completed."""
-    present = folder.names()
-    for name in {INDEX, SINGLE} & present:
-        if not (indexed_names(folder) >= {*names} if name == INDEX else name in placed or name not in names):
-            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", folder.shown(name))
-
-
 def _place_of(plan: Mapping[str, Any], result: Mapping[str, Any], folder: Sink, *, trusted: bool) -> tuple[Sink, str]:
     """Return the place of a shard that has the content of its result."""
     remote, file, sha256, identity = folder.location.files.remote, result["file"], result["sha256"], result["identity"]
@@ -739,13 +716,3 @@ def _place_of(plan: Mapping[str, Any], result: Mapping[str, Any], folder: Sink, 
     else:
         text = "gone: run its piece again, on a machine that shares this folder"
     raise FormatError(f"the shard is {text}", usual.shown(file))
-
-
-def _summary(plan: Mapping[str, Any], total: int) -> Summary | None:
-    """Return the summary of a plan, given the bytes of its result."""
-    if plan["quantized"] is None:
-        return None
-    before, kept = plan["quantized"]
-    decisions = decisions_of(chain.from_iterable(piece["tensors"] for piece in plan["pieces"]))
-    quantized = {name: decision.scheme for name, decision in decisions.items() if decision.scheme is not None}
-    return Summary(before, total, quantized, kept)
