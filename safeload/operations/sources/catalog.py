@@ -57,6 +57,7 @@ from .description import TensorDescription, about_value, stored_as
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
+    from ...loading.merge import Merge
 
 
 # Fields of the description of a plain tensor by dtype number: the name of the dtype, and all after its bytes.
@@ -68,6 +69,7 @@ class Made(NamedTuple):
 
     fill: Callable[[dtypes.Dtype, Array, int | None], object]  # an array with its values in a dtype, on some threads
     work: dtypes.Dtype  # in which values are not rounded yet
+    about: TensorDescription
 
 
 class TensorPlace(NamedTuple):
@@ -77,17 +79,14 @@ class TensorPlace(NamedTuple):
     file: WeightFile | None = None  # None for a dict
     number: int = 0  # index in the table of the file
 
-    @property
-    def title(self) -> str:
-        """The origin in messages."""
-        return "a dict" if self.file is None else self.file.path
-
 
 class Catalog:
     """The tensors of checkpoints and dicts by name, in their order. `of` creates it; leaving it closes its files."""
 
     kept_f32: Collection[str] = ()  # names that stay float32 whatever dtype is requested
     texts: Mapping[str, bytes] = {}  # further files of the result, by name
+    merge: Merge | None = None  # adapters
+    aliases: Mapping[str, str] = {}  # tensors by the second names that adapters need
 
     def __init__(
         self,
@@ -278,6 +277,8 @@ class Catalog:
 
     def about(self, name: str) -> TensorDescription:
         """Describe a tensor without reading it."""
+        if name in self.made:
+            return self.made[name].about
         origin, file, index = self._places[name]
         if file is None:
             return about_value(name, origin[name])
@@ -337,16 +338,19 @@ class Catalog:
                     unknowns[name] = unknown
         return unknowns
 
-    def check_kept(self, name: str) -> None:
-        """Refuse a tensor if it cannot stay as it is stored; here every tensor can."""
+    @cached_property
+    def made(self) -> dict[str, Made]:
+        """The tensors whose values are not those of a file or of a dict."""
+        return {}
 
-    def made(self, name: str) -> Made | None:
-        """Return how a tensor is made, or None if its values are those of a file or of a dict."""
-        return None
+    def check_kept(self, name: str) -> None:
+        """Refuse a tensor if it cannot stay as it is stored."""
+        if self.merge is not None and name in self.merge:
+            self.merge.target_row(name, None)
 
     def value(self, name: str, threads: int | None = None, dtype: Any = None) -> Any:
         """Return an array or a `QuantizedTensor`, as stored without a dtype; file tensors get private memory."""
-        if (computed := self.made(name)) is not None:
+        if (computed := self.made.get(name)) is not None:
             row = computed.work if dtype is None else dtypes.parse(dtype)
             out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
             computed.fill(row, out, threads)
@@ -369,7 +373,7 @@ class Catalog:
 
     def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
         """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
-        if self.made(name) is not None:
+        if name in self.made:
             return of_array(name if called is None else called, self.value(name, threads))
         origin, file, index = self._places[name]
         source = None if file is None or file.table.packed(index) else in_file(origin, name, file, index)
@@ -382,13 +386,13 @@ class Catalog:
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
         """Return read plans for the tensors stored in files; those in memory, and those that are made, are skipped."""
-        places = [(name, self._places[name]) for name in names if self.made(name) is None]
+        places = [(name, self._places[name]) for name in names if name not in self.made]
         parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
         return {entry.name: entry for entry in entries_of(parts, target)}
 
     def in_place(self, name: str) -> Source | None:
         """Return a tensor as a source if jobs can read or dequantize it in place; None if it must be copied first."""
-        if self.made(name) is not None:
+        if name in self.made:
             return None
         origin, file, index = self._places[name]
         if file is not None:
@@ -412,7 +416,7 @@ class Catalog:
 
     def restoring(self, name: str, called: str | None = None) -> Source | None:
         """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
-        if self.made(name) is not None:
+        if name in self.made:
             return None
         _, file, index = self._places[name]
         packed = None if file is None else packed_of(file, index)
@@ -428,7 +432,7 @@ class Catalog:
 
     def read_into(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> None:
         """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype."""
-        if (computed := self.made(name)) is not None:
+        if (computed := self.made.get(name)) is not None:
             computed.fill(row, out, threads)
             return
         ordered = read_values(self.restoring(name) or self.source(name), row, out, threads)
@@ -494,7 +498,8 @@ def _places_of(
             added = dict.fromkeys(origin, TensorPlace(origin))
         duplicate = next((name for name in added if name in places), None) if places else None
         if duplicate is not None:
-            titles = f"{places[duplicate].title} and {added[duplicate].title}"
+            files = places[duplicate].file, added[duplicate].file
+            titles = " and ".join("a dict" if file is None else file.path for file in files)
             raise error_about(SafeloadError, f"is in both {titles}", tensor=duplicate)
         places.update(added)
     return places

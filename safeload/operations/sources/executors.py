@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -58,14 +57,33 @@ def run(
     running pieces are awaited.
     """
     results: dict[int, _T] = {}
-    done = 0
-    total = sum(map(itemgetter("nbytes"), pieces))
-    with reporter(progress, total) as report, closing(_results(function, pieces, executor, threads)) as finished:
-        for k, result in finished:
-            results[k] = result
-            log.debug("piece %d of %d is done", k + 1, len(pieces))
-            done += pieces[k]["nbytes"]
-            report(done)
+    finished: SimpleQueue[Any] = SimpleQueue()
+    futures: dict[Any, int] = {}
+    # Dask returns the result of an earlier call with equal arguments unless it gets pure=False.
+    token = os.urandom(8).hex()
+    done, total = 0, sum(map(itemgetter("nbytes"), pieces))
+    with reporter(progress, total) as report:
+        try:
+            if executor is not None:
+                for piece in pieces:
+                    future = executor.submit(_call, function, piece, threads or 1, token)
+                    futures[future] = len(futures)
+                    future.add_done_callback(finished.put)
+            for k, piece in enumerate(pieces):
+                if executor is None:
+                    results[k] = function(piece, threads)
+                else:
+                    future = finished.get()
+                    k = futures[future]
+                    results[k] = future.result()
+                log.debug("piece %d of %d is done", k + 1, len(pieces))
+                done += pieces[k]["nbytes"]
+                report(done)
+        except BaseException:
+            # The first exception is raised. An executor that has lost its cluster cannot cancel, and runs nothing.
+            for future in [future for future in futures if not _quietly(future.cancel)]:
+                _quietly(future.result)
+            raise
     return [results[k] for k in range(len(pieces))]
 
 
@@ -121,36 +139,6 @@ def check_executor(executor: Any) -> None:
             f"executor must have a submit() method like concurrent.futures.Executor, got {type(executor).__name__}: "
             "for Dask, pass the client"
         )
-
-
-def _results(
-    function: Callable[[Mapping[str, Any], int | None], _T],
-    pieces: Sequence[Mapping[str, Any]],
-    executor: Executor | None,
-    threads: int | None,
-) -> Generator[tuple[int, _T]]:
-    """Yield the number and the result of each piece once it is done; see `run`."""
-    if executor is None:
-        for k, piece in enumerate(pieces):
-            yield k, function(piece, threads)
-        return
-    # Dask returns the result of an earlier call with equal arguments unless it gets pure=False.
-    token = os.urandom(8).hex()
-    finished: SimpleQueue[Any] = SimpleQueue()
-    futures: dict[Any, int] = {}
-    try:
-        for k, piece in enumerate(pieces):
-            future = executor.submit(_call, function, piece, threads or 1, token)
-            futures[future] = k
-            future.add_done_callback(finished.put)
-        for _ in pieces:
-            future = finished.get()
-            yield futures[future], future.result()
-    except BaseException:
-        # The first exception is raised. An executor that has lost its cluster cannot cancel, and runs nothing any more.
-        for future in [future for future in futures if not _quietly(future.cancel)]:
-            _quietly(future.result)
-        raise
 
 
 def _call(function: Callable[[Any, int | None], _T], piece: Any, threads: int, token: str) -> _T:
