@@ -381,11 +381,11 @@ class Maker:
         if scheme is not None and importance is None and self._is_small(source, tensor):
             codes, scale = partial(self._codes_in_group, name), partial(self._scale_in_group, name)
             output = _quantized_later(scheme, tensor.shape, usual_axis(scheme, tensor.shape), codes, scale)
-            values: Any = partial(self._catalog.source, source, name)
+            values: Any = partial(self._catalog.values, source, name)
             self._small[name] = output, tensor.nbytes, values
             return output
         if scheme is not None:
-            return self._quantized(scheme, tensor.shape, partial(self._values, source, name), importance)
+            return self._quantized(scheme, tensor.shape, partial(self._catalog.values, source, name), importance)
         if decision.dtype is None and tensor.packed:
             return self._packed(source, tensor)
         if decision.dtype is None and tensor.scheme is not None:
@@ -408,10 +408,6 @@ class Maker:
 
     def _about(self, source: str) -> TensorDescription:
         return self._descriptions.get(source) or self._catalog.about(source)
-
-    def _values(self, source: str, name: str) -> Source | QuantizedTensor:
-        """Return a tensor's values; jobs dequantize packed tensors as they read."""
-        return self._catalog.restoring(source, name) or self._catalog.source(source, name)
 
     def _staged(self, source: str, code: str | None, row: dtypes.Dtype) -> Staged | None:
         """Return the staged read for the safetensors writer, or None if the tensor must be built in memory."""

@@ -50,7 +50,7 @@ from ..sources.restructured import RestructuredCatalog
 from .decide import Conversion, prepare
 from .make import Outputs, decisions_of, outputs_of, reads_of, runs_of
 from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
-from .write import ConvertReport, config_without_codes, weight_map
+from .write import ConvertReport, config_for, weight_map
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -242,9 +242,7 @@ def planned(
                 _check_not_applied(conversion.catalog, folder, call)
             if folder.location.files.remote:
                 _choose_names(pieces, folder, overwrite=overwrite)
-            config, summary = conversion.config, conversion.summary
-            if config is None and overwrite:
-                config = config_without_codes(conversion, folder, request.target)
+            summary = conversion.summary
             extras = {name: place for name, place in conversion.files.items() if isinstance(place, Location)}
             plan = {
                 "safeload_plan": 2,
@@ -258,7 +256,7 @@ def planned(
                 "storage_options": None,
                 "pieces": pieces,
                 "tensors": conversion.tensor_count,
-                "config": config,
+                "config": config_for(conversion, folder, request.target, overwrite=overwrite),
                 "extras": {  # without secrets
                     name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
                     for name, place in extras.items()

@@ -108,16 +108,16 @@ def write(conversion: Conversion, request: ConvertRequest, *, overwrite: bool, p
             done += nbytes
             report(done)
 
-        if folder is None and request.place.files.remote:
+        if folder is not None:
+            files, nbytes = _write_folder(conversion, request, folder, written, overwrite=overwrite)
+            warn_of_schemes(path, outputs.schemes)
+        elif request.place.files.remote:
             store, name = file_in_store(request.place, overwrite=overwrite)
             with store.staging(name) as staged:
                 files, nbytes = [path], outputs.write_file(staged, False, written)
-        elif folder is None:
+        else:
             files, nbytes = [path], outputs.write_file(path, overwrite, written)
             _warn_of_old_config(conversion, request)
-        else:
-            files, nbytes = _write_folder(conversion, request, folder, written, overwrite=overwrite)
-            warn_of_schemes(path, outputs.schemes)
     count, summary = conversion.tensor_count, conversion.summary
     return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, conversion.left_out)
 
@@ -136,16 +136,22 @@ def _write_folder(
         shards = outputs.divided(request.limit)
         names = free_names(folder, [*shards])
         shards = {names[file]: shard for file, shard in shards.items()}
-        config = conversion.config
-        if config is None and overwrite:
-            config = config_without_codes(conversion, folder, request.target)
         files = dict(conversion.files)
         if parameters is not None or [*shards] != [SINGLE]:
             files[INDEX] = index_text(weight_map(shards), outputs.nbytes, parameters)
+        config = config_text(config_for(conversion, folder, request.target, overwrite=overwrite))
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
-    nbytes = write_shards(writers, files, folder, overwrite=overwrite, config=config_text(config))
-    if overwrite:
-        _warn_of_older_files(conversion, folder)
+    nbytes = write_shards(writers, files, folder, overwrite=overwrite, config=config)
+    # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
+    new_tokenizer = overwrite and any(isinstance(content, bytes) for content in conversion.files.values())
+    older = sorted(extras_of(folder.location).keys() - conversion.files.keys()) if new_tokenizer else ()
+    if older:
+        log.warning(
+            "%s: %s stays from before, and other programs may load it in place of the new tokenizer: remove it if it "
+            "belongs to another model",
+            folder.location.shown,
+            " and ".join(map(show, older)),
+        )
     return [folder.shown(file) for file in shards], nbytes
 
 
@@ -155,44 +161,28 @@ def weight_map(shards: Mapping[str, Outputs]) -> dict[str, str]:
     return files or stored_in({file: shard.tensors for file, shard in shards.items()})
 
 
-def _warn_of_older_files(conversion: Conversion, folder: Sink) -> None:
-    """Warn of an older model's files that stay beside a new tokenizer; transformers prefers some to the new ones."""
-    if not any(isinstance(content, bytes) for content in conversion.files.values()):
-        return
-    older = sorted(extras_of(folder.location).keys() - conversion.files.keys())
-    if older:
-        log.warning(
-            "%s: %s stays from before, and other programs may load it in place of the new tokenizer: remove it if it "
-            "belongs to another model",
-            folder.location.shown,
-            " and ".join(map(show, older)),
-        )
+def config_for(
+    conversion: Conversion, folder: Sink, target: dtypes.Dtype | None, *, overwrite: bool
+) -> dict[str, Any] | None:
+    """Return the new ``config.json`` of a folder, or None to leave it as it is.
 
-
-# ---- a config.json in the destination when the source has none ----
-
-
-def config_without_codes(conversion: Conversion, folder: Sink, target: dtypes.Dtype | None) -> dict[str, Any] | None:
-    """Return the destination's old ``config.json`` with the quantization of the new weights, or without any.
-
-    None if the new weights can be the codes it describes, if it needs no change, or if it cannot be read.
+    If the source has none, the old one gets the quantization of the new weights, or loses its own, unless the new
+    weights can be the codes that it describes.
     """
-    config = None if conversion.may_hold_codes else _config_in(folder)
+    if conversion.config is not None or not overwrite or conversion.may_hold_codes:
+        return conversion.config
+    config, schemes = _config_in(folder), conversion.outputs.schemes
     if config is None:
         return None
-    if without_quantization(config) == config:
-        return config_with(config, target, schemes=conversion.outputs.schemes) if conversion.outputs.schemes else None
-    if not (is_own(config) and conversion.outputs.schemes):
-        _warn_of_removal(folder)
-    return config_with(config, target, restored=True, schemes=conversion.outputs.schemes)
-
-
-def _warn_of_removal(folder: Sink) -> None:
-    log.warning(
-        "%s: removed the quantization of the old weights, because the new weights have none and their source has no %s",
-        folder.shown(CONFIG),
-        CONFIG,
-    )
+    stale = without_quantization(config) != config
+    if stale and not (is_own(config) and schemes):
+        log.warning(
+            "%s: removed the quantization of the old weights, because the new weights have none and their source has "
+            "no %s",
+            folder.shown(CONFIG),
+            CONFIG,
+        )
+    return config_with(config, target, restored=stale, schemes=schemes) if stale or schemes else None
 
 
 def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None:

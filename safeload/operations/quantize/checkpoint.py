@@ -334,11 +334,10 @@ def load_quantized(
         result = QuantizedDict()
         for name, about in abouts.items():
             origin = heads.get(name, name)
-            values = catalog.restoring(origin, name) if about.packed else None
-            if not about.quantized:
-                values = catalog.source(origin, name)  # type: ignore[assignment]
-            if values is None:
-                result[name] = converted(name, catalog.value(origin))
+            as_stored = about.quantized and not about.packed
+            values: Any = catalog.value(origin) if as_stored else catalog.values(origin, name)
+            if not isinstance(values, Source):
+                result[name] = converted(name, values)
                 continue
             if name in quantized:
                 requests.append(request(name, values, quantized[name]))

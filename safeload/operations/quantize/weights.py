@@ -100,7 +100,7 @@ def weights_in(
             alone = packed or base.in_memory or bool(base.made)
             return _of_items(arranged, items, row, scratch, alone=alone)
     elif not base.made:
-        value = catalog.restoring(name) or catalog.source(name)
+        value = catalog.values(name)
         if isinstance(value, Source) and value.packed is None:
             return _ranges_of(value, row, scratch)
         return in_memory(jobs.native_order(read_values(value, row, whole(value.shape, dtype), threads)))

@@ -371,18 +371,24 @@ class Catalog:
         value: Array | QuantizedTensor = self.value(name, threads, np.float32 if packed else None)
         return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
 
-    def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
+    def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
         """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
         if name in self.made:
-            return of_array(name if called is None else called, self.value(name, threads))
+            return of_array(name, self.value(name, threads))
         origin, file, index = self._places[name]
-        source = None if file is None or file.table.packed(index) else in_file(origin, name, file, index)
-        if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
-            value = self.value(name, threads)
-            if isinstance(value, QuantizedTensor):
-                return value
-            source = of_array(name, np.ascontiguousarray(value) if file is not None else value)
-        return source if called is None else source._replace(name=called)
+        if file is not None and not file.table.packed(index):
+            source = in_file(origin, name, file, index)
+            if source is not None and not (file.table.quantized and self.about(name).quantized):
+                return source
+        value = self.value(name, threads)
+        if isinstance(value, QuantizedTensor):
+            return value
+        return of_array(name, np.ascontiguousarray(value) if file is not None else value)
+
+    def values(self, name: str, called: str | None = None) -> Source | QuantizedTensor:
+        """Like `source`, but jobs dequantize packed and int8 file tensors; messages have the name ``called``."""
+        value = self.restoring(name) or self.source(name)
+        return value if called is None or isinstance(value, QuantizedTensor) else value._replace(name=called)
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
         """Return read plans for the tensors stored in files; those in memory, and those that are made, are skipped."""
@@ -414,13 +420,13 @@ class Catalog:
             return None
         return of_numbers(name, data, about.element, None)._replace(shape=about.shape)
 
-    def restoring(self, name: str, called: str | None = None) -> Source | None:
+    def restoring(self, name: str) -> Source | None:
         """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
         if name in self.made:
             return None
         _, file, index = self._places[name]
         packed = None if file is None else packed_of(file, index)
-        return None if packed is None else of_packed(name if called is None else called, packed, self)
+        return None if packed is None else of_packed(name, packed, self)
 
     def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
         """Yield the arrays of the tensors in memory."""
@@ -435,7 +441,7 @@ class Catalog:
         if (computed := self.made.get(name)) is not None:
             computed.fill(row, out, threads)
             return
-        ordered = read_values(self.restoring(name) or self.source(name), row, out, threads)
+        ordered = read_values(self.values(name), row, out, threads)
         if ordered is not out:
             out[...] = ordered
 

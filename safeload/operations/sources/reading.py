@@ -41,15 +41,6 @@ INVALID_PLAN, INVALID_PIECE = "invalid plan", "invalid piece"
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
 
 
-def merged(results: Iterable[Mapping[str, Mapping[str, Any]]]) -> Tables:
-    """Join the tables of parts; the parts can be joined in any groups."""
-    tables: Tables = {}
-    for result in results:
-        for name, rows in result.items():
-            tables.setdefault(name, {}).update(rows)
-    return tables
-
-
 def run_pieces(
     function: Callable[[Mapping[str, Any], int | None], Mapping[str, Mapping[str, Any]]],
     pieces: Iterable[Mapping[str, Any]],
@@ -58,8 +49,12 @@ def run_pieces(
     threads: int | None,
     progress: Progress,
 ) -> Tables:
-    """Run pieces on an executor, and return their merged tables."""
-    return merged(executors.run(function, [*pieces], executor, threads=threads, progress=progress))
+    """Run pieces on an executor, and join the tables of their results."""
+    tables: Tables = {}
+    for result in executors.run(function, [*pieces], executor, threads=threads, progress=progress):
+        for name, rows in result.items():
+            tables.setdefault(name, {}).update(rows)
+    return tables
 
 
 def pieces_of(

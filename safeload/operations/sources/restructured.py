@@ -195,19 +195,17 @@ class RestructuredCatalog(Catalog):
         whole = super().array(name, threads) if recipe.renamed is None else self.base.array(recipe.renamed, threads)
         return whole.reshape(recipe.shape)
 
-    def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
+    def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
         recipe = self._recipes[name]
         if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
-            return super().source(name, called, threads)
-        source = self.base.source(recipe.renamed, name if called is None else called, threads)
-        return source if isinstance(source, QuantizedTensor) else source._replace(shape=recipe.shape)
+            return super().source(name, threads)
+        source = self.base.source(recipe.renamed, threads)
+        return source if isinstance(source, QuantizedTensor) else source._replace(name=name, shape=recipe.shape)
 
-    def restoring(self, name: str, called: str | None = None) -> Source | None:
+    def restoring(self, name: str) -> Source | None:
         recipe = self._recipes[name]
-        if recipe.renamed is None:
-            return None
-        source = self.base.restoring(recipe.renamed, name if called is None else called)
-        return source if source is not None and source.shape == recipe.shape else None
+        source = None if recipe.renamed is None else self.base.restoring(recipe.renamed)
+        return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
 
     # ---- values ----
 
