@@ -62,11 +62,6 @@ class Conversion(NamedTuple):
     parameters: int | None = None  # for the index of an engine that wants one for a single shard too
     restored: bool = False  # True if packed tensors are dequantized
 
-    @property
-    def may_hold_codes(self) -> bool:
-        """True if tensors can be codes that a ``config.json`` describes."""
-        return not self.restored and self.outputs.may_hold_codes
-
 
 def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None) -> Conversion:
     """Merge adapters, which ``stack`` closes, decide about every tensor, and name the outputs."""
@@ -176,17 +171,6 @@ def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
     return request._replace(options=options)
 
 
-def _check_rename(name: str, new: str, output: LazyPacked) -> None:
-    """Refuse a new name for a packed tensor if the quantization config would describe it differently."""
-    module, renamed_module = name.removesuffix(".weight"), new.removesuffix(".weight")
-    if not is_kept_by(output.packing.config, module, renamed_module):
-        raise UnsupportedError(
-            f"rename: tensor {show(name)} stays packed, and the quantization in its config.json names module "
-            f"{show(module)}: pass dtype= to dequantize it",
-            tensor=name,
-        )
-
-
 def _check_mlx(catalog: Catalog, request: ConvertRequest, *, restored: bool) -> None:
     """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file."""
     config = catalog.config
@@ -207,7 +191,11 @@ def _check_mlx(catalog: Catalog, request: ConvertRequest, *, restored: bool) -> 
 
 def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> None:
     """Warn of dequantized experts under MLX names, because no other library loads these."""
-    stacks = [new for name, new in names.items() if _MLX_EXPERTS.search(new) and _is_mlx(catalog, name)]
+    experts = (
+        (new, catalog.place(name)) for name, new in names.items() if _MLX_EXPERTS.search(new) and name in catalog
+    )
+    packed = ((new, place.file.table.packed(place.number)) for new, place in experts if place.file is not None)
+    stacks = [new for new, tensor in packed if tensor is not None and tensor.packing.family == MLX]
     if stacks:
         more = f" and {plural(len(stacks) - 1, 'more tensor')}" if stacks[1:] else ""
         log.warning(
@@ -217,13 +205,6 @@ def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> No
             show(stacks[0]),
             more,
         )
-
-
-def _is_mlx(catalog: Catalog, name: str) -> bool:
-    """Return True if a tensor is packed in an MLX file."""
-    file, number = catalog.place(name)[1:] if name in catalog else (None, 0)
-    packed = None if file is None else file.table.packed(number)
-    return packed is not None and packed.packing.family == MLX
 
 
 class Decider:
@@ -311,8 +292,15 @@ class Decider:
         )
         names = dict(zip(outputs.reads, outputs.names, strict=True))
         for name, output in zip(outputs.reads, outputs.made, strict=False):
-            if isinstance(output, LazyPacked) and names[name] != name:
-                _check_rename(name, names[name], output)
+            if not isinstance(output, LazyPacked) or names[name] == name:
+                continue
+            module, renamed_module = name.removesuffix(".weight"), names[name].removesuffix(".weight")
+            if not is_kept_by(output.packing.config, module, renamed_module):
+                raise UnsupportedError(
+                    f"rename: tensor {show(name)} stays packed, and the quantization in its config.json names module "
+                    f"{show(module)}: pass dtype= to dequantize it",
+                    tensor=name,
+                )
         if engine is None or not engine.engine.stacks_experts:
             _check_mlx(catalog, request, restored=self._restored or engine is not None)
             if self._restored:
@@ -395,7 +383,8 @@ class Decider:
             finder.refuse(self._catalog.codes, stack.names, "convert with layout=")
             about = TensorDescription(name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
             scheme = None if self._rules is None else self._planned(name, about).scheme
-            decisions[name] = Decision(row.code, scheme, tuple(stack.names), stack.entry)
+            entry = stack.entry.name, stack.entry.source, stack.entry.transpose
+            decisions[name] = Decision(row.code, scheme, tuple(stack.names), entry)
         return decisions
 
     def _planned(self, name: str, tensor: TensorDescription) -> Planned:

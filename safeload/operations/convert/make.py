@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -65,13 +64,13 @@ class Decision(NamedTuple):
     dtype: str | None = None  # code of the dtype to convert to; None leaves the tensor as stored
     scheme: str | None = None  # scheme to quantize to
     sources: tuple[str, ...] = ()  # other names in the source: of the embedding of a head, or of the layers to stack
-    stack: StackedTensor | None = None  # entry of the layout; `dtype` is never None with it
+    stack: tuple[Any, ...] = ()  # fields of the entry of the layout; `dtype` is never None with it
     partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
 
     @property
     def target(self) -> int | None:
         """The dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
-        if self.sources or self.stack is not None or self.partners:
+        if self.sources or self.stack or self.partners:
             return None
         if self.scheme is None:
             return AS_STORED if self.dtype is None else dtypes.BY_CODE[self.dtype].number
@@ -143,10 +142,13 @@ class Outputs(NamedTuple):
         """True if tensors can be codes that a ``config.json`` describes."""
         if self.spans is not None:
             numbers = [number for number in {*self.spans.targets.tobytes()} if number < len(dtypes.TABLE)]
-            return any(map(_may_be_code, map(dtypes.array_dtype, numbers)))
-        if any(isinstance(output, LazyPacked | LazyEncoded) for output in self.made):
+            kinds = {*map(dtypes.array_dtype, numbers)}
+        elif any(isinstance(output, LazyPacked | LazyEncoded) for output in self.made):
             return True
-        return any(_may_be_code(output.dtype) for output in self.made if isinstance(output, Lazy))
+        else:
+            kinds = {output.dtype for output in self.made if isinstance(output, Lazy)}
+        integers = [kind for kind in kinds if kind.kind in "iu" and kind.itemsize <= _WIDEST_CODES]
+        return bool(integers) or any(kind.itemsize == 1 and kind.kind != "b" for kind in kinds)
 
     def divided(self, limit: int) -> dict[str, Outputs]:
         """Return the shards of a folder by file name, each at most ``limit`` bytes."""
@@ -229,8 +231,6 @@ def runs_of(outputs: Outputs) -> list[dict[str, Any]]:
     runs = []
     for decision, group in groupby(zip(outputs.decisions, outputs.reads, strict=True), itemgetter(0)):
         run = {key: value for key, value in zip(Decision._fields, decision, strict=True) if value}
-        if decision.stack is not None:
-            run["stack"] = [decision.stack.name, decision.stack.source, decision.stack.transpose]
         runs.append({"names": [name for _, name in group], **run})
     return runs
 
@@ -239,10 +239,8 @@ def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
     """Return the decisions of `runs_of`."""
     decisions: dict[str, Decision] = {}
     for run in runs:
-        sources, partners = tuple(run.get("sources", ())), tuple(run.get("partners", ()))
-        stack = StackedTensor(*run["stack"]) if "stack" in run else None
-        decision = Decision(run.get("dtype"), run.get("scheme"), sources, stack, partners)
-        decisions.update(dict.fromkeys(run["names"], decision))
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in run.items() if k != "names"}
+        decisions.update(dict.fromkeys(run["names"], Decision(**fields)))
     return decisions
 
 
@@ -269,11 +267,6 @@ def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
             if () in rows or any(length % to.block for (length,) in rows):
                 return None
     return Spans.of(tensors, targets)
-
-
-def _may_be_code(dtype: np.dtype[Any]) -> bool:
-    integer = dtype.kind in "iu" and dtype.itemsize <= _WIDEST_CODES
-    return integer or (dtype.itemsize == 1 and dtype.kind != "b")
 
 
 class _CopyWriter:
@@ -333,7 +326,7 @@ class _CopyWriter:
 class Maker:
     """Turns decisions into lazy outputs.
 
-    Small tensors are quantized in groups: a writer asks for tensors in order, and a group is the next few.
+    Small tensors are quantized in groups, which follow each other as a writer asks for tensors.
     """
 
     def __init__(
@@ -360,17 +353,15 @@ class Maker:
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
         self._entries: dict[str | None, dict[str, Entry]] = {}
         self._small: dict[str, tuple[LazyQuantized, int, Callable[[], Source]]] = {}  # with bytes and values as stored
-        self._waiting: dict[tuple[str, str], OrderedDict[str, None]] = {}  # small, in order, by scheme and part
+        self._groups: dict[tuple[str, str], list[str]] = {}  # of small tensors, by part and name
         self._grouped: dict[str, Array] = {}  # codes of a group
-        # After a failure all tensors are quantized alone, so that the writer gets the error of the tensor it asked for.
-        self._failed = False
         if matrix is not None:
             quantized = [name for name, decision in decisions.items() if decision.scheme is not None]
             self._importance = vectors_for(matrix, {name: self._about(name).shape for name in quantized})
 
     def output(self, name: str, decision: Decision) -> Output:
         """Return a tensor of the result."""
-        if decision.stack is not None:
+        if decision.stack:
             return self._stacked(name, decision)
         (source,) = decision.sources or (name,)
         if source not in self._catalog:
@@ -425,10 +416,10 @@ class Maker:
         return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
 
     def _stacked(self, name: str, decision: Decision) -> Output:
-        assert decision.stack is not None
         assert decision.dtype is not None
         layers = {source: self._about(source) for source in decision.sources}
-        (stack,) = plan(layers, Layout(name, [decision.stack]), dtypes.BY_CODE[decision.dtype])
+        layout = Layout(name, [StackedTensor(*decision.stack)])
+        (stack,) = plan(layers, layout, dtypes.BY_CODE[decision.dtype])
 
         def make() -> Array:
             array = self._scratch.array(stack.shape, dtypes.array_dtype(stack.row.number))
@@ -554,12 +545,17 @@ class Maker:
         return file is not None and not file.remote
 
     def begin(self, names: Iterable[str]) -> None:
-        """Set the order in which a writer asks for tensors; without an order each is quantized alone."""
-        self._waiting = {}
+        """Divide small tensors into groups, in the order in which a writer asks for them; else each is alone."""
+        self._groups = {}
+        last: dict[str, tuple[list[str], int]] = {}  # group and its bytes by scheme
         for name in filter(self._small.__contains__, names):
-            scheme = self._small[name][0].scheme
-            for part in ("scale", "codes") if scheme == INT8 else ("codes",):
-                self._waiting.setdefault((scheme, part), OrderedDict())[name] = None
+            output, size, _ = self._small[name]
+            group, used = last.get(output.scheme, ([], 0))
+            if len(group) == _GROUP_TENSORS or used + size > _GROUP_BYTES:
+                group, used = [], 0
+            group.append(name)
+            last[output.scheme] = group, used + size
+            self._groups["codes", name] = self._groups["scale", name] = group
 
     def _codes_in_group(self, name: str) -> Array:
         """Return the codes of a small tensor."""
@@ -581,23 +577,16 @@ class Maker:
         return scales_of(maxima)[0].reshape(scale.shape)
 
     def _in_group(self, name: str, part: str, run: Callable[[Sequence[str]], dict[str, Array]]) -> dict[str, Array]:
-        """Call a function with a tensor and its successors, or with the tensor alone if they fail together."""
-        output, size, _ = self._small[name]
-        group, waiting = [name], self._waiting.get((output.scheme, part), OrderedDict())
-        if next(iter(waiting), None) == name and not self._failed:  # in the order of the writer
-            for other in islice(waiting, 1, _GROUP_TENSORS):
-                size += self._small[other][1]
-                if size > _GROUP_BYTES:
-                    break
-                group.append(other)
+        """Call a function with the group of a tensor, or with the tensor alone if the group fails."""
+        group = self._groups.get((part, name), [name])
         for other in group:
-            waiting.pop(other, None)
+            self._groups.pop((part, other), None)
         if len(group) > 1:
             try:
                 return run(group)
             except Exception as error:
                 log.debug("a group of %d small tensors failed: %s", len(group), error)
-                self._failed = True
+                self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
         return run([name])
 
     def _maxima_of(self, group: Sequence[str]) -> dict[str, Array]:

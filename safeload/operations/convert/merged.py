@@ -33,14 +33,14 @@ def _target(catalog: Catalog, name: str) -> AdapterTarget:
     if not about.quantized:
         check_floating(name, about.row, None)
     work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
+
+    def rows(at: Any) -> Array:
+        values: Array = catalog.array(name)[at].astype(work)
+        return values
+
     source = None if about.quantized else in_rows(catalog.in_place(name), work)
     row = None if about.quantized else about.row
-    return AdapterTarget(name, about.shape, row, work, partial(_rows, catalog, name, work), about.quantized, source)
-
-
-def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
-    values: Array = catalog.array(name)[at].astype(work)
-    return values
+    return AdapterTarget(name, about.shape, row, work, rows, about.quantized, source)
 
 
 def _merged(catalog: Catalog, adapters: Sequence[Adapter], heads: Heads, fits: Sequence[Fit] | None = None) -> Catalog:

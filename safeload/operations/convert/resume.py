@@ -34,7 +34,7 @@ from ...formats.folder import INDEX, RESUME, SINGLE
 from ...formats.numbered import PART
 from ...formats.registry import SAFETENSORS
 from ...loading.adapter import listed
-from ...packed.families import preset_of, presets
+from ...packed.families import presets
 from ...stores.files import Location
 from ..folders import journal
 from ..folders.destinations import Destination, sink_at
@@ -310,7 +310,7 @@ def _pieces(
             "nbytes": shard.nbytes,
             "tensors": runs_of(shard),
             "metadata": None if texts is None else dict(texts),
-            "rename": _texts_of(request.options["rename"]) or [],
+            "rename": _texts_of(request.options["rename"]),
             "adapters": adapters,
             "names": names if arranged_from is not None else None,  # of tensors that are arranged
             "arranged_from": arranged_from,
@@ -327,35 +327,38 @@ def _pieces(
 
 def _options(request: ConvertRequest) -> dict[str, Any]:
     """Return the options that distinguish plans, as plain data."""
-    plain: dict[str, Any] = {**request.options, "max_shard_size": request.limit}
-    plain["adapters"] = [[str(path), weight] for path, weight in listed(plain["adapters"])] or None
-    # A folder has safetensors shards, `raw` applies to GGUF, and the sources have the options that are not secret.
-    for key in ("format", "raw", "storage_options"):
-        plain.pop(key, None)
-    plain["dtype"] = None if request.target is None else request.target.name
-    plain["rename"] = _texts_of(plain["rename"])
-    plain["layout"] = None if plain["layout"] is None else plain["layout"].to_json()
-    quantize = plain["quantize"]
+    given, preset = request.options, request.preset
+    quantize: Any = given["quantize"]
     if isinstance(quantize, Mapping):
-        plain["quantize"] = {pattern: scheme and parse(scheme) for pattern, scheme in quantize.items()}
+        quantize = {pattern: scheme and parse(scheme) for pattern, scheme in quantize.items()}
     elif quantize is not None:
-        preset = preset_of(quantize)
-        plain["quantize"] = parse(quantize) if preset is None else preset.name
-    if callable(plain["keep"]):
-        plain["keep"] = "a function"
+        quantize = parse(quantize) if preset is None else preset.name
+    plain = {
+        **given,
+        "dtype": None if request.target is None else request.target.name,
+        "quantize": quantize,
+        "layout": None if given["layout"] is None else given["layout"].to_json(),
+        "keep": "a function" if callable(given["keep"]) else given["keep"],
+        "rename": _texts_of(given["rename"]) or None,
+        "metadata": given["metadata"] or None,
+        "adapters": [[str(path), weight] for path, weight in listed(given["adapters"])] or None,
+        "max_shard_size": request.limit,
+        "extras": given["extras"] and None,
+        # A folder has safetensors shards, `raw` applies to GGUF, and the sources have the options that are not secret.
+        **dict.fromkeys(("format", "raw", "storage_options")),
+    }
     options = {}
     for key, value in plain.items():
-        if value is None or (key == "extras" and value) or (key == "metadata" and not value):
-            continue
         text = json.dumps(value, sort_keys=True, default=str)
-        options[key] = json.loads(text) if len(text) <= _LONGEST else f"{text[:40]}... (SHA-256 {digest_of(value)})"
+        if len(text) > _LONGEST:
+            options[key] = f"{text[:40]}... (SHA-256 {digest_of(value)})"
+        elif value is not None:
+            options[key] = json.loads(text)
     return options
 
 
-def _texts_of(rename: Any) -> list[list[str]] | None:
+def _texts_of(rename: Any) -> list[list[str]]:
     """Return the pairs of ``rename`` as plain data."""
-    if rename is None:
-        return None
     pairs = []
     for pattern, replacement in pairs_of(rename):
         if isinstance(pattern, re.Pattern):
@@ -482,8 +485,14 @@ def run(
         folder = sink_at(piece["folder"], piece.get("storage_options"), storage_options)
     whole, remote = journal.whole(folder, call, file, piece["id"]), folder.location.files.remote
     if whole is None:
-        if remote:
-            _check_free(piece, folder)
+        if remote:  # a shard of a finished checkpoint, or of another conversion, stays
+            shown = folder.shown(file)
+            finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
+            if finished and journal.read(folder, call, file) is None:
+                message = "A finished checkpoint has a shard of this name: plan again"
+                raise FileExistsError(errno.EEXIST, message, shown)
+            if any(file in records for other, records in journal.records(folder).items() if other != call):
+                raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
         size, digest, identity = _write(piece, folder, threads, storage_options, outputs)
         record = {"piece": piece["id"], "version": piece["version"], "options": piece["options"]}
         record |= {"sources": versions_of(piece), "size": size, "sha256": digest}
@@ -494,16 +503,6 @@ def run(
     result = {"plan": piece["plan"], "file": file, "nbytes": piece["nbytes"], "size": size, "sha256": digest}
     seconds = round(time.perf_counter() - started, 3)
     return {**result, "identity": identity, "written": whole is None, "seconds": seconds}
-
-
-def _check_free(piece: Mapping[str, Any], folder: Sink) -> None:
-    """Refuse to replace a shard of a finished checkpoint, or of another conversion, in a store."""
-    file, shown = piece["file"], folder.shown(piece["file"])
-    finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
-    if finished and journal.read(folder, piece["call"], file) is None:
-        raise FileExistsError(errno.EEXIST, "A finished checkpoint has a shard of this name: plan again", shown)
-    if any(file in records for call, records in journal.records(folder).items() if call != piece["call"]):
-        raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
 
 
 def versions_of(piece: Mapping[str, Any]) -> list[list[Any]]:
@@ -531,27 +530,6 @@ class PieceRunner:
         return run(piece, threads, self._storage_options, self._folder, self._shards.get(piece["id"]))
 
 
-def _opened(
-    stack: ExitStack, piece: Mapping[str, Any], threads: int | None, storage_options: Mapping[str, Any] | None
-) -> Outputs:
-    """Open the sources of a piece, and return the tensors of its shard."""
-    decisions, adapters = decisions_of(piece["tensors"]), piece["adapters"]
-    names = piece["names"] or reads_of([*decisions], [*decisions.values()])
-    heads = {head: embedding for adapter in adapters for head, embedding in adapter["untied"].items()}
-    stored = [heads.get(name, name) for name in names] if heads else names  # a tied head is stored as its embedding
-    _, (catalog,) = stack.enter_context(opened({**piece, "names": stored}, storage_options))
-    if adapters:
-        from .merged import reopened  # only here: most conversions merge nothing
-
-        untied = {name: heads[name] for name in names if name in heads and heads[name] in catalog}
-        catalog = reopened(stack, catalog, adapters, untied)
-    if piece["arranged_from"] is not None:
-        catalog.config = piece["arranged_from"]
-        catalog = arranged(catalog, presets()[piece["options"]["quantize"]], whole=False)
-    outputs = outputs_of(catalog, decisions, SAFETENSORS, rename=piece["rename"], threads=threads)
-    return outputs._replace(metadata=piece["metadata"] or {}, editable=piece["editable"])
-
-
 def _write(
     piece: Mapping[str, Any],
     folder: Sink,
@@ -559,13 +537,29 @@ def _write(
     storage_options: Mapping[str, Any] | None,
     outputs: Outputs | None,
 ) -> tuple[int, str, list[int] | None]:
-    """Write a shard; return its size, SHA-256 and identity."""
+    """Write a shard, and open its sources unless its tensors are open; return its size, SHA-256 and identity."""
     file = piece["file"]
     if not folder.location.files.remote:
         folder = journal.subfolder(folder, piece["call"])
     with ExitStack() as stack, Digest() as digest:
         with paused(sum(len(run["names"]) for run in piece["tensors"])):
-            outputs = _opened(stack, piece, threads, storage_options) if outputs is None else outputs
+            if outputs is None:
+                decisions, adapters = decisions_of(piece["tensors"]), piece["adapters"]
+                names = piece["names"] or reads_of([*decisions], [*decisions.values()])
+                heads = {head: embedding for adapter in adapters for head, embedding in adapter["untied"].items()}
+                # A tied head is stored as its embedding.
+                files = {**piece, "names": [heads.get(name, name) for name in names] if heads else names}
+                _, (catalog,) = stack.enter_context(opened(files, storage_options))
+                if adapters:
+                    from .merged import reopened  # only here: most conversions merge nothing
+
+                    untied = {name: heads[name] for name in names if name in heads and heads[name] in catalog}
+                    catalog = reopened(stack, catalog, adapters, untied)
+                if piece["arranged_from"] is not None:
+                    catalog.config = piece["arranged_from"]
+                    catalog = arranged(catalog, presets()[piece["options"]["quantize"]], whole=False)
+                outputs = outputs_of(catalog, decisions, SAFETENSORS, rename=piece["rename"], threads=threads)
+                outputs = outputs._replace(metadata=piece["metadata"] or {}, editable=piece["editable"])
             writer = outputs.writer(lambda nbytes: None)  # a piece counts when it is complete
         if outputs.nbytes != piece["nbytes"]:
             raise FormatError(

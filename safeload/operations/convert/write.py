@@ -169,9 +169,9 @@ def config_for(
     If the source has none, the old one gets the quantization of the new weights, or loses its own, unless the new
     weights can be the codes that it describes.
     """
-    if conversion.config is not None or not overwrite or conversion.may_hold_codes:
+    if conversion.config is not None or not overwrite:
         return conversion.config
-    config, schemes = _config_in(folder), conversion.outputs.schemes
+    config, schemes = _old_config(conversion, folder), conversion.outputs.schemes
     if config is None:
         return None
     stale = without_quantization(config) != config
@@ -188,10 +188,10 @@ def config_for(
 def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None:
     """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
     folder, name = os.path.split(request.path)
-    if request.format != SAFETENSORS or name != SINGLE or conversion.may_hold_codes:
+    if request.format != SAFETENSORS or name != SINGLE:
         return
     beside = DiskSink(LOCAL, folder or ".")
-    config = _config_in(beside)
+    config = _old_config(conversion, beside)
     if config is None or (is_own(config) and conversion.outputs.schemes):
         return
     if without_quantization(config) != config:
@@ -203,11 +203,11 @@ def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None
         )
 
 
-def _config_in(folder: Sink) -> dict[str, Any] | None:
-    """Return the folder's ``config.json``, or None if it is missing or unreadable."""
+def _old_config(conversion: Conversion, folder: Sink) -> dict[str, Any] | None:
+    """Return a folder's ``config.json``; None if none is readable, or the new weights can be the codes it describes."""
+    if not conversion.restored and conversion.outputs.may_hold_codes:
+        return None
     try:
-        if CONFIG not in folder.names():
-            return None
-        return folder.read_json(CONFIG, CONFIG)
+        return folder.read_json(CONFIG, CONFIG) if CONFIG in folder.names() else None
     except (FormatError, OSError):
         return None

@@ -198,7 +198,20 @@ class Catalog:
 
     @cached_property
     def _places(self) -> dict[str, TensorPlace]:
-        return _places_of(self._origins, self._names)
+        places: dict[str, TensorPlace] = {}
+        for origin in self._origins:
+            if isinstance(origin, Checkpoint):
+                tensors = tensors_of(origin, self._names)
+                added = {name: TensorPlace(origin, file, index) for name, file, index in tensors}
+            else:
+                added = dict.fromkeys(origin, TensorPlace(origin))
+            duplicate = next((name for name in added if name in places), None) if places else None
+            if duplicate is not None:
+                files = places[duplicate].file, added[duplicate].file
+                titles = " and ".join("a dict" if file is None else file.path for file in files)
+                raise error_about(SafeloadError, f"is in both {titles}", tensor=duplicate)
+            places.update(added)
+        return places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -328,15 +341,11 @@ class Catalog:
 
     def unknown(self) -> dict[str, Unknown]:
         """Return the unreadable entries by name."""
-        unknowns: dict[str, Unknown] = {}
         if not any(file.table.unknown for file in self.weight_files):
-            return unknowns
-        for name, (_, file, index) in self._places.items():
-            if file is not None and file.table.unknown:
-                unknown = file.table.unknown.get(file.table.names[index])
-                if unknown is not None:
-                    unknowns[name] = unknown
-        return unknowns
+            return {}
+        tables = ((name, file.table, index) for name, file, index in self.entries())
+        entries = ((name, table.unknown.get(table.names[index])) for name, table, index in tables if table.unknown)
+        return {name: entry for name, entry in entries if entry is not None}
 
     @cached_property
     def made(self) -> dict[str, Made]:
@@ -491,21 +500,3 @@ def has_names(source: Any) -> TypeGuard[Given]:
 def is_path(source: Any) -> bool:
     """Return True for the path of a file or folder, which is not open yet."""
     return isinstance(source, (str, os.PathLike)) or (is_located(source) and not is_file_object(source))
-
-
-def _places_of(
-    origins: Sequence[Checkpoint | Mapping[str, Any]], names: Collection[str] | None
-) -> dict[str, TensorPlace]:
-    places: dict[str, TensorPlace] = {}
-    for origin in origins:
-        if isinstance(origin, Checkpoint):
-            added = {name: TensorPlace(origin, file, index) for name, file, index in tensors_of(origin, names)}
-        else:
-            added = dict.fromkeys(origin, TensorPlace(origin))
-        duplicate = next((name for name in added if name in places), None) if places else None
-        if duplicate is not None:
-            files = places[duplicate].file, added[duplicate].file
-            titles = " and ".join("a dict" if file is None else file.path for file in files)
-            raise error_about(SafeloadError, f"is in both {titles}", tensor=duplicate)
-        places.update(added)
-    return places

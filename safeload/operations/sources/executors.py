@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from ...base import log
 from ...base import url as urls
-from ...base.arrays import Array
 from ...base.paths import native_path
 from ...engine.run.progress import Progress, reporter
 from ...engine.run.weight_file import WeightFile
@@ -87,48 +85,34 @@ def run(
     return [results[k] for k in range(len(pieces))]
 
 
-def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int] | Array) -> list[list[int]]:
+def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int]) -> list[list[int]]:
     """Divide tensors, or entries of archives, into pieces of similar size, and return their positions."""
-    # Only small files share a piece. A file that must be unpacked is not divided, and a piece should take no less time
-    # than opening its file again.
-    costs = np.array(sizes, np.float64) + _TENSOR_COST
-    limit = max(_SMALLEST, min(_LARGEST, int(costs.sum()) // _PIECES))
+    costs, names = [size + _TENSOR_COST for size in sizes], [each.place for each in files]
+    places = [names[number] for number in file]
+    limit = max(_SMALLEST, min(_LARGEST, sum(costs) // _PIECES))
+    by_place: dict[str, list[int]] = {}
+    for place, rows in groupby(range(len(places)), places.__getitem__):
+        by_place.setdefault(place, []).extend(rows)
     divided: list[list[int]] = []
-    used: float | None = None  # of the limit by the last piece, if another file can share it
-    for first, rows in _by_place(files, np.array(file, np.int64)):
-        positions = rows.tolist()
-        if first.unpacked:
+    used: int | None = None  # of the limit by the last piece, if another file can share it
+    for positions in by_place.values():
+        first = files[file[positions[0]]]
+        if first.unpacked:  # such a file is not divided
             divided.append(positions)
             used = None
             continue
-        if used is not None and used >= _SMALLEST:
-            used = None
-        ends = np.cumsum(costs[rows])
-        parts = ends[-1] // max(1, _TENSOR_COST * first.table.count / _OPENED)
-        allowed = max(limit, float(ends[-1]) / max(1, parts) + _TENSOR_COST)
-        begin, done = 0, 0.0
-        while begin < len(positions):
-            room = -1 if used is None else allowed - used
-            end = int(np.searchsorted(ends, done + room, side="right"))
-            if end <= begin:
+        used = None if used is not None and used >= _SMALLEST else used  # only small files share a piece
+        # A piece should take no less time than opening its file again.
+        size = sum(map(costs.__getitem__, positions))
+        parts = size // max(1, _TENSOR_COST * first.table.count / _OPENED)
+        allowed = max(limit, size / max(1, parts) + _TENSOR_COST)
+        for k in positions:
+            if used is None or used + costs[k] > allowed:
                 divided.append([])
-                used = 0.0
-                end = max(begin + 1, int(np.searchsorted(ends, done + allowed, side="right")))
-            divided[-1] += positions[begin:end]
-            used = (used or 0.0) + float(ends[end - 1]) - done
-            begin, done = end, float(ends[end - 1])
+                used = 0
+            divided[-1] += [k]
+            used += costs[k]
     return divided
-
-
-def _by_place(files: Sequence[WeightFile], file: Array) -> Iterator[tuple[WeightFile, Array]]:
-    """Yield the first file of each place with the positions of its tensors, in the order of their first tensors."""
-    places: dict[str, int] = {}
-    number = np.array([places.setdefault(each.place, k) for k, each in enumerate(files)], np.int64)
-    numbers = number[file]
-    rows = np.argsort(numbers, kind="stable")
-    begins = np.flatnonzero(np.diff(numbers[rows], prepend=-1))
-    for of_place in sorted(np.split(rows, begins[1:]), key=lambda rows: int(rows[0])) if len(rows) else ():
-        yield files[file[of_place[0]]], of_place
 
 
 def check_executor(executor: Any) -> None:

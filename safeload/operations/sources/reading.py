@@ -70,8 +70,9 @@ def pieces_of(
         sides["against"] = TensorFiles(against, names)
     side = sides["sources"]
     with paused(len(names)):
-        groups = executors.groups([*sizes.values()], side.files, side.file)
-        for group in [[*range(len(names))]] if whole else groups:
+        positions = [*range(len(names))]
+        divided = [positions] if whole else executors.groups([*sizes.values()], side.files, side.file.tolist())
+        for group in divided:
             content = {**call, "version": __version__, "names": [*map(names.__getitem__, group)]}
             content |= {key: side.sources(group) for key, side in sides.items()}
             content["nbytes"] = sum(map(sizes.__getitem__, content["names"]))
@@ -91,12 +92,15 @@ class TensorFiles:
         check_paths(catalog, argument)
         self._checkpoints = catalog.checkpoints
         self._owners = {file: k for k, owner in enumerate(self._checkpoints) for file in owner.weight_files}
-        self._unlisted = {
-            file: names
-            for checkpoint in catalog.checkpoints
-            if checkpoint.index is not None
-            for file, names in _unlisted(checkpoint).items()
-        }
+        # The tensors of each file if the index does not list them, or lists them for another file.
+        self._unlisted: dict[WeightFile, list[str]] = {}
+        for checkpoint in catalog.checkpoints:
+            if checkpoint.index is not None:
+                listed = {(weights, k) for _, weights, k in tensors_of(checkpoint)}
+                for weights in checkpoint.weight_files:
+                    unlisted = [name for k, name in enumerate(weights.table.names) if (weights, k) not in listed]
+                    if unlisted:
+                        self._unlisted[weights] = unlisted
         self._further: dict[int, list[int]] = {}  # files of scales and of other parts, by the index of the tensor
         tensors = catalog.plain(names) if located is None else None
         self.files: Sequence[WeightFile]
@@ -154,17 +158,6 @@ class TensorFiles:
             "unknown_globals": recipe.unknown_globals,
             "stored": recipe.stored,
         }
-
-
-def _unlisted(checkpoint: Checkpoint) -> dict[WeightFile, list[str]]:
-    """Return the tensors of each file if the index does not list them, or lists them for another file."""
-    listed = {(file, k) for _, file, k in tensors_of(checkpoint)}
-    unlisted: dict[WeightFile, list[str]] = {}
-    for file in checkpoint.weight_files:
-        names = [name for k, name in enumerate(file.table.names) if (file, k) not in listed]
-        if names:
-            unlisted[file] = names
-    return unlisted
 
 
 def _configs(owner: Checkpoint, coded: Iterable[WeightFile]) -> list[list[Any]]:

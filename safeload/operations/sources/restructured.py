@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,7 +153,12 @@ class RestructuredCatalog(Catalog):
             about = TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
         # Dequantized values are not rounded before they are quantized again.
         work = _F32 if any(source.quantized for source in sources) else about.row
-        return Made(partial(self._fill, name), work, about)
+
+        def fill(row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+            self.make(recipe, row, out, threads)
+            self.release()
+
+        return Made(fill, work, about)
 
     def _row(self, name: str, source: TensorDescription) -> dtypes.Dtype:
         """Return the dtype of the values of a source."""
@@ -208,10 +212,6 @@ class RestructuredCatalog(Catalog):
         return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
 
     # ---- values ----
-
-    def _fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
-        self.make(self._recipes[name], row, out, threads)
-        self.release()
 
     def release(self) -> None:
         """Free the memory of a source that was read as a whole."""
