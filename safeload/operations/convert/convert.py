@@ -1,38 +1,59 @@
-"""Convert checkpoints to another format, dtype or layout, in bounded memory."""
+"""Convert checkpoints to another format, dtype or layout, in bounded memory, and write the result at once."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
+from ...base import log
+from ...base.gc_pause import paused
 from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames
-from ...engine.run.progress import Progress
+from ...base.text import show
+from ...engine.run.progress import Progress, reporter
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, UnsupportedError, public
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
 from ...loading.adapter import Adapters, listed
 from ...models.layout import Layout
+from ...packed.quantization import is_own, without_quantization
+from ...stores.files import LOCAL
 from ...stores.local import LocalStore
 from ...stores.signature import Signature
 from ..folders.destinations import Destination, check_free, file_in_store, refuse_inputs
-from ..folders.disk_sink import check_shards, remove_shards, shards_beside
+from ..folders.disk_sink import DiskSink, check_shards, remove_shards, shards_beside
+from ..folders.shards import (
+    config_text,
+    extras_of,
+    index_text,
+    warn_of_schemes,
+    write_shards,
+)
+from ..folders.sink import Sink, free_names
 from ..folders.targets import ObjectFile, SaveDestination, is_written_to
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
-from .decide import prepare
-from .request import ConvertOptions, open_sources, request_of
-from .resume import convert_in_pieces
-from .write import ConvertReport, write
+from .decide import (
+    Conversion,
+    ConvertOptions,
+    ConvertReport,
+    ConvertRequest,
+    config_for,
+    old_config,
+    open_sources,
+    prepare,
+    request_of,
+)
+from .make import weight_map
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
@@ -207,6 +228,8 @@ def convert(
         elif executor is None and not resume:
             report = at_once(path, options, overwrite=overwrite)
         else:
+            from .resume import convert_in_pieces  # only here: most conversions are written at once
+
             report = convert_in_pieces(
                 src,
                 path,
@@ -236,7 +259,7 @@ def _at_once(
     progress: Progress,
     verify: Verify,
 ) -> ConvertReport:
-    """Convert in this process, without records of complete shards."""
+    """Convert without records of complete shards. All files are put in place together, at the end."""
     request = request_of(dst, options)
     folder, old = request.folder, []
     adapters = [*map(itemgetter(0), listed(options["adapters"]))]
@@ -261,9 +284,27 @@ def _at_once(
             refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
         check_shards(old, (file.path for file in catalog.weight_files), every_tensor=request.every_tensor)
         conversion = prepare(stack, catalog, request, threads)
-        report = write(conversion, request, overwrite=overwrite, progress=progress)
+        outputs, path, done = conversion.outputs, request.path, 0
+        with reporter(progress, outputs.nbytes) as report:
+
+            def written(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                report(done)
+
+            if folder is not None:
+                files, nbytes = _write_folder(conversion, request, folder, written, overwrite=overwrite)
+                warn_of_schemes(path, outputs.schemes)
+            elif request.place.files.remote:
+                store, name = file_in_store(request.place, overwrite=overwrite)
+                with store.staging(name) as staged:
+                    files, nbytes = [path], outputs.write_file(staged, False, written)
+            else:
+                files, nbytes = [path], outputs.write_file(path, overwrite, written)
+                _warn_of_old_config(conversion, request)
     remove_shards(old)  # after the sources are closed
-    return report
+    count, summary = conversion.tensor_count, conversion.summary
+    return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, conversion.left_out)
 
 
 def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
@@ -275,3 +316,54 @@ def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
         for file in checkpoint.weight_files if id(checkpoint) not in passed else ():
             if isinstance(file.store, LocalStore):
                 file.store.gives_way = True
+
+
+def _write_folder(
+    conversion: Conversion,
+    request: ConvertRequest,
+    folder: Sink,
+    written: Callable[[int], object],
+    *,
+    overwrite: bool,
+) -> tuple[list[str], int]:
+    """Write a folder; return the paths of its shards and their bytes."""
+    with paused(conversion.tensor_count):
+        outputs, parameters = conversion.outputs, conversion.parameters
+        shards = outputs.divided(request.limit)
+        names = free_names(folder, [*shards])
+        shards = {names[file]: shard for file, shard in shards.items()}
+        files = dict(conversion.files)
+        if parameters is not None or [*shards] != [SINGLE]:
+            files[INDEX] = index_text(weight_map(shards), outputs.nbytes, parameters)
+        config = config_text(config_for(conversion, folder, request.target, overwrite=overwrite))
+    writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
+    nbytes = write_shards(writers, files, folder, overwrite=overwrite, config=config)
+    # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
+    new_tokenizer = overwrite and any(isinstance(content, bytes) for content in conversion.files.values())
+    older = sorted(extras_of(folder.location).keys() - conversion.files.keys()) if new_tokenizer else ()
+    if older:
+        log.warning(
+            "%s: %s stays from before, and other programs may load it in place of the new tokenizer: remove it if it "
+            "belongs to another model",
+            folder.location.shown,
+            " and ".join(map(show, older)),
+        )
+    return [folder.shown(file) for file in shards], nbytes
+
+
+def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None:
+    """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
+    folder, name = os.path.split(request.path)
+    if request.format != SAFETENSORS or name != SINGLE:
+        return
+    beside = DiskSink(LOCAL, folder or ".")
+    config = old_config(conversion, beside)
+    if config is None or (is_own(config) and conversion.outputs.schemes):
+        return
+    if without_quantization(config) != config:
+        log.warning(
+            "%s describes a quantization that the weights in %s do not have. Remove it, or other programs cannot load "
+            "the weights. A conversion from folder to folder, with max_shard_size=, removes it",
+            beside.shown(CONFIG),
+            SINGLE,
+        )

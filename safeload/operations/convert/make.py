@@ -38,13 +38,13 @@ from ...formats.safetensors.quantized import texts_with
 from ...models.layout import Layout, StackedTensor
 from ...packed.families import presets
 from ..folders.shards import Output, ShardWriter, shard_bounds, writer_of
+from ..folders.shards import weight_map as stored_in
 from ..quantize.encoding import Encoding, encode, global_scale, largest_in
 from ..quantize.importance import vectors_for
 from ..quantize.quantize import Request, Rounding, maxima_of, quantize_source, run_requests, scales_of
 from ..quantize.stack import fill, plan
 from ..quantize.weights import Scratch, ScratchBuffers, Weights, weights_in
-from ..sources.catalog import Catalog
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, TensorDescription
 
 _BYTES = dtypes.BY_CODE["U8"]
 # Stands for the dtype number of a tensor that is copied.
@@ -216,6 +216,12 @@ def outputs_of(
     maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
     made = [maker.output(name, decision) for name, decision in decisions.items()]
     return Outputs(catalog, format, threads, reads, names, decided, made=made, maker=maker)
+
+
+def weight_map(shards: Mapping[str, Outputs]) -> dict[str, str]:
+    """Return the shard of each stored tensor, and refuse two tensors with the same name."""
+    files = {name: file for file, shard in shards.items() if shard.spans is not None for name in shard.names}
+    return files or stored_in({file: shard.tensors for file, shard in shards.items()})
 
 
 def reads_of(names: Sequence[str], decided: Sequence[Decision]) -> Sequence[str]:

@@ -19,8 +19,7 @@ from ...loading.adapter_fit import AdapterTarget, Apart, Base, Fit, Heads, heads
 from ...loading.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
 from ...models.tied import untied
 from ...stores.local import check_unchanged, identity_of
-from ..sources.catalog import Catalog, Made
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, Made, TensorDescription
 from ..sources.executors import in_memory
 
 

@@ -44,13 +44,29 @@ from ..quantize.checkpoint import Summary
 from ..quantize.engine_layout import arranged
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.executors import Executor, check_path, files_at
-from ..sources.reading import INVALID_PIECE, INVALID_PLAN, TensorFiles, check_version, opened
+from ..sources.executors import (
+    INVALID_PIECE,
+    INVALID_PLAN,
+    Executor,
+    TensorFiles,
+    check_path,
+    check_version,
+    files_at,
+    opened,
+)
 from ..sources.restructured import RestructuredCatalog
-from .decide import Conversion, prepare
-from .make import Outputs, decisions_of, outputs_of, reads_of, runs_of
-from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
-from .write import ConvertReport, config_for, weight_map
+from .decide import (
+    Conversion,
+    ConvertOptions,
+    ConvertReport,
+    ConvertRequest,
+    config_for,
+    is_restored,
+    open_sources,
+    prepare,
+    request_of,
+)
+from .make import Outputs, decisions_of, outputs_of, reads_of, runs_of, weight_map
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -18,10 +18,8 @@ from ...base.text import clip, more, plural, printable, show
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import exported, public
-from ..sources.catalog import Catalog, Given
-from ..sources.description import TensorDescription
-from ..sources.executors import Executor, check_executor
-from ..sources.reading import pieces_of, run_pieces
+from ..sources.catalog import Catalog, Given, TensorDescription
+from ..sources.executors import Executor, check_executor, pieces_of, run_pieces
 from . import diff_values
 from .diff_values import Shape, common_shape
 from .stats import TensorStats, measure

@@ -28,7 +28,7 @@ from ...engine.run.memory import address_of, aligned_bytes
 from ...engine.run.progress import Progress
 from ...engine.run.weight_file import is_remote
 from ..sources.catalog import Catalog
-from ..sources.reading import opened
+from ..sources.executors import opened
 
 Shape: TypeAlias = tuple[int, ...]
 Row: TypeAlias = Sequence[Any]  # the fields of `TensorDiff`

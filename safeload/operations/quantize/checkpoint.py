@@ -30,8 +30,7 @@ from ...models.schema import Schema
 from ...models.tied import absent_heads
 from ...packed.families import preset_of, presets
 from ...packed.packed_group import GroupContext, packing_of
-from ..sources.catalog import Catalog, Given
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, Given, TensorDescription
 from .encoding import Encoding, encode, largest_in
 from .engine_layout import arranged
 from .engine_rules import EngineFormat, EngineRules, nothing_left

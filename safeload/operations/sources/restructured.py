@@ -19,8 +19,7 @@ from ...engine.read.tensors import Tensors
 from ...engine.run.cast import astype
 from ...errors import FormatError
 from ...models.config_dtype import dtype_in
-from .catalog import Catalog, Made, TensorPlace
-from .description import TensorDescription
+from .catalog import Catalog, Made, TensorDescription, TensorPlace
 
 _F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
 _ALL = slice(None)
