@@ -49,10 +49,10 @@ from .models.family import families as families
 from .models.layout import Layout as Layout
 from .models.layout import StackedTensor as StackedTensor
 from .operations.convert.convert import convert as convert
+from .operations.convert.decide import ConvertReport as ConvertReport
 from .operations.convert.resume import Plan as Plan
 from .operations.convert.resume import finalize as finalize
 from .operations.convert.resume import plan_convert as plan_convert
-from .operations.convert.write import ConvertReport as ConvertReport
 from .operations.inspect.info import AdapterFitting as AdapterFitting
 from .operations.inspect.info import AdapterSummary as AdapterSummary
 from .operations.inspect.info import Info as Info

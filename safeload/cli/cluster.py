@@ -33,9 +33,11 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     if address is None:
         yield None
         return
-    try:
-        from concurrent.futures import CancelledError
+    import logging  # only here: most commands need neither
+    from concurrent.futures import CancelledError
+    from pkgutil import resolve_name
 
+    try:
         from distributed import Client, client
         from distributed.scheduler import KilledWorker
     except ImportError:
@@ -46,14 +48,22 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     scheduler = _address_in(address) if is_file else address
     option = f"--dask {printable(scheduler)}"
     _try(scheduler, option)
-    _quiet()
+    if not logging.getLogger(log.NAME).isEnabledFor(logging.DEBUG):
+        for name in ("distributed", "distributed.client"):  # their tracebacks would hide our message
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     lost = (CancelledError, getattr(client, "ClosedClientError", CancelledError))  # releases of 2023 have no such class
     try:
         with Client(scheduler, timeout=_TIMEOUT, set_as_default=False) as executor:
-            if executor.scheduler_info()["workers"]:
-                _check_workers(executor, option)
-            else:
+            waits = not executor.scheduler_info()["workers"]
+            if waits:
                 print(f"safeload: {option}: waiting for a worker", file=sys.stderr, flush=True)
+            # Workers without this version of safeload would die at their first piece and leave Dask waiting.
+            versions = {} if waits else executor.run(resolve_name, "safeload:__version__", on_error="return")
+            for worker, version in versions.items():
+                if isinstance(version, (ImportError, AttributeError)):
+                    raise SafeloadError(f"{option}: worker {worker}: {version}; {_ON_WORKERS}")
+                if isinstance(version, str) and version != __version__:
+                    raise SafeloadError(f"{option}: worker {worker}: expected safeload {__version__}, got {version}")
             yield executor  # not its get_executor(): its future of a piece fails if the worker with the result dies
     except KilledWorker as error:
         raise SafeloadError(f"{option}: one piece killed several workers: {error}") from None
@@ -96,24 +106,3 @@ def _try(address: str, option: str) -> None:
         raise SafeloadError(f"{option}: no scheduler answered in {_TIMEOUT} seconds") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{option}: {error}") from None
-
-
-def _quiet() -> None:
-    """Silence Dask's log unless --verbose is set, because its tracebacks would hide our message."""
-    import logging
-
-    for name in (
-        () if logging.getLogger(log.NAME).isEnabledFor(logging.DEBUG) else ("distributed", "distributed.client")
-    ):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _check_workers(client: Any, option: str) -> None:
-    """Refuse workers without this version of safeload: they would die at their first piece and leave Dask waiting."""
-    from pkgutil import resolve_name
-
-    for worker, version in client.run(resolve_name, "safeload:__version__", on_error="return").items():
-        if isinstance(version, (ImportError, AttributeError)):
-            raise SafeloadError(f"{option}: worker {worker}: {version}; {_ON_WORKERS}")
-        if isinstance(version, str) and version != __version__:
-            raise SafeloadError(f"{option}: worker {worker}: expected safeload {__version__}, got {version}")

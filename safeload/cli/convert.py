@@ -24,7 +24,7 @@ from .parsers import OPENING, PATTERNS, THREADS, TRUSTED, argument, command, fla
 from .streams import STANDARD, binary_stdout, check_once, source
 
 if TYPE_CHECKING:
-    from ..operations.convert.write import ConvertReport
+    from ..operations.convert.decide import ConvertReport
 
 _ALL = "*"  # the pattern of a scheme for all matrices
 

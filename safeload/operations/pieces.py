@@ -10,7 +10,7 @@ from ..engine.run.threads import check_threads
 from ..errors import FormatError, public
 from .convert import resume
 from .measure import diff, stats
-from .sources.reading import INVALID_PIECE
+from .sources.executors import INVALID_PIECE
 from .validate import check, manifest
 
 # Functions by operation.

@@ -75,7 +75,7 @@ def test_a_catalog_gives_the_same_tensors_wherever_they_are(catalog):
             assert np.array_equal(catalog.array(name), value.dequantize())
         else:
             assert np.array_equal(found, value)
-            source = catalog.source(name, "called")
+            source = catalog.values(name, "called")
             assert isinstance(source, Source)
             assert (source.name, source.size, source.shape) == ("called", value.nbytes, value.shape)
     source = catalog.in_place("int8")

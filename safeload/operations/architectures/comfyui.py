@@ -22,8 +22,7 @@ from ...models.diffusion import (
     original_shape,
     prefix_of,
 )
-from ..sources.catalog import Catalog
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, TensorDescription
 from ..sources.restructured import Move, RestructuredCatalog, TensorRecipe
 
 # Tensors with at most this many elements stay float32.

@@ -1,36 +1,59 @@
-"""Convert checkpoints to another format, dtype or layout, in bounded memory."""
+"""Convert checkpoints to another format, dtype or layout, in bounded memory, and write the result at once."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
+from ...base import log
+from ...base.gc_pause import paused
 from ...base.paths import PathLike
 from ...base.selecting import Patterns, Renames
-from ...engine.run.progress import Progress
+from ...base.text import show
+from ...engine.run.progress import Progress, reporter
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, UnsupportedError, public
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
-from ...loading.adapter import Adapters
+from ...loading.adapter import Adapters, listed
 from ...models.layout import Layout
+from ...packed.quantization import is_own, without_quantization
+from ...stores.files import LOCAL
 from ...stores.local import LocalStore
 from ...stores.signature import Signature
 from ..folders.destinations import Destination, check_free, file_in_store, refuse_inputs
-from ..folders.disk_sink import check_shards, remove_shards, shards_beside
-from ..folders.targets import BinaryWriter, ObjectFile, SaveDestination, is_written_to
+from ..folders.disk_sink import DiskSink, check_shards, remove_shards, shards_beside
+from ..folders.shards import (
+    config_text,
+    extras_of,
+    index_text,
+    warn_of_schemes,
+    write_shards,
+)
+from ..folders.sink import Sink, free_names
+from ..folders.targets import ObjectFile, SaveDestination, is_written_to
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
-from .decide import prepare
-from .request import ConvertOptions, open_sources, request_of
-from .resume import convert_in_pieces
-from .write import ConvertReport, write
+from .decide import (
+    Conversion,
+    ConvertOptions,
+    ConvertReport,
+    ConvertRequest,
+    config_for,
+    old_config,
+    open_sources,
+    prepare,
+    request_of,
+)
+from .make import weight_map
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
@@ -180,42 +203,33 @@ def convert(
         >>> safeload.load("tiny.npz")["model.norm.weight"].dtype
         dtype('float16')
     """
+    given, keys = locals(), ConvertOptions.__annotations__
+    options = cast("ConvertOptions", dict(zip(keys, map(given.__getitem__, keys), strict=True)))
     try:
         check_threads(threads)
         if verify is not None and verify is not False:
-            _check_verifiable(executor, resume, adapters)
-        options: ConvertOptions = {
-            "dtype": dtype,
-            "quantize": quantize,
-            "imatrix": imatrix,
-            "layout": layout,
-            "names": names,
-            "only": only,
-            "drop": drop,
-            "keep": keep,
-            "ignore": ignore,
-            "rename": rename,
-            "metadata": metadata,
-            "adapters": adapters,
-            "max_shard_size": max_shard_size,
-            "format": format,
-            "extras": extras,
-            "raw": raw,
-            "storage_options": storage_options,
-        }
-        started = time.perf_counter()
-        path = cast("Destination", dst)
+            for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
+                if value is not None:
+                    raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
+        started, path = time.perf_counter(), cast("Destination", dst)
+        at_once = partial(_at_once, src, threads=threads, progress=progress, verify=verify)
         if not isinstance(dst, (str, os.PathLike)) and is_written_to(dst):
             if executor is not None or resume or max_shard_size is not None:
                 raise ValueError(
                     "executor=, resume= and max_shard_size= need a folder, but the destination is a file object"
                 )
-            report = _into_object(src, dst, options, threads=threads, progress=progress, verify=verify)
+            file, name, written = ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
+            options["format"] = cast("WrittenName", written)
+            with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
+                temporary = os.path.join(folder, f"converted{next(iter(written_suffixes(written)), '')}")
+                report = at_once(temporary, options, overwrite=False)
+                file.copy(temporary)
+            report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
-            report = _at_once(
-                src, path, options, overwrite=overwrite, threads=threads, progress=progress, verify=verify
-            )
+            report = at_once(path, options, overwrite=overwrite)
         else:
+            from .resume import convert_in_pieces  # only here: most conversions are written at once
+
             report = convert_in_pieces(
                 src,
                 path,
@@ -228,43 +242,11 @@ def convert(
             )
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
-        _advise(error)
+        text = str(error)
+        if error.tensor is not None and type(error) in (SafeloadError, UnsupportedError) and "drop=" not in text:
+            advised = text.replace("leave it out", "leave it out with drop=")
+            error.args = (advised if advised != text else f"{text}; drop= leaves it out",)
         raise
-
-
-def _advise(error: SafeloadError) -> None:
-    """Add ``drop=`` to the error about a tensor that cannot be written."""
-    text = str(error)
-    if error.tensor is not None and type(error) in (SafeloadError, UnsupportedError) and "drop=" not in text:
-        advised = text.replace("leave it out", "leave it out with drop=")
-        error.args = (advised if advised != text else f"{text}; drop= leaves it out",)
-
-
-def _check_verifiable(executor: Executor | None, resume: bool, adapters: Adapters) -> None:
-    """Refuse arguments with which ``verify=`` would not cover everything that is read."""
-    for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
-        if value is not None:
-            raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
-
-
-def _into_object(
-    src: Given | Sequence[Given],
-    dst: BinaryWriter,
-    options: ConvertOptions,
-    *,
-    threads: int | None,
-    progress: Progress,
-    verify: Verify,
-) -> ConvertReport:
-    """Convert to a temporary file, and copy it to a file object."""
-    file, name = ObjectFile(dst), f"<{type(dst).__name__}>"
-    format: Any = options.get("format") or SAFETENSORS
-    with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
-        path = os.path.join(folder, f"converted{next(iter(written_suffixes(format)), '')}")
-        own: ConvertOptions = {**options, "format": format}
-        report = _at_once(src, path, own, overwrite=False, threads=threads, progress=progress, verify=verify)
-        file.copy(path)
-    return report._replace(destination=name, files=[name])
 
 
 def _at_once(
@@ -277,12 +259,12 @@ def _at_once(
     progress: Progress,
     verify: Verify,
 ) -> ConvertReport:
-    """Convert in this process, without records of complete shards."""
+    """Convert without records of complete shards. All files are put in place together, at the end."""
     request = request_of(dst, options)
     folder, old = request.folder, []
-    adapters = [] if options.get("adapters") is None else _paths_of(options["adapters"])
-    documents = [] if verify is None or isinstance(verify, bool) else _documents_of(verify)
-    beside_sources = [options.get("imatrix"), *adapters, *documents]
+    adapters = [*map(itemgetter(0), listed(options["adapters"]))]
+    documents = (verify.path, verify.key, *verify.certificates) if isinstance(verify, Signature) else (verify,)
+    beside_sources = [*filter(None, (options["imatrix"], *adapters, *(() if verify is True else documents)))]
     with ExitStack() as stack:
         if folder is None and request.place.files.remote:
             file_in_store(request.place, overwrite=overwrite)
@@ -294,7 +276,7 @@ def _at_once(
             folder.check_free(overwrite)
             for name in (SINGLE, INDEX, CONFIG):
                 refuse_inputs((folder.location / name).path, beside_sources)
-        catalog = stack.enter_context(open_sources(src, request, verify))
+        catalog = open_sources(stack, src, request, verify)
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
         if folder is None:
@@ -302,19 +284,27 @@ def _at_once(
             refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
         check_shards(old, (file.path for file in catalog.weight_files), every_tensor=request.every_tensor)
         conversion = prepare(stack, catalog, request, threads)
-        report = write(conversion, request, overwrite=overwrite, progress=progress)
+        outputs, path, done = conversion.outputs, request.path, 0
+        with reporter(progress, outputs.nbytes) as report:
+
+            def written(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                report(done)
+
+            if folder is not None:
+                files, nbytes = _write_folder(conversion, request, folder, written, overwrite=overwrite)
+                warn_of_schemes(path, outputs.schemes)
+            elif request.place.files.remote:
+                store, name = file_in_store(request.place, overwrite=overwrite)
+                with store.staging(name) as staged:
+                    files, nbytes = [path], outputs.write_file(staged, False, written)
+            else:
+                files, nbytes = [path], outputs.write_file(path, overwrite, written)
+                _warn_of_old_config(conversion, request)
     remove_shards(old)  # after the sources are closed
-    return report
-
-
-def _paths_of(adapters: Adapters) -> list[Any]:
-    from ...loading.adapter import listed  # only here: most conversions merge nothing
-
-    return [path for path, _ in listed(adapters)]
-
-
-def _documents_of(verify: Any) -> list[Any]:
-    return [verify.path, verify.key, *verify.certificates] if isinstance(verify, Signature) else [verify]
+    count, summary = conversion.tensor_count, conversion.summary
+    return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, conversion.left_out)
 
 
 def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
@@ -326,3 +316,54 @@ def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
         for file in checkpoint.weight_files if id(checkpoint) not in passed else ():
             if isinstance(file.store, LocalStore):
                 file.store.gives_way = True
+
+
+def _write_folder(
+    conversion: Conversion,
+    request: ConvertRequest,
+    folder: Sink,
+    written: Callable[[int], object],
+    *,
+    overwrite: bool,
+) -> tuple[list[str], int]:
+    """Write a folder; return the paths of its shards and their bytes."""
+    with paused(conversion.tensor_count):
+        outputs, parameters = conversion.outputs, conversion.parameters
+        shards = outputs.divided(request.limit)
+        names = free_names(folder, [*shards])
+        shards = {names[file]: shard for file, shard in shards.items()}
+        files = dict(conversion.files)
+        if parameters is not None or [*shards] != [SINGLE]:
+            files[INDEX] = index_text(weight_map(shards), outputs.nbytes, parameters)
+        config = config_text(config_for(conversion, folder, request.target, overwrite=overwrite))
+    writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
+    nbytes = write_shards(writers, files, folder, overwrite=overwrite, config=config)
+    # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
+    new_tokenizer = overwrite and any(isinstance(content, bytes) for content in conversion.files.values())
+    older = sorted(extras_of(folder.location).keys() - conversion.files.keys()) if new_tokenizer else ()
+    if older:
+        log.warning(
+            "%s: %s stays from before, and other programs may load it in place of the new tokenizer: remove it if it "
+            "belongs to another model",
+            folder.location.shown,
+            " and ".join(map(show, older)),
+        )
+    return [folder.shown(file) for file in shards], nbytes
+
+
+def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None:
+    """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
+    folder, name = os.path.split(request.path)
+    if request.format != SAFETENSORS or name != SINGLE:
+        return
+    beside = DiskSink(LOCAL, folder or ".")
+    config = old_config(conversion, beside)
+    if config is None or (is_own(config) and conversion.outputs.schemes):
+        return
+    if without_quantization(config) != config:
+        log.warning(
+            "%s describes a quantization that the weights in %s do not have. Remove it, or other programs cannot load "
+            "the weights. A conversion from folder to folder, with max_shard_size=, removes it",
+            beside.shown(CONFIG),
+            SINGLE,
+        )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -40,13 +38,13 @@ from ...formats.safetensors.quantized import texts_with
 from ...models.layout import Layout, StackedTensor
 from ...packed.families import presets
 from ..folders.shards import Output, ShardWriter, shard_bounds, writer_of
+from ..folders.shards import weight_map as stored_in
 from ..quantize.encoding import Encoding, encode, global_scale, largest_in
 from ..quantize.importance import vectors_for
 from ..quantize.quantize import Request, Rounding, maxima_of, quantize_source, run_requests, scales_of
 from ..quantize.stack import fill, plan
 from ..quantize.weights import Scratch, ScratchBuffers, Weights, weights_in
-from ..sources.catalog import Catalog
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, TensorDescription
 
 _BYTES = dtypes.BY_CODE["U8"]
 # Stands for the dtype number of a tensor that is copied.
@@ -54,7 +52,8 @@ AS_STORED = -1
 _SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
 # A group of small tensors fits into the caches, and is large enough that a tensor takes little time beside its bytes.
 _GROUP_TENSORS, _GROUP_BYTES = 256, 1 << 20
-_KEPT_BYTES = 16 << 20  # of scales, or of the magnitudes that give them, that are kept until they are written
+_KEPT_BYTES = 16 << 20  # of scales, or of the magnitudes of int8 scales, that are kept until they are written
+_MAXIMA = "maxima"  # the part of int8 tensors that is kept between their scales and their codes
 # Bytes of the widest integers that GPTQ and AWQ pack codes into.
 _WIDEST_CODES = 4
 
@@ -64,15 +63,14 @@ class Decision(NamedTuple):
 
     dtype: str | None = None  # code of the dtype to convert to; None leaves the tensor as stored
     scheme: str | None = None  # scheme to quantize to
-    kept: str | None = None  # why ``quantize`` leaves the tensor unquantized
     sources: tuple[str, ...] = ()  # other names in the source: of the embedding of a head, or of the layers to stack
-    stack: StackedTensor | None = None  # entry of the layout; `dtype` is never None with it
+    stack: tuple[Any, ...] = ()  # fields of the entry of the layout; `dtype` is never None with it
     partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
 
     @property
     def target(self) -> int | None:
         """The dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
-        if self.sources or self.stack is not None or self.partners:
+        if self.sources or self.stack or self.partners:
             return None
         if self.scheme is None:
             return AS_STORED if self.dtype is None else dtypes.BY_CODE[self.dtype].number
@@ -80,7 +78,7 @@ class Decision(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Tensors to write, in columns. The core converts all of them as it reads, or each is made by itself."""
+    """Tensors to write, in columns. The core converts all tensors as it reads, or each is made by itself."""
 
     catalog: Catalog
     format: str
@@ -91,7 +89,7 @@ class Outputs(NamedTuple):
     shapes: Sequence[tuple[int, ...]] = ()  # with spans
     spans: Spans | None = None  # None if each tensor is made by itself
     made: Sequence[Output] = ()  # without spans
-    small: _SmallGroups | None = None  # without spans: the tensors that are quantized together
+    maker: Maker | None = None  # without spans
     metadata: Mapping[Any, Any] = {}
     editable: bool = True  # False for the headers of engines, which have no room for changes
 
@@ -144,24 +142,27 @@ class Outputs(NamedTuple):
         """True if tensors can be codes that a ``config.json`` describes."""
         if self.spans is not None:
             numbers = [number for number in {*self.spans.targets.tobytes()} if number < len(dtypes.TABLE)]
-            return any(map(_may_be_code, map(dtypes.array_dtype, numbers)))
-        if any(isinstance(output, LazyPacked | LazyEncoded) for output in self.made):
+            kinds = {*map(dtypes.array_dtype, numbers)}
+        elif any(isinstance(output, LazyPacked | LazyEncoded) for output in self.made):
             return True
-        return any(_may_be_code(output.dtype) for output in self.made if isinstance(output, Lazy))
+        else:
+            kinds = {output.dtype for output in self.made if isinstance(output, Lazy)}
+        integers = [kind for kind in kinds if kind.kind in "iu" and kind.itemsize <= _WIDEST_CODES]
+        return bool(integers) or any(kind.itemsize == 1 and kind.kind != "b" for kind in kinds)
 
     def divided(self, limit: int) -> dict[str, Outputs]:
         """Return the shards of a folder by file name, each at most ``limit`` bytes."""
-        return {file: self._rows(rows) for file, rows in shard_bounds(self.sizes, limit).items()}
-
-    def _rows(self, rows: slice) -> Outputs:
-        return self._replace(
-            reads=self.reads[rows],
-            names=self.names[rows],
-            decided=self.decided[rows],
-            shapes=self.shapes[rows],
-            spans=None if self.spans is None else self.spans.pick(rows),
-            made=self.made[rows],
-        )
+        return {
+            file: self._replace(
+                reads=self.reads[rows],
+                names=self.names[rows],
+                decided=self.decided[rows],
+                shapes=self.shapes[rows],
+                spans=None if self.spans is None else self.spans.pick(rows),
+                made=self.made[rows],
+            )
+            for file, rows in shard_bounds(self.sizes, limit).items()
+        }
 
     def writer(self, written: Callable[[int], object]) -> ShardWriter:
         """Return the writer of a shard; it calls ``written`` with the bytes of tensors since the last call."""
@@ -182,9 +183,9 @@ class Outputs(NamedTuple):
 
     def _begun(self, written: Callable[[int], object]) -> dict[str, Output]:
         """Return the tensors for a new writer, which reports the bytes that it has written."""
-        assert self.small is not None
+        assert self.maker is not None
         reads = dict(zip(self.names, self.reads, strict=True))
-        self.small.begin(map(reads.__getitem__, sorted(reads) if self.format == SAFETENSORS else reads))
+        self.maker.begin(map(reads.__getitem__, sorted(reads) if self.format == SAFETENSORS else reads))
         for output in self.made:
             output.report_to(written)
         return self.tensors
@@ -203,19 +204,24 @@ def outputs_of(
 ) -> Outputs:
     """Return the tensors as decided."""
     reads, decided = [*decisions], [*decisions.values()]
-    if format == SAFETENSORS and matrix is None and type(catalog) is Catalog:
+    names = [*renamed(reads, rename).values()] if rename else reads
+    if format == SAFETENSORS and matrix is None and not catalog.made:
         targets = {decision: decision.target for decision in {*decided}}
         if None not in targets.values():
             tensors = catalog.plain(reads, blocks=True) if tensors is None else tensors.named(reads)
             numbers = np.array([targets[decision] for decision in decided], np.int16)
             spans = None if tensors is None else spans_of(tensors, numbers)
             if tensors is not None and spans is not None:
-                names = [*renamed(reads, rename).values()] if rename else reads
                 return Outputs(catalog, format, threads, reads, names, decided, tensors.shapes, spans)
     maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
     made = [maker.output(name, decision) for name, decision in decisions.items()]
-    names = [*renamed(reads, rename).values()] if rename else reads
-    return Outputs(catalog, format, threads, reads, names, decided, made=made, small=maker.small)
+    return Outputs(catalog, format, threads, reads, names, decided, made=made, maker=maker)
+
+
+def weight_map(shards: Mapping[str, Outputs]) -> dict[str, str]:
+    """Return the shard of each stored tensor, and refuse two tensors with the same name."""
+    files = {name: file for file, shard in shards.items() if shard.spans is not None for name in shard.names}
+    return files or stored_in({file: shard.tensors for file, shard in shards.items()})
 
 
 def reads_of(names: Sequence[str], decided: Sequence[Decision]) -> Sequence[str]:
@@ -231,8 +237,6 @@ def runs_of(outputs: Outputs) -> list[dict[str, Any]]:
     runs = []
     for decision, group in groupby(zip(outputs.decisions, outputs.reads, strict=True), itemgetter(0)):
         run = {key: value for key, value in zip(Decision._fields, decision, strict=True) if value}
-        if decision.stack is not None:
-            run["stack"] = [decision.stack.name, decision.stack.source, decision.stack.transpose]
         runs.append({"names": [name for _, name in group], **run})
     return runs
 
@@ -241,10 +245,8 @@ def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
     """Return the decisions of `runs_of`."""
     decisions: dict[str, Decision] = {}
     for run in runs:
-        sources, partners = tuple(run.get("sources", ())), tuple(run.get("partners", ()))
-        stack = StackedTensor(*run["stack"]) if "stack" in run else None
-        decision = Decision(run.get("dtype"), run.get("scheme"), run.get("kept"), sources, stack, partners)
-        decisions.update(dict.fromkeys(run["names"], decision))
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in run.items() if k != "names"}
+        decisions.update(dict.fromkeys(run["names"], Decision(**fields)))
     return decisions
 
 
@@ -252,7 +254,7 @@ def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
 
 
 def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
-    """Return the spans of tensors, or None if the core does not convert all of them in one step."""
+    """Return the spans of tensors, or None if the core does not convert each in one step."""
     numbers = tensors.ranges.numbers
     targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
     for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
@@ -271,11 +273,6 @@ def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
             if () in rows or any(length % to.block for (length,) in rows):
                 return None
     return Spans.of(tensors, targets)
-
-
-def _may_be_code(dtype: np.dtype[Any]) -> bool:
-    integer = dtype.kind in "iu" and dtype.itemsize <= _WIDEST_CODES
-    return integer or (dtype.itemsize == 1 and dtype.kind != "b")
 
 
 class _CopyWriter:
@@ -333,7 +330,10 @@ class _CopyWriter:
 
 
 class Maker:
-    """Turns decisions into lazy outputs."""
+    """Turns decisions into lazy outputs.
+
+    Small tensors are quantized in groups, which follow each other as a writer asks for tensors.
+    """
 
     def __init__(
         self,
@@ -354,48 +354,57 @@ class Maker:
         self._threads = threads
         self._scratch, self._codes = Scratch(), Scratch()
         self._buffers = ScratchBuffers()
-        self.small = _SmallGroups(threads)
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
         self._entries: dict[str | None, dict[str, Entry]] = {}
+        self._small: dict[str, tuple[LazyQuantized, int, Callable[[], Source]]] = {}  # with bytes and values as stored
+        self._groups: dict[tuple[str, str], list[str]] = {}  # of small tensors, by part and name
+        self._grouped: dict[str, Array] = {}  # codes of a group
         if matrix is not None:
             quantized = [name for name, decision in decisions.items() if decision.scheme is not None]
             self._importance = vectors_for(matrix, {name: self._about(name).shape for name in quantized})
 
     def output(self, name: str, decision: Decision) -> Output:
         """Return a tensor of the result."""
-        if decision.stack is not None:
+        if decision.stack:
             return self._stacked(name, decision)
         (source,) = decision.sources or (name,)
         if source not in self._catalog:
             return _stored(self._catalog.ignored[source], self._threads)
-        tensor = self._about(source)
-        if decision.scheme in presets():
+        tensor, scheme, importance = self._about(source), decision.scheme, self._importance.get(name)
+        if scheme in presets():
             return self._encoded(source, decision, tensor)
-        if decision.scheme is not None and self._is_small(source, tensor) and name not in self._importance:
-            return self._quantized_in_group(decision.scheme, source, name, tensor)
-        if decision.scheme is not None:
-            values = partial(self._values, source, name)
-            return self._quantized(decision.scheme, tensor.shape, values, self._importance.get(name))
+        if scheme is not None and importance is None and self._is_small(source, tensor):
+            codes, scale = partial(self._codes_in_group, name), partial(self._scale_in_group, name)
+            output = _quantized_later(scheme, tensor.shape, usual_axis(scheme, tensor.shape), codes, scale)
+            values: Any = partial(self._catalog.values, source, name)
+            self._small[name] = output, tensor.nbytes, values
+            return output
+        if scheme is not None:
+            return self._quantized(scheme, tensor.shape, partial(self._catalog.values, source, name), importance)
         if decision.dtype is None and tensor.packed:
             return self._packed(source, tensor)
         if decision.dtype is None and tensor.scheme is not None:
-            return self._kept(source, tensor)
+            stored: Any = partial(self._catalog.source, source)
+            return _quantized_later(
+                tensor.scheme, tensor.shape, tensor.axis, lambda: stored().data, lambda: stored().scale
+            )
         row = tensor.row if decision.dtype is None else dtypes.BY_CODE[decision.dtype]
         if row.packed:
             text = f"is {row.code}, which NumPy does not support: pass dtype="
             raise error_about(UnsupportedError, text, tensor=source)
         dtype, shape = dtypes.array_dtype(row.number), tensor.shape
-        staged = self._staged(source, decision.dtype, row)
-        return Lazy(dtype, shape, partial(self._read, source, dtype, shape, row), staged)
+
+        def read() -> Array:
+            array = self._scratch.array(shape, dtype)
+            self._catalog.read_into(source, row, array, self._threads)
+            return array
+
+        return Lazy(dtype, shape, read, self._staged(source, decision.dtype, row))
 
     def _about(self, source: str) -> TensorDescription:
         return self._descriptions.get(source) or self._catalog.about(source)
-
-    def _values(self, source: str, name: str) -> Source | QuantizedTensor:
-        """Return a tensor's values; jobs dequantize packed tensors as they read."""
-        return self._catalog.restoring(source, name) or self._catalog.source(source, name)
 
     def _staged(self, source: str, code: str | None, row: dtypes.Dtype) -> Staged | None:
         """Return the staged read for the safetensors writer, or None if the tensor must be built in memory."""
@@ -412,16 +421,11 @@ class Maker:
         entry = self._entries[code].get(source)
         return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
 
-    def _read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], row: dtypes.Dtype) -> Array:
-        array = self._scratch.array(shape, dtype)
-        self._catalog.read_into(name, row, array, self._threads)
-        return array
-
     def _stacked(self, name: str, decision: Decision) -> Output:
-        assert decision.stack is not None
         assert decision.dtype is not None
         layers = {source: self._about(source) for source in decision.sources}
-        (stack,) = plan(layers, Layout(name, [decision.stack]), dtypes.BY_CODE[decision.dtype])
+        layout = Layout(name, [StackedTensor(*decision.stack)])
+        (stack,) = plan(layers, layout, dtypes.BY_CODE[decision.dtype])
 
         def make() -> Array:
             array = self._scratch.array(stack.shape, dtypes.array_dtype(stack.row.number))
@@ -450,22 +454,6 @@ class Maker:
 
         return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
 
-    def _is_small(self, source: str, tensor: TensorDescription) -> bool:
-        """Return True if a tensor is quantized together with others: it is small, plain, and in a local file."""
-        if tensor.nbytes > _SMALL or not tensor.floating or tensor.scheme is not None:
-            return False
-        file = self._catalog.place(source).file if type(self._catalog) is Catalog else None
-        return file is not None and not file.remote
-
-    def _quantized_in_group(self, scheme: str, source: str, name: str, tensor: TensorDescription) -> LazyQuantized:
-        """Return a small tensor to quantize with its neighbours."""
-        shape, axis = tensor.shape, usual_axis(scheme, tensor.shape)
-        read: Callable[[], Any] = partial(self._catalog.source, source, name)
-        rounding = self._rounding if scheme == "q4_0" else None
-        self.small.tensors[name] = _SmallTensor(scheme, shape, axis, tensor.nbytes, read, rounding)
-        codes, scale = partial(self.small.codes, name), partial(self.small.scale, name)
-        return _quantized_later(scheme, shape, axis, codes, scale)
-
     def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyEncoded:
         """Return a weight to quantize for an engine when it is written."""
         assert decision.scheme is not None
@@ -482,15 +470,28 @@ class Maker:
             parts[part.suffix] = Lazy(*encoding.stored(role), make)
         return LazyEncoded(encoding.preset.name, tensor.shape, parts)
 
+    def _keep(self, name: str, parts: dict[str, Array]) -> None:
+        """Keep parts of a tensor until they are written, if they take little memory; else they are computed again.
+
+        Files hold all codes before all scales, or after all scales.
+        """
+        size = sum(part.nbytes for part in parts.values())
+        if self._kept_bytes + size <= _KEPT_BYTES:
+            self._kept_parts[name] = parts
+            self._kept_bytes += size
+
+    def _take(self, name: str, role: str) -> Array | None:
+        """Return a part of a tensor that is kept, and keep it no longer."""
+        part = self._kept_parts.get(name, {}).pop(role, None)
+        self._kept_bytes -= 0 if part is None else part.nbytes
+        return part
+
     def _part_of(self, encoding: Encoding, partners: tuple[str, ...], role: str) -> Array:
         """Return a part of a quantized weight."""
-        # Files hold all codes before all scales, or after them. Scales are kept from one to the other as long as they
-        # take little memory, and computed again otherwise.
         name = encoding.name
-        kept = self._kept_parts.get(name, {})
-        if role in kept:
-            self._kept_bytes -= kept[role].nbytes
-            return kept.pop(role)
+        kept = self._take(name, role)
+        if kept is not None:
+            return kept
         largest = self._largest(encoding, partners) if packing.GLOBAL in encoding.preset.parts else None
         if role == packing.GLOBAL:
             assert largest is not None
@@ -507,11 +508,7 @@ class Maker:
             only_scales=role != packing.CODES,
             threads=self._threads,
         )
-        rest = {other: part for other, part in parts.items() if other not in (role, packing.CODES)}
-        size = sum(part.nbytes for part in rest.values())
-        if self._kept_bytes + size <= _KEPT_BYTES:
-            self._kept_parts[name] = rest
-            self._kept_bytes += size
+        self._keep(name, {other: part for other, part in parts.items() if other not in (role, packing.CODES)})
         return parts[role]
 
     def _largest(self, encoding: Encoding, partners: tuple[str, ...]) -> float:
@@ -544,11 +541,79 @@ class Maker:
             raise error_about(UnsupportedError, text, tensor=name)
         return output
 
-    def _kept(self, name: str, tensor: TensorDescription) -> LazyQuantized:
-        """Return a quantized tensor, unchanged."""
-        make: Callable[[], Any] = partial(self._catalog.source, name)
-        assert tensor.scheme is not None
-        return _quantized_later(tensor.scheme, tensor.shape, tensor.axis, lambda: make().data, lambda: make().scale)
+    # ---- small tensors ----
+
+    def _is_small(self, source: str, tensor: TensorDescription) -> bool:
+        """Return True if a tensor is quantized together with others: it is small, plain, and in a local file."""
+        if tensor.nbytes > _SMALL or not tensor.floating or tensor.scheme is not None:
+            return False
+        file = self._catalog.place(source).file if not self._catalog.made else None
+        return file is not None and not file.remote
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Divide small tensors into groups, in the order in which a writer asks for them; else each is alone."""
+        self._groups = {}
+        last: dict[str, tuple[list[str], int]] = {}  # group and its bytes by scheme
+        for name in filter(self._small.__contains__, names):
+            output, size, _ = self._small[name]
+            group, used = last.get(output.scheme, ([], 0))
+            if len(group) == _GROUP_TENSORS or used + size > _GROUP_BYTES:
+                group, used = [], 0
+            group.append(name)
+            last[output.scheme] = group, used + size
+            self._groups["codes", name] = self._groups["scale", name] = group
+
+    def _codes_in_group(self, name: str) -> Array:
+        """Return the codes of a small tensor."""
+        if name not in self._grouped:
+            self._grouped.update(self._in_group(name, "codes", self._quantize))
+        self._take(name, _MAXIMA)
+        return self._grouped.pop(name)
+
+    def _scale_in_group(self, name: str) -> Array:
+        """Return the scales of a small int8 tensor."""
+        maxima = self._kept_parts.get(name, {}).get(_MAXIMA)
+        if maxima is None:
+            group = self._in_group(name, "scale", self._maxima_of)
+            maxima = group[name]
+            for each, bits in group.items():
+                self._keep(each, {_MAXIMA: bits})
+        scale = self._small[name][0].scale
+        assert scale is not None
+        return scales_of(maxima)[0].reshape(scale.shape)
+
+    def _in_group(self, name: str, part: str, run: Callable[[Sequence[str]], dict[str, Array]]) -> dict[str, Array]:
+        """Call a function with the group of a tensor, or with the tensor alone if the group fails."""
+        group = self._groups.get((part, name), [name])
+        for other in group:
+            self._groups.pop((part, other), None)
+        if len(group) > 1:
+            try:
+                return run(group)
+            except Exception as error:
+                log.debug("a group of %d small tensors failed: %s", len(group), error)
+                self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
+        return run([name])
+
+    def _maxima_of(self, group: Sequence[str]) -> dict[str, Array]:
+        tensors = map(self._small.__getitem__, group)
+        maxima = maxima_of([(source(), output.axis) for output, _, source in tensors], self._threads)
+        return dict(zip(group, maxima, strict=True))
+
+    def _quantize(self, group: Sequence[str]) -> dict[str, Array]:
+        memory = np.empty(sum(self._small[name][0].data.nbytes for name in group), np.uint8)
+        requests, codes, position = [], {}, 0
+        for name in group:
+            output, _, source = self._small[name]
+            codes[name] = np.ndarray(output.data.shape, output.data.dtype, memory, position)
+            position += output.data.nbytes
+            scales = None if output.scale is None else np.zeros(output.scale.shape, output.scale.dtype)
+            result = QuantizedTensor(output.scheme, output.shape, codes[name], scales, output.axis)
+            target = SCHEMES[output.scheme].target(self._rounding if output.scheme == "q4_0" else None)
+            maxima = self._kept_parts.get(name, {}).get(_MAXIMA)
+            requests.append(Request(source(), result, target, maxima=maxima))
+        run_requests(requests, threads=self._threads, progress=None)
+        return codes
 
 
 def _quantized_later(
@@ -567,102 +632,3 @@ def _stored(part: Part, threads: int | None) -> Lazy:
     if not foreign_order(False):
         staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
     return Lazy(dtype, shape, partial(read_array, part), staged)
-
-
-# ---- small tensors ----
-
-
-class _SmallTensor(NamedTuple):
-    """A tensor to quantize together with others."""
-
-    scheme: str
-    shape: tuple[int, ...]
-    axis: int | None  # of the scales
-    nbytes: int  # in the source
-    source: Callable[[], Source]  # opens its values
-    rounding: Rounding | None
-
-
-class _SmallGroups:
-    """Quantizes small tensors in groups: a writer asks for tensors in order, and a group is the next few."""
-
-    def __init__(self, threads: int | None) -> None:
-        self._threads = threads
-        self.tensors: dict[str, _SmallTensor] = {}
-        self._waiting: dict[tuple[str, str], OrderedDict[str, None]] = {}  # names in order, by scheme and part
-        self._codes: dict[str, Array] = {}
-        self._maxima: dict[str, Array] = {}  # of int8 tensors, between their scales and their codes
-        self._kept_bytes = 0
-        # After a failure all tensors are quantized alone, so that the writer gets the error of the tensor it asked for.
-        self._failed = False
-
-    def begin(self, names: Iterable[str]) -> None:
-        """Set the order in which a writer asks for tensors; without an order each is quantized alone."""
-        self._waiting, self._codes, self._maxima, self._kept_bytes = {}, {}, {}, 0
-        for name in names:
-            scheme = self.tensors[name].scheme if name in self.tensors else None
-            for part in () if scheme is None else ("scale", "codes") if scheme == INT8 else ("codes",):
-                self._waiting.setdefault((str(scheme), part), OrderedDict())[name] = None
-
-    def codes(self, name: str) -> Array:
-        """Return the codes of a tensor."""
-        if name not in self._codes:
-            self._codes.update(self._in_group(name, "codes", self._quantize))
-        maxima = self._maxima.pop(name, None)
-        self._kept_bytes -= 0 if maxima is None else maxima.nbytes
-        return self._codes.pop(name)
-
-    def scale(self, name: str) -> Array:
-        """Return the scales of an int8 tensor, like `codes`."""
-        maxima = self._maxima.get(name)
-        if maxima is None:
-            group = self._in_group(name, "scale", self._largest)
-            maxima = group[name]
-            for each, bits in group.items():
-                if self._kept_bytes + bits.nbytes <= _KEPT_BYTES:
-                    self._maxima[each] = bits
-                    self._kept_bytes += bits.nbytes
-        tensor = self.tensors[name]
-        _, scale = storage_of(INT8, tensor.shape, tensor.axis)
-        assert scale is not None
-        return scales_of(maxima)[0].reshape(scale[1])
-
-    def _in_group(
-        self, name: str, part: str, run: Callable[[Mapping[str, _SmallTensor]], dict[str, Array]]
-    ) -> dict[str, Array]:
-        """Call a function with a tensor and its successors, or with the tensor alone if they fail together."""
-        group, size = {name: self.tensors[name]}, self.tensors[name].nbytes
-        waiting = self._waiting.get((group[name].scheme, part), OrderedDict())
-        if next(iter(waiting), None) == name and not self._failed:  # in the order of the writer
-            for other in islice(waiting, 1, _GROUP_TENSORS):
-                size += self.tensors[other].nbytes
-                if size > _GROUP_BYTES:
-                    break
-                group[other] = self.tensors[other]
-        for other in group:
-            waiting.pop(other, None)
-        if len(group) > 1:
-            try:
-                return run(group)
-            except Exception as error:
-                log.debug("a group of %d small tensors failed: %s", len(group), error)
-                self._failed = True
-        return run({name: self.tensors[name]})
-
-    def _largest(self, group: Mapping[str, _SmallTensor]) -> dict[str, Array]:
-        maxima = maxima_of([(tensor.source(), tensor.axis) for tensor in group.values()], self._threads)
-        return dict(zip(group, maxima, strict=True))
-
-    def _quantize(self, group: Mapping[str, _SmallTensor]) -> dict[str, Array]:
-        layouts = [storage_of(tensor.scheme, tensor.shape, tensor.axis) for tensor in group.values()]
-        memory = np.empty(sum(math.prod(shape) for (_, shape), _ in layouts), np.uint8)
-        requests, codes, position = [], {}, 0
-        for (name, tensor), ((dtype, shape), scale) in zip(group.items(), layouts, strict=True):
-            codes[name] = np.ndarray(shape, dtype, memory, position)
-            position += math.prod(shape)
-            scales = None if scale is None else np.zeros(scale[1], scale[0])
-            result = QuantizedTensor(tensor.scheme, tensor.shape, codes[name], scales, tensor.axis)
-            target = SCHEMES[tensor.scheme].target(tensor.rounding)
-            requests.append(Request(tensor.source(), result, target, maxima=self._maxima.get(name)))
-        run_requests(requests, threads=self._threads, progress=None)
-        return codes

@@ -19,8 +19,7 @@ from ...loading.adapter_fit import AdapterTarget, Apart, Base, Fit, Heads, heads
 from ...loading.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
 from ...models.tied import untied
 from ...stores.local import check_unchanged, identity_of
-from ..sources.catalog import Catalog, Made
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, Made, TensorDescription
 from ..sources.executors import in_memory
 
 
@@ -33,48 +32,34 @@ def _target(catalog: Catalog, name: str) -> AdapterTarget:
     if not about.quantized:
         check_floating(name, about.row, None)
     work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
+
+    def rows(at: Any) -> Array:
+        values: Array = catalog.array(name)[at].astype(work)
+        return values
+
     source = None if about.quantized else in_rows(catalog.in_place(name), work)
     row = None if about.quantized else about.row
-    return AdapterTarget(name, about.shape, row, work, partial(_rows, catalog, name, work), about.quantized, source)
+    return AdapterTarget(name, about.shape, row, work, rows, about.quantized, source)
 
 
-def _rows(catalog: Catalog, name: str, work: np.dtype[Any], at: Any) -> Array:
-    values: Array = catalog.array(name)[at].astype(work)
-    return values
-
-
-class MergedCatalog(Catalog):
-    """A catalog with adapters merged into its tensors, in float32, when a tensor is read."""
-
-    def __init__(
-        self, catalog: Catalog, adapters: Sequence[Adapter], heads: Heads, fits: Sequence[Fit] | None = None
-    ) -> None:
-        # The embedding of each untied head that is not stored.
-        self.aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
-        whole = catalog.with_aliases(self.aliases)
-        super().__init__(whole._origins, catalog.mapped)
-        names = {**dict.fromkeys(catalog), **self.aliases}  # a piece has more in its files
-        base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
-        self.merge = Merge(base, adapters, heads, fits=fits)
-        if heads.untied and self.config is not None:
-            self.config = untied(self.config)
-
-    def made(self, name: str) -> Made | None:
-        if name not in self.merge:
-            return None
-        work = dtypes.BY_CODE["F64" if super().about(name).row.code == "F64" else "F32"]
-        return Made(partial(self.merge.values, name), work)
-
-    def check_kept(self, name: str) -> None:
-        if name in self.merge:
-            self.merge.target_row(name, None)
-
-    def about(self, name: str) -> TensorDescription:
-        tensor = super().about(name)
-        if name not in self.merge or tensor.packed or not (tensor.quantized or tensor.row.packed):
-            return tensor
-        row = dtypes.BY_CODE["F32"]  # merging turns blocks into numbers
-        return TensorDescription(name, row.name, tensor.shape, row.nbytes(math.prod(tensor.shape)), row, True)
+def _merged(catalog: Catalog, adapters: Sequence[Adapter], heads: Heads, fits: Sequence[Fit] | None = None) -> Catalog:
+    """Return a catalog with adapters merged into its tensors, in float32, when a tensor is read."""
+    # The embedding of each untied head that is not stored.
+    aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
+    whole = catalog.with_aliases(aliases)
+    names = {**dict.fromkeys(catalog), **aliases}  # a piece has more in its files
+    base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
+    result, merge = Catalog.of(whole), Merge(base, adapters, heads, fits=fits)
+    result.merge, result.aliases = merge, aliases
+    for name in merge.changes:
+        about = whole.about(name)
+        work = dtypes.BY_CODE["F64" if about.row.code == "F64" else "F32"]
+        if not about.packed and (about.quantized or about.row.packed):  # merging turns blocks into numbers
+            about = TensorDescription(name, work.name, about.shape, work.nbytes(math.prod(about.shape)), work, True)
+        result.made[name] = Made(partial(merge.values, name), work, about)
+    if heads.untied and result.config is not None:
+        result.config = untied(result.config)
+    return result
 
 
 def merged(
@@ -91,7 +76,7 @@ def merged(
         return catalog
     opened_adapters = opened(stack, weighted, storage_options)
     heads = heads_of(opened_adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
-    result = MergedCatalog(catalog, opened_adapters, heads)
+    result = _merged(catalog, opened_adapters, heads)
     if not with_config or catalog.config is None:
         warn_of_untied(heads, catalog.config)
     return result
@@ -102,7 +87,7 @@ def merged(
 
 def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
     """Return the adapters of a catalog as plain data: a piece has too few tensors to fit them again."""
-    if not isinstance(catalog, MergedCatalog):
+    if catalog.merge is None:
         return []
     adapters = []
     for adapter, fit in zip(catalog.merge.adapters, catalog.merge.fits, strict=True):
@@ -126,7 +111,7 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
 
 def reopened(
     stack: ExitStack, catalog: Catalog, adapters: Sequence[Mapping[str, Any]], heads: Mapping[str, str]
-) -> MergedCatalog:
+) -> Catalog:
     """Return a catalog with the adapters of a piece merged; ``heads`` are its untied heads, with their embeddings."""
     weighted, fits = [], []
     for adapter in adapters:
@@ -137,4 +122,4 @@ def reopened(
         apart = {name: Apart(*fields) for name, fields in adapter["apart"].items()}
         parameters, mirrored, transposed = adapter["parameters"], adapter["mirrored"], frozenset(adapter["transposed"])
         fits.append(Fit(parameters, transposed, {}, apart, mirrored, renamed=adapter["renamed"]))
-    return MergedCatalog(catalog, opened(stack, weighted), Heads(heads, heads), fits)
+    return _merged(catalog, opened(stack, weighted), Heads(heads, heads), fits)

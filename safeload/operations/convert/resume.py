@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from types import NoneType
@@ -33,7 +33,8 @@ from ...errors import FormatError, UnsupportedError, exported, public
 from ...formats.folder import INDEX, RESUME, SINGLE
 from ...formats.numbered import PART
 from ...formats.registry import SAFETENSORS
-from ...packed.families import preset_of, presets
+from ...loading.adapter import listed
+from ...packed.families import presets
 from ...stores.files import Location
 from ..folders import journal
 from ..folders.destinations import Destination, sink_at
@@ -43,13 +44,29 @@ from ..quantize.checkpoint import Summary
 from ..quantize.engine_layout import arranged
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.executors import Executor, check_path, files_at
-from ..sources.reading import INVALID_PIECE, INVALID_PLAN, TensorFiles, check_version, opened
+from ..sources.executors import (
+    INVALID_PIECE,
+    INVALID_PLAN,
+    Executor,
+    TensorFiles,
+    check_path,
+    check_version,
+    files_at,
+    opened,
+)
 from ..sources.restructured import RestructuredCatalog
-from .decide import Conversion, prepare
-from .make import Outputs, decisions_of, outputs_of, reads_of, runs_of
-from .request import ConvertOptions, ConvertRequest, is_restored, open_sources, request_of
-from .write import ConvertReport, config_without_codes, weight_map
+from .decide import (
+    Conversion,
+    ConvertOptions,
+    ConvertReport,
+    ConvertRequest,
+    config_for,
+    is_restored,
+    open_sources,
+    prepare,
+    request_of,
+)
+from .make import Outputs, decisions_of, outputs_of, reads_of, runs_of, weight_map
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -212,7 +229,8 @@ def planned(
 ) -> Iterator[tuple[dict[str, Any], Sink, list[Outputs]]]:
     """Yield the plan of a conversion without storage options, its destination, and its shards while they are open."""
     request = request_of(dst, options)
-    if request.folder is None:
+    folder = request.folder
+    if folder is None:
         raise ValueError(
             f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
             "written by several processes; pass the path of a folder"
@@ -221,7 +239,7 @@ def planned(
     plain = _options(request)
     call = digest_of([__version__, plain, [*map(_source_id, sources if isinstance(sources, list) else [sources])]])
     with ExitStack() as stack:
-        catalog = stack.enter_context(open_sources(sources, request))
+        catalog = open_sources(stack, sources, request)
         if is_restored(catalog, request):
             raise UnsupportedError(
                 f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
@@ -232,8 +250,39 @@ def planned(
             shards = conversion.outputs.divided(request.limit)
             weight_map(shards)  # refuses two tensors with the same name
             pieces = _pieces(conversion, shards, request, plain)
-            plan = _plan(conversion, pieces, request, request.folder, call, overwrite=overwrite, resume=resume)
-        yield plan, request.folder, [*shards.values()]
+            plan_id = digest_of([__version__, pieces[0]["options"], [piece["id"] for piece in pieces]])
+            for piece in pieces:
+                piece.update(plan=plan_id, call=call, folder=folder.place)
+            _check_folder(pieces, folder, overwrite=overwrite, resume=resume)
+            if resume:
+                _check_not_applied(conversion.catalog, folder, call)
+            if folder.location.files.remote:
+                _choose_names(pieces, folder, overwrite=overwrite)
+            summary = conversion.summary
+            extras = {name: place for name, place in conversion.files.items() if isinstance(place, Location)}
+            plan = {
+                "safeload_plan": 2,
+                "operation": "convert",
+                "version": __version__,
+                "id": plan_id,
+                "call": call,
+                "options": pieces[0]["options"],
+                "folder": folder.place,
+                "overwrite": overwrite,
+                "storage_options": None,
+                "pieces": pieces,
+                "tensors": conversion.tensor_count,
+                "config": config_for(conversion, folder, request.target, overwrite=overwrite),
+                "extras": {  # without secrets
+                    name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
+                    for name, place in extras.items()
+                },
+                "quantized": None if summary is None else [summary.bytes_before, summary.kept],
+                "schemes": [*conversion.outputs.schemes],
+                "left_out": [*conversion.left_out],
+                "parameters": conversion.parameters,
+            }
+        yield plan, folder, [*shards.values()]
 
 
 def _source_id(source: Any) -> Any:
@@ -249,58 +298,6 @@ def _source_id(source: Any) -> Any:
     return f"{type(source).__name__} {getattr(source, 'path', '')}"
 
 
-def _plan(
-    conversion: Conversion,
-    pieces: list[dict[str, Any]],
-    request: ConvertRequest,
-    folder: Sink,
-    call: str,
-    *,
-    overwrite: bool,
-    resume: bool,
-) -> dict[str, Any]:
-    options = pieces[0]["options"]
-    plan_id = digest_of([__version__, options, [piece["id"] for piece in pieces]])
-    for piece in pieces:
-        piece.update(plan=plan_id, call=call, folder=folder.place)
-    _check_folder(pieces, folder, overwrite=overwrite, resume=resume)
-    if resume:
-        _check_not_applied(conversion.catalog, folder, call)
-    if folder.location.files.remote:
-        _choose_names(pieces, folder, overwrite=overwrite)
-    config, summary = conversion.config, conversion.summary
-    if config is None and overwrite:
-        config = config_without_codes(conversion, folder, request.target)
-    extras = {name: location for name, location in conversion.files.items() if isinstance(location, Location)}
-    quantized = None
-    if summary is not None:
-        decisions = dict(zip(conversion.outputs.reads, conversion.outputs.decided, strict=True))
-        kept = {k: reason for k, reason in summary.kept.items() if k not in decisions or decisions[k].kept is None}
-        quantized = {"before": summary.bytes_before, "kept": kept}  # pieces have all others
-    return {
-        "safeload_plan": 2,
-        "operation": "convert",
-        "version": __version__,
-        "id": plan_id,
-        "call": call,
-        "options": options,
-        "folder": folder.place,
-        "overwrite": overwrite,
-        "storage_options": None,
-        "pieces": pieces,
-        "tensors": conversion.tensor_count,
-        "config": config,
-        "extras": {  # without secrets
-            name: [location.files.public(location.files.absolute(location.path)), location.files.public_options()]
-            for name, location in extras.items()
-        },
-        "quantized": quantized,
-        "schemes": [*conversion.outputs.schemes],
-        "left_out": [*conversion.left_out],
-        "parameters": conversion.parameters,
-    }
-
-
 def _pieces(
     conversion: Conversion, shards: Mapping[str, Outputs], request: ConvertRequest, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
@@ -311,7 +308,7 @@ def _pieces(
         stored, arranged_from, sources_of = catalog.base, catalog.config, catalog.sources_of
         reads = [[*dict.fromkeys(source for name in names for source in sources_of(name))] for names in reads]
     adapters: list[dict[str, Any]] = []
-    if request.options.get("adapters") is not None:
+    if request.options["adapters"] is not None:
         from .merged import planned_adapters  # only here: most conversions merge nothing
 
         adapters = planned_adapters(stored)
@@ -329,7 +326,7 @@ def _pieces(
             "nbytes": shard.nbytes,
             "tensors": runs_of(shard),
             "metadata": None if texts is None else dict(texts),
-            "rename": _texts_of(request.options.get("rename")) or [],
+            "rename": _texts_of(request.options["rename"]),
             "adapters": adapters,
             "names": names if arranged_from is not None else None,  # of tensors that are arranged
             "arranged_from": arranged_from,
@@ -346,40 +343,38 @@ def _pieces(
 
 def _options(request: ConvertRequest) -> dict[str, Any]:
     """Return the options that distinguish plans, as plain data."""
-    plain: dict[str, Any] = {**request.options, "max_shard_size": request.limit}
-    if plain.get("adapters") is not None:
-        from ...loading.adapter import listed  # only here: most conversions merge nothing
-
-        plain["adapters"] = [[str(path), weight] for path, weight in listed(plain["adapters"])] or None
-    # A folder has safetensors shards, `raw` applies to GGUF, and the sources have the options that are not secret.
-    for key in ("format", "raw", "storage_options"):
-        plain.pop(key, None)
-    plain["dtype"] = None if request.target is None else request.target.name
-    plain["rename"] = _texts_of(plain.get("rename"))
-    plain["layout"] = None if plain.get("layout") is None else plain["layout"].to_json()
-    quantize = plain.get("quantize")
+    given, preset = request.options, request.preset
+    quantize: Any = given["quantize"]
     if isinstance(quantize, Mapping):
-        plain["quantize"] = {pattern: scheme and parse(scheme) for pattern, scheme in quantize.items()}
+        quantize = {pattern: scheme and parse(scheme) for pattern, scheme in quantize.items()}
     elif quantize is not None:
-        preset = preset_of(quantize)
-        plain["quantize"] = parse(quantize) if preset is None else preset.name
-    if callable(plain.get("keep")):
-        plain["keep"] = "a function"
+        quantize = parse(quantize) if preset is None else preset.name
+    plain = {
+        **given,
+        "dtype": None if request.target is None else request.target.name,
+        "quantize": quantize,
+        "layout": None if given["layout"] is None else given["layout"].to_json(),
+        "keep": "a function" if callable(given["keep"]) else given["keep"],
+        "rename": _texts_of(given["rename"]) or None,
+        "metadata": given["metadata"] or None,
+        "adapters": [[str(path), weight] for path, weight in listed(given["adapters"])] or None,
+        "max_shard_size": request.limit,
+        "extras": given["extras"] and None,
+        # A folder has safetensors shards, `raw` applies to GGUF, and the sources have the options that are not secret.
+        **dict.fromkeys(("format", "raw", "storage_options")),
+    }
     options = {}
     for key, value in plain.items():
-        if value is None or (key == "extras" and value) or (key == "metadata" and not value):
-            continue
-        single = key in ("only", "drop", "keep") and isinstance(value, str)
-        text = json.dumps([value] if single else value, sort_keys=True, default=str)
-        short = hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
-        options[key] = json.loads(text) if len(text) <= _LONGEST else f"{text[:40]}... (SHA-256 {short})"
+        text = json.dumps(value, sort_keys=True, default=str)
+        if len(text) > _LONGEST:
+            options[key] = f"{text[:40]}... (SHA-256 {digest_of(value)})"
+        elif value is not None:
+            options[key] = json.loads(text)
     return options
 
 
-def _texts_of(rename: Any) -> list[list[str]] | None:
+def _texts_of(rename: Any) -> list[list[str]]:
     """Return the pairs of ``rename`` as plain data."""
-    if rename is None:
-        return None
     pairs = []
     for pattern, replacement in pairs_of(rename):
         if isinstance(pattern, re.Pattern):
@@ -506,8 +501,14 @@ def run(
         folder = sink_at(piece["folder"], piece.get("storage_options"), storage_options)
     whole, remote = journal.whole(folder, call, file, piece["id"]), folder.location.files.remote
     if whole is None:
-        if remote:
-            _check_free(piece, folder)
+        if remote:  # a shard of a finished checkpoint, or of another conversion, stays
+            shown = folder.shown(file)
+            finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
+            if finished and journal.read(folder, call, file) is None:
+                message = "A finished checkpoint has a shard of this name: plan again"
+                raise FileExistsError(errno.EEXIST, message, shown)
+            if any(file in records for other, records in journal.records(folder).items() if other != call):
+                raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
         size, digest, identity = _write(piece, folder, threads, storage_options, outputs)
         record = {"piece": piece["id"], "version": piece["version"], "options": piece["options"]}
         record |= {"sources": versions_of(piece), "size": size, "sha256": digest}
@@ -515,26 +516,9 @@ def run(
     else:
         record, place, name = whole
         size, digest, identity = record["size"], record["sha256"], None if remote else place.identity(name)
-    return {
-        "plan": piece["plan"],
-        "file": file,
-        "nbytes": piece["nbytes"],
-        "size": size,
-        "sha256": digest,
-        "identity": identity,
-        "written": whole is None,
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-
-
-def _check_free(piece: Mapping[str, Any], folder: Sink) -> None:
-    """Refuse to replace a shard of a finished checkpoint, or of another conversion, in a store."""
-    file, shown = piece["file"], folder.shown(piece["file"])
-    finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
-    if finished and journal.read(folder, piece["call"], file) is None:
-        raise FileExistsError(errno.EEXIST, "A finished checkpoint has a shard of this name: plan again", shown)
-    if any(file in records for call, records in journal.records(folder).items() if call != piece["call"]):
-        raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
+    result = {"plan": piece["plan"], "file": file, "nbytes": piece["nbytes"], "size": size, "sha256": digest}
+    seconds = round(time.perf_counter() - started, 3)
+    return {**result, "identity": identity, "written": whole is None, "seconds": seconds}
 
 
 def versions_of(piece: Mapping[str, Any]) -> list[list[Any]]:
@@ -562,27 +546,6 @@ class PieceRunner:
         return run(piece, threads, self._storage_options, self._folder, self._shards.get(piece["id"]))
 
 
-def _opened(
-    stack: ExitStack, piece: Mapping[str, Any], threads: int | None, storage_options: Mapping[str, Any] | None
-) -> Outputs:
-    """Open the sources of a piece, and return the tensors of its shard."""
-    decisions, adapters = decisions_of(piece["tensors"]), piece["adapters"]
-    names = piece["names"] or reads_of([*decisions], [*decisions.values()])
-    heads = {head: embedding for adapter in adapters for head, embedding in adapter["untied"].items()}
-    stored = [heads.get(name, name) for name in names] if heads else names  # a tied head is stored as its embedding
-    _, (catalog,) = stack.enter_context(opened({**piece, "names": stored}, storage_options))
-    if adapters:
-        from .merged import reopened  # only here: most conversions merge nothing
-
-        untied = {name: heads[name] for name in names if name in heads and heads[name] in catalog}
-        catalog = reopened(stack, catalog, adapters, untied)
-    if piece["arranged_from"] is not None:
-        catalog.config = piece["arranged_from"]
-        catalog = arranged(catalog, presets()[piece["options"]["quantize"]], whole=False)
-    outputs = outputs_of(catalog, decisions, SAFETENSORS, rename=piece["rename"], threads=threads)
-    return outputs._replace(metadata=piece["metadata"] or {}, editable=piece["editable"])
-
-
 def _write(
     piece: Mapping[str, Any],
     folder: Sink,
@@ -590,13 +553,29 @@ def _write(
     storage_options: Mapping[str, Any] | None,
     outputs: Outputs | None,
 ) -> tuple[int, str, list[int] | None]:
-    """Write a shard; return its size, SHA-256 and identity."""
+    """Write a shard, and open its sources unless its tensors are open; return its size, SHA-256 and identity."""
     file = piece["file"]
     if not folder.location.files.remote:
         folder = journal.subfolder(folder, piece["call"])
     with ExitStack() as stack, Digest() as digest:
         with paused(sum(len(run["names"]) for run in piece["tensors"])):
-            outputs = _opened(stack, piece, threads, storage_options) if outputs is None else outputs
+            if outputs is None:
+                decisions, adapters = decisions_of(piece["tensors"]), piece["adapters"]
+                names = piece["names"] or reads_of([*decisions], [*decisions.values()])
+                heads = {head: embedding for adapter in adapters for head, embedding in adapter["untied"].items()}
+                # A tied head is stored as its embedding.
+                files = {**piece, "names": [heads.get(name, name) for name in names] if heads else names}
+                _, (catalog,) = stack.enter_context(opened(files, storage_options))
+                if adapters:
+                    from .merged import reopened  # only here: most conversions merge nothing
+
+                    untied = {name: heads[name] for name in names if name in heads and heads[name] in catalog}
+                    catalog = reopened(stack, catalog, adapters, untied)
+                if piece["arranged_from"] is not None:
+                    catalog.config = piece["arranged_from"]
+                    catalog = arranged(catalog, presets()[piece["options"]["quantize"]], whole=False)
+                outputs = outputs_of(catalog, decisions, SAFETENSORS, rename=piece["rename"], threads=threads)
+                outputs = outputs._replace(metadata=piece["metadata"] or {}, editable=piece["editable"])
             writer = outputs.writer(lambda nbytes: None)  # a piece counts when it is complete
         if outputs.nbytes != piece["nbytes"]:
             raise FormatError(
@@ -682,8 +661,9 @@ def _complete(
     placed = {file for place, file in shards if place is folder}
     free = free_names(folder, [file for place, file in shards if place is not folder], folder.names() - placed)
     names = [file if place is folder else free[file] for place, file in shards]
-    if not plan["overwrite"]:
-        _check_alone(names, placed, folder)
+    for name in () if plan["overwrite"] else {INDEX, SINGLE} & folder.names():  # of another conversion
+        if not (indexed_names(folder) >= {*names} if name == INDEX else name in placed or name not in names):
+            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", folder.shown(name))
     if planned is None:
         stored = {
             tensor: name for name, tensors in zip(names, each(names_in, shards), strict=True) for tensor in tensors
@@ -704,8 +684,14 @@ def _complete(
     journal.clear(folder, None if plan["overwrite"] else [plan["call"]])
     shown, paths = folder.location.shown, [folder.shown(name) for name in names]
     warn_of_schemes(shown, plan["schemes"])
+    summary = None
+    if plan["quantized"] is not None:
+        before, kept = plan["quantized"]
+        decisions = decisions_of(chain.from_iterable(piece["tensors"] for piece in plan["pieces"]))
+        schemes = {name: decision.scheme for name, decision in decisions.items() if decision.scheme is not None}
+        summary = Summary(before, total, schemes, kept)
     seconds, left_out = sum(result["seconds"] for result in done), tuple(plan["left_out"])
-    return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, _summary(plan, total), left_out)
+    return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, summary, left_out)
 
 
 def _results_of(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -723,14 +709,6 @@ def _results_of(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -
     return [by_file[piece["file"]] for piece in plan["pieces"]]
 
 
-def _check_alone(names: Sequence[str], placed: Collection[str], folder: Sink) -> None:
-    """Refuse a folder that another conversion has completed."""
-    present = folder.names()
-    for name in {INDEX, SINGLE} & present:
-        if not (indexed_names(folder) >= {*names} if name == INDEX else name in placed or name not in names):
-            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", folder.shown(name))
-
-
 def _place_of(plan: Mapping[str, Any], result: Mapping[str, Any], folder: Sink, *, trusted: bool) -> tuple[Sink, str]:
     """Return the place of a shard that has the content of its result."""
     remote, file, sha256, identity = folder.location.files.remote, result["file"], result["sha256"], result["identity"]
@@ -746,13 +724,3 @@ def _place_of(plan: Mapping[str, Any], result: Mapping[str, Any], folder: Sink, 
     else:
         text = "gone: run its piece again, on a machine that shares this folder"
     raise FormatError(f"the shard is {text}", usual.shown(file))
-
-
-def _summary(plan: Mapping[str, Any], total: int) -> Summary | None:
-    """Return the summary of a plan, given the bytes of its result."""
-    if plan["quantized"] is None:
-        return None
-    decisions = decisions_of(chain.from_iterable(piece["tensors"] for piece in plan["pieces"]))
-    quantized = {name: decision.scheme for name, decision in decisions.items() if decision.scheme is not None}
-    kept = {name: decision.kept for name, decision in decisions.items() if decision.kept is not None}
-    return Summary(plan["quantized"]["before"], total, quantized, {**kept, **plan["quantized"]["kept"]})

@@ -38,10 +38,8 @@ from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...engine.run.weight_file import is_remote
 from ...errors import exported, public
-from ..sources.catalog import Catalog, Given
-from ..sources.description import TensorDescription
-from ..sources.executors import Executor, check_executor
-from ..sources.reading import opened, pieces_of, run_pieces
+from ..sources.catalog import Catalog, Given, TensorDescription
+from ..sources.executors import Executor, check_executor, opened, pieces_of, run_pieces
 from .stats import measure
 
 Shape: TypeAlias = tuple[int, ...]

@@ -27,8 +27,7 @@ from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import UnsupportedError, exported, public
 from ..sources.catalog import Catalog, Given, has_names
-from ..sources.executors import EXECUTOR, Executor, check_executor, in_memory
-from ..sources.reading import opened, pieces_of, run_pieces
+from ..sources.executors import EXECUTOR, Executor, check_executor, in_memory, opened, pieces_of, run_pieces
 
 _RECORD = jobs.struct_dtype("sl_stats")
 _F32 = dtypes.BY_CODE["F32"]

@@ -30,8 +30,7 @@ from ...models.schema import Schema
 from ...models.tied import absent_heads
 from ...packed.families import preset_of, presets
 from ...packed.packed_group import GroupContext, packing_of
-from ..sources.catalog import Catalog, Given
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, Given, TensorDescription
 from .encoding import Encoding, encode, largest_in
 from .engine_layout import arranged
 from .engine_rules import EngineFormat, EngineRules, nothing_left
@@ -334,11 +333,10 @@ def load_quantized(
         result = QuantizedDict()
         for name, about in abouts.items():
             origin = heads.get(name, name)
-            values = catalog.restoring(origin, name) if about.packed else None
-            if not about.quantized:
-                values = catalog.source(origin, name)  # type: ignore[assignment]
-            if values is None:
-                result[name] = converted(name, catalog.value(origin))
+            as_stored = about.quantized and not about.packed
+            values: Any = catalog.value(origin) if as_stored else catalog.values(origin, name)
+            if not isinstance(values, Source):
+                result[name] = converted(name, values)
                 continue
             if name in quantized:
                 requests.append(request(name, values, quantized[name]))

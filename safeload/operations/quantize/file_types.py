@@ -13,8 +13,7 @@ from ...formats.gguf import mixtures
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.gguf.mixtures import FLOAT16, ModelSizes, TensorType
 from ...models.diffusion import diffusion_models, quantized_models
-from ..sources.catalog import Catalog
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, TensorDescription
 from .checkpoint import Rules, check_restorable
 from .engine_rules import EngineFormat
 from .keeping import Keep, Planned

@@ -15,8 +15,7 @@ from ...base.results import Result, ResultTable
 from ...base.text import printable, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import exported, public
-from ..sources.catalog import Catalog, Given
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, Given, TensorDescription
 from .checkpoint import ModelRules
 from .engine_layout import like
 

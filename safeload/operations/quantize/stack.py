@@ -27,8 +27,7 @@ from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, exported, public
 from ...models.layout import LAYER, Layout, StackedTensor
-from ..sources.catalog import Catalog, Given
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, Given, TensorDescription
 
 _MAX_DIGITS = 18  # of a layer number, because ``int`` refuses more than 4300
 

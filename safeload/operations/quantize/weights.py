@@ -97,10 +97,10 @@ def weights_in(
         items = arranged.recipe(name).items
         if len(items) > 1:
             packed = any(base.about(source).packed for source in arranged.sources_of(name))
-            alone = packed or base.in_memory or type(base) is not Catalog
+            alone = packed or base.in_memory or bool(base.made)
             return _of_items(arranged, items, row, scratch, alone=alone)
-    elif type(base) is Catalog:
-        value = catalog.restoring(name) or catalog.source(name)
+    elif not base.made:
+        value = catalog.values(name)
         if isinstance(value, Source) and value.packed is None:
             return _ranges_of(value, row, scratch)
         return in_memory(jobs.native_order(read_values(value, row, whole(value.shape, dtype), threads)))

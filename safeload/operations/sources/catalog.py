@@ -1,4 +1,4 @@
-"""Tensors by name, from checkpoints of any format, dicts of arrays, or several of both.
+"""Tensors by name, from checkpoints of any format, dicts of arrays, or several of both, and their descriptions.
 
 Operations work on a `Catalog`: only this module distinguishes a `Checkpoint` from a dict.
 """
@@ -10,23 +10,23 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import repeat
-from operator import add, itemgetter, sub
+from operator import add, attrgetter, itemgetter, sub
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, as_array
+from ...base.arrays import Array, as_array, not_an_array
 from ...base.cached import cached_property
 from ...base.gc_pause import paused
 from ...base.messages import error_about
 from ...base.packing import Part
 from ...base.paths import PathLike
-from ...base.scheme import INT8
+from ...base.scheme import INT8, row_of
 from ...base.selecting import Patterns, choose, select
 from ...base.table import Unknown, missing
-from ...base.text import check_name
+from ...base.text import check_name, tensor_named
 from ...checkpoint import (
     Checkpoint,
     check_names,
@@ -53,10 +53,73 @@ from ...packed.finder import Codes
 from ...packed.quantization import Quantization, quantization_of
 from ...stores.files import Location
 from ...stores.places import Located, is_file_object, is_located
-from .description import TensorDescription, about_value, stored_as
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
+    from ...loading.merge import Merge
+
+
+class TensorDescription(NamedTuple):
+    """Name, dtype and shape of a tensor, and how it is stored."""
+
+    name: str
+    dtype: str  # as in messages: "bfloat16", "q4_0"
+    shape: tuple[int, ...]  # logical
+    nbytes: int  # stored bytes, int8 scales included
+    element: dtypes.Dtype | None  # None if weight files do not support the dtype
+    floating: bool  # whether the elements are real floating-point numbers
+    scheme: str | None = None  # of a quantized tensor
+    axis: int | None = None  # of int8 with per-axis scales
+    packed: bool = False  # whether it is packed as in published checkpoints
+
+    @property
+    def quantized(self) -> bool:
+        """True for int8 with scales, and for blocks."""
+        return self.scheme is not None
+
+    @property
+    def code(self) -> str:
+        """The dtype as in `TensorInfo`: "BF16", "Q4_0", "int8"."""
+        named = self.element is None or self.packed or self.scheme == INT8
+        return self.dtype if self.element is None or named else self.element.code
+
+    @property
+    def row(self) -> dtypes.Dtype:
+        """The row of the dtype table."""
+        if self.element is None:
+            raise dtypes.not_stored(self.dtype, self.name)
+        return self.element
+
+
+def stored_as(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
+    """Return dtype and shape of a dict's value; the dtype is None if the value is not an array of weights."""
+    if isinstance(value, QuantizedTensor):
+        return None, ()
+    try:
+        array = np.asarray(value)  # a scale may be a number
+    except Exception:  # a foreign __array__ can raise anything; reading the tensor reports it
+        return None, ()
+    return dtypes.row_of(array.dtype), array.shape
+
+
+def about_value(name: str, value: Any) -> TensorDescription:
+    """Describe a tensor in memory."""
+    if isinstance(value, Mapping):
+        raise not_an_array(tensor_named(name), value)
+    if isinstance(value, QuantizedTensor):
+        if value.packing is not None:
+            row = dtypes.BY_NAME[value.data.dtype.name]
+            return TensorDescription(
+                name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, None, True
+            )
+        row = row_of(value.scheme)
+        return TensorDescription(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
+    array = as_array(value, name)
+    stored = dtypes.row_of(array.dtype)
+    # Packed elements take one byte each in memory, unlike in files.
+    element = None if stored is None or stored.packed else stored
+    floating = stored is not None and stored.floating
+    return TensorDescription(name, dtypes.shown(array.dtype), array.shape, array.nbytes, element, floating)
 
 
 # Fields of the description of a plain tensor by dtype number: the name of the dtype, and all after its bytes.
@@ -68,6 +131,7 @@ class Made(NamedTuple):
 
     fill: Callable[[dtypes.Dtype, Array, int | None], object]  # an array with its values in a dtype, on some threads
     work: dtypes.Dtype  # in which values are not rounded yet
+    about: TensorDescription
 
 
 class TensorPlace(NamedTuple):
@@ -77,17 +141,14 @@ class TensorPlace(NamedTuple):
     file: WeightFile | None = None  # None for a dict
     number: int = 0  # index in the table of the file
 
-    @property
-    def title(self) -> str:
-        """The origin in messages."""
-        return "a dict" if self.file is None else self.file.path
-
 
 class Catalog:
     """The tensors of checkpoints and dicts by name, in their order. `of` creates it; leaving it closes its files."""
 
     kept_f32: Collection[str] = ()  # names that stay float32 whatever dtype is requested
     texts: Mapping[str, bytes] = {}  # further files of the result, by name
+    merge: Merge | None = None  # adapters
+    aliases: Mapping[str, str] = {}  # tensors by the second names that adapters need
 
     def __init__(
         self,
@@ -199,7 +260,20 @@ class Catalog:
 
     @cached_property
     def _places(self) -> dict[str, TensorPlace]:
-        return _places_of(self._origins, self._names)
+        places: dict[str, TensorPlace] = {}
+        for origin in self._origins:
+            if isinstance(origin, Checkpoint):
+                tensors = tensors_of(origin, self._names)
+                added = {name: TensorPlace(origin, file, index) for name, file, index in tensors}
+            else:
+                added = dict.fromkeys(origin, TensorPlace(origin))
+            duplicate = next((name for name in added if name in places), None) if places else None
+            if duplicate is not None:
+                files = places[duplicate].file, added[duplicate].file
+                titles = " and ".join("a dict" if file is None else file.path for file in files)
+                raise error_about(SafeloadError, f"is in both {titles}", tensor=duplicate)
+            places.update(added)
+        return places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -236,9 +310,12 @@ class Catalog:
         """Return tensors if all are plain tensors of checkpoints, or ``blocks`` of known types; else None."""
         if self.in_memory or not self.checkpoints or self.ignored:
             return None
-        tables = [file.table for file in self.weight_files]
-        readable = [table for table in tables if not (table.shaped or (table.scaled if blocks else table.quantized))]
-        if (tables and not readable) or (blocks and [table for table in tables if table.unknown]):
+        readable = not self.weight_files
+        for table in map(attrgetter("table"), self.weight_files):
+            if blocks and table.unknown:
+                return None
+            readable = readable or not (table.shaped or (table.scaled if blocks else table.quantized))
+        if not readable:
             return None
         with paused(len(self)):
             if len(self.checkpoints) == 1:
@@ -275,6 +352,8 @@ class Catalog:
 
     def about(self, name: str) -> TensorDescription:
         """Describe a tensor without reading it."""
+        if name in self.made:
+            return self.made[name].about
         origin, file, index = self._places[name]
         if file is None:
             return about_value(name, origin[name])
@@ -324,26 +403,25 @@ class Catalog:
 
     def unknown(self) -> dict[str, Unknown]:
         """Return the unreadable entries by name."""
-        unknowns: dict[str, Unknown] = {}
         if not any(file.table.unknown for file in self.weight_files):
-            return unknowns
-        for name, (_, file, index) in self._places.items():
-            if file is not None and file.table.unknown:
-                unknown = file.table.unknown.get(file.table.names[index])
-                if unknown is not None:
-                    unknowns[name] = unknown
-        return unknowns
+            return {}
+        tables = ((name, file.table, index) for name, file, index in self.entries())
+        entries = ((name, table.unknown.get(table.names[index])) for name, table, index in tables if table.unknown)
+        return {name: entry for name, entry in entries if entry is not None}
+
+    @cached_property
+    def made(self) -> dict[str, Made]:
+        """The tensors whose values are not those of a file or of a dict."""
+        return {}
 
     def check_kept(self, name: str) -> None:
-        """Refuse a tensor if it cannot stay as it is stored; here every tensor can."""
-
-    def made(self, name: str) -> Made | None:
-        """Return how a tensor is made, or None if its values are those of a file or of a dict."""
-        return None
+        """Refuse a tensor if it cannot stay as it is stored."""
+        if self.merge is not None and name in self.merge:
+            self.merge.target_row(name, None)
 
     def value(self, name: str, threads: int | None = None, dtype: Any = None) -> Any:
         """Return an array or a `QuantizedTensor`, as stored without a dtype; file tensors get private memory."""
-        if (computed := self.made(name)) is not None:
+        if (computed := self.made.get(name)) is not None:
             row = computed.work if dtype is None else dtypes.parse(dtype)
             out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
             computed.fill(row, out, threads)
@@ -364,28 +442,34 @@ class Catalog:
         value: Array | QuantizedTensor = self.value(name, threads, np.float32 if packed else None)
         return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
 
-    def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
+    def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
         """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
-        if self.made(name) is not None:
-            return of_array(name if called is None else called, self.value(name, threads))
+        if name in self.made:
+            return of_array(name, self.value(name, threads))
         origin, file, index = self._places[name]
-        source = None if file is None or file.table.packed(index) else in_file(origin, name, file, index)
-        if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
-            value = self.value(name, threads)
-            if isinstance(value, QuantizedTensor):
-                return value
-            source = of_array(name, np.ascontiguousarray(value) if file is not None else value)
-        return source if called is None else source._replace(name=called)
+        if file is not None and not file.table.packed(index):
+            source = in_file(origin, name, file, index)
+            if source is not None and not (file.table.quantized and self.about(name).quantized):
+                return source
+        value = self.value(name, threads)
+        if isinstance(value, QuantizedTensor):
+            return value
+        return of_array(name, np.ascontiguousarray(value) if file is not None else value)
+
+    def values(self, name: str, called: str | None = None) -> Source | QuantizedTensor:
+        """Like `source`, but jobs dequantize packed and int8 file tensors; messages have the name ``called``."""
+        value = self.restoring(name) or self.source(name)
+        return value if called is None or isinstance(value, QuantizedTensor) else value._replace(name=called)
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
         """Return read plans for the tensors stored in files; those in memory, and those that are made, are skipped."""
-        places = [(name, self._places[name]) for name in names if self.made(name) is None]
+        places = [(name, self._places[name]) for name in names if name not in self.made]
         parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
         return {entry.name: entry for entry in entries_of(parts, target)}
 
     def in_place(self, name: str) -> Source | None:
         """Return a tensor as a source if jobs can read or dequantize it in place; None if it must be copied first."""
-        if self.made(name) is not None:
+        if name in self.made:
             return None
         origin, file, index = self._places[name]
         if file is not None:
@@ -407,13 +491,13 @@ class Catalog:
             return None
         return of_numbers(name, data, about.element, None)._replace(shape=about.shape)
 
-    def restoring(self, name: str, called: str | None = None) -> Source | None:
+    def restoring(self, name: str) -> Source | None:
         """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
-        if self.made(name) is not None:
+        if name in self.made:
             return None
         _, file, index = self._places[name]
         packed = None if file is None else packed_of(file, index)
-        return None if packed is None else of_packed(name if called is None else called, packed, self)
+        return None if packed is None else of_packed(name, packed, self)
 
     def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
         """Yield the arrays of the tensors in memory."""
@@ -425,10 +509,10 @@ class Catalog:
 
     def read_into(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> None:
         """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype."""
-        if (computed := self.made(name)) is not None:
+        if (computed := self.made.get(name)) is not None:
             computed.fill(row, out, threads)
             return
-        ordered = read_values(self.restoring(name) or self.source(name), row, out, threads)
+        ordered = read_values(self.values(name), row, out, threads)
         if ordered is not out:
             out[...] = ordered
 
@@ -478,20 +562,3 @@ def has_names(source: Any) -> TypeGuard[Given]:
 def is_path(source: Any) -> bool:
     """Return True for the path of a file or folder, which is not open yet."""
     return isinstance(source, (str, os.PathLike)) or (is_located(source) and not is_file_object(source))
-
-
-def _places_of(
-    origins: Sequence[Checkpoint | Mapping[str, Any]], names: Collection[str] | None
-) -> dict[str, TensorPlace]:
-    places: dict[str, TensorPlace] = {}
-    for origin in origins:
-        if isinstance(origin, Checkpoint):
-            added = {name: TensorPlace(origin, file, index) for name, file, index in tensors_of(origin, names)}
-        else:
-            added = dict.fromkeys(origin, TensorPlace(origin))
-        duplicate = next((name for name in added if name in places), None) if places else None
-        if duplicate is not None:
-            titles = f"{places[duplicate].title} and {added[duplicate].title}"
-            raise error_about(SafeloadError, f"is in both {titles}", tensor=duplicate)
-        places.update(added)
-    return places

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
+from ...base.cached import cached_property
 from ...base.table import Unknown
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source
@@ -19,9 +19,7 @@ from ...engine.read.tensors import Tensors
 from ...engine.run.cast import astype
 from ...errors import FormatError
 from ...models.config_dtype import dtype_in
-from ...packed.finder import Codes
-from .catalog import Catalog, Made, TensorPlace
-from .description import TensorDescription
+from .catalog import Catalog, Made, TensorDescription, TensorPlace
 
 _F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
 _ALL = slice(None)
@@ -128,6 +126,7 @@ class RestructuredCatalog(Catalog):
         self.config = config
         self.format = format
         self.ignored = {}
+        self.codes = {}  # sources with codes are refused
         self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
         self._known = recipes
 
@@ -138,14 +137,27 @@ class RestructuredCatalog(Catalog):
         source = self._recipes[name].renamed
         return TensorPlace({}) if source is None else self.base.place(source)
 
-    def about(self, name: str) -> TensorDescription:
-        recipe = self._recipes[name]
+    @cached_property
+    def made(self) -> dict[str, Made]:
+        return {name: self._made(name, recipe) for name, recipe in self._recipes.items()}
+
+    def _made(self, name: str, recipe: TensorRecipe) -> Made:
+        sources = [*map(self.base.about, self.sources_of(name))]
         if self.for_engine and recipe.renamed is not None:
-            return self.base.about(recipe.renamed)._replace(name=name)
-        rows = {self._row(name, self.base.about(source)) for source in self.sources_of(name)}
-        row = rows.pop() if len(rows) == 1 and not recipe.shift and name not in self.kept_f32 else _F32
-        row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
-        return TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
+            about = sources[0]._replace(name=name)
+        else:
+            rows = {self._row(name, source) for source in sources}
+            row = rows.pop() if len(rows) == 1 and not recipe.shift and name not in self.kept_f32 else _F32
+            row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
+            about = TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
+        # Dequantized values are not rounded before they are quantized again.
+        work = _F32 if any(source.quantized for source in sources) else about.row
+
+        def fill(row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+            self.make(recipe, row, out, threads)
+            self.release()
+
+        return Made(fill, work, about)
 
     def _row(self, name: str, source: TensorDescription) -> dtypes.Dtype:
         """Return the dtype of the values of a source."""
@@ -181,38 +193,24 @@ class RestructuredCatalog(Catalog):
         for source in self.sources_of(name):
             self.base.check_kept(source)
 
-    def find_codes(self, quantization: Any) -> Mapping[str, Codes]:
-        return {}  # sources with codes are refused
-
     def array(self, name: str, threads: int | None = None) -> Array:
         recipe = self._recipes[name]
         whole = super().array(name, threads) if recipe.renamed is None else self.base.array(recipe.renamed, threads)
         return whole.reshape(recipe.shape)
 
-    def source(self, name: str, called: str | None = None, threads: int | None = None) -> Source | QuantizedTensor:
+    def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
         recipe = self._recipes[name]
         if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
-            return super().source(name, called, threads)
-        source = self.base.source(recipe.renamed, name if called is None else called, threads)
-        return source if isinstance(source, QuantizedTensor) else source._replace(shape=recipe.shape)
+            return super().source(name, threads)
+        source = self.base.source(recipe.renamed, threads)
+        return source if isinstance(source, QuantizedTensor) else source._replace(name=name, shape=recipe.shape)
 
-    def made(self, name: str) -> Made:
-        # Dequantized values are not rounded before they are quantized again.
-        quantized = any(self.base.about(each).quantized for each in self.sources_of(name))
-        return Made(partial(self._fill, name), _F32 if quantized else self.about(name).row)
-
-    def restoring(self, name: str, called: str | None = None) -> Source | None:
+    def restoring(self, name: str) -> Source | None:
         recipe = self._recipes[name]
-        if recipe.renamed is None:
-            return None
-        source = self.base.restoring(recipe.renamed, name if called is None else called)
-        return source if source is not None and source.shape == recipe.shape else None
+        source = None if recipe.renamed is None else self.base.restoring(recipe.renamed)
+        return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
 
     # ---- values ----
-
-    def _fill(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
-        self.make(self._recipes[name], row, out, threads)
-        self.release()
 
     def release(self) -> None:
         """Free the memory of a source that was read as a whole."""
@@ -241,7 +239,7 @@ class RestructuredCatalog(Catalog):
     def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
         """Return an item of a source; sources that are read as a whole are kept for the next item."""
         place, about = self.base.place(name), self.base.about(name)
-        if item is not None and place.file is not None and not about.packed and self.base.made(name) is None:
+        if item is not None and place.file is not None and not about.packed and name not in self.base.made:
             owner: Any = place.origin  # tensors of a dict have no file
             array: Array = owner.take(name, [item], row.name)[0]  # reads the item only
             return array

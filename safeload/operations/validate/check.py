@@ -43,10 +43,24 @@ from ...stores.files import Location
 from ...stores.json_file import read_if_there, read_json
 from ...stores.places import Located, places_of
 from ..measure.stats import StatsTable, as_plain, measure, of_plain
-from ..sources.catalog import Catalog, Given
-from ..sources.description import TensorDescription
-from ..sources.executors import EXECUTOR, Executor, check_executor, check_paths, files_at, groups, in_memory
-from ..sources.reading import INVALID_PIECE, MALFORMED, Tables, check_version, names_of, opened, pieces_of, run_pieces
+from ..sources.catalog import Catalog, Given, TensorDescription
+from ..sources.executors import (
+    EXECUTOR,
+    INVALID_PIECE,
+    MALFORMED,
+    Executor,
+    Tables,
+    check_executor,
+    check_paths,
+    check_version,
+    files_at,
+    groups,
+    in_memory,
+    names_of,
+    opened,
+    pieces_of,
+    run_pieces,
+)
 from . import files, structure, values, zeros
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find

@@ -33,8 +33,7 @@ from ...errors import FormatError
 from ...stores.digests import MANIFEST_KEY, MANIFEST_VERSION
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
-from ..sources.executors import Executor
-from ..sources.reading import opened, pieces_of, run_pieces
+from ..sources.executors import Executor, opened, pieces_of, run_pieces
 from .findings import Finding, find
 
 RESTORING = "restoring"

@@ -28,7 +28,7 @@ from ...models.module_names import unwrapped
 from ...models.schema import ANY, NUMBER, PLACEHOLDER, PREFIX, ExpectedTensor, Schema, SchemaMatch
 from ...packed.finder import Codes
 from ...packed.quantization import Quantization
-from ..sources.description import TensorDescription
+from ..sources.catalog import TensorDescription
 from .findings import ERROR, WARNING, Finding, find
 
 # Name parts before a layer number, for models without a schema. Other numbers can have gaps: torch's Sequential also

@@ -21,8 +21,7 @@ from ...engine.read.tensors import packed_of
 from ...errors import exported
 from ...packed.gptq import wrapped_zeros, zeros_disagree
 from ..measure.stats import HISTOGRAM_EDGES, TensorStats, measure
-from ..sources.catalog import Catalog
-from ..sources.description import TensorDescription
+from ..sources.catalog import Catalog, TensorDescription
 from .findings import Finding, find
 from .structure import Descriptions
 
