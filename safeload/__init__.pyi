@@ -80,8 +80,8 @@ from .operations.quantize.quantize import quantize as quantize
 from .operations.quantize.stack import StackedDict as StackedDict
 from .operations.quantize.stack import stack as stack
 from .operations.report.report import report as report
+from .operations.saving.edit import Edit as Edit
 from .operations.saving.edit import edit as edit
-from .operations.saving.edit_file import Edit as Edit
 from .operations.saving.patch import PatchReport as PatchReport
 from .operations.saving.patch import apply_patch as apply_patch
 from .operations.saving.patch import make_patch as make_patch

@@ -37,9 +37,8 @@ from ...formats.safetensors.header import MAX_HEADER, Header
 from ...stores.places import Located, places_of
 from ..folders.destinations import refuse_inputs
 from ..folders.targets import FileSink, SaveDestination, target_of
-from .edit_file import resolved
-from .values import check_name, value_of
-from .writer import checked_metadata
+from .edit import resolved
+from .writer import check_name, checked_metadata, value_of
 
 # A side of a patch.
 PatchSide: TypeAlias = PathLike | Located | Mapping[str, Any]

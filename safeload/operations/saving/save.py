@@ -23,8 +23,7 @@ from ..folders.destinations import limit_of
 from ..folders.shards import write_folder
 from ..folders.sink import Sink
 from ..folders.targets import FileSink, SaveDestination, target_of
-from .values import check_name, value_of
-from .writer import Writer, checked_metadata
+from .writer import Writer, check_name, checked_metadata, value_of
 
 # The tensors of a save.
 Saved: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]]
