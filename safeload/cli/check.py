@@ -34,7 +34,7 @@ from .parsers import JSON, OPENING, PATTERNS, STATUS, THREADS, argument, command
 from .streams import STANDARD, check_once, read_again, refuse, source, write_to_stdout
 
 if TYPE_CHECKING:
-    from ..operations.folders.output import Output
+    from ..operations.folders.destinations import Output
     from ..operations.sources.executors import Executor
     from ..operations.validate.findings import CheckReport
 
@@ -127,7 +127,7 @@ def _output(options: argparse.Namespace) -> Output | None:
     """Return the file of --write-manifest, or None."""
     if options.write_manifest is None:
         return None
-    from ..operations.folders.output import Output
+    from ..operations.folders.destinations import Output
     from ..stores.digests import is_manifest
 
     refuse(options.write_manifest, "--write-manifest needs a file")
@@ -343,7 +343,7 @@ def diff(options: argparse.Namespace) -> int:
 )
 def report(options: argparse.Namespace) -> int:
     """Write the page about ``options.path``."""
-    from ..operations.folders.output import Output
+    from ..operations.folders.destinations import Output
     from ..operations.report.page import is_page
     from ..operations.report.report import page_of
 

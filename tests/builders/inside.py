@@ -186,7 +186,6 @@ NAMES = {
     "destinations": "operations.folders.destinations",
     "sink": "operations.folders.sink",
     "journal": "operations.folders.journal",
-    "output": "operations.folders.output",
     "shard_bounds": "operations.folders.shards:shard_bounds",
     "store_sink": "operations.folders.store_sink",
     "diff_values": "operations.measure.diff_values",

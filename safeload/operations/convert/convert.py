@@ -20,9 +20,17 @@ from ...loading.adapter import Adapters
 from ...models.layout import Layout
 from ...stores.local import LocalStore
 from ...stores.signature import Signature
-from ..folders.destinations import Destination, check_free, file_in_store, refuse_inputs
+from ..folders.destinations import (
+    BinaryWriter,
+    Destination,
+    ObjectFile,
+    SaveDestination,
+    check_free,
+    file_in_store,
+    is_written_to,
+    refuse_inputs,
+)
 from ..folders.disk_sink import check_shards, remove_shards, shards_beside
-from ..folders.targets import BinaryWriter, ObjectFile, SaveDestination, is_written_to
 from ..quantize.file_types import ConvertScheme
 from ..quantize.keeping import Keep
 from ..sources.catalog import Catalog, Given

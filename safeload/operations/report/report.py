@@ -25,7 +25,7 @@ from ...errors import RangeError, SafeloadError, public
 from ...formats.registry import UnknownGlobals
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
-from ..folders.output import Output
+from ..folders.destinations import Output
 from ..measure.stats import HISTOGRAM_EDGES, TensorStats
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog

@@ -35,8 +35,7 @@ from ...formats.registry import SAFETENSORS, OpenRequest, open_file
 from ...formats.safetensors.file import TensorToWrite, parse_head, source_of
 from ...formats.safetensors.header import MAX_HEADER, Header
 from ...stores.places import Located, places_of
-from ..folders.destinations import refuse_inputs
-from ..folders.targets import FileSink, SaveDestination, target_of
+from ..folders.destinations import FileSink, SaveDestination, refuse_inputs, target_of
 from .edit import resolved
 from .writer import check_name, checked_metadata, value_of
 

@@ -19,10 +19,9 @@ from ...engine.run.memory import ALIGNMENT, address_of, aligned_bytes
 from ...errors import public
 from ...formats.safetensors.file import FileWriter, Memory, source_of
 from ...formats.safetensors.quantized import pack
-from ..folders.destinations import limit_of
+from ..folders.destinations import FileSink, SaveDestination, limit_of, target_of
 from ..folders.shards import write_folder
 from ..folders.sink import Sink
-from ..folders.targets import FileSink, SaveDestination, target_of
 from .writer import Writer, check_name, checked_metadata, value_of
 
 # The tensors of a save.

@@ -28,10 +28,9 @@ from ...formats.safetensors.file import TensorToWrite, source_of
 from ...formats.safetensors.header import ROOM, Header, text
 from ...formats.safetensors.quantized import KEY, pack, texts_with
 from ..folders import journal
-from ..folders.destinations import limit_of
+from ..folders.destinations import FileSink, SaveDestination, limit_of, target_of
 from ..folders.shards import index_text
 from ..folders.sink import Sink, free_names
-from ..folders.targets import FileSink, SaveDestination, target_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
