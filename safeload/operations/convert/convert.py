@@ -31,8 +31,7 @@ from ..folders.destinations import (
     refuse_inputs,
 )
 from ..folders.disk_sink import check_shards, remove_shards, shards_beside
-from ..quantize.file_types import ConvertScheme
-from ..quantize.keeping import Keep
+from ..quantize.rules import ConvertScheme, Keep
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
 from .decide import prepare

@@ -29,12 +29,11 @@ from ...packed import finder
 from ...packed.quantization import is_kept_by, quantization_of
 from ...stores.files import Location
 from ..folders.shards import config_with
-from ..quantize.checkpoint import ModelRules, Rules, Summary, described
+from ..quantize.checkpoint import Summary, described
 from ..quantize.engine_layout import arranged
 from ..quantize.engine_rules import EngineRules, not_as_in_mlx, nothing_left
-from ..quantize.file_types import FileTypeRules, metadata_with, rules_for
 from ..quantize.importance import read_importance
-from ..quantize.keeping import Planned
+from ..quantize.rules import FileTypeRules, ModelRules, Planned, Rules, metadata_with, rules_for
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription

@@ -40,8 +40,7 @@ from ..folders.destinations import Destination, check_writable, is_folder, limit
 from ..folders.shards import extras_of
 from ..folders.sink import Sink
 from ..quantize.encoding import WEIGHTS
-from ..quantize.file_types import ConvertScheme
-from ..quantize.keeping import Keep
+from ..quantize.rules import ConvertScheme, Keep
 from ..sources.catalog import Catalog, Given, has_names, is_path
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from ...engine.codes.quantized_tensor import storage_of
 from ...errors import FormatError, UnsupportedError
 from ...models.schema import Schema
 from ...packed.families import presets
-from ..quantize.checkpoint import ModelRules, Rules, check_restorable, heads_to_quantize
 from ..quantize.encoding import Encoding
 from ..quantize.engine_layout import arranged
 from ..quantize.engine_rules import EngineRules
 from ..quantize.quantize import SchemeName
+from ..quantize.rules import ModelRules, Rules, check_restorable, heads_to_quantize
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from ..sources.restructured import RestructuredCatalog

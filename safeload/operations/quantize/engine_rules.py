@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from ...base import dtypes, packing
 from ...base.messages import error_about
@@ -22,7 +22,7 @@ from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
 from ..sources.restructured import RestructuredCatalog
 from .encoding import WEIGHTS, check_columns
-from .keeping import Keep, Kept, Planned
+from .rules import Keep, Kept, Planned
 
 _F32 = dtypes.BY_CODE["F32"]
 _WEIGHT = ".weight"
@@ -45,15 +45,6 @@ _FUSED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("wq_a", "wkv_a_with_mqa"),
 )
-
-
-# The names in `presets`; MLX's formats have groups of 64 by default.
-EngineFormat: TypeAlias = Literal[
-    "w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8",
-    "mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8", "mlx2-g32", "mlx2-g64", "mlx2-g128", "mlx3-g32", "mlx3-g64",
-    "mlx3-g128", "mlx4-g32", "mlx4-g64", "mlx4-g128", "mlx5-g32", "mlx5-g64", "mlx5-g128", "mlx6-g32", "mlx6-g64",
-    "mlx6-g128", "mlx8-g32", "mlx8-g64", "mlx8-g128", "mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4",
-]  # fmt: skip
 
 
 class EngineRules:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...base import dtypes
 from ...base.arrays import Array
 from ...base.native import lib
 from ...base.paths import PathLike
@@ -17,9 +18,8 @@ from ...base.scheme import SCHEMES
 from ...base.text import plural, show, subject
 from ...base.url import is_url
 from ...engine.codes.source import Source, of_numbers
-from ...engine.run import jobs
 from ...engine.run.job import Channels, Job, Origin
-from ...engine.run.memory import address_of, private_array
+from ...engine.run.memory import private_array
 from ...errors import FormatError
 from ...formats.gguf import imatrix
 from ...formats.gguf.imatrix import ImportanceMatrix
@@ -27,8 +27,10 @@ from ...formats.gguf.mixtures import EMBEDDINGS
 from ...loading.entry import open as open_checkpoint
 from ...stores.files import LOCAL
 from ...stores.store import read_at
+from ..sources.catalog import read_values
 
 _MAGIC = b"GGUF"
+_F32 = dtypes.BY_CODE["F32"]
 # A file of the older format is read at once: 70B models have 30 MB.
 MAX_FILE = 4 << 30
 
@@ -68,7 +70,9 @@ def weighted_jobs(source: Source, scheme: str, memory: int, importance: Array, t
     target = SCHEMES[scheme].dtype
     columns = source.shape[-1]
     if source.packed is not None and (len(importance) > 1 or not source.in_order):
-        source = _restored(source, threads)
+        # In another order than their values, or with an importance for each matrix.
+        values = read_values(source, _F32, private_array(source.shape, np.dtype(np.float32)), threads)
+        source = of_numbers(source.name, values, source.row, threads)
     first = source.work(lib.SL_OP_WEIGHTED, memory)._replace(target=target.number)
     if source.packed is not None:
         yield first._replace(channels=Channels(columns, 1, importance[0]))
@@ -82,14 +86,6 @@ def weighted_jobs(source: Source, scheme: str, memory: int, importance: Array, t
             channels=Channels(columns, 1, vector),
             origin=Origin(source.name, source.shape, source.owner, index * elements),
         )
-
-
-def _restored(source: Source, threads: int | None) -> Source:
-    """Restore packed codes in another order than their values, or with an importance for each matrix."""
-    values = private_array(source.shape, np.dtype(np.float32))
-    if values.size:
-        jobs.Batch(source.jobs(address_of(values), lib.SL_F32)).run(threads=threads)
-    return of_numbers(source.name, jobs.native_order(values), source.row, threads)
 
 
 def importance_by_name(

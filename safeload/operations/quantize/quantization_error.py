@@ -17,8 +17,8 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import exported, public
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
-from .checkpoint import ModelRules
 from .engine_layout import like
+from .rules import ModelRules
 
 
 class _ErrorFields(NamedTuple):

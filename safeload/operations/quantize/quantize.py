@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -104,7 +104,7 @@ def quantize(
     name = parse(scheme)
     if importance is not None:
         rounding = weighted_rounding(name, rounding)
-    target = SCHEMES[name].target(rounding)
+    SCHEMES[name].target(rounding)  # refuses an unknown rounding
     if name == INT8 and rounding is not None:
         raise ValueError("rounding= applies only to q4_0: int8 supports a single rounding")
     check_threads(threads)
@@ -114,9 +114,8 @@ def quantize(
     storage_of(name, source.shape, axis)
     if out is not None:
         _check_out(out, source, name, axis)
-    result = new_tensor(source, name, axis)
     weights = None if importance is None else check_importance(importance, source.shape)
-    run_requests([Request(source, result, target, weights)], threads=threads, progress=None)
+    result = quantize_source(source, name, axis=axis, rounding=rounding, threads=threads, importance=weights)
     if out is None:
         return result
     out.data[...] = result.data  # only now, so that a refused value leaves out unchanged
@@ -149,11 +148,11 @@ def quantize_source(
     *,
     axis: int | None,
     rounding: Rounding | None,
-    data: Array,
+    data: Array | None = None,
     threads: int | None,
     importance: Array | None = None,
 ) -> QuantizedTensor:
-    """Quantize a tensor into ``data``."""
+    """Quantize a tensor, into ``data`` if given."""
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
     reals = source if isinstance(source, Source) else of_reals("", source, threads)
@@ -179,12 +178,6 @@ class Request(NamedTuple):
     def is_int8(self) -> bool:
         """True if the result has a scale apart from its codes."""
         return isinstance(self.result, QuantizedTensor) and self.result.scale is not None
-
-    @property
-    def is_weighted(self) -> bool:
-        """True if importance changes the result, which has elements."""
-        scheme = self.result.scheme if isinstance(self.result, QuantizedTensor) else INT8
-        return self.importance is not None and SCHEMES[scheme].weighted and self.source.size > 0
 
     @property
     def by_parts(self) -> bool:
@@ -214,21 +207,18 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
     # The second pass reads from the page cache.
     batch = jobs.Batch()
     for request in requests:
-        source, result = request.source, request.result
+        source, result, weights = request.source, request.result, request.importance
         memory = address(result.data if isinstance(result, QuantizedTensor) else result)
-        if request.is_int8:
-            assert isinstance(result, QuantizedTensor)
-            factors = _set_scale(result, next(maxima) if request.maxima is None else request.maxima)
-            channels = channels_of(source.shape, result.axis, factors)
-            batch.add(source.work(lib.SL_OP_INT8, memory, channels=channels))
-        elif request.is_weighted:
-            assert isinstance(result, QuantizedTensor)
-            assert request.importance is not None
-            for job in weighted_jobs(source, result.scheme, memory, request.importance, threads):
-                batch.add(job)
-        else:
-            for job in source.jobs(memory, request.target):
-                batch.add(job)
+        work: Iterable[Job] = source.jobs(memory, request.target)
+        if isinstance(result, QuantizedTensor):
+            if result.scale is not None:
+                factors = _set_scale(result, next(maxima) if request.maxima is None else request.maxima)
+                channels = channels_of(source.shape, result.axis, factors)
+                work = [source.work(lib.SL_OP_INT8, memory, channels=channels)]
+            elif weights is not None and SCHEMES[result.scheme].weighted and source.size:
+                work = weighted_jobs(source, result.scheme, memory, weights, threads)
+        for job in work:
+            batch.add(job)
     batch.run(threads=threads, progress=second)
 
 

@@ -18,16 +18,15 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_array
 from ...engine.read.delivery import refuse_own_files
 from ...engine.read.load import parse_target
-from ...engine.run import jobs
 from ...engine.run.cast import target_array
 from ...engine.run.job import JobGrid
 from ...engine.run.jobs import Batch
-from ...engine.run.memory import address_of, check_disjoint, overlapping, private_array
+from ...engine.run.memory import check_disjoint, overlapping, private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, exported, public
 from ...models.layout import LAYER, Layout, StackedTensor
-from ..sources.catalog import Catalog, Given
+from ..sources.catalog import Catalog, Given, read_values
 from ..sources.description import TensorDescription
 
 _MAX_DIGITS = 18  # of a layer number, because ``int`` refuses more than 4300
@@ -273,11 +272,6 @@ def fill(
 
 def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: int | None) -> Source:
     """Return a source with whole-byte elements for a strided copy; quantized and packed tensors are decoded first."""
-    if isinstance(value, QuantizedTensor):
-        return of_array("", value.dequantize(dtypes.element_dtype(row.number), threads=threads))
-    if not value.row.packed:
+    if isinstance(value, Source) and not value.row.packed:
         return value
-    decoded = private_array(value.shape, dtypes.array_dtype(row.number))
-    if value.size:
-        Batch([value.job(address_of(decoded), row.number)]).run(threads=threads)
-    return of_array(value.name, jobs.native_order(decoded))
+    return of_array("", read_values(value, row, private_array(value.shape, dtypes.array_dtype(row.number)), threads))

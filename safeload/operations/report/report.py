@@ -296,9 +296,9 @@ def _errors(
     opened: Checkpoint, scheme: SchemeName, threads: int | None, bars: Bars
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Measure the errors of tensors that `load_quantized` quantizes; list reasons why tensors cannot be quantized."""
-    from ..quantize.checkpoint import ModelRules, Rules
     from ..quantize.quantization_error import quantization_error
     from ..quantize.quantize import quantize
+    from ..quantize.rules import ModelRules, Rules
 
     catalog, rules = Catalog.of(opened), Rules(scheme, None)
     rules.schema = ModelRules.of(catalog).schema

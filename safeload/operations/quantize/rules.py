@@ -1,0 +1,331 @@
+"""The rules that select a scheme for each tensor: as requested, as llama.cpp chooses for a file type, or as kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ...base import dtypes
+from ...base.messages import error_about
+from ...base.scheme import SCHEMES, parse, row_of
+from ...base.selecting import check_matches
+from ...base.text import show
+from ...errors import TensorNotFoundError, UnsupportedError
+from ...formats.gguf import mixtures
+from ...formats.gguf.imatrix import ImportanceMatrix
+from ...formats.gguf.mixtures import FLOAT16, ModelSizes, TensorType
+from ...models.choosing import choose
+from ...models.diffusion import ARCHITECTURE, diffusion_models, quantized_models
+from ...models.schema import Schema
+from ...models.tied import absent_heads
+from ..sources.catalog import Catalog
+from ..sources.description import TensorDescription
+from .quantize import SchemeName
+
+#: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
+#: Used for models without a schema; a schema gives the role of each tensor.
+KEPT_NAMES = ("*embed*", "*_embd*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
+
+_KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is a bias", "buffer": "is a buffer"}
+
+# Occurs in the architecture names of embedding models in GGUF files, which have a final norm but no head.
+_HEADLESS = "embedding"
+
+# The names in `presets`; MLX's formats have groups of 64 by default.
+EngineFormat: TypeAlias = Literal[
+    "w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8",
+    "mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8", "mlx2-g32", "mlx2-g64", "mlx2-g128", "mlx3-g32", "mlx3-g64",
+    "mlx3-g128", "mlx4-g32", "mlx4-g64", "mlx4-g128", "mlx5-g32", "mlx5-g64", "mlx5-g128", "mlx6-g32", "mlx6-g64",
+    "mlx6-g128", "mlx8-g32", "mlx8-g64", "mlx8-g128", "mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4",
+]  # fmt: skip
+Scheme: TypeAlias = SchemeName | EngineFormat | Mapping[str, SchemeName | None]
+FileTypeName: TypeAlias = Literal[
+    "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "mxfp4_moe"
+]  # fmt: skip
+ConvertScheme: TypeAlias = SchemeName | FileTypeName | EngineFormat | Mapping[str, SchemeName | FileTypeName | None]
+
+_ALL = "*"  # the pattern for all other tensors
+
+Keep = str | Iterable[str] | Callable[[str], object] | None
+
+# Begins a regular expression, which must match a name from its start, as in compressed-tensors.
+_EXPRESSION = "re:"
+_F32 = dtypes.BY_CODE["F32"]
+
+
+class Planned(NamedTuple):
+    """The decision about one tensor."""
+
+    scheme: str | None  # None leaves the tensor unquantized
+    reason: str = ""  # why it is left unquantized
+    already: bool = False  # True if it has the requested scheme already
+    requested: str | None = None  # the requested scheme, if the rows of the tensor need its fallback
+    dtype: str | None = None  # code of the dtype to convert to instead
+
+
+class Kept:
+    """The tensors to leave unquantized, by patterns of tensor or module names or by a function.
+
+    They may also select all tensors of the source that an engine stores as one: ``sources_of`` returns their names.
+    """
+
+    def __init__(self, keep: Keep, sources_of: Callable[[str], Sequence[str]] = lambda name: ()) -> None:
+        self._sources_of = sources_of
+        patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
+        self._tests = {pattern: _test_of(pattern) for pattern in patterns}
+        self._function = keep if callable(keep) else None
+
+    def reason(self, name: str) -> str | None:
+        """Return why a tensor is kept, or None."""
+        for pattern, test in self._tests.items():
+            if self._selects(test, name):
+                return f"keep={show(pattern)}"
+        return "excluded by keep=" if self._function is not None and self._selects(self._function, name) else None
+
+    def _selects(self, test: Callable[[str], object], name: str) -> bool:
+        """Return True if a test selects a name, or all of its sources."""
+        if test(name):
+            return True
+        sources = self._sources_of(name)
+        left = [source for source in sources if not test(source)]
+        if left and len(left) < len(sources):
+            raise UnsupportedError(
+                f"keep= selects {show(next(s for s in sources if s not in left))} and not {show(left[0])}, but "
+                f"the engine stores both in {show(name)}: select all or none",
+                tensor=name,
+            )
+        return bool(sources) and not left
+
+    def check(self, names: Collection[Any]) -> None:
+        """Refuse patterns that match neither a tensor nor a module."""
+        texts = [text for name in names if isinstance(name, str) for text in (name, *self._sources_of(name))]
+        both = {*texts, *(text.removesuffix(".weight") for text in texts)} if self._tests else ()
+        expressions = [pattern for pattern in self._tests if _is_expression(pattern)]
+        check_matches("keep", [pattern for pattern in self._tests if pattern not in expressions], both)
+        for pattern in expressions:
+            if not any(map(self._tests[pattern], both)):
+                raise TensorNotFoundError(f"keep={show(pattern)} matches no tensor")
+
+
+def _is_expression(pattern: object) -> bool:
+    return isinstance(pattern, str) and pattern.startswith(_EXPRESSION)
+
+
+def _test_of(pattern: str) -> Callable[[str], bool]:
+    """Return the function that tells if a pattern matches the name of a tensor, or of its module."""
+    if not _is_expression(pattern):
+        return lambda name: fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
+    try:
+        match = re.compile(pattern.removeprefix(_EXPRESSION)).match
+    except re.error as error:
+        raise ValueError(f"keep={show(pattern)} is not a regular expression: {error}") from None
+    return lambda name: match(name) is not None or match(name.removesuffix(".weight")) is not None
+
+
+# ---- the schemes of a call ----
+
+
+class ModelRules(NamedTuple):
+    """Facts about a model to derive the roles of its tensors from, such as embedding, head and norm."""
+
+    names: Collection[str]  # of all tensors
+    config: Mapping[str, Any] | None = None  # parsed ``config.json``
+    schema: Schema | None = None  # of the architecture
+    architecture: str = ""  # ``general.architecture`` of a GGUF file
+
+    @classmethod
+    def of(cls, catalog: Catalog) -> ModelRules:
+        """Return the rules for the model of a catalog."""
+        names = dict.fromkeys(catalog).keys()
+        choice = choose(catalog.config, catalog.format, names)
+        architecture = str(catalog.metadata.get(ARCHITECTURE, ""))
+        return cls(names, catalog.config, None if choice is None else choice.schema, architecture)
+
+    def tied_heads(self) -> dict[str, str]:
+        """Return the embedding that each absent head is tied to, by the name of the head."""
+        if self.schema is None and _HEADLESS in self.architecture:
+            return {}
+        return absent_heads(self.schema, self.names, self.config)
+
+
+def check_restorable(name: str, scheme: str) -> None:
+    """Refuse to requantize a tensor that cannot be dequantized."""
+    try:
+        readable = row_of(scheme).converts_to(_F32)
+    except ValueError:  # an unknown ggml type
+        readable = False
+    if not readable:
+        raise error_about(UnsupportedError, f"is {scheme}, which this version does not dequantize", tensor=name)
+
+
+class Rules:
+    """Selects a scheme for each tensor."""
+
+    def __init__(self, scheme: Scheme, keep: Keep) -> None:
+        self.schema: Schema | None = None  # gives the roles of tensors; None falls back to `KEPT_NAMES`
+        schemes = scheme if isinstance(scheme, Mapping) else {"*": parse(scheme)}
+        self._schemes = {pattern: None if value is None else parse(value) for pattern, value in schemes.items()}
+        self.kept = Kept(keep)
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of ``scheme``, except "*"."""
+        return [pattern for pattern in self._schemes if pattern != "*"]
+
+    def plan(self, name: str, about: TensorDescription) -> Planned:
+        """Decide about a tensor; the first reason to keep it wins."""
+        shape, scheme = about.shape, about.scheme
+        unquantizable = self.unquantizable(about)
+        if unquantizable is not None:
+            return Planned(None, unquantizable)
+        matches = ((pattern, to) for pattern, to in self._schemes.items() if fnmatchcase(name, pattern))
+        pattern, requested = next(matches, (None, None))
+        if pattern is None:
+            return Planned(None, "no pattern of scheme= matches")
+        if requested is None:
+            return Planned(None, f"scheme={{{show(pattern)}: None}}")
+        result = SCHEMES[requested].of_rows(shape[-1])
+        if scheme is not None and scheme in (requested, result):
+            return Planned(None, f"is already {scheme}", already=True)
+        kept = self.kept.reason(name)
+        if kept is not None:
+            return Planned(None, kept)
+        usual = self.usual(name)
+        if usual is not None and pattern == "*":  # an explicit pattern overrides the defaults
+            return Planned(None, usual)
+        if result is None:
+            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[requested].block}")
+        if scheme is not None and not about.packed:
+            check_restorable(name, scheme)
+        return Planned(result, requested=None if result == requested else requested)
+
+    def unquantizable(self, about: TensorDescription) -> str | None:
+        """Return why a tensor is not a matrix of floating-point numbers, or None if it is."""
+        if not about.floating and about.scheme is None:
+            return f"is {about.dtype}, not floating"
+        if len(about.shape) not in (2, 3):
+            return f"is {len(about.shape)}-D, not 2-D or 3-D"
+        return "is empty" if 0 in about.shape else None
+
+    def usual(self, name: str) -> str | None:
+        """Return why a matrix of this name is kept by default, or None if it is quantized."""
+        role = None if self.schema is None else self.schema.role(name)
+        if role is not None:
+            return _KEPT_ROLES.get(role)
+        pattern = next((p for p in KEPT_NAMES if fnmatchcase(name, p)), None)
+        return None if pattern is None else f"matches {pattern}"
+
+
+def heads_to_quantize(model: ModelRules, rules: Rules, about: Callable[[str], TensorDescription]) -> dict[str, str]:
+    """Return the embedding of each tied head that is quantized although no file stores it."""
+    heads = {}
+    for head, embedding in model.tied_heads().items():
+        origin = about(embedding)
+        if not origin.quantized and origin.floating and rules.plan(head, origin).scheme is not None:
+            heads[head] = embedding
+    return heads
+
+
+# ---- llama.cpp's file types ----
+
+
+def file_type_of(scheme: ConvertScheme, sizes: ModelSizes | None) -> str | None:
+    """Return the file type that ``quantize=`` asks for, or None if it asks for block types, or for no llama.cpp model.
+
+    A bare name is a file type. In a dict the names of block types are block types; the pattern "*" can also have a
+    mixture such as "q4_k_m".
+    """
+    name = scheme.get(_ALL) if isinstance(scheme, Mapping) else scheme
+    lower = name.lower() if isinstance(name, str) else ""
+    named = lower in mixtures.mixtures() if isinstance(scheme, Mapping) else mixtures.is_known(lower)
+    return mixtures.parse(lower) if named and sizes is not None else None
+
+
+class FileTypeRules(Rules):
+    """The types that llama-quantize chooses for a file type, except for tensors whose names match a pattern."""
+
+    def __init__(
+        self,
+        patterns: Mapping[str, Any],
+        keep: Keep,
+        file_type: str,
+        sizes: ModelSizes,
+        matrix: ImportanceMatrix | None,
+    ) -> None:
+        super().__init__(patterns, keep)
+        self.file_type, self._sizes, self._matrix = file_type, sizes, matrix
+        self._types: Mapping[str, TensorType] = {}
+
+    def prepare(self, tensors: Mapping[str, TensorDescription]) -> None:
+        """Choose the types of all tensors of the result."""
+        shapes = {name: about.shape for name, about in tensors.items()}
+        if self._sizes.architecture in diffusion_models():
+            self._types = mixtures.choose_for_image(self.file_type, shapes, self._sizes.architecture)
+        else:
+            self._types = mixtures.choose(self.file_type, shapes, self._sizes, imatrix=self._matrix is not None)
+        for name, chosen in self._types.items():
+            if chosen.requires_imatrix and self.plan(name, tensors[name]).scheme == chosen.type:
+                self._check_importance(name, chosen)
+
+    def ordered(self, names: Iterable[str]) -> Iterable[str]:
+        """Return the names in llama-quantize's order."""
+        return names if self._sizes.architecture in diffusion_models() else sorted(names, key=mixtures.sort_key)
+
+    def _check_importance(self, name: str, chosen: TensorType) -> None:
+        if self._matrix is not None and name in self._matrix.vectors:
+            return
+        missing = "pass imatrix=" if self._matrix is None else f"{show(self._matrix.path)} has no entry for it"
+        text = f"becomes {chosen.type}, which file type {self.file_type} requires an importance matrix for: {missing}"
+        raise error_about(UnsupportedError, text, tensor=name)
+
+    def plan(self, name: str, about: TensorDescription) -> Planned:
+        if any(fnmatchcase(name, pattern) for pattern in self.patterns):
+            return super().plan(name, about)
+        kept = self.unquantizable(about)
+        if kept is not None:
+            return Planned(None, kept)
+        chosen = self._types[name]
+        if chosen.type is None:
+            return Planned(None, f"stays as it is in file type {self.file_type}")
+        if about.scheme == chosen.type:
+            return Planned(None, f"is already {about.scheme}", already=True)
+        kept = self.kept.reason(name)
+        if kept is not None:
+            return Planned(None, kept)
+        if about.scheme is not None and not about.packed:
+            check_restorable(name, about.scheme)
+        if chosen.type == FLOAT16:
+            return Planned(None, f"rows of {about.shape[-1]} elements are not whole blocks: float16", dtype="F16")
+        return Planned(chosen.type, requested=chosen.requested)
+
+
+def rules_for(
+    catalog: Catalog, scheme: ConvertScheme, keep: Keep, matrix: ImportanceMatrix | None, *, model: bool
+) -> Rules:
+    """Return the rules for ``quantize=``; in a ``model``, a file for llama.cpp, bare names are file types."""
+    sizes = ModelSizes.of(catalog.metadata) if model else None
+    if sizes is not None and sizes.architecture in diffusion_models() and sizes.architecture not in quantized_models():
+        raise UnsupportedError(
+            f"{catalog.title}: safeload quantizes the diffusion models {', '.join(quantized_models())}, not "
+            f'{sizes.architecture}: pass dtype="float16" or "bfloat16" instead of quantize=, and llama-quantize of '
+            "ComfyUI-GGUF quantizes the result"
+        )
+    file_type = file_type_of(scheme, sizes)
+    if file_type is None or sizes is None:
+        return Rules(scheme, keep)  # type: ignore[arg-type]  # refuses file types
+    patterns = {name: to for name, to in scheme.items() if name != _ALL} if isinstance(scheme, Mapping) else {}
+    return FileTypeRules(patterns, keep, file_type, sizes, matrix)
+
+
+def metadata_with(
+    metadata: Mapping[Any, Any], rules: Rules | None, matrix: ImportanceMatrix | None, own: Mapping[str, Any]
+) -> Mapping[Any, Any]:
+    """Return metadata with the keys that llama-quantize writes; the caller's ``own`` keys stay."""
+    keys = {} if matrix is None else matrix.metadata()
+    if isinstance(rules, FileTypeRules):
+        metadata = mixtures.with_file_type(metadata, rules.file_type, keys.items())
+    else:
+        metadata = {**metadata, **keys}
+    return {**metadata, **{key: value for key, value in own.items() if value is not None}}
