@@ -270,8 +270,12 @@ def target_of(
         file = ObjectFile(dst)
         return FileSink(file.open, file.in_order)
     location = where(cast(Destination, dst), storage_options)
-    if not location.files.remote:
-        location = Location(location.files, _absolute(location.path))
+    if not location.files.remote:  # the path must be valid until the end, even if the working directory changes
+        path = location.path
+        if not path:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        slash = "/" if path.endswith(("/", os.sep)) and len(path) > 1 else ""
+        location = Location(location.files, absolute(path) + slash)
     path, shown = location.path, location.shown
     suffix = os.path.splitext(path)[1].lower()
     if not location.files.remote and os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
@@ -309,14 +313,6 @@ def _local_file(path: str, *, overwrite: bool, durable: bool) -> FileSink:
         remove_shards(old)
 
     return FileSink(file, in_order)
-
-
-def _absolute(path: str) -> str:
-    """Return a path that is valid until the end of the save, even if the working directory changes."""
-    if not path:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    ends = path.endswith(("/", os.sep))
-    return absolute(path) + ("/" if ends and len(path) > 1 else "")
 
 
 # ---- files that must stay ----

@@ -292,7 +292,11 @@ def encode(
             assert status in (lib.SL_OK, lib.SL_E_RANGE)
             if status == lib.SL_E_RANGE:
                 value = float(jobs.native_order(values[position[0] : position[0] + 1])[0])
-                raise _out_of_range(encoding, strip.first + position[0], value)
+                index = list(index_of(strip.first + position[0], shape))
+                text = f"element {index} is {value}: only finite numbers can be quantized"
+                if math.isfinite(value):
+                    text = f"the scale of the block at {index} does not fit {row.name}: pass dtype="
+                raise RangeError(subject(encoding.name) + text, tensor=encoding.name)
 
     for _ in in_order(run, _strips(encoding, weights), _threads(encoding, weights, threads)):
         pass
@@ -371,14 +375,6 @@ def _threads(encoding: Encoding, weights: Weights, threads: int | None) -> int:
     nbytes = encoding.row.nbytes(math.prod(encoding.shape))
     longest = max((strip.end - strip.first for strip in islice(_strips(encoding, weights), 1)), default=0)
     return weights.threads(encoding.row.nbytes(longest), thread_count(nbytes, threads))
-
-
-def _out_of_range(encoding: Encoding, position: int, value: float) -> RangeError:
-    index = list(index_of(position, encoding.shape))
-    text = f"element {index} is {value}: only finite numbers can be quantized"
-    if math.isfinite(value):
-        text = f"the scale of the block at {index} does not fit {encoding.row.name}: pass dtype="
-    return RangeError(subject(encoding.name) + text, tensor=encoding.name)
 
 
 def _pointer(array: Array, kind: str, element: int = 0) -> Any:

@@ -97,10 +97,15 @@ def quantize(
         >>> safeload.quantize(np.float32([-0.5, -0.25, 0.1, 0.5]), "int8").data
         array([-127,  -64,   25,  127], dtype=int8)
     """
-    if isinstance(scheme, str) and scheme.lower() == _BITNET:
+    if isinstance(scheme, str) and scheme.lower() == "bitnet":
         if axis is not None or rounding is not None or out is not None or importance is not None:
             raise ValueError("bitnet does not accept axis=, rounding=, importance= or out=")
-        return _quantize_bitnet(x, threads)
+        shape = of_reals("", x, threads).shape
+        if len(shape) != 2 or shape[0] % 4:
+            raise ValueError(f"bitnet packs four rows of a matrix into one, but the shape is {list(shape)}")
+        # Ternary codes of a matrix, like `WeightQuant` of transformers' integrations/bitnet.py, in float32.
+        packed, parts = bitnet.lay_out(np.asarray(astype(x, np.float32, threads=threads)))
+        return QuantizedTensor.of_parts(packed, {}, parts)
     name = parse(scheme)
     if importance is not None:
         rounding = weighted_rounding(name, rounding)
@@ -201,8 +206,11 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
             _fill_by_parts(request.source, request.result, threads)
     requests = [request for request in requests if not request.by_parts]
     scaled = [request for request in requests if request.is_int8 and request.maxima is None]
-    first_bytes, all_bytes = (sum(request.source.size for request in each) for each in (scaled, requests))
-    first, second = _halves(progress, first_bytes, all_bytes)
+    first_bytes = sum(request.source.size for request in scaled)
+    total = first_bytes + sum(request.source.size for request in requests)
+    first, second, report = None, progress, progress
+    if callable(report) and first_bytes:  # both passes count
+        first, second = (lambda done, _: report(done, total)), (lambda done, _: report(first_bytes + done, total))
     maxima = iter(maxima_of([(each.source, each.result.axis) for each in scaled], threads, first))  # type: ignore[union-attr]
     # The second pass reads from the page cache.
     batch = jobs.Batch()
@@ -239,16 +247,6 @@ def maxima_of(
         source = next(source for (source, _), own in zip(tensors, maxima, strict=True) if _not_finite(own))
         jobs.Batch([source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # raises, with the index
     return maxima
-
-
-def _halves(progress: Progress, first: int, second: int) -> tuple[Progress, Progress]:
-    """Split a progress callback between two runs of ``first`` and ``second`` bytes."""
-    if not callable(progress) or not first:
-        return None, progress
-    report = progress
-    return (lambda done, total: report(done, first + second)), (
-        lambda done, total: report(first + done, first + second)
-    )
 
 
 _INFINITY_BITS = 0x7F800000
@@ -328,17 +326,3 @@ def _channels(shape: tuple[int, ...], axis: int | None, begin: int, count: int) 
     if count < inner:  # part of a single channel
         return slice(first, first + 1), count
     return slice(first, first + count // inner), inner
-
-
-# ---- BitNet b1.58 ----
-
-_BITNET = "bitnet"
-
-
-def _quantize_bitnet(x: Any, threads: int | None) -> QuantizedTensor:
-    """Return ternary codes of a matrix, like `WeightQuant` of transformers' integrations/bitnet.py, in float32."""
-    shape = of_reals("", x, threads).shape
-    if len(shape) != 2 or shape[0] % 4:
-        raise ValueError(f"bitnet packs four rows of a matrix into one, but the shape is {list(shape)}")
-    packed, parts = bitnet.lay_out(np.asarray(astype(x, np.float32, threads=threads)))
-    return QuantizedTensor.of_parts(packed, {}, parts)

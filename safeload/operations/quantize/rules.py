@@ -231,18 +231,6 @@ def heads_to_quantize(model: ModelRules, rules: Rules, about: Callable[[str], Te
 # ---- llama.cpp's file types ----
 
 
-def file_type_of(scheme: ConvertScheme, sizes: ModelSizes | None) -> str | None:
-    """Return the file type that ``quantize=`` asks for, or None if it asks for block types, or for no llama.cpp model.
-
-    A bare name is a file type. In a dict the names of block types are block types; the pattern "*" can also have a
-    mixture such as "q4_k_m".
-    """
-    name = scheme.get(_ALL) if isinstance(scheme, Mapping) else scheme
-    lower = name.lower() if isinstance(name, str) else ""
-    named = lower in mixtures.mixtures() if isinstance(scheme, Mapping) else mixtures.is_known(lower)
-    return mixtures.parse(lower) if named and sizes is not None else None
-
-
 class FileTypeRules(Rules):
     """The types that llama-quantize chooses for a file type, except for tensors whose names match a pattern."""
 
@@ -266,19 +254,15 @@ class FileTypeRules(Rules):
         else:
             self._types = mixtures.choose(self.file_type, shapes, self._sizes, imatrix=self._matrix is not None)
         for name, chosen in self._types.items():
-            if chosen.requires_imatrix and self.plan(name, tensors[name]).scheme == chosen.type:
-                self._check_importance(name, chosen)
+            has_entry = self._matrix is not None and name in self._matrix.vectors
+            if chosen.requires_imatrix and not has_entry and self.plan(name, tensors[name]).scheme == chosen.type:
+                missing = "pass imatrix=" if self._matrix is None else f"{show(self._matrix.path)} has no entry for it"
+                text = f"becomes {chosen.type}, which file type {self.file_type} requires an importance matrix for"
+                raise error_about(UnsupportedError, f"{text}: {missing}", tensor=name)
 
     def ordered(self, names: Iterable[str]) -> Iterable[str]:
         """Return the names in llama-quantize's order."""
         return names if self._sizes.architecture in diffusion_models() else sorted(names, key=mixtures.sort_key)
-
-    def _check_importance(self, name: str, chosen: TensorType) -> None:
-        if self._matrix is not None and name in self._matrix.vectors:
-            return
-        missing = "pass imatrix=" if self._matrix is None else f"{show(self._matrix.path)} has no entry for it"
-        text = f"becomes {chosen.type}, which file type {self.file_type} requires an importance matrix for: {missing}"
-        raise error_about(UnsupportedError, text, tensor=name)
 
     def plan(self, name: str, about: TensorDescription) -> Planned:
         if any(fnmatchcase(name, pattern) for pattern in self.patterns):
@@ -304,7 +288,11 @@ class FileTypeRules(Rules):
 def rules_for(
     catalog: Catalog, scheme: ConvertScheme, keep: Keep, matrix: ImportanceMatrix | None, *, model: bool
 ) -> Rules:
-    """Return the rules for ``quantize=``; in a ``model``, a file for llama.cpp, bare names are file types."""
+    """Return the rules for ``quantize=``.
+
+    In a ``model``, a file for llama.cpp, a bare name is a file type. In a dict the names of block types are block
+    types; the pattern "*" can also have a mixture such as "q4_k_m".
+    """
     sizes = ModelSizes.of(catalog.metadata) if model else None
     if sizes is not None and sizes.architecture in diffusion_models() and sizes.architecture not in quantized_models():
         raise UnsupportedError(
@@ -312,11 +300,13 @@ def rules_for(
             f'{sizes.architecture}: pass dtype="float16" or "bfloat16" instead of quantize=, and llama-quantize of '
             "ComfyUI-GGUF quantizes the result"
         )
-    file_type = file_type_of(scheme, sizes)
-    if file_type is None or sizes is None:
-        return Rules(scheme, keep)  # type: ignore[arg-type]  # refuses file types
     patterns = {name: to for name, to in scheme.items() if name != _ALL} if isinstance(scheme, Mapping) else {}
-    return FileTypeRules(patterns, keep, file_type, sizes, matrix)
+    name = scheme.get(_ALL) if isinstance(scheme, Mapping) else scheme
+    lower = name.lower() if isinstance(name, str) else ""
+    named = lower in mixtures.mixtures() if isinstance(scheme, Mapping) else mixtures.is_known(lower)
+    if not named or sizes is None:
+        return Rules(scheme, keep)  # type: ignore[arg-type]  # refuses file types
+    return FileTypeRules(patterns, keep, mixtures.parse(lower), sizes, matrix)
 
 
 def metadata_with(
