@@ -20,6 +20,7 @@ from ...loading.adapter import Adapters
 from ...models.layout import Layout
 from ...stores.local import LocalStore
 from ...stores.signature import Signature
+from ..folders import journal
 from ..folders.destinations import (
     BinaryWriter,
     Destination,
@@ -298,7 +299,7 @@ def _at_once(
             refuse_inputs(request.path, beside_sources, beside=adapters)
             old = shards_beside(request.path, overwrite)
         else:
-            folder.check_free(overwrite)
+            journal.check_free(folder, overwrite=overwrite)
             for name in (SINGLE, INDEX, CONFIG):
                 refuse_inputs((folder.location / name).path, beside_sources)
         catalog = stack.enter_context(open_sources(src, request, verify))

@@ -401,7 +401,7 @@ def _texts_of(rename: Any) -> list[list[str]] | None:
 def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, *, overwrite: bool, resume: bool) -> None:
     """Refuse to write into a folder with other content, or to continue another conversion."""
     names = folder.names()
-    folder.check_free(overwrite or resume)
+    journal.check_free(folder, overwrite=overwrite or resume)
     if overwrite or not resume or not names:
         return
     records = journal.records(folder)

@@ -28,8 +28,9 @@ from ...formats.safetensors.quantized import pack
 from ...stores.files import LOCAL, Files, Location
 from ...stores.places import Located, is_file_object, places_of
 from ..sources.executors import files_at
+from . import journal
 from .disk_sink import DiskSink, remove_shards, shards_beside
-from .sink import EXISTS, EXTRAS, Sink
+from .sink import EXISTS, EXTRAS, Sink, is_file
 
 if TYPE_CHECKING:
     from .store_sink import StoreSink
@@ -146,7 +147,7 @@ def names_file(location: Location) -> bool:
 
 def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, str]:
     """Return the folder of a file to be written to a store, and its name there."""
-    from .store_sink import StoreSink, is_file
+    from .store_sink import StoreSink
 
     check_writable(location)
     parent, name = location.files.split(location.path)
@@ -285,7 +286,7 @@ def target_of(
         raise ValueError(f"max_shard_size writes a folder, but {show(shown)} has the suffix of a file")
     if max_shard_size is not None or folder:
         sink = sink_of(location)
-        sink.check_free(overwrite)
+        journal.check_free(sink, overwrite=overwrite)
         return sink
     if suffix not in WRITTEN[SAFETENSORS]:
         raise ValueError(

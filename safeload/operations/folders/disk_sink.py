@@ -57,7 +57,7 @@ from ...formats.numbered import sets_of
 from ...stores.files import LOCAL, Location
 from ...stores.local import identity_of, sync_folder
 from . import journal
-from .sink import EXISTS, Sink, blocking_index, indexed_names, is_extra, shared_identity
+from .sink import Sink, blocking_index, indexed_names, is_extra, shared_identity
 
 # Shards of any writer. An old index can name other files too; they are never removed.
 _NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.DOTALL)
@@ -69,9 +69,6 @@ class DiskSink(Sink):
     """A folder on this disk."""
 
     _unreadable = (OSError, FormatError)
-
-    def shown(self, name: str) -> str:
-        return os.path.join(self.location.path, name)
 
     def names(self) -> set[str]:
         path = self.location.path
@@ -93,15 +90,6 @@ class DiskSink(Sink):
                 (os.rmdir if name.endswith("/") else os.unlink)(self.shown(name))
 
     # ---- a new checkpoint ----
-
-    def check_free(self, overwrite: bool) -> None:
-        path = self.location.path
-        if os.path.lexists(path) and not os.path.isdir(path):
-            raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", path)
-        names = self.names()
-        if names and not overwrite:
-            journal.check_unfinished(self, names)
-            raise FileExistsError(errno.EEXIST, EXISTS, path)
 
     @contextmanager
     def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> Iterator[None]:

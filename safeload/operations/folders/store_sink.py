@@ -25,8 +25,7 @@ from ...stores.files import Files, Location
 from ...stores.remote import Backend
 from ...stores.remote_files import RemoteFiles
 from ...stores.thread_group import left_behind
-from . import journal
-from .sink import EXISTS, Sink, blocking_index
+from .sink import Sink, blocking_index
 
 _SHARD = re.compile(r"model-[0-9]{5,}(?:-of-[0-9]{5,})?\.safetensors", re.ASCII)
 # A write may take this many times the seconds that a read may wait for a byte, and a second for each so many bytes.
@@ -85,15 +84,6 @@ class StoreSink(Sink):
             _bounded(backend.timeout, lambda: backend.remove(paths), 0, self.location.shown)
 
     # ---- a new checkpoint ----
-
-    def check_free(self, overwrite: bool) -> None:
-        location = self.location
-        names = self.names()
-        if names and not overwrite:
-            journal.check_unfinished(self, names)
-            raise FileExistsError(errno.EEXIST, EXISTS, location.shown)
-        if not names and not location.path.endswith("/") and is_file(location):
-            raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
 
     @contextmanager
     def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> Iterator[None]:
@@ -212,15 +202,6 @@ def _bounded(timeout: float, change: Callable[[], object], nbytes: int, shown: s
 def backend_of(location: Location) -> Backend:
     """Return the store of a location."""
     return cast(RemoteFiles, location.files).backend(location.path)
-
-
-def is_file(location: Location) -> bool:
-    """Return True if a URL leads to a file."""
-    try:
-        location.files.open(location.path).close()
-    except (FileNotFoundError, FormatError):  # FormatError: an empty folder
-        return False
-    return True
 
 
 @contextmanager

@@ -6,12 +6,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 
 from ...base.arrays import Array
-from ...base.forking import ProcessLock
 from ...base.native import ffi
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
@@ -170,9 +170,10 @@ class SaveFuture(Future):  # type: ignore[type-arg]
 
 
 class _Buffer:
-    """Memory for copies of tensors, which grows and is reused."""
+    """Memory for copies of tensors, which grows and is reused by a save at a time."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self._blocks: list[Array] = []
         self._block = self._used = 0
 
@@ -221,8 +222,8 @@ class _Buffer:
         return copy
 
 
-_buffer, _buffer_lock = _Buffer(), ProcessLock()
-_owner = os.getpid()
+# By process: when a child is forked, a save of its parent may be pending.
+_buffers: dict[int, _Buffer] = {}
 
 
 def _in_background(
@@ -232,13 +233,9 @@ def _in_background(
     write: Callable[[Mapping[str, Any]], None],
 ) -> Future[None]:
     """Copy the tensors into the buffer, and write them in a thread that ends with the save."""
-    global _buffer, _owner
-    lock = _buffer_lock.own
-    lock.acquire()
+    buffer = _buffers.setdefault(os.getpid(), _Buffer())
+    buffer.lock.acquire()
     try:
-        if _owner != os.getpid():  # a forked child: the parent's save may have been pending
-            _buffer, _owner = _Buffer(), os.getpid()
-        buffer = _buffer
         buffer.reset()
         copies: dict[str, Any] = {}
         for name, value in _items(tensors):
@@ -251,7 +248,7 @@ def _in_background(
         future = SaveFuture()
         future.set_running_or_notify_cancel()
     except BaseException:
-        lock.release()
+        buffer.lock.release()
         raise
 
     def run() -> None:
@@ -259,17 +256,15 @@ def _in_background(
             try:
                 write(copies)
             finally:
-                lock.release()
+                buffer.lock.release()
         except BaseException as error:  # the future raises it
             future.set_exception(error)
         else:
             future.set_result(None)
 
-    if not threading.main_thread().is_alive():  # the interpreter is exiting and waits for no more threads
-        run()
-        return future
-    try:
-        threading.Thread(target=run, name="safeload-save").start()  # not a daemon: the interpreter waits for it
-    except RuntimeError:  # no more threads
-        run()
+    with suppress(RuntimeError):  # no more threads
+        if threading.main_thread().is_alive():  # an exiting interpreter waits for no more threads
+            threading.Thread(target=run, name="safeload-save").start()  # not a daemon: the interpreter waits for it
+            return future
+    run()
     return future
