@@ -33,7 +33,7 @@ from ..quantize.checkpoint import Summary, described
 from ..quantize.engine_layout import arranged
 from ..quantize.engine_rules import EngineRules, not_as_in_mlx, nothing_left
 from ..quantize.importance import read_importance
-from ..quantize.rules import FileTypeRules, ModelRules, Planned, Rules, metadata_with, rules_for
+from ..quantize.rules import FileTypeRules, Planned, Rules, metadata_with, rules_for, schema_of, tied_heads
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
@@ -325,14 +325,14 @@ class Decider:
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
         tied: Mapping[str, str] = {}
         if rules is not None:
-            model = ModelRules.of(catalog)
+            schema = schema_of(catalog)
             # llama.cpp and engines tie the head themselves, and a restored model has all of its tensors.
             ties = not isinstance(rules, (FileTypeRules, EngineRules)) and not isinstance(catalog, RestructuredCatalog)
-            tied = model.tied_heads() if names is None and ties else {}
+            tied = tied_heads(catalog, schema) if names is None and ties else {}
             if isinstance(rules, EngineRules):
-                rules.set_model(model.schema, catalog, chosen=names is not None or only is not None)
+                rules.set_model(schema, catalog, chosen=names is not None or only is not None)
             else:
-                rules.schema = model.schema
+                rules.schema = schema
         chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
         unknown = catalog.unknown() if names is None else {}
         # Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.

@@ -370,31 +370,24 @@ def _local(path: Any) -> str | None:
 # ---- text files ----
 
 
-class Output:
+class Output(NamedTuple):
     """A text file to write. `check` refuses a path before the work starts, `write` checks it again."""
 
-    def __init__(
-        self,
-        argument: str,  # or option, that names the file
-        path: str,
-        kind: str,  # "report" or "manifest", for messages
-        recognises: Callable[[bytes], bool],  # tells by the first bytes if safeload wrote this kind of file
-        *,
-        overwrite: bool,  # allows to replace any file except a source
-        sources: Iterable[str | None],  # paths that are read
-    ) -> None:
-        self._argument, self._path, self._kind, self._recognises = argument, path, kind, recognises
-        self._overwrite = overwrite
-        self._sources = [path for path in sources if path is not None]
+    argument: str  # or option, that names the file
+    path: str
+    kind: str  # "report" or "manifest", for messages
+    recognises: Callable[[bytes], bool]  # tells by the first bytes if safeload wrote this kind of file
+    overwrite: bool  # allows to replace any file except a source
+    sources: Iterable[Any]  # that are read
 
     def check(self, sources: Iterable[str] = ()) -> bool:
         """Return True for a file that may be replaced or a device, False if there is no file."""
-        path = self._path
+        path = self.path
         try:
             existing = os.stat(path)
         except FileNotFoundError:
             if urls.is_url(path):
-                raise ValueError(f"{self._argument} needs a local file, got {urls.shown(path)}") from None
+                raise ValueError(f"{self.argument} needs a local file, got {urls.shown(path)}") from None
             check_place(path)
             return False
         if stat.S_ISDIR(existing.st_mode):
@@ -403,9 +396,9 @@ class Output:
             return True
         empty = stat.S_ISREG(existing.st_mode) and not existing.st_size
         ours = empty or self.is_ours()
-        read = [*self._sources, *sources]
+        read = [*self.sources, *sources]
         refuse_inputs(path, read, beside=() if ours else read)  # its own file may be in a source folder
-        if not ours and not self._overwrite:
+        if not ours and not self.overwrite:
             raise self._exists()
         return True
 
@@ -414,7 +407,7 @@ class Output:
         replaces = self.check(sources)
         encoded = text.encode("utf-8", "backslashreplace")  # lone surrogates come from paths
         try:
-            with AtomicFile(self._path, len(encoded), overwrite=replaces) as file, file.stream() as stream:
+            with AtomicFile(self.path, len(encoded), overwrite=replaces) as file, file.stream() as stream:
                 return stream.write(encoded)
         except FileExistsError:  # created since
             raise self._exists() from None
@@ -422,11 +415,11 @@ class Output:
     def _exists(self) -> FileExistsError:
         return FileExistsError(
             errno.EEXIST,
-            f"File exists and is not a safeload {self._kind}; pass overwrite=True to replace it",
-            self._path,
+            f"File exists and is not a safeload {self.kind}; pass overwrite=True to replace it",
+            self.path,
         )
 
     def is_ours(self) -> bool:
         """True if safeload wrote the existing file as this kind of file."""
-        with open(self._path, "rb", buffering=0) as file:
-            return self._recognises(file.read(_HEAD))
+        with open(self.path, "rb", buffering=0) as file:
+            return self.recognises(file.read(_HEAD))

@@ -18,7 +18,7 @@ from ..quantize.encoding import Encoding
 from ..quantize.engine_layout import arranged
 from ..quantize.engine_rules import EngineRules
 from ..quantize.quantize import SchemeName
-from ..quantize.rules import ModelRules, Rules, check_restorable, heads_to_quantize
+from ..quantize.rules import Rules, check_restorable, heads_to_quantize, schema_of, tied_heads
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from ..sources.restructured import RestructuredCatalog
@@ -52,26 +52,28 @@ class _Kind(NamedTuple):
 def sizes(source: Given) -> Sizes:
     """Predict the memory of a checkpoint, as stored, converted and quantized, from names and shapes alone."""
     with Catalog.of(source) as catalog:
-        model = ModelRules.of(catalog)
-        kinds = _kinds(catalog, model.schema)
+        schema = schema_of(catalog)
+        kinds = _kinds(catalog, schema)
         stored = sum(kind.number * kind.about.nbytes for kind in kinds)
         if catalog.codes or catalog.unknown():
             return Sizes(stored, {}, {})
+
+        tied = tied_heads(catalog, schema)
 
         def converted(dtype: str) -> int:
             return sum(kind.number * _converted(kind, dtypes.BY_NAME[dtype]) for kind in kinds)
 
         def quantized(scheme: str) -> int:
             rules = Rules(cast(SchemeName, scheme), None)
-            rules.schema = model.schema
-            heads = heads_to_quantize(model, rules, catalog.about)
+            rules.schema = schema
+            heads = heads_to_quantize(tied, rules, catalog.about)
             untied = [_Kind(head, catalog.about(embedding), 1) for head, embedding in heads.items()]
             return sum(kind.number * _quantized(kind, rules) for kind in (*kinds, *untied))
 
         def encoded(preset: str) -> int:
             layout = arranged(catalog, presets()[preset])
             own = kinds if layout is catalog else [_Kind(name, layout.about(name), 1) for name in layout]
-            return _encoded(own, EngineRules(presets()[preset], None), model, layout)
+            return _encoded(own, EngineRules(presets()[preset], None), layout, schema)
 
         schemes = {**_totals(SCHEMES, quantized), **_totals(ENGINE_FORMATS, encoded)}
         return Sizes(stored, _totals(DTYPES, converted), schemes)
@@ -117,10 +119,10 @@ def _converted(kind: _Kind, target: dtypes.Dtype) -> int:
     return target.nbytes(math.prod(about.shape))
 
 
-def _encoded(kinds: Iterable[_Kind], rules: EngineRules, model: ModelRules, catalog: Catalog) -> int:
+def _encoded(kinds: Iterable[_Kind], rules: EngineRules, catalog: Catalog, schema: Schema | None) -> int:
     """Return the bytes of all tensors in the format of an engine; the catalog has the names of the engine."""
-    schema = ModelRules.of(catalog).schema if isinstance(catalog, RestructuredCatalog) else model.schema
-    rules.set_model(schema, catalog, chosen=model.config is None)
+    schema = schema_of(catalog) if isinstance(catalog, RestructuredCatalog) else schema
+    rules.set_model(schema, catalog, chosen=catalog.config is None)
     total, quantized = 0, False
     for name, about, number in kinds:
         if rules.drops(name):

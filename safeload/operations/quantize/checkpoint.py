@@ -31,7 +31,7 @@ from .engine_layout import arranged
 from .engine_rules import EngineRules, nothing_left
 from .importance import importance_by_name
 from .quantize import Request, Rounding, new_tensor, run_requests, weighted_rounding
-from .rules import Keep, ModelRules, Rules, Scheme, heads_to_quantize
+from .rules import Keep, Rules, Scheme, heads_to_quantize, schema_of, tied_heads
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -185,14 +185,14 @@ def load_quantized(
         heads: Mapping[str, str] = {}
         if isinstance(rules, EngineRules):
             catalog = arranged(catalog, rules.preset)
-            rules.set_model(ModelRules.of(catalog).schema, catalog, chosen=catalog.config is None)
+            rules.set_model(schema_of(catalog), catalog, chosen=catalog.config is None)
             abouts = {name: catalog.about(name) for name in catalog if not rules.drops(name)}
             rules.kept.check(abouts)
         else:
-            model = ModelRules.of(catalog)
-            rules.schema = model.schema
+            rules.schema = schema_of(catalog)
             abouts = {name: catalog.about(name) for name in catalog}
-            heads = heads_to_quantize(model, rules, abouts.__getitem__) if tie_lm_head else {}
+            tied = tied_heads(catalog, rules.schema) if tie_lm_head else {}
+            heads = heads_to_quantize(tied, rules, abouts.__getitem__)
         before = sum(about.nbytes for about in abouts.values())
         abouts.update((head, abouts[embedding]) for head, embedding in heads.items())
         plans = {name: rules.plan(name, about) for name, about in abouts.items()}

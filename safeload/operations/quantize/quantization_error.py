@@ -18,7 +18,7 @@ from ...errors import exported, public
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from .engine_layout import like
-from .rules import ModelRules
+from .rules import schema_of, tied_heads
 
 
 class _ErrorFields(NamedTuple):
@@ -142,7 +142,7 @@ def quantization_error(
         raise ValueError(f"quantized must be a QuantizedTensor if source is an array, got {type(quantized).__name__}")
     with Catalog.of(source, storage_options) as originals, Catalog.of(quantized, storage_options) as codes:
         originals = like(originals, codes)
-        tied = ModelRules.of(originals).tied_heads()
+        tied = tied_heads(originals, schema_of(originals))
         names = {name: tied.get(name, name) for name in codes if codes.about(name).quantized}
         originals.check(names.values())
         originals.refuse_codes(names.values(), "quantization_error")

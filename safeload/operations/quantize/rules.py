@@ -127,27 +127,17 @@ def _test_of(pattern: str) -> Callable[[str], bool]:
 # ---- the schemes of a call ----
 
 
-class ModelRules(NamedTuple):
-    """Facts about a model to derive the roles of its tensors from, such as embedding, head and norm."""
+def schema_of(catalog: Catalog) -> Schema | None:
+    """Return the schema of a model's architecture, which gives the roles of its tensors, such as embedding and norm."""
+    choice = choose(catalog.config, catalog.format, dict.fromkeys(catalog).keys())
+    return None if choice is None else choice.schema
 
-    names: Collection[str]  # of all tensors
-    config: Mapping[str, Any] | None = None  # parsed ``config.json``
-    schema: Schema | None = None  # of the architecture
-    architecture: str = ""  # ``general.architecture`` of a GGUF file
 
-    @classmethod
-    def of(cls, catalog: Catalog) -> ModelRules:
-        """Return the rules for the model of a catalog."""
-        names = dict.fromkeys(catalog).keys()
-        choice = choose(catalog.config, catalog.format, names)
-        architecture = str(catalog.metadata.get(ARCHITECTURE, ""))
-        return cls(names, catalog.config, None if choice is None else choice.schema, architecture)
-
-    def tied_heads(self) -> dict[str, str]:
-        """Return the embedding that each absent head is tied to, by the name of the head."""
-        if self.schema is None and _HEADLESS in self.architecture:
-            return {}
-        return absent_heads(self.schema, self.names, self.config)
+def tied_heads(catalog: Catalog, schema: Schema | None) -> dict[str, str]:
+    """Return the embedding that each absent head is tied to, by the name of the head."""
+    if schema is None and _HEADLESS in str(catalog.metadata.get(ARCHITECTURE, "")):
+        return {}
+    return absent_heads(schema, dict.fromkeys(catalog).keys(), catalog.config)
 
 
 def check_restorable(name: str, scheme: str) -> None:
@@ -218,14 +208,15 @@ class Rules:
         return None if pattern is None else f"matches {pattern}"
 
 
-def heads_to_quantize(model: ModelRules, rules: Rules, about: Callable[[str], TensorDescription]) -> dict[str, str]:
+def heads_to_quantize(
+    tied: Mapping[str, str], rules: Rules, about: Callable[[str], TensorDescription]
+) -> dict[str, str]:
     """Return the embedding of each tied head that is quantized although no file stores it."""
-    heads = {}
-    for head, embedding in model.tied_heads().items():
-        origin = about(embedding)
-        if not origin.quantized and origin.floating and rules.plan(head, origin).scheme is not None:
-            heads[head] = embedding
-    return heads
+
+    def quantizes(head: str, origin: TensorDescription) -> bool:
+        return not origin.quantized and origin.floating and rules.plan(head, origin).scheme is not None
+
+    return {head: embedding for head, embedding in tied.items() if quantizes(head, about(embedding))}
 
 
 # ---- llama.cpp's file types ----

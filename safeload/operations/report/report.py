@@ -298,10 +298,10 @@ def _errors(
     """Measure the errors of tensors that `load_quantized` quantizes; list reasons why tensors cannot be quantized."""
     from ..quantize.quantization_error import quantization_error
     from ..quantize.quantize import quantize
-    from ..quantize.rules import ModelRules, Rules
+    from ..quantize.rules import Rules, schema_of
 
     catalog, rules = Catalog.of(opened), Rules(scheme, None)
-    rules.schema = ModelRules.of(catalog).schema
+    rules.schema = schema_of(catalog)
     errors: dict[str, Any] = {}
     refused: dict[str, str] = {}
     sizes = catalog.sizes([*catalog])

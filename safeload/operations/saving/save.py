@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from ..folders.shards import write_folder
 from ..folders.sink import Sink
 from .writer import Writer, check_name, checked_metadata, value_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # The tensors of a save.
 Saved: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -31,34 +34,24 @@ Saved: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]]
 _BLOCK = 16 << 20
 
 
+class SaveOptions(TypedDict, total=False):
+    """Options of `save` for its overloads."""
+
+    metadata: Mapping[str, str] | None
+    max_shard_size: int | str | None
+    overwrite: bool
+    durable: bool
+    storage_options: Mapping[str, Any] | None
+
+
 @overload
 def save(
-    tensors: Saved,
-    dst: SaveDestination,
-    *,
-    background: Literal[False] = False,
-    metadata: Mapping[str, str] | None = None,
-    max_shard_size: int | str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
+    tensors: Saved, dst: SaveDestination, *, background: Literal[False] = False, **options: Unpack[SaveOptions]
 ) -> None: ...
-
-
 @overload
 def save(
-    tensors: Saved,
-    dst: SaveDestination,
-    *,
-    background: bool,
-    metadata: Mapping[str, str] | None = None,
-    max_shard_size: int | str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
+    tensors: Saved, dst: SaveDestination, *, background: bool, **options: Unpack[SaveOptions]
 ) -> Future[None] | None: ...
-
-
 @public
 def save(
     tensors: Saved,
