@@ -30,10 +30,17 @@ from ...packed.quantization import is_kept_by, quantization_of
 from ...stores.files import Location
 from ..folders.shards import config_with
 from ..quantize.checkpoint import Summary, described
-from ..quantize.engine_layout import arranged
-from ..quantize.engine_rules import EngineRules, not_as_in_mlx, nothing_left
-from ..quantize.importance import read_importance
-from ..quantize.rules import FileTypeRules, Planned, Rules, metadata_with, rules_for, schema_of, tied_heads
+from ..quantize.engine_rules import EngineRules, arranged, not_as_in_mlx, nothing_left
+from ..quantize.rules import (
+    FileTypeRules,
+    Planned,
+    Rules,
+    metadata_with,
+    read_importance,
+    rules_for,
+    schema_of,
+    tied_heads,
+)
 from ..quantize.stack import Stack, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription

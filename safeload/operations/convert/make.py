@@ -50,8 +50,8 @@ from ..quantize.encoding import (
     largest_in,
     weights_in,
 )
-from ..quantize.importance import vectors_for
 from ..quantize.quantize import Request, Rounding, maxima_of, quantize_source, run_requests, scales_of
+from ..quantize.rules import vectors_for
 from ..quantize.stack import fill, plan
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription

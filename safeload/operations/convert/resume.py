@@ -40,7 +40,7 @@ from ..folders.destinations import Destination, sink_at
 from ..folders.shards import config_text, index_text, open_shard, warn_of_schemes
 from ..folders.sink import Sink, free_names, indexed_names, shared_identity
 from ..quantize.checkpoint import Summary
-from ..quantize.engine_layout import arranged
+from ..quantize.engine_rules import arranged
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.executors import Executor, check_path, files_at

@@ -15,8 +15,7 @@ from ...errors import FormatError, UnsupportedError
 from ...models.schema import Schema
 from ...packed.families import presets
 from ..quantize.encoding import Encoding
-from ..quantize.engine_layout import arranged
-from ..quantize.engine_rules import EngineRules
+from ..quantize.engine_rules import EngineRules, arranged
 from ..quantize.quantize import SchemeName
 from ..quantize.rules import Rules, check_restorable, heads_to_quantize, schema_of, tied_heads
 from ..sources.catalog import Catalog, Given

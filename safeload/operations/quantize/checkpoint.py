@@ -27,11 +27,9 @@ from ...packed.packed_group import GroupContext, packing_of
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
 from .encoding import Encoding, ScratchBuffers, Weights, encode, largest_in, weights_in
-from .engine_layout import arranged
-from .engine_rules import EngineRules, nothing_left
-from .importance import importance_by_name
+from .engine_rules import EngineRules, arranged, nothing_left
 from .quantize import Request, Rounding, new_tensor, run_requests, weighted_rounding
-from .rules import Keep, Rules, Scheme, heads_to_quantize, schema_of, tied_heads
+from .rules import Keep, Rules, Scheme, heads_to_quantize, importance_by_name, schema_of, tied_heads
 
 _F32 = dtypes.BY_CODE["F32"]
 

@@ -17,7 +17,7 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import exported, public
 from ..sources.catalog import Catalog, Given
 from ..sources.description import TensorDescription
-from .engine_layout import like
+from .engine_rules import like
 from .rules import schema_of, tied_heads
 
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ...base import dtypes
 from ...base.arrays import Array
 from ...base.native import lib
 from ...base.packing import Packing
 from ...base.scheme import INT8, SCHEMES, parse
-from ...base.text import show
+from ...base.text import show, subject
 from ...engine.codes.code_ranges import Range, small_ranges, values_before
 from ...engine.codes.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ...engine.codes.restore import restore_jobs
-from ...engine.codes.source import Source, address, of_reals
+from ...engine.codes.source import Source, address, of_numbers, of_reals
 from ...engine.run import jobs
 from ...engine.run.cast import astype
 from ...engine.run.job import Channels, Job, Origin
@@ -26,13 +27,15 @@ from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import public
 from ...packed import bitnet
-from .importance import check_importance, weighted_jobs
+from ..sources.catalog import read_values
 
 SchemeName: TypeAlias = Literal[
     "int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
     "tq1_0", "tq2_0",
 ]  # fmt: skip
 Rounding: TypeAlias = Literal["absmax", "ggml"]
+
+_F32 = dtypes.BY_CODE["F32"]
 
 
 @public
@@ -165,6 +168,48 @@ def quantize_source(
     request = Request(reals, result, SCHEMES[scheme].target(rounding), importance)
     run_requests([request], threads=threads, progress=None)
     return result
+
+
+# ---- importance ----
+
+
+def check_importance(importance: Any, shape: tuple[int, ...], name: str = "") -> Array:
+    """Return importance as float32 [matrices or 1, columns] for a tensor of this shape."""
+    with np.errstate(over="ignore"):
+        vectors = np.ascontiguousarray(np.asarray(importance), np.float32)
+    columns = shape[-1] if shape else 1
+    matrices = math.prod(shape[:-2])
+    if vectors.shape not in ((columns,), (matrices, columns), (*shape[:-2], columns)):
+        raise ValueError(
+            f"{subject(name)}importance has shape {list(vectors.shape)}, expected [{columns}]"
+            + (f" or {[*shape[:-2], columns]}" if len(shape) > 2 else "")
+        )
+    if not (np.isfinite(vectors) & (vectors >= 0)).all():
+        raise ValueError(f"{subject(name)}importance must be finite and >= 0")
+    return vectors.reshape(-1, columns)
+
+
+def weighted_jobs(source: Source, scheme: str, memory: int, importance: Array, threads: int | None) -> Iterator[Job]:
+    """Yield the jobs that quantize a tensor to ``memory`` (address), one for each matrix with its own importance."""
+    target = SCHEMES[scheme].dtype
+    columns = source.shape[-1]
+    if source.packed is not None and (len(importance) > 1 or not source.in_order):
+        # In another order than their values, or with an importance for each matrix.
+        values = read_values(source, _F32, private_array(source.shape, np.dtype(np.float32)), threads)
+        source = of_numbers(source.name, values, source.row, threads)
+    first = source.work(lib.SL_OP_WEIGHTED, memory)._replace(target=target.number)
+    if source.packed is not None:
+        yield first._replace(channels=Channels(columns, 1, importance[0]))
+        return
+    elements = math.prod(source.shape) // len(importance)
+    for index, vector in enumerate(importance):
+        yield first._replace(
+            offset=source.offset + source.row.nbytes(index * elements),
+            size=source.row.nbytes(elements),
+            memory=memory + target.nbytes(index * elements),
+            channels=Channels(columns, 1, vector),
+            origin=Origin(source.name, source.shape, source.owner, index * elements),
+        )
 
 
 # ---- many tensors in one run ----

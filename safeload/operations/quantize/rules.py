@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...base import dtypes
+from ...base.arrays import Array
 from ...base.messages import error_about
+from ...base.paths import PathLike
 from ...base.scheme import SCHEMES, parse, row_of
 from ...base.selecting import check_matches
-from ...base.text import show
-from ...errors import TensorNotFoundError, UnsupportedError
-from ...formats.gguf import mixtures
+from ...base.text import plural, show
+from ...base.url import is_url
+from ...errors import FormatError, TensorNotFoundError, UnsupportedError
+from ...formats.gguf import imatrix, mixtures
 from ...formats.gguf.imatrix import ImportanceMatrix
-from ...formats.gguf.mixtures import FLOAT16, ModelSizes, TensorType
+from ...formats.gguf.mixtures import EMBEDDINGS, FLOAT16, ModelSizes, TensorType
+from ...loading.entry import open as open_checkpoint
 from ...models.choosing import choose
 from ...models.diffusion import ARCHITECTURE, diffusion_models, quantized_models
 from ...models.schema import Schema
 from ...models.tied import absent_heads
+from ...stores.files import LOCAL
+from ...stores.store import read_at
 from ..sources.catalog import Catalog
 from ..sources.description import TensorDescription
-from .quantize import SchemeName
+from .quantize import SchemeName, check_importance
 
 #: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
 #: Used for models without a schema; a schema gives the role of each tensor.
@@ -310,3 +319,65 @@ def metadata_with(
     else:
         metadata = {**metadata, **keys}
     return {**metadata, **{key: value for key, value in own.items() if value is not None}}
+
+
+# ---- importance ----
+
+_MAGIC = b"GGUF"
+# A file of the older format is read at once: 70B models have 30 MB.
+MAX_FILE = 4 << 30
+
+
+def read_importance(path: PathLike) -> ImportanceMatrix:
+    """Read an importance matrix of llama.cpp's, in GGUF or in the older format."""
+    shown = os.fspath(path)
+    if not is_url(shown):
+        with closing(LOCAL.open(shown)) as store:  # refuses pipes, which could block
+            if read_at(store, 0, min(len(_MAGIC), store.size)) != _MAGIC:
+                if store.size > MAX_FILE:
+                    raise FormatError(f"{store.size:,} bytes are too large for an importance matrix", shown)
+                return imatrix.of_dat(shown, read_at(store, 0, store.size))
+    with open_checkpoint(shown) as checkpoint:
+        names = [name for name in checkpoint if name.endswith((imatrix.SUMS, imatrix.COUNTS))]
+        return imatrix.of_gguf(shown, checkpoint.load(names=names), checkpoint.metadata)
+
+
+def importance_by_name(
+    importance: PathLike | Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Array]:
+    """Return the importance for each tensor to quantize that has one; see `check_importance`."""
+    if isinstance(importance, Mapping):
+        for name in importance:
+            if name not in shapes:
+                raise ValueError(f"imatrix= has importance for {show(name)}, which is not quantized to a type of ggml")
+        return {name: check_importance(vector, shapes[name], name) for name, vector in importance.items()}
+    return vectors_for(read_importance(importance), shapes)
+
+
+def vectors_for(matrix: ImportanceMatrix, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Return the importance of a matrix for each tensor to quantize that has one."""
+    vectors = {name: vector_for(matrix, name, shape) for name, shape in shapes.items()}
+    importance = {name: vector for name, vector in vectors.items() if vector is not None}
+    if shapes and not importance:
+        raise ValueError(
+            f"imatrix= {show(matrix.path)} has no entry for any of {plural(len(shapes), 'tensor')} to quantize, "
+            f"such as {show(next(iter(shapes)))}"
+        )
+    return importance
+
+
+def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> Array | None:
+    """Return the importance of a tensor's columns, or None if the matrix has no entry for it."""
+    vector = matrix.vectors.get(name)
+    if vector is None:
+        return None
+    columns, matrices = shape[-1], math.prod(shape[:-2])
+    if vector.size == columns * matrices:
+        return vector.reshape(matrices, columns)
+    if name in EMBEDDINGS:
+        return None  # llama-quantize ignores such an entry
+    raise FormatError(
+        f"importance of {show(name)} has {vector.size:,} numbers, but the tensor has {columns:,} columns"
+        + (f" in {matrices:,} matrices" if matrices > 1 else ""),
+        matrix.path,
+    )
