@@ -259,7 +259,8 @@ def _rules(catalog: Catalog, request: ConvertRequest, matrix: ImportanceMatrix |
     if quantize is None:
         return None
     if request.preset is not None:
-        return EngineRules(request.preset, options.get("keep"))
+        chosen = options.get("names") is not None or options.get("only") is not None
+        return EngineRules(request.preset, options.get("keep"), catalog, schema_of(catalog), chosen=chosen)
     model = request.format == "gguf" and not options.get("raw")
     rules = rules_for(catalog, quantize, options.get("keep"), matrix, model=model)
     if isinstance(rules, FileTypeRules) and options.get("layout") is not None:
@@ -331,15 +332,11 @@ class Decider:
         self._kept: dict[str, str] = {}
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
         tied: Mapping[str, str] = {}
-        if rules is not None:
-            schema = schema_of(catalog)
+        if isinstance(rules, Rules):
+            rules.schema = schema_of(catalog)
             # llama.cpp and engines tie the head themselves, and a restored model has all of its tensors.
-            ties = not isinstance(rules, (FileTypeRules, EngineRules)) and not isinstance(catalog, RestructuredCatalog)
-            tied = tied_heads(catalog, schema) if names is None and ties else {}
-            if isinstance(rules, EngineRules):
-                rules.set_model(schema, catalog, chosen=names is not None or only is not None)
-            else:
-                rules.schema = schema
+            ties = not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog)
+            tied = tied_heads(catalog, rules.schema) if names is None and ties else {}
         chosen = dict.fromkeys(catalog.choose(names, only, drop, [*tied, *catalog.ignored]))
         unknown = catalog.unknown() if names is None else {}
         # Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.

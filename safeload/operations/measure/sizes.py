@@ -72,7 +72,8 @@ def sizes(source: Given) -> Sizes:
         def encoded(preset: str) -> int:
             layout = arranged(catalog, presets()[preset])
             own = kinds if layout is catalog else [_Kind(name, layout.about(name), 1) for name in layout]
-            return _encoded(own, EngineRules(presets()[preset], None), layout, schema)
+            own_schema = schema_of(layout) if isinstance(layout, RestructuredCatalog) else schema
+            return _encoded(own, EngineRules(presets()[preset], None, layout, own_schema, chosen=layout.config is None))
 
         schemes = {**_totals(SCHEMES, quantized), **_totals(ENGINE_FORMATS, encoded)}
         return Sizes(stored, _totals(DTYPES, converted), schemes)
@@ -118,10 +119,8 @@ def _converted(kind: _Kind, target: dtypes.Dtype) -> int:
     return target.nbytes(math.prod(about.shape))
 
 
-def _encoded(kinds: Iterable[_Kind], rules: EngineRules, catalog: Catalog, schema: Schema | None) -> int:
-    """Return the bytes of all tensors in the format of an engine; the catalog has the names of the engine."""
-    schema = schema_of(catalog) if isinstance(catalog, RestructuredCatalog) else schema
-    rules.set_model(schema, catalog, chosen=catalog.config is None)
+def _encoded(kinds: Iterable[_Kind], rules: EngineRules) -> int:
+    """Return the bytes of all tensors, which have the names of the engine, in its format."""
     total, quantized = 0, False
     for name, about, number in kinds:
         if rules.drops(name):

@@ -177,20 +177,21 @@ def load_quantized(
         raise ValueError(f"{preset.name} does not accept rounding=, axis= or imatrix=")
     if imatrix is not None:
         rounding = weighted_rounding(scheme, rounding, "imatrix=")
-    rules = Rules(scheme, keep) if preset is None else EngineRules(preset, keep)
+    rules: Rules | EngineRules
+    rules = plain = Rules({} if preset is not None else scheme, keep)
     with Catalog.of(source, storage_options) as catalog:
         catalog.refuse_codes(catalog, "load_quantized")
         heads: Mapping[str, str] = {}
-        if isinstance(rules, EngineRules):
-            catalog = arranged(catalog, rules.preset)
-            rules.set_model(schema_of(catalog), catalog, chosen=catalog.config is None)
+        if preset is not None:
+            catalog = arranged(catalog, preset)
+            rules = EngineRules(preset, keep, catalog, schema_of(catalog), chosen=catalog.config is None)
             abouts = {name: catalog.about(name) for name in catalog if not rules.drops(name)}
             rules.kept.check(abouts)
         else:
-            rules.schema = schema_of(catalog)
+            plain.schema = schema_of(catalog)
             abouts = {name: catalog.about(name) for name in catalog}
-            tied = tied_heads(catalog, rules.schema) if tie_lm_head else {}
-            heads = heads_to_quantize(tied, rules, abouts.__getitem__)
+            tied = tied_heads(catalog, plain.schema) if tie_lm_head else {}
+            heads = heads_to_quantize(tied, plain, abouts.__getitem__)
         before = sum(about.nbytes for about in abouts.values())
         abouts.update((head, abouts[embedding]) for head, embedding in heads.items())
         plans = {name: rules.plan(name, about) for name, about in abouts.items()}

@@ -55,20 +55,20 @@ _FUSED = (
 class EngineRules:
     """Select the weights that an engine's tool would quantize."""
 
-    def __init__(self, preset: Preset, keep: Keep) -> None:
+    def __init__(
+        self,
+        preset: Preset,
+        keep: Keep,
+        catalog: Catalog,  # the model, arranged for the engine
+        schema: Schema | None,
+        *,
+        chosen: bool,  # True if the caller has chosen the tensors: any model is supported
+    ) -> None:
         self.preset, self.engine = preset, preset.engine
-        self._keep = keep
-        self.kept = Kept(keep)
-        self.schema: Schema | None = None  # None if the caller has chosen the tensors
-        self._config: Mapping[str, Any] | None = None
-        self._experts: MlxExperts | None = None
-        self._tied: Collection[str] = ()
-
-    def set_model(self, schema: Schema | None, catalog: Catalog, *, chosen: bool) -> None:
-        """Set the model, arranged for the engine; any model is supported if the caller has ``chosen`` the tensors."""
         self._config = config = catalog.config
+        self.kept = Kept(keep)
         if isinstance(catalog, RestructuredCatalog) and catalog.for_engine:
-            self.kept = Kept(self._keep, catalog.sources_of)
+            self.kept = Kept(keep, catalog.sources_of)
         model_type = None if config is None else config.get("model_type")
         supported = schema is not None and model_type in engine_model_types()
         if not supported and not chosen:
