@@ -26,7 +26,7 @@ from ...models.config_dtype import with_dtype
 from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ...stores.files import Location
 from . import journal
-from .sink import LARGEST_EXTRA, Sink, free_names, is_extra
+from .sink import Sink, free_names, is_extra
 
 # A tensor for a writer.
 Output = Lazy | LazyQuantized | LazyPacked | LazyEncoded
@@ -70,14 +70,8 @@ def extras_of(folder: Location) -> dict[str, Location]:
         name: location
         for name, is_folder in listed
         if not is_folder and is_extra(name) and os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
-        if _is_small(location := folder / name)
+        if (location := folder / name).files.remote or os.path.isfile(location.path)
     }
-
-
-def _is_small(extra: Location) -> bool:
-    """Return True for a file in a store: its size is read when it is copied."""
-    path = extra.path
-    return extra.files.remote or (os.path.isfile(path) and os.stat(path).st_size <= LARGEST_EXTRA)
 
 
 def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
