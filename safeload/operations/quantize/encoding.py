@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,6 +30,8 @@ WEIGHTS = ("BF16", "F16", "F32")
 _FLAT = 4096
 # The largest E2M1 times the largest E4M3.
 _NVFP4_MOST = np.float32(2688)
+_Result = TypeVar("_Result")
+
 # Weights that are read at once: few enough for the caches, and as many as hide the latency of a network.
 _LOCAL, _REMOTE = 1 << 20, 4 << 20
 # Threads that read from a network: one reads, while another quantizes.
@@ -49,11 +50,6 @@ class Weights(NamedTuple):
     read: Callable[[int, int], AbstractContextManager[Array]]
     step: int  # values to read at once
     readers: int | None = None  # most threads
-
-    def threads(self, nbytes: int, count: int) -> int:
-        """Return how many of ``count`` threads may read ranges of this many bytes."""
-        limit = count if self.readers is None else min(count, self.readers)
-        return max(1, min(limit, _MOST_BYTES // max(1, nbytes)))
 
 
 class Scratch:
@@ -129,11 +125,8 @@ def _ranges_of(source: Source, row: dtypes.Dtype, scratch: ScratchBuffers) -> We
     dtype = dtypes.array_dtype(row.number)
     if source.file is None and source.row.number == row.number and source.size:
         stored = memory_of(source)
-        if (
-            stored.nbytes == source.size
-            and address_of(stored) == source.offset
-            and source.offset % dtype.alignment == 0
-        ):
+        whole = stored.nbytes == source.size and address_of(stored) == source.offset
+        if whole and source.offset % dtype.alignment == 0:
             return in_memory(stored.view(dtype))
 
     @contextmanager
@@ -142,9 +135,8 @@ def _ranges_of(source: Source, row: dtypes.Dtype, scratch: ScratchBuffers) -> We
         with scratch.borrow(end - begin, dtype) as values:
             yield jobs.native_order(read_values(part, row, values, 1))
 
-    if source.file is not None and source.file.remote:
-        return Weights(read, _REMOTE, _REMOTE_READERS)
-    return Weights(read, _LOCAL)
+    remote = source.file is not None and source.file.remote
+    return Weights(read, _REMOTE, _REMOTE_READERS) if remote else Weights(read, _LOCAL)
 
 
 def _of_items(
@@ -262,7 +254,7 @@ def encode(
     columns = _FLAT if preset.flat else max(1, shape[-1])
     row_bytes = columns * preset.bits // 8 if preset.flat else codes.nbytes // max(1, math.prod(shape[:-1]))
 
-    def run(strip: _Strip) -> None:
+    def run(strip: _Strip, values: Array) -> None:
         top = strip.first // columns  # the first row of the strip
         block = top // preset.row_block * -(-columns // encoding.columns)
         fields = {
@@ -284,21 +276,20 @@ def encode(
             "biases": _pointer(biases, "float *", block),
             "zeros": _pointer(zeros, "int8_t *", block),
             "scale_codes": _pointer(scale_codes, "uint8_t *", block),
+            "weights": _pointer(values, "void *"),
         }
         position = ffi.new("uint64_t *")
-        with weights.read(strip.first, strip.end) as values:
-            job = ffi.new("sl_encoding *", {**fields, "weights": _pointer(values, "void *")})
-            status = lib.sl_encode(TIER, job, position)
-            assert status in (lib.SL_OK, lib.SL_E_RANGE)
-            if status == lib.SL_E_RANGE:
-                value = float(jobs.native_order(values[position[0] : position[0] + 1])[0])
-                index = list(index_of(strip.first + position[0], shape))
-                text = f"element {index} is {value}: only finite numbers can be quantized"
-                if math.isfinite(value):
-                    text = f"the scale of the block at {index} does not fit {row.name}: pass dtype="
-                raise RangeError(subject(encoding.name) + text, tensor=encoding.name)
+        status = lib.sl_encode(TIER, ffi.new("sl_encoding *", fields), position)
+        assert status in (lib.SL_OK, lib.SL_E_RANGE)
+        if status == lib.SL_E_RANGE:
+            value = float(jobs.native_order(values[position[0] : position[0] + 1])[0])
+            index = list(index_of(strip.first + position[0], shape))
+            text = f"element {index} is {value}: only finite numbers can be quantized"
+            if math.isfinite(value):
+                text = f"the scale of the block at {index} does not fit {row.name}: pass dtype="
+            raise RangeError(subject(encoding.name) + text, tensor=encoding.name)
 
-    for _ in in_order(run, _strips(encoding, weights), _threads(encoding, weights, threads)):
+    for _ in _each_strip(run, encoding, weights, threads):
         pass
     scale_dtype, scale_shape = encoding.stored(packing.SCALE)
     by_code = scale_dtype.itemsize == 1
@@ -318,14 +309,12 @@ def encode(
 def largest_in(encoding: Encoding, weights: Weights, threads: int | None = None) -> float:
     """Return the largest magnitude in a matrix; NaN counts as infinity."""
 
-    def largest(strip: _Strip) -> int:
+    def largest(_strip: _Strip, values: Array) -> int:
         bits = ffi.new("uint32_t *")
-        with weights.read(strip.first, strip.end) as values:
-            lib.sl_absmax(TIER, encoding.row.number, _pointer(values, "void *"), values.size, bits)
+        lib.sl_absmax(TIER, encoding.row.number, _pointer(values, "void *"), values.size, bits)
         return int(bits[0])
 
-    strips = _strips(encoding, weights)
-    top = max(in_order(largest, strips, _threads(encoding, weights, threads)), default=0)
+    top = max(_each_strip(largest, encoding, weights, threads), default=0)
     return float(np.array([top], np.uint32).view(np.float32)[0])
 
 
@@ -347,11 +336,6 @@ class _Strip(NamedTuple):
     columns: int
     filler: int = 0  # the code after the last, of an odd number
 
-    @property
-    def end(self) -> int:
-        """The weight after the last."""
-        return self.first + self.rows * self.columns
-
 
 def _strips(encoding: Encoding, weights: Weights) -> Iterator[_Strip]:
     """Yield the strips of a matrix, of about as many weights as are read at once."""
@@ -370,11 +354,19 @@ def _strips(encoding: Encoding, weights: Weights) -> Iterator[_Strip]:
         yield _Strip(rows * columns, 1, rest, int(order[below]))
 
 
-def _threads(encoding: Encoding, weights: Weights, threads: int | None) -> int:
-    """Return the number of threads that read and quantize strips."""
-    nbytes = encoding.row.nbytes(math.prod(encoding.shape))
-    longest = max((strip.end - strip.first for strip in islice(_strips(encoding, weights), 1)), default=0)
-    return weights.threads(encoding.row.nbytes(longest), thread_count(nbytes, threads))
+def _each_strip(
+    run: Callable[[_Strip, Array], _Result], encoding: Encoding, weights: Weights, threads: int | None
+) -> Iterator[_Result]:
+    """Call a function with each strip and its values, on several threads."""
+
+    def read(strip: _Strip) -> _Result:
+        with weights.read(strip.first, strip.first + strip.rows * strip.columns) as values:
+            return run(strip, values)
+
+    strips, bytes_of = [*_strips(encoding, weights)], encoding.row.nbytes
+    longest = bytes_of(strips[0].rows * strips[0].columns) if strips else 0
+    most = min(_MOST_BYTES // max(1, longest), weights.readers or _MOST_BYTES)
+    return in_order(read, strips, max(1, min(most, thread_count(bytes_of(math.prod(encoding.shape)), threads))))
 
 
 def _pointer(array: Array, kind: str, element: int = 0) -> Any:

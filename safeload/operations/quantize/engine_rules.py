@@ -72,23 +72,17 @@ class EngineRules:
         model_type = None if config is None else config.get("model_type")
         supported = schema is not None and model_type in engine_model_types()
         if not supported and not chosen:
-            raise self._unsupported(model_type)
+            known = ", ".join(sorted(engine_model_types()))
+            fault = f"does not support model_type {show(model_type)} (supported: {known}): "
+            if model_type is None:
+                fault = "needs a config.json with a model_type: pass the folder that has it, or "
+            advice = "choose the tensors to convert with only=, and pass ignore= for those to leave unquantized"
+            raise UnsupportedError(f"{preset.name} {fault}{advice}")
         if self.engine.stacks_experts and changed_by_mlx(config):
             raise UnsupportedError(f"{self.preset.name}: {not_as_in_mlx(model_type)}")
         self.schema = schema if supported else None
         self._tied = tied_heads(config, dict.fromkeys(catalog).keys())
         self._experts = mlx_experts_of(model_type) if self.engine.stacks_experts and supported else None
-
-    def _unsupported(self, model_type: object) -> UnsupportedError:
-        advice = "choose the tensors to convert with only=, and pass ignore= for those to leave unquantized"
-        if model_type is None:
-            return UnsupportedError(
-                f"{self.preset.name} needs a config.json with a model_type: pass the folder that has it, or {advice}"
-            )
-        supported = ", ".join(sorted(engine_model_types()))
-        return UnsupportedError(
-            f"{self.preset.name} does not support model_type {show(model_type)} (supported: {supported}): {advice}"
-        )
 
     def plan(self, name: str, about: TensorDescription) -> Planned:
         """Decide about a tensor."""
@@ -101,10 +95,8 @@ class EngineRules:
         stacked = self._experts is not None and _STACKED.search(name) is not None
         if len(shape) != 2 + stacked or not name.endswith(_WEIGHT):
             what = f"is {len(shape)}-D" if len(shape) != 2 else f"has a name that does not end in {_WEIGHT}"
-            text = (
-                f"{what}, and {preset.name} quantizes the 2-D weights of linear modules: pass ignore= with its name to "
-                "leave it unquantized"
-            )
+            text = f"{what}, and {preset.name} quantizes the 2-D weights of linear modules: "
+            text += "pass ignore= with its name to leave it unquantized"
             raise error_about(UnsupportedError, text, tensor=name)
         if any(side % preset.sides for side in shape):
             return Planned(None, f"has a side that is not a multiple of {preset.sides}")
@@ -265,11 +257,6 @@ def like(catalog: Catalog, other: Catalog) -> Catalog:
     return catalog
 
 
-def _moved(name: str, shape: tuple[int, ...], *view: TensorView) -> TensorRecipe:
-    """Return the recipe of a tensor that is a tensor of the source, or a part of it."""
-    return TensorRecipe(shape, (Move(name, *view),))
-
-
 def _parts(catalog: Catalog, *, divides: bool) -> dict[str, TensorRecipe]:
     """Return all tensors of a model, with separate experts."""
     parts = {}
@@ -277,7 +264,7 @@ def _parts(catalog: Catalog, *, divides: bool) -> dict[str, TensorRecipe]:
         shape = tuple(catalog.about(name).shape)
         match = _FUSED_WEIGHT.fullmatch(name) if divides else None
         if match is None or len(shape) != 3:
-            parts[name] = _moved(name, shape)
+            parts[name] = TensorRecipe(shape, (Move(name),))
             continue
         modules = _FUSED_PARTS[match[2]]
         if shape[1] % len(modules) or not 0 < shape[0] <= MAX_EXPERTS:
@@ -289,7 +276,7 @@ def _parts(catalog: Catalog, *, divides: bool) -> dict[str, TensorRecipe]:
                 full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
                 if full in catalog:
                     raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
-                parts[full] = _moved(name, (rows, shape[2]), TensorView(expert, part))
+                parts[full] = TensorRecipe((rows, shape[2]), (Move(name, TensorView(expert, part)),))
     return parts
 
 
@@ -338,8 +325,8 @@ def _stack(catalog: Catalog, experts: MlxExperts, stack: str, members: Mapping[i
     if len(shapes) > 1:
         text = "is a stack of experts, but these have different shapes"
         raise error_about(FormatError, text, path=catalog.title, tensor=stack)
-    moves = tuple(members[k].moves[0]._replace(written=TensorView(k)) for k in range(count))
-    return TensorRecipe((count, *shapes.pop()), moves)
+    moves = (members[k].moves[0]._replace(written=TensorView(k)) for k in range(count))
+    return TensorRecipe((count, *shapes.pop()), tuple(moves))
 
 
 def _heads(catalog: Catalog, name: str, part: TensorRecipe) -> dict[str, TensorRecipe]:
@@ -367,18 +354,14 @@ def _check_layers(recipes: Iterable[str], count: int, preset: Preset, experts: M
     layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
     beyond = next((layer for layer in sorted(layers) if layer >= count), None)
     if beyond is not None:
-        raise UnsupportedError(
-            f"{preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
-            f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*",
-            tensor=layers[beyond],
-        )
+        text = f"{preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
+        text += f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*"
+        raise UnsupportedError(text, tensor=layers[beyond])
     sparse = {int(match[1]) for name in recipes if STACK in name and (match := _LAYER.match(name))}
     dense = next((layer for layer in sorted(layers) if layer not in sparse), None)
     if experts.in_every_layer and dense is not None:
-        raise UnsupportedError(
-            f"{preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer",
-            tensor=layers[dense],
-        )
+        text = f"{preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer"
+        raise UnsupportedError(text, tensor=layers[dense])
 
 
 def _size(catalog: Catalog, key: str) -> int:
