@@ -79,9 +79,8 @@ class _EditedMetadata(MutableMapping[str, Any]):
             del self.changes[key]
 
     def __iter__(self) -> Iterator[str]:
-        for key in dict.fromkeys([*self._values, *self.changes]):
-            if self.changes.get(key, self) is not None:
-                yield key
+        keys = dict.fromkeys([*self._values, *self.changes])
+        return (key for key in keys if self.changes.get(key, self) is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -114,6 +113,7 @@ class Edit(ABC):
 
     _stack: ExitStack  # closes the files
     _tensors: dict[str, Any]  # the place of each tensor
+    _moved = _renamed = False  # True if tensors are added or removed, and renamed
 
     def __init__(self, path: str, metadata: Mapping[str, Any], *, texts: bool = True) -> None:
         self.path = path  # for messages
@@ -144,12 +144,14 @@ class Edit(ABC):
         if old != new:
             self._check(new, new=True)
             self._rename(old, new)
+            self._renamed = True
 
     @public
     def __delitem__(self, name: str) -> None:
         """Remove a tensor; see `rename` for errors."""
         self._check(name)
         self._remove(name)
+        self._moved = True
 
     @public
     def __setitem__(self, name: str, array: Any) -> None:
@@ -160,6 +162,7 @@ class Edit(ABC):
         """
         self._check(name, new=name not in self)
         self._put(name, array)
+        self._moved = True
 
     def _check(self, name: str, *, new: bool = False) -> None:
         """Refuse a new name that is taken, and a tensor that does not exist or cannot change."""
@@ -222,7 +225,6 @@ class SafetensorsEdit(Edit):
         super().__init__(path, self._before or {})
         self._file, self._durable = file, durable
         self._parts = _parts_of(self._before or {})
-        self._moved = self._renamed = False  # True if tensors are added or removed, and renamed
         self._places = count(len(self._tensors))  # of new tensors
         length = int.from_bytes(file.head(_LENGTH), "little")
         if not 0 < length <= file.identity.size - _LENGTH:
@@ -241,17 +243,8 @@ class SafetensorsEdit(Edit):
     def _check(self, name: str, *, new: bool = False) -> None:
         super()._check(name, new=new)
         if not new and name in self._parts:
-            raise UnsupportedError(
-                f"{self.path}: {show(name)} is a part of a quantized tensor; convert the file to change it"
-            )
-
-    def _rename(self, old: str, new: str) -> None:
-        super()._rename(old, new)
-        self._renamed = True
-
-    def _remove(self, name: str) -> None:
-        super()._remove(name)
-        self._moved = True
+            text = "is a part of a quantized tensor; convert the file to change it"
+            raise UnsupportedError(f"{self.path}: {show(name)} {text}")
 
     def _put(self, name: str, array: Any) -> None:
         value = value_of(name, array, self._keep)
@@ -260,7 +253,6 @@ class SafetensorsEdit(Edit):
         tensor = source_of(name, value)
         place = self._tensors[name][0] if name in self else next(self._places)
         self._tensors[name] = place, tensor
-        self._moved = True
 
     @property
     def nbytes(self) -> int:
@@ -413,18 +405,14 @@ class _FolderEdit(Edit):
 
     def _write(self) -> None:
         for shard in self._shards.values():
-            for key, value in self._edited.changes.items():
-                if value is not None:
-                    shard.metadata[key] = value
-                elif key in shard.metadata:
-                    del shard.metadata[key]
+            changes = self._edited.changes.items()
+            shard._edited.changes.update((key, to) for key, to in changes if to is not None or key in shard.metadata)
         replaced = {file: shard for file, shard in self._shards.items() if not shard.in_place}
         folder = os.path.dirname(self._real)
-        numbered = {
-            file: file if PART.fullmatch(file) else "-00001-of-00001".join(os.path.splitext(file)) for file in replaced
-        }
-        free = free_names(DiskSink(LOCAL, folder), numbered.values())
-        names = {file: free[name] for file, name in numbered.items()}
+        numbers = "-00001-of-00001"  # of a shard without numbers
+        numbered = [file if PART.fullmatch(file) else numbers.join(os.path.splitext(file)) for file in replaced]
+        free = free_names(DiskSink(LOCAL, folder), numbered)
+        names = dict(zip(replaced, map(free.__getitem__, numbered), strict=True))
         with ExitStack() as stack:
             # If this process is killed, the temporary index names the new shards, and the hidden one the old shards.
             index = None
