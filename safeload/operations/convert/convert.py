@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -267,11 +266,9 @@ def _into_object(
     """Convert to a temporary file, and copy it to a file object."""
     file, name = ObjectFile(dst), f"<{type(dst).__name__}>"
     format: Any = options.get("format") or SAFETENSORS
-    with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
-        path = os.path.join(folder, f"converted{next(iter(written_suffixes(format)), '')}")
+    with file.staging(f"converted{next(iter(written_suffixes(format)), '')}") as path:
         own: ConvertOptions = {**options, "format": format}
         report = _at_once(src, path, own, overwrite=False, threads=threads, progress=progress, verify=verify)
-        file.copy(path)
     return report._replace(destination=name, files=[name])
 
 

@@ -205,22 +205,23 @@ class ObjectFile:
     def open(self, size: int | None) -> Iterator[Any]:
         """Yield a file: this one, or for an unknown size a temporary one, which is copied."""
         if size is None:
-            with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
-                path = os.path.join(folder, "spool.safetensors")
-                with AtomicFile(path, 0, durable=False) as file:
-                    yield file
-                self.copy(path)
+            with self.staging("spool.safetensors") as path, AtomicFile(path, 0, durable=False) as file:
+                yield file
             return
         with self._undone():
             yield self
             if not self.in_order:
                 self.seek(size)
 
-    def copy(self, path: str) -> None:
-        """Write the bytes of a local file."""
-        with self._undone(), open(path, "rb") as complete:
-            while data := complete.read(_PIECE):
-                self._write(data)
+    @contextmanager
+    def staging(self, name: str) -> Iterator[str]:
+        """Yield a path in a temporary folder, and copy the file that is written there."""
+        with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
+            path = os.path.join(folder, name)
+            yield path
+            with self._undone(), open(path, "rb") as complete:
+                while data := complete.read(_PIECE):
+                    self._write(data)
 
     @contextmanager
     def _undone(self) -> Iterator[None]:

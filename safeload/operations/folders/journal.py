@@ -120,7 +120,7 @@ def remove_empty(folder: Sink, calls: Sequence[str]) -> None:
 def check_free(folder: Sink, *, overwrite: bool) -> None:
     """Refuse a folder with content before anything is read; say how to continue an unfinished conversion."""
     location, names = folder.location, folder.names()
-    if not names and is_file(location) and not (location.files.remote and location.path.endswith("/")):
+    if not names and not (location.files.remote and location.path.endswith("/")) and is_file(location):
         raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
     if not names or overwrite:
         return

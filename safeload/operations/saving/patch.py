@@ -210,7 +210,7 @@ def apply_patch(
     if isinstance(base, Mapping) and dst is not None:
         raise ValueError("a dict of arrays is changed in place, so it takes no dst")
     refuse_inputs(base if dst is None else dst, [patch])
-    with _side_of(patch, "", storage_options) as delta, _side_of(base, "base", storage_options) as old:
+    with _side_of(patch, None, storage_options) as delta, _side_of(base, "base", storage_options) as old:
         target = None
         if not isinstance(base, Mapping):
             place: Any = dst
@@ -308,9 +308,9 @@ class _Side(NamedTuple):
 
 
 @contextmanager
-def _side_of(value: Any, place: str, storage_options: Mapping[str, Any] | None) -> Iterator[_Side]:
-    """Open a side of a patch: a dict, which messages call ``place``, or a safetensors file."""
-    if isinstance(value, Mapping):
+def _side_of(value: Any, place: str | None, storage_options: Mapping[str, Any] | None) -> Iterator[_Side]:
+    """Open a side: a dict, which messages call ``place``, or a safetensors file; None refuses a dict."""
+    if place is not None and isinstance(value, Mapping):
         keep: list[Any] = []  # lives until the block ends
         sources = {check_name(name): source_of(name, value_of(name, array, keep)) for name, array in value.items()}
         yield _Side(place, {name: _in_memory(source) for name, source in sources.items()})
