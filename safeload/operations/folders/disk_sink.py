@@ -109,7 +109,6 @@ class DiskSink(Sink):
         return self._stack.enter_context(self.writing(name, size, overwrite=self._replaces(name)))
 
     def add(self, name: str, file: AtomicFile) -> None:
-        file.seal()  # this closes the file, because there can be more shards than descriptors
         self._files[name] = file
 
     def _replaces(self, name: str) -> bool:

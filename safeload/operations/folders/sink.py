@@ -7,7 +7,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -124,14 +124,20 @@ class Sink(ABC):
 
     @abstractmethod
     def add(self, name: str, file: AtomicFile) -> None:
-        """Add a complete file; a name with numbers must be free."""
+        """Add a complete file, which is sealed; a name with numbers must be free."""
 
     @contextmanager
     def file(self, name: str, size: int) -> Iterator[AtomicFile]:
         """Yield a new file, and add it."""
-        file = self.new(name, size)
-        yield file
+        with self.room(size):
+            file = self.new(name, size)
+            yield file
+            file.seal()  # this closes the file, because there can be more shards than descriptors
         self.add(name, file)
+
+    def room(self, nbytes: int) -> AbstractContextManager[None]:
+        """Explain a full disk."""
+        return nullcontext()
 
     @abstractmethod
     def commit(

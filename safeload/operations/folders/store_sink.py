@@ -58,7 +58,7 @@ class StoreSink(Sink):
     ) -> Iterator[AtomicFile]:
         with (
             self.staging(name) as path,
-            _room(size),
+            self.room(size),
             AtomicFile(path, size, durable=False, digest=digest) as file,
         ):
             yield file
@@ -76,6 +76,17 @@ class StoreSink(Sink):
         log.debug("%s: uploading %d bytes", shown, nbytes)
         backend = backend_of(self.location)
         _bounded(backend.timeout, lambda: backend.upload(path, (self.location / name).path), nbytes, shown)
+
+    @contextmanager
+    def room(self, nbytes: int) -> Iterator[None]:
+        """Explain a full disk: files are stored in TMPDIR until they are uploaded."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            message = f"No space for {size(nbytes)} to be uploaded from here; set TMPDIR to another folder"
+            raise OSError(error.errno, message, tempfile.gettempdir()) from None
 
     def remove(self, names: Iterable[str]) -> None:
         paths = [(self.location / name.rstrip("/")).path + name[len(name.rstrip("/")) :] for name in names]
@@ -136,14 +147,6 @@ class StoreSink(Sink):
         self._upload(file.path, name)
         os.unlink(file.path)
 
-    @contextmanager
-    def file(self, name: str, size: int) -> Iterator[AtomicFile]:
-        with _room(size):
-            file = self.new(name, size)
-            yield file
-            file.seal()
-        self.add(name, file)
-
     def commit(
         self,
         files: Mapping[str, bytes | Location],
@@ -202,15 +205,3 @@ def _bounded(timeout: float, change: Callable[[], object], nbytes: int, shown: s
 def backend_of(location: Location) -> Backend:
     """Return the store of a location."""
     return cast(RemoteFiles, location.files).backend(location.path)
-
-
-@contextmanager
-def _room(nbytes: int) -> Iterator[None]:
-    """Explain a full disk: files are stored in TMPDIR until they are uploaded."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        message = f"No space for {size(nbytes)} to be uploaded from here; set TMPDIR to another folder"
-        raise OSError(error.errno, message, tempfile.gettempdir()) from None

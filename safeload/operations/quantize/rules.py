@@ -176,37 +176,36 @@ class Rules:
     def plan(self, name: str, about: TensorDescription) -> Planned:
         """Decide about a tensor; the first reason to keep it wins."""
         shape, scheme = about.shape, about.scheme
-        unquantizable = self.unquantizable(about)
-        if unquantizable is not None:
-            return Planned(None, unquantizable)
+        if not about.floating and scheme is None:
+            return Planned(None, f"is {about.dtype}, not floating")
+        if len(shape) not in (2, 3):
+            return Planned(None, f"is {len(shape)}-D, not 2-D or 3-D")
+        chosen = "is empty" if 0 in shape else self._choose(name, shape)
+        if isinstance(chosen, str):
+            return Planned(None, chosen)
+        planned, usual = chosen
+        if scheme is not None and scheme in (planned.scheme, planned.requested):
+            return Planned(None, f"is already {scheme}", already=True)
+        kept = self.kept.reason(name) or usual
+        if kept is not None:
+            return Planned(None, kept)
+        if scheme is not None and not about.packed:
+            check_restorable(name, scheme)
+        return planned
+
+    def _choose(self, name: str, shape: tuple[int, ...]) -> str | tuple[Planned, str | None]:
+        """Return why a matrix is left unquantized; or its scheme, and a reason against it that ``keep`` precedes."""
         matches = ((pattern, to) for pattern, to in self._schemes.items() if fnmatchcase(name, pattern))
         pattern, requested = next(matches, (None, None))
         if pattern is None:
-            return Planned(None, "no pattern of scheme= matches")
+            return "no pattern of scheme= matches"
         if requested is None:
-            return Planned(None, f"scheme={{{show(pattern)}: None}}")
+            return f"scheme={{{show(pattern)}: None}}"
         result = SCHEMES[requested].of_rows(shape[-1])
-        if scheme is not None and scheme in (requested, result):
-            return Planned(None, f"is already {scheme}", already=True)
-        kept = self.kept.reason(name)
-        if kept is not None:
-            return Planned(None, kept)
-        usual = self.usual(name)
-        if usual is not None and pattern == "*":  # an explicit pattern overrides the defaults
-            return Planned(None, usual)
+        usual = self.usual(name) if pattern == _ALL else None  # an explicit pattern overrides the defaults
         if result is None:
-            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[requested].block}")
-        if scheme is not None and not about.packed:
-            check_restorable(name, scheme)
-        return Planned(result, requested=None if result == requested else requested)
-
-    def unquantizable(self, about: TensorDescription) -> str | None:
-        """Return why a tensor is not a matrix of floating-point numbers, or None if it is."""
-        if not about.floating and about.scheme is None:
-            return f"is {about.dtype}, not floating"
-        if len(about.shape) not in (2, 3):
-            return f"is {len(about.shape)}-D, not 2-D or 3-D"
-        return "is empty" if 0 in about.shape else None
+            usual = usual or f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[requested].block}"
+        return Planned(result or requested, requested=None if result == requested else requested), usual
 
     def usual(self, name: str) -> str | None:
         """Return why a matrix of this name is kept by default, or None if it is quantized."""
@@ -264,25 +263,15 @@ class FileTypeRules(Rules):
         """Return the names in llama-quantize's order."""
         return names if self._sizes.architecture in diffusion_models() else sorted(names, key=mixtures.sort_key)
 
-    def plan(self, name: str, about: TensorDescription) -> Planned:
+    def _choose(self, name: str, shape: tuple[int, ...]) -> str | tuple[Planned, str | None]:
         if any(fnmatchcase(name, pattern) for pattern in self.patterns):
-            return super().plan(name, about)
-        kept = self.unquantizable(about)
-        if kept is not None:
-            return Planned(None, kept)
+            return super()._choose(name, shape)
         chosen = self._types[name]
         if chosen.type is None:
-            return Planned(None, f"stays as it is in file type {self.file_type}")
-        if about.scheme == chosen.type:
-            return Planned(None, f"is already {about.scheme}", already=True)
-        kept = self.kept.reason(name)
-        if kept is not None:
-            return Planned(None, kept)
-        if about.scheme is not None and not about.packed:
-            check_restorable(name, about.scheme)
+            return f"stays as it is in file type {self.file_type}"
         if chosen.type == FLOAT16:
-            return Planned(None, f"rows of {about.shape[-1]} elements are not whole blocks: float16", dtype="F16")
-        return Planned(chosen.type, requested=chosen.requested)
+            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks: float16", dtype="F16"), None
+        return Planned(chosen.type, requested=chosen.requested), None
 
 
 def rules_for(
