@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Protocol
 
 import numpy as np
@@ -162,8 +164,6 @@ def write_folder(
 
 def config_text(config: Mapping[str, Any] | None) -> bytes | None:
     """Return the content of a ``config.json``; None to write none."""
-    import json
-
     return None if config is None else (json.dumps(dict(config), indent=2) + "\n").encode()
 
 
@@ -173,8 +173,6 @@ def index_text(
     parameters: int | None = None,  # "total_parameters", as MLX has it
 ) -> bytes:
     """Return the index as ``json.dumps(..., indent=2)`` would write it, but five times faster."""
-    from json.encoder import encode_basestring_ascii as quoted
-
     rows = ",\n".join([f"    {quoted(name)}: {quoted(file)}" for name, file in sorted(weight_map.items())])
     inside = f"{{\n{rows}\n  }}" if rows else "{}"
     more = "" if parameters is None else f',\n    "total_parameters": {parameters}'
