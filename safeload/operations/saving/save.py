@@ -177,37 +177,33 @@ class _Buffer:
 
     def take(self, nbytes: int) -> Array:
         """Return memory for a tensor."""
-        while self._block < len(self._blocks):
-            block = self._blocks[self._block]
-            if self._used + nbytes <= block.size:
-                begin = self._used
-                self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
-                return block[begin : begin + nbytes]
-            if self._used == 0:  # too small for this tensor
-                del self._blocks[self._block]
-                continue
-            self._block, self._used = self._block + 1, 0
-        self._blocks.append(aligned_bytes(max(_BLOCK, nbytes)))
-        return self.take(nbytes)
+        blocks = self._blocks
+        while self._block < len(blocks) and self._used + nbytes > blocks[self._block].size:
+            if self._used:
+                self._block, self._used = self._block + 1, 0
+            else:
+                del blocks[self._block]  # too small for this tensor
+        if self._block == len(blocks):
+            blocks.append(aligned_bytes(max(_BLOCK, nbytes)))
+        begin = self._used
+        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return blocks[self._block][begin : begin + nbytes]
 
     def copy(self, name: str, value: Any) -> Any:
         """Return a copy of a value, of the same kind to the writer."""
         if isinstance(value, QuantizedTensor):
-            return self._copy_quantized(name, value)
+            if value.packing is not None:
+                arrays = {role: self._copy_array(array) for role, array in value.roles.items()}
+                return QuantizedTensor.of_parts(value.packing, value.names, arrays)
+            scale = None if value.scale is None else self._copy_array(value.scale)
+            return QuantizedTensor(value.scheme, value.shape, self._copy_array(value.data), scale, value.axis)
         source = source_of(name, value)
         memory = self.take(source.nbytes)
-        at = address_of(memory) if source.nbytes else 0
+        begin = at = address_of(memory) if source.nbytes else 0
         for _owner, address, size in source.pieces():
             ffi.memmove(ffi.cast("char *", at), ffi.cast("char *", address), size)
             at += size
-        return Memory(source.row, source.shape, address_of(memory) if source.nbytes else 0, source.nbytes)
-
-    def _copy_quantized(self, name: str, value: QuantizedTensor) -> QuantizedTensor:
-        if value.packing is not None:
-            arrays = {role: self._copy_array(array) for role, array in value.roles.items()}
-            return QuantizedTensor.of_parts(value.packing, value.names, arrays)
-        scale = None if value.scale is None else self._copy_array(value.scale)
-        return QuantizedTensor(value.scheme, value.shape, self._copy_array(value.data), scale, value.axis)
+        return Memory(source.row, source.shape, begin, source.nbytes)
 
     def _copy_array(self, array: Array) -> Array:
         copy: Array = self.take(array.nbytes).view(array.dtype).reshape(array.shape)
