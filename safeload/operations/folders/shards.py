@@ -97,9 +97,8 @@ def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
     for file, shard in shards.items():
         for name in pack(shard, None, in_folder=True)[0]:
             if name in files:  # `pack` refuses duplicates within a shard
-                raise SafetensorError(
-                    f"two tensors would be stored as {show(name)}, which is also a part of a quantized tensor"
-                )
+                text = f"two tensors would be stored as {show(name)}, which is also a part of a quantized tensor"
+                raise SafetensorError(text)
             files[name] = file
     return files
 

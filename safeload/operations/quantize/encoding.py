@@ -220,11 +220,9 @@ def check_columns(name: str, preset: Preset, shape: tuple[int, ...]) -> None:
     """Refuse rows that are not whole blocks, which the engine's kernels do not support."""
     group = preset.group
     if group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % group:
-        raise UnsupportedError(
-            f"{subject(name)}{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole "
-            "blocks: pass ignore= with its name to leave it unquantized",
-            tensor=name,
-        )
+        text = f"{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole blocks: "
+        text += "pass ignore= with its name to leave it unquantized"
+        raise UnsupportedError(subject(name) + text, tensor=name)
 
 
 def encode(

@@ -154,10 +154,8 @@ def _error_of(name: str, original: Any, quantized: Array | QuantizedTensor) -> Q
     assert isinstance(quantized, QuantizedTensor)
     original, shape = as_array(original, name), quantized.shape
     if original.shape != shape:
-        raise ValueError(
-            f"{subject(name)}the original has shape {list(original.shape)}, but the quantized tensor has shape "
-            f"{list(shape)}"
-        )
+        text = f"the original has shape {list(original.shape)}, but the quantized tensor has shape {list(shape)}"
+        raise ValueError(subject(name) + text)
     matrix = original if len(shape) > 1 else original.reshape(1, -1)
     # Packed tensors are dequantized as a whole, others in blocks of rows.
     whole = len(shape) < 2 or quantized.packing is not None

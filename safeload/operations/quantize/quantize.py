@@ -180,10 +180,9 @@ def check_importance(importance: Any, shape: tuple[int, ...], name: str = "") ->
     columns = shape[-1] if shape else 1
     matrices = math.prod(shape[:-2])
     if vectors.shape not in ((columns,), (matrices, columns), (*shape[:-2], columns)):
-        raise ValueError(
-            f"{subject(name)}importance has shape {list(vectors.shape)}, expected [{columns}]"
-            + (f" or {[*shape[:-2], columns]}" if len(shape) > 2 else "")
-        )
+        either = f" or {[*shape[:-2], columns]}" if len(shape) > 2 else ""
+        text = f"importance has shape {list(vectors.shape)}, expected [{columns}]{either}"
+        raise ValueError(subject(name) + text)
     if not (np.isfinite(vectors) & (vectors >= 0)).all():
         raise ValueError(f"{subject(name)}importance must be finite and >= 0")
     return vectors.reshape(-1, columns)

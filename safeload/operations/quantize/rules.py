@@ -100,11 +100,9 @@ class Kept:
         sources = self._sources_of(name)
         left = [source for source in sources if not test(source)]
         if left and len(left) < len(sources):
-            raise UnsupportedError(
-                f"keep= selects {show(next(s for s in sources if s not in left))} and not {show(left[0])}, but "
-                f"the engine stores both in {show(name)}: select all or none",
-                tensor=name,
-            )
+            text = f"keep= selects {show(next(s for s in sources if s not in left))} and not {show(left[0])}, but "
+            text += f"the engine stores both in {show(name)}: select all or none"
+            raise UnsupportedError(text, tensor=name)
         return bool(sources) and not left
 
     def check(self, names: Collection[Any]) -> None:
@@ -348,10 +346,8 @@ def vectors_for(matrix: ImportanceMatrix, shapes: Mapping[str, tuple[int, ...]])
     vectors = {name: vector_for(matrix, name, shape) for name, shape in shapes.items()}
     importance = {name: vector for name, vector in vectors.items() if vector is not None}
     if shapes and not importance:
-        raise ValueError(
-            f"imatrix= {show(matrix.path)} has no entry for any of {plural(len(shapes), 'tensor')} to quantize, "
-            f"such as {show(next(iter(shapes)))}"
-        )
+        text = f"imatrix= {show(matrix.path)} has no entry for any of {plural(len(shapes), 'tensor')} to quantize"
+        raise ValueError(f"{text}, such as {show(next(iter(shapes)))}")
     return importance
 
 
@@ -365,8 +361,5 @@ def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> A
         return vector.reshape(matrices, columns)
     if name in EMBEDDINGS:
         return None  # llama-quantize ignores such an entry
-    raise FormatError(
-        f"importance of {show(name)} has {vector.size:,} numbers, but the tensor has {columns:,} columns"
-        + (f" in {matrices:,} matrices" if matrices > 1 else ""),
-        matrix.path,
-    )
+    text = f"importance of {show(name)} has {vector.size:,} numbers, but the tensor has {columns:,} columns"
+    raise FormatError(text + (f" in {matrices:,} matrices" if matrices > 1 else ""), matrix.path)

@@ -203,10 +203,8 @@ class Writer:
             raise ValueError(f"tensor {show(name)} is not in tensors=")
         row, shape = declared[name]
         if (row.number, tuple(shape)) != (source.row.number, tuple(source.shape)):
-            raise ValueError(
-                f"tensor {show(name)} is {source.row.code} {show(list(source.shape))}, but tensors= has "
-                f"{row.code} {show(list(shape))}"
-            )
+            came, said = f"{source.row.code} {show(list(source.shape))}", f"{row.code} {show(list(shape))}"
+            raise ValueError(f"tensor {show(name)} is {came}, but tensors= has {said}")
         expected = next(iter(self._missing), None)
         if self._in_order and name != expected:
             text = f"the file cannot seek, so tensors come in the order of tensors=: expected {show(expected)}"
@@ -282,21 +280,19 @@ class Writer:
         self._state = "closed"
         try:
             with self._stack:
-                self._finish()
+                if self._missing:
+                    first, more = show(next(iter(self._missing))), len(self._missing) - 1
+                    names = f"{first} and {more:,} more" if more else first
+                    text = f"the file is incomplete: tensors= declares {names}; add every tensor before the end"
+                    raise ValueError(text)
+                spool = self._spool()
+                if isinstance(self._target, FileSink):
+                    spool.complete(self._metadata)
+                else:
+                    self._complete_shard(spool)
+                    self._finish_folder(self._target)
         except OSError as error:
             raise unsaved(error) from None
-
-    def _finish(self) -> None:
-        if self._missing:
-            first = show(next(iter(self._missing)))
-            names = f"{first} and {len(self._missing) - 1:,} more" if len(self._missing) > 1 else first
-            raise ValueError(f"the file is incomplete: tensors= declares {names}; add every tensor before the end")
-        spool = self._spool()
-        if isinstance(self._target, FileSink):
-            spool.complete(self._metadata)
-        else:
-            self._complete_shard(spool)
-            self._finish_folder(self._target)
 
     def __enter__(self) -> Self:
         if self._state != "open":
