@@ -145,9 +145,10 @@ def setup(app: Any) -> None:
     for field in PyObject.doc_field_types:
         if field.name == "variable":
             field.label = "Attributes"
-    # The overloads of `load` tell type checkers what `dtype` decides; a reader wants all options in one signature.
-    for module, name in (("safeload.loading.entry", "load"), ("safeload.checkpoint", "Checkpoint.load")):
-        del analyzed(module).overloads[name]
+    # Overloads tell type checkers what an option decides; a reader wants all options in one signature.
+    overloaded = {"loading.entry": "load", "checkpoint": "Checkpoint.load", "operations.saving.save": "save"}
+    for module, name in overloaded.items():
+        del analyzed(f"safeload.{module}").overloads[name]
     # Members follow their source, which is in other modules than the door that ``__module__`` of their class names.
     for door, modules in _SOURCES.items():
         for module in modules:

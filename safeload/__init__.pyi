@@ -69,7 +69,6 @@ from .operations.measure.stats import StatsTable as StatsTable
 from .operations.measure.stats import TensorStats as TensorStats
 from .operations.measure.stats import stats as stats
 from .operations.pieces import run_piece as run_piece
-from .operations.quantize.checkpoint import KEPT_NAMES as KEPT_NAMES
 from .operations.quantize.checkpoint import QuantizedDict as QuantizedDict
 from .operations.quantize.checkpoint import Summary as Summary
 from .operations.quantize.checkpoint import load_quantized as load_quantized
@@ -77,11 +76,12 @@ from .operations.quantize.quantization_error import QuantizationStats as Quantiz
 from .operations.quantize.quantization_error import QuantizationTable as QuantizationTable
 from .operations.quantize.quantization_error import quantization_error as quantization_error
 from .operations.quantize.quantize import quantize as quantize
+from .operations.quantize.rules import KEPT_NAMES as KEPT_NAMES
 from .operations.quantize.stack import StackedDict as StackedDict
 from .operations.quantize.stack import stack as stack
 from .operations.report.report import report as report
+from .operations.saving.edit import Edit as Edit
 from .operations.saving.edit import edit as edit
-from .operations.saving.edit_file import Edit as Edit
 from .operations.saving.patch import PatchReport as PatchReport
 from .operations.saving.patch import apply_patch as apply_patch
 from .operations.saving.patch import make_patch as make_patch

@@ -18,7 +18,7 @@ from .parsers import JSON, STATUS, STORAGE_OPTION, THREADS, TRUSTED, argument, c
 from .streams import check_once, refuse, source
 
 if TYPE_CHECKING:
-    from ..operations.saving.edit_file import Edit
+    from ..operations.saving.edit import Edit
 
 
 # ---- edit ----

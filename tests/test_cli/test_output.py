@@ -161,7 +161,7 @@ def test_symlinks_modes_and_devices(folder, write):
 
 def test_a_file_that_comes_meanwhile_stays(folder, write, monkeypatch):
     """It is created after the last look, when the text is about to be put in place."""
-    check = inside.output.Output.check
+    check = inside.destinations.Output.check
 
     def late(self, sources=()):
         replaces = check(self, sources)
@@ -169,7 +169,7 @@ def test_a_file_that_comes_meanwhile_stays(folder, write, monkeypatch):
             (folder / "new").write_text("somebody's")
         return replaces
 
-    monkeypatch.setattr(inside.output.Output, "check", late)
+    monkeypatch.setattr(inside.destinations.Output, "check", late)
     status, _, err = write("m", "new")
     assert (status, "pass --overwrite to replace it" in err) == (1, True)
     assert (folder / "new").read_text() == "somebody's"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -121,11 +122,16 @@ class AtomicFile:
             if self._digest is not None:
                 self._digest.wait()  # the caller may reuse the memory
 
-    def copy(self, descriptor: int, begin: int, nbytes: int) -> None:
-        """Append bytes of an open file, copied or shared by the system if it can."""
-        with naming(self.path, self.temporary, self._target):
-            copy_range(descriptor, begin, nbytes, self.descriptor, self._position)
-        self._position += nbytes
+    def copy(self, descriptor: int, ranges: Iterable[tuple[int, int]]) -> None:
+        """Append ranges (begin, size) of an open file, copied or shared by the system if it can, neighbours at once."""
+        begin = end = 0
+        for at, nbytes in chain(ranges, [(-1, 0)]):
+            if at != end:
+                with naming(self.path, self.temporary, self._target):
+                    copy_range(descriptor, begin, end - begin, self.descriptor, self._position)
+                self._position += end - begin
+                begin = at
+            end = at + nbytes
 
     def seek(self, position: int) -> None:
         """Set the byte at which `write` continues; the file must not be `in_order`."""

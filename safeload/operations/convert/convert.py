@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +26,16 @@ from ...packed.quantization import is_own, without_quantization
 from ...stores.files import LOCAL
 from ...stores.local import LocalStore
 from ...stores.signature import Signature
-from ..folders.destinations import Destination, check_free, file_in_store, refuse_inputs
+from ..folders import journal
+from ..folders.destinations import (
+    Destination,
+    ObjectFile,
+    SaveDestination,
+    check_free,
+    file_in_store,
+    is_written_to,
+    refuse_inputs,
+)
 from ..folders.disk_sink import DiskSink, check_shards, remove_shards, shards_beside
 from ..folders.shards import (
     config_text,
@@ -37,9 +45,7 @@ from ..folders.shards import (
     write_shards,
 )
 from ..folders.sink import Sink, free_names
-from ..folders.targets import ObjectFile, SaveDestination, is_written_to
-from ..quantize.file_types import ConvertScheme
-from ..quantize.keeping import Keep
+from ..quantize.rules import ConvertScheme, Keep
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
 from .decide import (
@@ -220,10 +226,8 @@ def convert(
                 )
             file, name, written = ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
             options["format"] = cast("WrittenName", written)
-            with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
-                temporary = os.path.join(folder, f"converted{next(iter(written_suffixes(written)), '')}")
+            with file.staging(f"converted{next(iter(written_suffixes(written)), '')}") as temporary:
                 report = at_once(temporary, options, overwrite=False)
-                file.copy(temporary)
             report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
             report = at_once(path, options, overwrite=overwrite)
@@ -273,7 +277,7 @@ def _at_once(
             refuse_inputs(request.path, beside_sources, beside=adapters)
             old = shards_beside(request.path, overwrite)
         else:
-            folder.check_free(overwrite)
+            journal.check_free(folder, overwrite=overwrite)
             for name in (SINGLE, INDEX, CONFIG):
                 refuse_inputs((folder.location / name).path, beside_sources)
         catalog = open_sources(stack, src, request, verify)

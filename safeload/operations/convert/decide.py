@@ -52,13 +52,21 @@ from ...stores.files import Location
 from ..folders.destinations import Destination, check_writable, is_folder, limit_of, sink_of, where
 from ..folders.shards import config_with, extras_of
 from ..folders.sink import Sink
-from ..quantize.checkpoint import ModelRules, Rules, Summary, described
+from ..quantize.checkpoint import Summary, described
 from ..quantize.encoding import WEIGHTS
-from ..quantize.engine_layout import arranged
-from ..quantize.engine_rules import EngineRules, not_as_in_mlx, nothing_left
-from ..quantize.file_types import ConvertScheme, FileTypeRules, metadata_with, rules_for
-from ..quantize.importance import read_importance
-from ..quantize.keeping import Keep, Planned
+from ..quantize.engine_rules import EngineRules, arranged, not_as_in_mlx, nothing_left
+from ..quantize.rules import (
+    ConvertScheme,
+    FileTypeRules,
+    Keep,
+    Planned,
+    Rules,
+    metadata_with,
+    read_importance,
+    rules_for,
+    schema_of,
+    tied_heads,
+)
 from ..quantize.stack import plan
 from ..sources.catalog import Catalog, Given, TensorDescription, has_names, is_path
 from ..sources.restructured import RestructuredCatalog
@@ -585,16 +593,15 @@ class Decider:
         self._fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
         tied: Mapping[str, str] = {}
         if options["quantize"] is not None:
-            converts, model = True, ModelRules.of(catalog)
+            converts, schema = True, schema_of(catalog)
             if request.preset is not None:
-                self._rules = engine = EngineRules(request.preset, options["keep"])
-                engine.set_model(model.schema, catalog, chosen=request.by_name)
+                self._rules = EngineRules(request.preset, options["keep"], catalog, schema, chosen=request.by_name)
             else:
                 self._rules = rules = self._block_rules(options["quantize"])
-                rules.schema = model.schema
+                rules.schema = schema
                 # llama.cpp ties the head itself, and a restored model has all of its tensors.
                 if not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog):
-                    tied = model.tied_heads() if options["names"] is None else {}
+                    tied = tied_heads(catalog, schema) if options["names"] is None else {}
         self._engine = self._rules if isinstance(self._rules, EngineRules) else None
         chosen = dict.fromkeys(request.chosen(catalog, [*tied, *catalog.ignored]))
         unknown = catalog.unknown() if options["names"] is None else {}

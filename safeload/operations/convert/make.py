@@ -39,11 +39,10 @@ from ...models.layout import Layout, StackedTensor
 from ...packed.families import presets
 from ..folders.shards import Output, ShardWriter, shard_bounds, writer_of
 from ..folders.shards import weight_map as stored_in
-from ..quantize.encoding import Encoding, encode, global_scale, largest_in
-from ..quantize.importance import vectors_for
+from ..quantize.encoding import Encoding, Scratch, ScratchBuffers, Weights, encode, global_scale, largest_in, weights_in
 from ..quantize.quantize import Request, Rounding, maxima_of, quantize_source, run_requests, scales_of
+from ..quantize.rules import vectors_for
 from ..quantize.stack import fill, plan
-from ..quantize.weights import Scratch, ScratchBuffers, Weights, weights_in
 from ..sources.catalog import Catalog, TensorDescription
 
 _BYTES = dtypes.BY_CODE["U8"]

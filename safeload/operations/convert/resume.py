@@ -41,7 +41,7 @@ from ..folders.destinations import Destination, sink_at
 from ..folders.shards import config_text, index_text, open_shard, warn_of_schemes
 from ..folders.sink import Sink, free_names, indexed_names, shared_identity
 from ..quantize.checkpoint import Summary
-from ..quantize.engine_layout import arranged
+from ..quantize.engine_rules import arranged
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.executors import (
@@ -396,7 +396,7 @@ def _texts_of(rename: Any) -> list[list[str]]:
 def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, *, overwrite: bool, resume: bool) -> None:
     """Refuse to write into a folder with other content, or to continue another conversion."""
     names = folder.names()
-    folder.check_free(overwrite or resume)
+    journal.check_free(folder, overwrite=overwrite or resume)
     if overwrite or not resume or not names:
         return
     records = journal.records(folder)

@@ -1,26 +1,36 @@
-"""Find the destination of a conversion, a local path or a folder in a store behind a URL, and refuse its sources."""
+"""Find where results go: a file, a file object, or a folder, here or in a store; and refuse to replace what is read."""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import translate
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast
 
 from ...base import url as urls
-from ...base.paths import PathLike, native_path
+from ...base.native import ffi
+from ...base.paths import PathLike, absolute, native_path
 from ...base.text import parse_size, show
+from ...engine.run.atomic_file import AtomicFile, check_place
+from ...errors import unsaved
 from ...formats.folder import INDEX, SINGLE
-from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES
+from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
+from ...formats.safetensors.file import FileWriter
+from ...formats.safetensors.header import ROOM
+from ...formats.safetensors.quantized import pack
 from ...stores.files import LOCAL, Files, Location
 from ...stores.places import Located, is_file_object, places_of
 from ..sources.executors import files_at
-from .disk_sink import DiskSink
-from .sink import EXISTS, EXTRAS, Sink
+from . import journal
+from .disk_sink import DiskSink, remove_shards, shards_beside
+from .sink import EXISTS, EXTRAS, Sink, is_file
 
 if TYPE_CHECKING:
     from .store_sink import StoreSink
@@ -39,6 +49,27 @@ _DOCUMENTS = re.compile("|".join(map(translate, (*EXTRAS, "*.json", "*.sig", "*.
 
 # A URL as `pathlib` spells it.
 _PATH_OF_URL = re.compile(rf"({'|'.join(urls.PLAIN)}):[/\\](?![/\\])")
+# Bytes that a file object gets at once.
+_PIECE = 4 << 20
+# Bytes at the start of a file that identify safeload as its writer.
+_HEAD = 4096
+
+
+class BinaryWriter(Protocol):
+    """A file object opened for writing in binary mode; ``seek`` and ``tell`` are used if it has them."""
+
+    def write(self, data: bytes, /) -> Any:
+        """Write bytes and return their number."""
+
+
+# Where tensors are written: a file, a folder, a store or a file object.
+SaveDestination: TypeAlias = Destination | BinaryWriter
+
+
+def is_written_to(dst: SaveDestination) -> TypeGuard[BinaryWriter]:
+    """Return True for file objects opened for writing; paths of fsspec have ``fs``."""
+    path_like = isinstance(dst, (str, os.PathLike))
+    return not path_like and callable(getattr(dst, "write", None)) and not hasattr(dst, "fs")
 
 
 def limit_of(max_shard_size: int | str | None) -> int:
@@ -116,7 +147,7 @@ def names_file(location: Location) -> bool:
 
 def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, str]:
     """Return the folder of a file to be written to a store, and its name there."""
-    from .store_sink import StoreSink, is_file
+    from .store_sink import StoreSink
 
     check_writable(location)
     parent, name = location.files.split(location.path)
@@ -127,6 +158,163 @@ def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, st
         message = f"The shards of {INDEX} beside it would be read instead: remove them, or choose a new folder"
         raise FileExistsError(errno.EEXIST, message, sink.shown(INDEX))
     return sink, name
+
+
+# ---- saved tensors ----
+
+
+class ObjectFile:
+    """A binary file object, from its current position on."""
+
+    def __init__(self, file: Any) -> None:
+        if isinstance(file, io.TextIOBase):
+            raise TypeError("expected a file object opened in binary mode, got a text file")
+        if getattr(file, "closed", False):
+            raise ValueError("the file object is closed")
+        self._file = file
+        self._start: int | None = None
+        with suppress(AttributeError, OSError, io.UnsupportedOperation):
+            if file.seekable():
+                self._start = int(file.tell())
+        self.in_order = self._start is None  # True if it cannot seek
+
+    def seek(self, position: int) -> None:
+        assert self._start is not None
+        self._file.seek(self._start + position)
+
+    def write(self, pieces: list[tuple[int, int]]) -> None:
+        """Write copies of memory, because an object may keep its argument."""
+        for address, size in pieces:
+            for begin in range(0, size, _PIECE):
+                count = min(_PIECE, size - begin)
+                self._write(ffi.buffer(ffi.cast("char *", address + begin), count)[:])
+
+    def _write(self, data: bytes) -> None:
+        """Write all bytes, even if the object takes only some at a time."""
+        while data:
+            count = self._file.write(data)
+            if count is None and isinstance(self._file, io.RawIOBase):
+                raise BlockingIOError(errno.EAGAIN, "the file object does not block and takes no more bytes")
+            if not isinstance(count, int):  # objects other than Python's may return nothing
+                return
+            if not 0 < count <= len(data):
+                raise OSError(errno.EIO, f"the file object wrote {count} of {len(data)} bytes")
+            data = data[count:]
+
+    @contextmanager
+    def open(self, size: int | None) -> Iterator[Any]:
+        """Yield a file: this one, or for an unknown size a temporary one, which is copied."""
+        if size is None:
+            with self.staging("spool.safetensors") as path, AtomicFile(path, 0, durable=False) as file:
+                yield file
+            return
+        with self._undone():
+            yield self
+            if not self.in_order:
+                self.seek(size)
+
+    @contextmanager
+    def staging(self, name: str) -> Iterator[str]:
+        """Yield a path in a temporary folder, and copy the file that is written there."""
+        with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
+            path = os.path.join(folder, name)
+            yield path
+            with self._undone(), open(path, "rb") as complete:
+                while data := complete.read(_PIECE):
+                    self._write(data)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Cut the file to its old size after an error, if the tensors were written at its end."""
+        end = None
+        if self._start is not None:
+            end = int(self._file.seek(0, os.SEEK_END) or self._file.tell())
+            self._file.seek(self._start)
+        try:
+            yield
+        except BaseException:
+            if end is not None and end <= (self._start or 0):
+                with suppress(Exception):  # the first error is raised
+                    self._file.seek(self._start)
+                    self._file.truncate()
+            raise
+
+
+class FileSink(NamedTuple):
+    """A single file."""
+
+    # Returns a context with a file of this size, whose end puts it in place. A file of unknown size, None, can seek.
+    open: Callable[[int | None], AbstractContextManager[Any]]
+    in_order: bool = False  # True if a file of known size cannot seek
+
+    def write(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, room: int = ROOM) -> None:
+        """Write all tensors of the file."""
+        writer = FileWriter(*pack(tensors, metadata), room=room)
+        try:
+            with self.open(writer.size) as file:
+                writer.write_to(file)
+        except OSError as error:
+            raise unsaved(error) from None
+
+
+def target_of(
+    dst: SaveDestination,
+    max_shard_size: int | str | None = None,
+    *,
+    overwrite: bool,
+    durable: bool,
+    storage_options: Mapping[str, Any] | None,
+) -> FileSink | Sink:
+    """Return the checked target of a save."""
+    if is_written_to(dst):
+        if max_shard_size is not None:
+            raise ValueError("max_shard_size writes a folder, but the destination is a file object")
+        file = ObjectFile(dst)
+        return FileSink(file.open, file.in_order)
+    location = where(cast(Destination, dst), storage_options)
+    if not location.files.remote:  # the path must be valid until the end, even if the working directory changes
+        path = location.path
+        if not path:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        slash = "/" if path.endswith(("/", os.sep)) and len(path) > 1 else ""
+        location = Location(location.files, absolute(path) + slash)
+    path, shown = location.path, location.shown
+    suffix = os.path.splitext(path)[1].lower()
+    if not location.files.remote and os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        return _local_file(path, overwrite=overwrite, durable=durable)  # a device or a pipe
+    folder = is_folder(location)
+    if max_shard_size is not None and not folder and suffix in WEIGHT_SUFFIXES:
+        raise ValueError(f"max_shard_size writes a folder, but {show(shown)} has the suffix of a file")
+    if max_shard_size is not None or folder:
+        sink = sink_of(location)
+        journal.check_free(sink, overwrite=overwrite)
+        return sink
+    if suffix not in WRITTEN[SAFETENSORS]:
+        raise ValueError(
+            f"{show(shown)}: tensors are saved as safetensors: use the suffix .safetensors, or end the path "
+            "with a slash for a folder"
+        )
+    if not location.files.remote:
+        return _local_file(path, overwrite=overwrite, durable=durable)
+    store, name = file_in_store(location, overwrite=overwrite)
+    return FileSink(lambda size: store.writing(name, size or 0))
+
+
+def _local_file(path: str, *, overwrite: bool, durable: bool) -> FileSink:
+    in_order = os.path.exists(path) and not os.path.isfile(path)
+    if not in_order:
+        check_free(path, overwrite)
+    if not os.path.lexists(path):
+        check_place(path)
+    old = shards_beside(path, overwrite)
+
+    @contextmanager
+    def file(size: int | None) -> Iterator[AtomicFile]:
+        with AtomicFile(path, size or 0, overwrite=overwrite or in_order, durable=durable) as file:
+            yield file
+        remove_shards(old)
+
+    return FileSink(file, in_order)
 
 
 # ---- files that must stay ----
@@ -178,3 +366,61 @@ def _local(path: Any) -> str | None:
     if not urls.is_url(text):
         return text
     return urls.local_path(text) if urls.scheme_of(text) == "file" else None
+
+
+# ---- text files ----
+
+
+class Output(NamedTuple):
+    """A text file to write. `check` refuses a path before the work starts, `write` checks it again."""
+
+    argument: str  # or option, that names the file
+    path: str
+    kind: str  # "report" or "manifest", for messages
+    recognises: Callable[[bytes], bool]  # tells by the first bytes if safeload wrote this kind of file
+    overwrite: bool  # allows to replace any file except a source
+    sources: Iterable[Any]  # that are read
+
+    def check(self, sources: Iterable[str] = ()) -> bool:
+        """Return True for a file that may be replaced or a device, False if there is no file."""
+        path = self.path
+        try:
+            existing = os.stat(path)
+        except FileNotFoundError:
+            if urls.is_url(path):
+                raise ValueError(f"{self.argument} needs a local file, got {urls.shown(path)}") from None
+            check_place(path)
+            return False
+        if stat.S_ISDIR(existing.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if stat.S_ISCHR(existing.st_mode) or stat.S_ISFIFO(existing.st_mode):
+            return True
+        empty = stat.S_ISREG(existing.st_mode) and not existing.st_size
+        ours = empty or self.is_ours()
+        read = [*self.sources, *sources]
+        refuse_inputs(path, read, beside=() if ours else read)  # its own file may be in a source folder
+        if not ours and not self.overwrite:
+            raise self._exists()
+        return True
+
+    def write(self, text: str, sources: Iterable[str] = ()) -> int:
+        """Write the file atomically and return its size in bytes."""
+        replaces = self.check(sources)
+        encoded = text.encode("utf-8", "backslashreplace")  # lone surrogates come from paths
+        try:
+            with AtomicFile(self.path, len(encoded), overwrite=replaces) as file, file.stream() as stream:
+                return stream.write(encoded)
+        except FileExistsError:  # created since
+            raise self._exists() from None
+
+    def _exists(self) -> FileExistsError:
+        return FileExistsError(
+            errno.EEXIST,
+            f"File exists and is not a safeload {self.kind}; pass overwrite=True to replace it",
+            self.path,
+        )
+
+    def is_ours(self) -> bool:
+        """True if safeload wrote the existing file as this kind of file."""
+        with open(self.path, "rb", buffering=0) as file:
+            return self.recognises(file.read(_HEAD))

@@ -57,7 +57,7 @@ from ...formats.numbered import sets_of
 from ...stores.files import LOCAL, Location
 from ...stores.local import identity_of, sync_folder
 from . import journal
-from .sink import EXISTS, Sink, blocking_index, indexed_names, is_extra, shared_identity
+from .sink import Sink, blocking_index, indexed_names, is_extra, shared_identity
 
 # Shards of any writer. An old index can name other files too; they are never removed.
 _NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.DOTALL)
@@ -69,9 +69,6 @@ class DiskSink(Sink):
     """A folder on this disk."""
 
     _unreadable = (OSError, FormatError)
-
-    def shown(self, name: str) -> str:
-        return os.path.join(self.location.path, name)
 
     def names(self) -> set[str]:
         path = self.location.path
@@ -94,15 +91,6 @@ class DiskSink(Sink):
 
     # ---- a new checkpoint ----
 
-    def check_free(self, overwrite: bool) -> None:
-        path = self.location.path
-        if os.path.lexists(path) and not os.path.isdir(path):
-            raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", path)
-        names = self.names()
-        if names and not overwrite:
-            journal.check_unfinished(self, names)
-            raise FileExistsError(errno.EEXIST, EXISTS, path)
-
     @contextmanager
     def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> Iterator[None]:
         existed = os.path.isdir(self.location.path)
@@ -121,7 +109,6 @@ class DiskSink(Sink):
         return self._stack.enter_context(self.writing(name, size, overwrite=self._replaces(name)))
 
     def add(self, name: str, file: AtomicFile) -> None:
-        file.seal()  # this closes the file, because there can be more shards than descriptors
         self._files[name] = file
 
     def _replaces(self, name: str) -> bool:
@@ -149,27 +136,30 @@ class DiskSink(Sink):
             self._put(name, content)
         if self._config is not None:
             self._put(CONFIG, self._config)
+        # The steps of the table: a name, and the path of its new file; None hides the old file.
+        paths = {**{name: file.temporary for name, file in self._files.items()}, **taken}
+        beside = sorted(self._files.keys() - {INDEX, *shards}, key=lambda name: name == CONFIG)
         other_indexes = [name for name in outdated if _is_index(name) and name != INDEX]
-        gone = {SINGLE, INDEX} & {*outdated, *([] if block is None else [INDEX])} - {*self._files, *taken}
+        gone = {SINGLE, INDEX} & {*outdated, *([] if block is None else [INDEX])} - paths.keys()
+        names = [*beside, *shards, *taken, *other_indexes, *({INDEX} & self._files.keys()), *gone]
+        steps = [(name, paths.get(name)) for name in names]
+        if block is not None:
+            others: list[tuple[str, str | None]] = [(name, None) for name in other_indexes]
+            single = [(name, None) for name in {SINGLE} & {*outdated, *shards, *taken}]
+            steps = [*others, (INDEX, block.temporary), *single, *steps]
+        like = self._like(outdated)
         with Swap() as swap:
-            if block is not None:
-                self._hide(other_indexes, swap)  # the next call could not tell that they are old
-                self._place(INDEX, block, swap)
-                self._hide({SINGLE} & {*outdated, *shards, *taken}, swap)
-            for name in sorted(self._files.keys() - {INDEX, *shards}, key=lambda name: name == CONFIG):
-                self._place(name, self._files[name], swap)
-            like = self._like(outdated)
-            for name in shards:
-                self._place(name, self._files[name], swap, like)
-            for name, path in waiting:
-                if name != SINGLE and os.path.lexists(self.shown(name)):
+            for name, source in steps:
+                target, waits = self.shown(name), name in taken
+                if source is None:
+                    if os.path.isfile(target):
+                        swap.hide(target)
+                    continue
+                if waits and name != SINGLE and os.path.lexists(target):
                     text = "Another conversion has written this shard; repeat the call"
-                    raise FileExistsError(errno.EEXIST, text, self.shown(name))
-                swap.put(path, self.shown(name), like=like, durable=False)
-            self._hide(other_indexes, swap)
-            if INDEX in self._files:
-                self._place(INDEX, self._files[INDEX], swap)
-            self._hide(gone, swap)
+                    raise FileExistsError(errno.EEXIST, text, target)
+                overwrite, owner = waits or self._replaces(name), like if name in new else None
+                swap.put(source, target, like=owner, overwrite=overwrite, durable=not waits)
             with naming(self.location.path):
                 sync_folder(self.location.path)
             finished = swap.finish([*map(self.shown, outdated)])
@@ -178,10 +168,6 @@ class DiskSink(Sink):
         if finished:
             remove_killed(self)
 
-    def _place(self, name: str, file: AtomicFile, swap: Swap, like: os.stat_result | None = None) -> None:
-        if file.temporary is not None:  # a device has no other place
-            swap.put(file.temporary, self.shown(name), like=like, overwrite=self._replaces(name))
-
     def _outdated(self, files: Collection[str]) -> list[str]:
         """List ``model.safetensors``, indexed and recorded shards, and records; the only index of another name too."""
         names = self.names()
@@ -189,7 +175,9 @@ class DiskSink(Sink):
         old_index = INDEX if INDEX in indexes or len(indexes) != 1 else indexes[0]
         named = indexed_names(self, old_index) | self._unfinished()
         if not names & {INDEX, SINGLE, *indexes}:  # the only complete set of shards is the old checkpoint
-            named.update(_complete_set(names - {*files}))
+            shard_sets = sets_of([name for name in names - {*files} if name.endswith(".safetensors")])
+            complete = [shard_set for shard_set in shard_sets if shard_set.complete]
+            named.update(complete[0].files.values() if len(complete) == 1 else ())
         shards = set(filter(_NUMBERED.fullmatch, named))
         single = {SINGLE} if os.path.isfile(self.shown(SINGLE)) else set()
         index = {old_index} & names if SINGLE in files or old_index != INDEX else set()
@@ -220,11 +208,6 @@ class DiskSink(Sink):
                     return os.stat(self.shown(name))
         return None
 
-    def _hide(self, names: Iterable[str], swap: Swap) -> None:
-        for path in map(self.shown, names):
-            if os.path.isfile(path):
-                swap.hide(path)
-
 
 def remove_killed(sink: DiskSink) -> None:
     """Remove what killed calls left of a model: their temporary files, and shards that only their indexes name."""
@@ -240,13 +223,6 @@ def remove_killed(sink: DiskSink) -> None:
 
 def _is_index(name: str) -> bool:
     return name.endswith(_INDEX_SUFFIX)
-
-
-def _complete_set(names: Iterable[str]) -> list[str]:
-    """Return the only complete set of shards of a folder without an index, or nothing."""
-    shards = [name for name in names if name.endswith(".safetensors")]
-    complete = [shard_set for shard_set in sets_of(shards) if shard_set.complete]
-    return [*complete[0].files.values()] if len(complete) == 1 else []
 
 
 def shards_beside(path: str, overwrite: bool) -> list[str]:

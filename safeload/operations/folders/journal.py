@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ...base.text import plural, printable, show
 from ...errors import FormatError
 from ...formats.folder import INDEX, RESUME, SINGLE, is_weight_file
 from ...formats.numbered import PART
-from .sink import Sink
+from .sink import EXISTS, Sink, is_file
 
 # Suffix of a record.
 RECORD = ".json"
@@ -117,18 +117,22 @@ def remove_empty(folder: Sink, calls: Sequence[str]) -> None:
         folder.remove([RESUME + "/"])
 
 
-def check_unfinished(folder: Sink, names: Collection[str]) -> None:
-    """Refuse a folder with an unfinished conversion, and say how to continue it."""
-    if INDEX in names:
+def check_free(folder: Sink, *, overwrite: bool) -> None:
+    """Refuse a folder with content before anything is read; say how to continue an unfinished conversion."""
+    location, names = folder.location, folder.names()
+    if not names and not (location.files.remote and location.path.endswith("/")) and is_file(location):
+        raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
+    if not names or overwrite:
         return
-    for call, of_call in records(folder).items():
+    for call, of_call in {} if INDEX in names else records(folder).items():
         complete = [file for file in of_call if places(folder, call, file)]
         if complete and (SINGLE not in names or SINGLE in complete):
             number = PART.fullmatch(complete[0])
             total = 1 if number is None else int(number[3])
             of = f"{len(complete):,} of {plural(total, 'shard')} {'is' if total == 1 else 'are'} there"
             message = f"An unfinished conversion: {of}; pass resume=True to continue or overwrite=True to start over"
-            raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+            raise FileExistsError(errno.EEXIST, message, location.shown)
+    raise FileExistsError(errno.EEXIST, EXISTS, location.shown)
 
 
 def difference(

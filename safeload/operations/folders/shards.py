@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +28,7 @@ from ...models.config_dtype import with_dtype
 from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ...stores.files import Location
 from . import journal
-from .sink import LARGEST_EXTRA, Sink, free_names, is_extra
+from .sink import Sink, free_names, is_extra
 
 # A tensor for a writer.
 Output = Lazy | LazyQuantized | LazyPacked | LazyEncoded
@@ -70,14 +72,8 @@ def extras_of(folder: Location) -> dict[str, Location]:
         name: location
         for name, is_folder in listed
         if not is_folder and is_extra(name) and os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
-        if _is_small(location := folder / name)
+        if (location := folder / name).files.remote or os.path.isfile(location.path)
     }
-
-
-def _is_small(extra: Location) -> bool:
-    """Return True for a file in a store: its size is read when it is copied."""
-    path = extra.path
-    return extra.files.remote or (os.path.isfile(path) and os.stat(path).st_size <= LARGEST_EXTRA)
 
 
 def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
@@ -101,9 +97,8 @@ def weight_map(shards: Mapping[str, Mapping[str, Output]]) -> dict[str, str]:
     for file, shard in shards.items():
         for name in pack(shard, None, in_folder=True)[0]:
             if name in files:  # `pack` refuses duplicates within a shard
-                raise SafetensorError(
-                    f"two tensors would be stored as {show(name)}, which is also a part of a quantized tensor"
-                )
+                text = f"two tensors would be stored as {show(name)}, which is also a part of a quantized tensor"
+                raise SafetensorError(text)
             files[name] = file
     return files
 
@@ -168,8 +163,6 @@ def write_folder(
 
 def config_text(config: Mapping[str, Any] | None) -> bytes | None:
     """Return the content of a ``config.json``; None to write none."""
-    import json
-
     return None if config is None else (json.dumps(dict(config), indent=2) + "\n").encode()
 
 
@@ -179,8 +172,6 @@ def index_text(
     parameters: int | None = None,  # "total_parameters", as MLX has it
 ) -> bytes:
     """Return the index as ``json.dumps(..., indent=2)`` would write it, but five times faster."""
-    from json.encoder import encode_basestring_ascii as quoted
-
     rows = ",\n".join([f"    {quoted(name)}: {quoted(file)}" for name, file in sorted(weight_map.items())])
     inside = f"{{\n{rows}\n  }}" if rows else "{}"
     more = "" if parameters is None else f',\n    "total_parameters": {parameters}'

@@ -7,7 +7,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -83,24 +83,18 @@ class Sink(ABC):
     def content(self, name: str) -> bytes | None:
         """Return a small file, or None if it is missing or unreadable."""
         location = self.location / name
-        try:
-            with closing(location.files.open(location.path)) as store:
-                return read_at(store, 0, min(store.size, MAX_JSON))
-        except self._unreadable:
-            return None
+        with suppress(*self._unreadable), closing(location.files.open(location.path)) as store:
+            return read_at(store, 0, min(store.size, MAX_JSON))
+        return None
 
     def holds(self, name: str, size: int, sha256: str, identity: list[Any] | None = None) -> bool:
         """Return True if a file has this content; an uploaded object is not read if its ``identity`` is unchanged."""
         location = self.location / name
-        try:
-            with closing(location.files.open(location.path)) as store:
-                if store.size != size:
-                    return False
-                present = list(store.version[:2])
-                unchanged = location.files.remote and present[-1] is not None and identity == present
-                return unchanged or _digest_of(store) == sha256
-        except self._unreadable:
-            return False
+        with suppress(*self._unreadable), closing(location.files.open(location.path)) as store:
+            present = list(store.version[:2])
+            unchanged = location.files.remote and present[-1] is not None and identity == present
+            return store.size == size and (unchanged or _digest_of(store) == sha256)
+        return False
 
     # ---- single files ----
 
@@ -117,10 +111,6 @@ class Sink(ABC):
     # ---- a new checkpoint ----
 
     @abstractmethod
-    def check_free(self, overwrite: bool) -> None:
-        """Refuse a folder with content, before anything is read."""
-
-    @abstractmethod
     def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> AbstractContextManager[None]:
         """Return a block of `file` and `commit`, whose error takes back what they did.
 
@@ -134,14 +124,20 @@ class Sink(ABC):
 
     @abstractmethod
     def add(self, name: str, file: AtomicFile) -> None:
-        """Add a complete file; a name with numbers must be free."""
+        """Add a complete file, which is sealed; a name with numbers must be free."""
 
     @contextmanager
     def file(self, name: str, size: int) -> Iterator[AtomicFile]:
         """Yield a new file, and add it."""
-        file = self.new(name, size)
-        yield file
+        with self.room(size):
+            file = self.new(name, size)
+            yield file
+            file.seal()  # this closes the file, because there can be more shards than descriptors
         self.add(name, file)
+
+    def room(self, nbytes: int) -> AbstractContextManager[None]:
+        """Explain a full disk."""
+        return nullcontext()
 
     @abstractmethod
     def commit(
@@ -164,6 +160,17 @@ class Sink(ABC):
                         stream.writelines(_blocks(store))
                         if isinstance(store, RemoteStore):
                             store.confirm()
+
+
+def is_file(location: Location) -> bool:
+    """Return True if a path or URL leads to a file."""
+    path, files = location.path, location.files
+    if not files.remote:
+        return os.path.lexists(path) and not os.path.isdir(path)
+    with suppress(FileNotFoundError, FormatError):  # FormatError: an empty folder
+        files.open(path).close()
+        return True
+    return False
 
 
 def is_extra(name: str) -> bool:

@@ -25,8 +25,7 @@ from ...stores.files import Files, Location
 from ...stores.remote import Backend
 from ...stores.remote_files import RemoteFiles
 from ...stores.thread_group import left_behind
-from . import journal
-from .sink import EXISTS, Sink, blocking_index
+from .sink import Sink, blocking_index
 
 _SHARD = re.compile(r"model-[0-9]{5,}(?:-of-[0-9]{5,})?\.safetensors", re.ASCII)
 # A write may take this many times the seconds that a read may wait for a byte, and a second for each so many bytes.
@@ -59,7 +58,7 @@ class StoreSink(Sink):
     ) -> Iterator[AtomicFile]:
         with (
             self.staging(name) as path,
-            _room(size),
+            self.room(size),
             AtomicFile(path, size, durable=False, digest=digest) as file,
         ):
             yield file
@@ -78,6 +77,17 @@ class StoreSink(Sink):
         backend = backend_of(self.location)
         _bounded(backend.timeout, lambda: backend.upload(path, (self.location / name).path), nbytes, shown)
 
+    @contextmanager
+    def room(self, nbytes: int) -> Iterator[None]:
+        """Explain a full disk: files are stored in TMPDIR until they are uploaded."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            message = f"No space for {size(nbytes)} to be uploaded from here; set TMPDIR to another folder"
+            raise OSError(error.errno, message, tempfile.gettempdir()) from None
+
     def remove(self, names: Iterable[str]) -> None:
         paths = [(self.location / name.rstrip("/")).path + name[len(name.rstrip("/")) :] for name in names]
         if paths:
@@ -85,15 +95,6 @@ class StoreSink(Sink):
             _bounded(backend.timeout, lambda: backend.remove(paths), 0, self.location.shown)
 
     # ---- a new checkpoint ----
-
-    def check_free(self, overwrite: bool) -> None:
-        location = self.location
-        names = self.names()
-        if names and not overwrite:
-            journal.check_unfinished(self, names)
-            raise FileExistsError(errno.EEXIST, EXISTS, location.shown)
-        if not names and not location.path.endswith("/") and is_file(location):
-            raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
 
     @contextmanager
     def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> Iterator[None]:
@@ -145,14 +146,6 @@ class StoreSink(Sink):
         file.commit()
         self._upload(file.path, name)
         os.unlink(file.path)
-
-    @contextmanager
-    def file(self, name: str, size: int) -> Iterator[AtomicFile]:
-        with _room(size):
-            file = self.new(name, size)
-            yield file
-            file.seal()
-        self.add(name, file)
 
     def commit(
         self,
@@ -212,24 +205,3 @@ def _bounded(timeout: float, change: Callable[[], object], nbytes: int, shown: s
 def backend_of(location: Location) -> Backend:
     """Return the store of a location."""
     return cast(RemoteFiles, location.files).backend(location.path)
-
-
-def is_file(location: Location) -> bool:
-    """Return True if a URL leads to a file."""
-    try:
-        location.files.open(location.path).close()
-    except (FileNotFoundError, FormatError):  # FormatError: an empty folder
-        return False
-    return True
-
-
-@contextmanager
-def _room(nbytes: int) -> Iterator[None]:
-    """Explain a full disk: files are stored in TMPDIR until they are uploaded."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        message = f"No space for {size(nbytes)} to be uploaded from here; set TMPDIR to another folder"
-        raise OSError(error.errno, message, tempfile.gettempdir()) from None

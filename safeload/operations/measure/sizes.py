@@ -14,11 +14,10 @@ from ...engine.codes.quantized_tensor import storage_of
 from ...errors import FormatError, UnsupportedError
 from ...models.schema import Schema
 from ...packed.families import presets
-from ..quantize.checkpoint import ModelRules, Rules, check_restorable, heads_to_quantize
 from ..quantize.encoding import Encoding
-from ..quantize.engine_layout import arranged
-from ..quantize.engine_rules import EngineRules
+from ..quantize.engine_rules import EngineRules, arranged
 from ..quantize.quantize import SchemeName
+from ..quantize.rules import Rules, check_restorable, heads_to_quantize, schema_of, tied_heads
 from ..sources.catalog import Catalog, Given, TensorDescription
 from ..sources.restructured import RestructuredCatalog
 
@@ -51,21 +50,22 @@ class _Kind(NamedTuple):
 def sizes(source: Given) -> Sizes:
     """Predict the memory of a checkpoint, as stored, converted and quantized, from names and shapes alone."""
     with Catalog.of(source) as catalog:
-        model = ModelRules.of(catalog)
-        kinds = _kinds(catalog, model.schema)
+        schema = schema_of(catalog)
+        kinds = _kinds(catalog, schema)
         stored = sum(kind.number * kind.about.nbytes for kind in kinds)
         if catalog.codes or catalog.unknown():
             return Sizes(stored, {}, {})
+        tied = tied_heads(catalog, schema)
 
         def converted(dtype: str) -> int:
             return sum(kind.number * _converted(kind, dtypes.BY_NAME[dtype]) for kind in kinds)
 
         def quantized(scheme: str) -> int:
             rules = Rules(cast(SchemeName, scheme), None)
-            rules.schema = model.schema
-            heads = heads_to_quantize(model, rules, catalog.about)
+            rules.schema = schema
+            heads = heads_to_quantize(tied, rules, catalog.about)
             total = 0
-            for kind in (*kinds, *(_Kind(head, catalog.about(tied), 1) for head, tied in heads.items())):
+            for kind in (*kinds, *(_Kind(head, catalog.about(embedding), 1) for head, embedding in heads.items())):
                 about, plan = kind.about, rules.plan(kind.name, kind.about)
                 if plan.scheme is not None:
                     parts = storage_of(plan.scheme, about.shape, usual_axis(plan.scheme, about.shape))
@@ -81,9 +81,8 @@ def sizes(source: Given) -> Sizes:
             layout, own = arranged(catalog, presets()[preset]), kinds
             if layout is not catalog:  # it has the names of the engine
                 own = [_Kind(name, layout.about(name), 1) for name in layout]
-            rules = EngineRules(presets()[preset], None)
-            schema = ModelRules.of(layout).schema if isinstance(layout, RestructuredCatalog) else model.schema
-            rules.set_model(schema, layout, chosen=model.config is None)
+            own_schema = schema_of(layout) if isinstance(layout, RestructuredCatalog) else schema
+            rules = EngineRules(presets()[preset], None, layout, own_schema, chosen=layout.config is None)
             total, is_quantized = 0, False
             for name, about, number in own:
                 if rules.drops(name):

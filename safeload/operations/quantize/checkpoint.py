@@ -1,54 +1,34 @@
-"""Quantize whole checkpoints, and the rules that select a scheme for each tensor."""
+"""Quantize whole checkpoints."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...base import dtypes, packing
 from ...base.arrays import Array
 from ...base.listing import dict_repr
-from ...base.messages import error_about
 from ...base.paths import PathLike
 from ...base.results import Result
-from ...base.scheme import INT8, SCHEMES, parse, row_of, usual_axis
-from ...base.text import show, subject
+from ...base.scheme import INT8, SCHEMES, usual_axis
+from ...base.text import subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_reals
 from ...engine.run import jobs
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress, reporter
 from ...engine.run.threads import check_threads
-from ...errors import UnsupportedError, exported, public
-from ...models.choosing import choose
-from ...models.diffusion import ARCHITECTURE
-from ...models.schema import Schema
-from ...models.tied import absent_heads
+from ...errors import exported, public
 from ...packed.families import preset_of, presets
 from ...packed.packed_group import GroupContext, packing_of
 from ..sources.catalog import Catalog, Given, TensorDescription
-from .encoding import Encoding, encode, largest_in
-from .engine_layout import arranged
-from .engine_rules import EngineFormat, EngineRules, nothing_left
-from .importance import importance_by_name
-from .keeping import Keep, Kept, Planned
-from .quantize import Request, Rounding, SchemeName, new_tensor, run_requests, weighted_rounding
-from .weights import ScratchBuffers, Weights, weights_in
-
-#: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
-#: Used for models without a schema; a schema gives the role of each tensor.
-KEPT_NAMES = ("*embed*", "*_embd*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
-
-_KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is a bias", "buffer": "is a buffer"}
-
-# Occurs in the architecture names of embedding models in GGUF files, which have a final norm but no head.
-_HEADLESS = "embedding"
-
-Scheme: TypeAlias = SchemeName | EngineFormat | Mapping[str, SchemeName | None]
+from .encoding import Encoding, ScratchBuffers, Weights, encode, largest_in, weights_in
+from .engine_rules import EngineRules, arranged, nothing_left
+from .quantize import Request, Rounding, new_tensor, run_requests, weighted_rounding
+from .rules import Keep, Rules, Scheme, heads_to_quantize, importance_by_name, schema_of, tied_heads
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -121,107 +101,6 @@ class QuantizedDict(dict[str, QuantizedTensor | Array]):
         counts = Counter(self.summary.quantized.values()) if hasattr(self, "summary") else {}
         note = ", ".join(f"{count:,} quantized to {scheme}" for scheme, count in counts.items())
         return dict_repr("QuantizedDict", self, note)
-
-
-class ModelRules(NamedTuple):
-    """Facts about a model to derive the roles of its tensors from, such as embedding, head and norm."""
-
-    names: Collection[str]  # of all tensors
-    config: Mapping[str, Any] | None = None  # parsed ``config.json``
-    schema: Schema | None = None  # of the architecture
-    architecture: str = ""  # ``general.architecture`` of a GGUF file
-
-    @classmethod
-    def of(cls, catalog: Catalog) -> ModelRules:
-        """Return the rules for the model of a catalog."""
-        names = dict.fromkeys(catalog).keys()
-        choice = choose(catalog.config, catalog.format, names)
-        architecture = str(catalog.metadata.get(ARCHITECTURE, ""))
-        return cls(names, catalog.config, None if choice is None else choice.schema, architecture)
-
-    def tied_heads(self) -> dict[str, str]:
-        """Return the embedding that each absent head is tied to, by the name of the head."""
-        if self.schema is None and _HEADLESS in self.architecture:
-            return {}
-        return absent_heads(self.schema, self.names, self.config)
-
-
-def check_restorable(name: str, scheme: str) -> None:
-    """Refuse to requantize a tensor that cannot be dequantized."""
-    try:
-        readable = row_of(scheme).converts_to(_F32)
-    except ValueError:  # an unknown ggml type
-        readable = False
-    if not readable:
-        raise error_about(UnsupportedError, f"is {scheme}, which this version does not dequantize", tensor=name)
-
-
-class Rules:
-    """Selects a scheme for each tensor."""
-
-    def __init__(self, scheme: Scheme, keep: Keep) -> None:
-        self.schema: Schema | None = None  # gives the roles of tensors; None falls back to `KEPT_NAMES`
-        schemes = scheme if isinstance(scheme, Mapping) else {"*": parse(scheme)}
-        self._schemes = {pattern: None if value is None else parse(value) for pattern, value in schemes.items()}
-        self.kept = Kept(keep)
-
-    @property
-    def patterns(self) -> list[str]:
-        """The patterns of ``scheme``, except "*"."""
-        return [pattern for pattern in self._schemes if pattern != "*"]
-
-    def plan(self, name: str, about: TensorDescription) -> Planned:
-        """Decide about a tensor; the first reason to keep it wins."""
-        shape, scheme = about.shape, about.scheme
-        unquantizable = self.unquantizable(about)
-        if unquantizable is not None:
-            return Planned(None, unquantizable)
-        matches = ((pattern, to) for pattern, to in self._schemes.items() if fnmatchcase(name, pattern))
-        pattern, requested = next(matches, (None, None))
-        if pattern is None:
-            return Planned(None, "no pattern of scheme= matches")
-        if requested is None:
-            return Planned(None, f"scheme={{{show(pattern)}: None}}")
-        result = SCHEMES[requested].of_rows(shape[-1])
-        if scheme is not None and scheme in (requested, result):
-            return Planned(None, f"is already {scheme}", already=True)
-        kept = self.kept.reason(name)
-        if kept is not None:
-            return Planned(None, kept)
-        usual = self.usual(name)
-        if usual is not None and pattern == "*":  # an explicit pattern overrides the defaults
-            return Planned(None, usual)
-        if result is None:
-            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[requested].block}")
-        if scheme is not None and not about.packed:
-            check_restorable(name, scheme)
-        return Planned(result, requested=None if result == requested else requested)
-
-    def unquantizable(self, about: TensorDescription) -> str | None:
-        """Return why a tensor is not a matrix of floating-point numbers, or None if it is."""
-        if not about.floating and about.scheme is None:
-            return f"is {about.dtype}, not floating"
-        if len(about.shape) not in (2, 3):
-            return f"is {len(about.shape)}-D, not 2-D or 3-D"
-        return "is empty" if 0 in about.shape else None
-
-    def usual(self, name: str) -> str | None:
-        """Return why a matrix of this name is kept by default, or None if it is quantized."""
-        role = None if self.schema is None else self.schema.role(name)
-        if role is not None:
-            return _KEPT_ROLES.get(role)
-        pattern = next((p for p in KEPT_NAMES if fnmatchcase(name, p)), None)
-        return None if pattern is None else f"matches {pattern}"
-
-
-def heads_to_quantize(model: ModelRules, rules: Rules, about: Callable[[str], TensorDescription]) -> dict[str, str]:
-    """Return the embedding of each tied head that is quantized although no file stores it."""
-    heads = {}
-    for head, embedding in model.tied_heads().items():
-        origin = about(embedding)
-        if not origin.quantized and origin.floating and rules.plan(head, origin).scheme is not None:
-            heads[head] = embedding
-    return heads
 
 
 @public
@@ -297,98 +176,106 @@ def load_quantized(
         raise ValueError(f"{preset.name} does not accept rounding=, axis= or imatrix=")
     if imatrix is not None:
         rounding = weighted_rounding(scheme, rounding, "imatrix=")
-    rules = Rules(scheme, keep) if preset is None else EngineRules(preset, keep)
+    rules: Rules | EngineRules
+    rules = plain = Rules({} if preset is not None else scheme, keep)
     with Catalog.of(source, storage_options) as catalog:
         catalog.refuse_codes(catalog, "load_quantized")
-        if isinstance(rules, EngineRules):
-            return _load_for_engine(arranged(catalog, rules.preset), rules, threads, progress)
-        model = ModelRules.of(catalog)
-        rules.schema = model.schema
-        abouts = {name: catalog.about(name) for name in catalog}
+        heads: Mapping[str, str] = {}
+        if preset is not None:
+            catalog = arranged(catalog, preset)
+            rules = EngineRules(preset, keep, catalog, schema_of(catalog), chosen=catalog.config is None)
+            abouts = {name: catalog.about(name) for name in catalog if not rules.drops(name)}
+            rules.kept.check(abouts)
+        else:
+            plain.schema = schema_of(catalog)
+            abouts = {name: catalog.about(name) for name in catalog}
+            tied = tied_heads(catalog, plain.schema) if tie_lm_head else {}
+            heads = heads_to_quantize(tied, plain, abouts.__getitem__)
         before = sum(about.nbytes for about in abouts.values())
-        heads = heads_to_quantize(model, rules, abouts.__getitem__) if tie_lm_head else {}
         abouts.update((head, abouts[embedding]) for head, embedding in heads.items())
-        quantized, kept = _planned(rules, abouts)
-        importance: Mapping[str, Array] = {}
-        if imatrix is not None:
-            shapes = {name: abouts[name].shape for name, to in quantized.items() if to != INT8}
-            importance = importance_by_name(imatrix, shapes)
-
-        def request(name: str, values: Source, to: str) -> Request:
-            own_axis = _axis_of(name, abouts[name].shape, axis) if to == INT8 else None
-            target = SCHEMES[to].target(rounding if to == "q4_0" else None)
-            return Request(values, new_tensor(values, to, own_axis), target, importance.get(name))
-
-        def converted(name: str, value: QuantizedTensor | Array) -> QuantizedTensor | Array:
-            """Convert a quantized tensor at once, so that only one is in memory as float32."""
-            if name not in quantized:
-                packed = abouts[name].packed and isinstance(value, QuantizedTensor)
-                return value.dequantize(threads=threads) if packed else value  # type: ignore[union-attr]
-            assert isinstance(value, QuantizedTensor)
-            only = request(name, of_reals(name, value.dequantize(threads=threads), threads), quantized[name])
-            run_requests([only], threads=threads, progress=None)
-            return only.result
-
-        requests: list[Request] = []
-        result = QuantizedDict()
-        for name, about in abouts.items():
-            origin = heads.get(name, name)
-            as_stored = about.quantized and not about.packed
-            values: Any = catalog.value(origin) if as_stored else catalog.values(origin, name)
-            if not isinstance(values, Source):
-                result[name] = converted(name, values)
-                continue
-            if name in quantized:
-                requests.append(request(name, values, quantized[name]))
-            else:
-                row = _F32 if values.row.floating else values.row
-                array = private_array(values.shape, dtypes.array_dtype(row.number))
-                requests.append(Request(values, array, row.number))
-            result[name] = requests[-1].result
-        run_requests(requests, threads=threads, progress=progress)
-        return _summarized(result, before, (quantized, kept), abouts)
+        plans = {name: rules.plan(name, about) for name, about in abouts.items()}
+        quantized = {name: plan.scheme for name, plan in plans.items() if plan.scheme is not None}
+        kept = {name: plan.reason for name, plan in plans.items() if plan.scheme is None}
+        if isinstance(rules, EngineRules):
+            if not quantized:
+                raise nothing_left(rules.preset, kept)
+            result = _encoded(catalog, rules, abouts, quantized, threads=threads, progress=progress)
+        else:
+            importance: Mapping[str, Array] = {}
+            if imatrix is not None:
+                shapes = {name: abouts[name].shape for name, to in quantized.items() if to != INT8}
+                importance = importance_by_name(imatrix, shapes)
+            options: Any = {"rounding": rounding, "axis": axis, "threads": threads, "progress": progress}
+            result = _quantized(catalog, abouts, heads, quantized, importance=importance, **options)
+        for name, value in result.items():
+            if isinstance(value, np.ndarray):
+                result[name] = jobs.native_order(value)
+        after = sum(value.nbytes for value in result.values())
+        result.summary = Summary(before, after, quantized, kept, described(abouts))
+        return result
 
 
-def _planned(
-    rules: Rules | EngineRules, abouts: Mapping[str, TensorDescription]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the scheme of each tensor to quantize, and why each other tensor is kept."""
-    plans = {name: rules.plan(name, about) for name, about in abouts.items()}
-    quantized = {name: plan.scheme for name, plan in plans.items() if plan.scheme is not None}
-    return quantized, {name: plan.reason for name, plan in plans.items() if plan.scheme is None}
-
-
-def _summarized(
-    result: QuantizedDict,
-    before: int,
-    planned: tuple[dict[str, str], dict[str, str]],
+def _quantized(
+    catalog: Catalog,
     abouts: Mapping[str, TensorDescription],
+    heads: Mapping[str, str],  # the embedding of each tied head
+    quantized: Mapping[str, str],  # the scheme of each tensor to quantize
+    *,
+    importance: Mapping[str, Array],
+    rounding: Rounding | None,
+    axis: int | None,
+    threads: int | None,
+    progress: Progress,
 ) -> QuantizedDict:
-    for name, value in result.items():
-        if isinstance(value, np.ndarray):
-            result[name] = jobs.native_order(value)
-    after = sum(value.nbytes for value in result.values())
-    result.summary = Summary(before, after, *planned, described(abouts))
+    """Load tensors quantized, and other floating tensors as float32, in one run."""
+
+    def request(name: str, values: Source) -> Request:
+        if name not in quantized:
+            row = _F32 if values.row.floating else values.row
+            return Request(values, private_array(values.shape, dtypes.array_dtype(row.number)), row.number)
+        to = quantized[name]
+        own_axis = _axis_of(name, abouts[name].shape, axis) if to == INT8 else None
+        target = SCHEMES[to].target(rounding if to == "q4_0" else None)
+        return Request(values, new_tensor(values, to, own_axis), target, importance.get(name))
+
+    result, requests = QuantizedDict(), []
+    for name, about in abouts.items():
+        origin = heads.get(name, name)
+        as_stored = about.quantized and not about.packed
+        value: Any = catalog.value(origin) if as_stored else catalog.values(origin, name)
+        if isinstance(value, Source):
+            requests.append(request(name, value))
+            result[name] = requests[-1].result
+            continue
+        result[name] = value
+        if isinstance(value, QuantizedTensor) and (name in quantized or about.packed):
+            result[name] = array = value.dequantize(threads=threads)
+            if name in quantized:  # at once, so that only one is in memory as float32
+                only = request(name, of_reals(name, array, threads))
+                run_requests([only], threads=threads, progress=None)
+                result[name] = only.result
+    run_requests(requests, threads=threads, progress=progress)
     return result
 
 
-def _load_for_engine(catalog: Catalog, rules: EngineRules, threads: int | None, progress: Progress) -> QuantizedDict:
+def _encoded(
+    catalog: Catalog,
+    rules: EngineRules,
+    abouts: Mapping[str, TensorDescription],
+    quantized: Mapping[str, str],  # the format of each tensor to quantize
+    *,
+    threads: int | None,
+    progress: Progress,
+) -> QuantizedDict:
     """Load tensors as a folder for an engine would hold them, one after another."""
-    rules.set_model(ModelRules.of(catalog).schema, catalog, chosen=catalog.config is None)
-    abouts = {name: catalog.about(name) for name in catalog if not rules.drops(name)}
-    rules.kept.check(abouts)
-    quantized, kept = _planned(rules, abouts)
-    if not quantized:
-        raise nothing_left(rules.preset, kept)
-    before, done = sum(about.nbytes for about in abouts.values()), 0
     context, buffers = GroupContext({}, rules.quantization(quantized)), ScratchBuffers()
     maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes of weights that share a scale
-    result = QuantizedDict()
+    result, done = QuantizedDict(), 0
 
     def weights(encoding: Encoding) -> Weights:
         return weights_in(catalog, encoding.name, encoding.row, buffers, private_array, threads=threads)
 
-    with reporter(progress, before) as report:
+    with reporter(progress, sum(about.nbytes for about in abouts.values())) as report:
         for name, about in abouts.items():
             if name in quantized:
                 preset = presets()[quantized[name]]
@@ -403,16 +290,14 @@ def _load_for_engine(catalog: Catalog, rules: EngineRules, threads: int | None, 
                 names = {role: module + part.suffix for role, part in preset.parts.items()}
                 kind = packing_of(context, name, names, parts)
                 result[name] = QuantizedTensor.of_parts(kind, {packing.NAME: name, **names}, parts)
+            elif (row := rules.kept_dtype(about, None)) is None or not (about.floating or about.scheme is not None):
+                result[name] = catalog.value(name, threads)
             else:
-                row = rules.kept_dtype(about, None)
-                if row is None or not (about.floating or about.scheme is not None):
-                    result[name] = catalog.value(name, threads)
-                else:
-                    result[name] = array = private_array(about.shape, dtypes.array_dtype(row.number))
-                    catalog.read_into(name, row, array, threads)
+                result[name] = array = private_array(about.shape, dtypes.array_dtype(row.number))
+                catalog.read_into(name, row, array, threads)
             done += about.nbytes
             report(done)
-    return _summarized(result, before, (quantized, kept), abouts)
+    return result
 
 
 def _axis_of(name: str, shape: tuple[int, ...], axis: int | None) -> int | None:

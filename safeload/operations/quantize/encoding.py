@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,13 +13,16 @@ from ...base import dtypes, packing
 from ...base.arrays import Array, index_of
 from ...base.native import TIER, ffi, lib
 from ...base.text import subject
+from ...engine.codes.pieces import memory_of
+from ...engine.codes.source import Source
 from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
 from ...engine.run.threads import thread_count
 from ...errors import RangeError, UnsupportedError
 from ...packed.families import Preset
 from ...stores.thread_group import in_order
-from .weights import Weights
+from ..sources.catalog import Catalog, read_values
+from ..sources.restructured import RestructuredCatalog, TensorRecipe
 
 # The dtypes of weights that engines quantize.
 WEIGHTS = ("BF16", "F16", "F32")
@@ -27,6 +30,141 @@ WEIGHTS = ("BF16", "F16", "F32")
 _FLAT = 4096
 # The largest E2M1 times the largest E4M3.
 _NVFP4_MOST = np.float32(2688)
+_Result = TypeVar("_Result")
+
+# Weights that are read at once: few enough for the caches, and as many as hide the latency of a network.
+_LOCAL, _REMOTE = 1 << 20, 4 << 20
+# Threads that read from a network: one reads, while another quantizes.
+_REMOTE_READERS = 2
+# Bytes of the ranges that all threads read.
+_MOST_BYTES = 32 << 20
+
+
+# ---- the values of a weight, in ranges, on several threads at once ----
+
+
+class Weights(NamedTuple):
+    """The values of a weight, in C order and little-endian."""
+
+    # Returns a range, valid until its context ends; any thread may call it.
+    read: Callable[[int, int], AbstractContextManager[Array]]
+    step: int  # values to read at once
+    readers: int | None = None  # most threads
+
+
+class Scratch:
+    """Memory reused from tensor to tensor."""
+
+    def __init__(self) -> None:
+        self._memory: Array = np.empty(0, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array over the memory, which grows if necessary."""
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        if size > self._memory.size:
+            self._memory = np.empty(0, np.uint8)  # frees the old memory before new memory is allocated
+            self._memory = private_array((size,), np.dtype(np.uint8))
+        array: Array = np.ndarray(shape, dtype, self._memory)
+        return array
+
+
+class ScratchBuffers:
+    """Scratch memory that threads borrow; it is reused from weight to weight."""
+
+    def __init__(self) -> None:
+        self._free: list[Scratch] = []
+
+    @contextmanager
+    def borrow(self, count: int, dtype: np.dtype[Any]) -> Iterator[Array]:
+        """Lend memory for this many values."""
+        try:
+            scratch = self._free.pop()
+        except IndexError:
+            scratch = Scratch()
+        try:
+            yield scratch.array((count,), dtype)
+        finally:
+            self._free.append(scratch)
+
+
+def in_memory(values: Array) -> Weights:
+    """Return little-endian values in memory."""
+    flat = values.reshape(-1)
+    return Weights(lambda begin, end: nullcontext(flat[begin:end]), _LOCAL)
+
+
+def weights_in(
+    catalog: Catalog,
+    name: str,
+    row: dtypes.Dtype,
+    scratch: ScratchBuffers,
+    whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],  # an array for values that have no ranges
+    *,
+    threads: int | None,
+) -> Weights:
+    """Return the values of a weight of a model as a dtype; weights with a merged adapter are computed first."""
+    arranged = catalog if isinstance(catalog, RestructuredCatalog) and catalog.for_engine else None
+    base, dtype = catalog if arranged is None else arranged.base, dtypes.array_dtype(row.number)
+    if arranged is not None and arranged.recipe(name).renamed is None:
+        items = arranged.recipe(name).items
+        if len(items) > 1:
+            packed = any(base.about(source).packed for source in arranged.sources_of(name))
+            alone = packed or base.in_memory or bool(base.made)
+            return _of_items(arranged, items, row, scratch, alone=alone)
+    elif not base.made:
+        value = catalog.values(name)
+        if isinstance(value, Source) and value.packed is None:
+            return _ranges_of(value, row, scratch)
+        return in_memory(jobs.native_order(read_values(value, row, whole(value.shape, dtype), threads)))
+    values = whole(catalog.about(name).shape, dtype)
+    catalog.read_into(name, row, values, threads)
+    return in_memory(jobs.native_order(values))
+
+
+def _ranges_of(source: Source, row: dtypes.Dtype, scratch: ScratchBuffers) -> Weights:
+    dtype = dtypes.array_dtype(row.number)
+    if source.file is None and source.row.number == row.number and source.size:
+        stored = memory_of(source)
+        whole = stored.nbytes == source.size and address_of(stored) == source.offset
+        if whole and source.offset % dtype.alignment == 0:
+            return in_memory(stored.view(dtype))
+
+    @contextmanager
+    def read(begin: int, end: int) -> Iterator[Array]:
+        part = source._replace(shape=(end - begin,), offset=source.offset + source.row.nbytes(begin))
+        with scratch.borrow(end - begin, dtype) as values:
+            yield jobs.native_order(read_values(part, row, values, 1))
+
+    remote = source.file is not None and source.file.remote
+    return Weights(read, _REMOTE, _REMOTE_READERS) if remote else Weights(read, _LOCAL)
+
+
+def _of_items(
+    catalog: RestructuredCatalog,
+    items: Sequence[TensorRecipe],
+    row: dtypes.Dtype,
+    scratch: ScratchBuffers,
+    *,
+    alone: bool,
+) -> Weights:
+    """Return the values of a stack, of which each strip makes one item."""
+    dtype, shape = dtypes.array_dtype(row.number), items[0].shape
+    size = math.prod(shape)
+
+    @contextmanager
+    def read(begin: int, end: int) -> Iterator[Array]:
+        with scratch.borrow(end - begin, dtype) as values:
+            for number in range(begin // size, end // size):
+                item = values[number * size - begin : (number + 1) * size - begin]
+                catalog.make(items[number], row, item.reshape(shape), 1)
+            if end == size * len(items):
+                catalog.release()
+            yield jobs.native_order(values)
+
+    return Weights(read, size, 1 if alone else None)
+
+
+# ---- encoding ----
 
 
 class Encoding(NamedTuple):
@@ -82,11 +220,9 @@ def check_columns(name: str, preset: Preset, shape: tuple[int, ...]) -> None:
     """Refuse rows that are not whole blocks, which the engine's kernels do not support."""
     group = preset.group
     if group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % group:
-        raise UnsupportedError(
-            f"{subject(name)}{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole "
-            "blocks: pass ignore= with its name to leave it unquantized",
-            tensor=name,
-        )
+        text = f"{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole blocks: "
+        text += "pass ignore= with its name to leave it unquantized"
+        raise UnsupportedError(subject(name) + text, tensor=name)
 
 
 def encode(
@@ -116,7 +252,7 @@ def encode(
     columns = _FLAT if preset.flat else max(1, shape[-1])
     row_bytes = columns * preset.bits // 8 if preset.flat else codes.nbytes // max(1, math.prod(shape[:-1]))
 
-    def run(strip: _Strip) -> None:
+    def run(strip: _Strip, values: Array) -> None:
         top = strip.first // columns  # the first row of the strip
         block = top // preset.row_block * -(-columns // encoding.columns)
         fields = {
@@ -138,17 +274,20 @@ def encode(
             "biases": _pointer(biases, "float *", block),
             "zeros": _pointer(zeros, "int8_t *", block),
             "scale_codes": _pointer(scale_codes, "uint8_t *", block),
+            "weights": _pointer(values, "void *"),
         }
         position = ffi.new("uint64_t *")
-        with weights.read(strip.first, strip.end) as values:
-            job = ffi.new("sl_encoding *", {**fields, "weights": _pointer(values, "void *")})
-            status = lib.sl_encode(TIER, job, position)
-            assert status in (lib.SL_OK, lib.SL_E_RANGE)
-            if status == lib.SL_E_RANGE:
-                value = float(jobs.native_order(values[position[0] : position[0] + 1])[0])
-                raise _out_of_range(encoding, strip.first + position[0], value)
+        status = lib.sl_encode(TIER, ffi.new("sl_encoding *", fields), position)
+        assert status in (lib.SL_OK, lib.SL_E_RANGE)
+        if status == lib.SL_E_RANGE:
+            value = float(jobs.native_order(values[position[0] : position[0] + 1])[0])
+            index = list(index_of(strip.first + position[0], shape))
+            text = f"element {index} is {value}: only finite numbers can be quantized"
+            if math.isfinite(value):
+                text = f"the scale of the block at {index} does not fit {row.name}: pass dtype="
+            raise RangeError(subject(encoding.name) + text, tensor=encoding.name)
 
-    for _ in in_order(run, _strips(encoding, weights), _threads(encoding, weights, threads)):
+    for _ in _each_strip(run, encoding, weights, threads):
         pass
     scale_dtype, scale_shape = encoding.stored(packing.SCALE)
     by_code = scale_dtype.itemsize == 1
@@ -168,14 +307,12 @@ def encode(
 def largest_in(encoding: Encoding, weights: Weights, threads: int | None = None) -> float:
     """Return the largest magnitude in a matrix; NaN counts as infinity."""
 
-    def largest(strip: _Strip) -> int:
+    def largest(_strip: _Strip, values: Array) -> int:
         bits = ffi.new("uint32_t *")
-        with weights.read(strip.first, strip.end) as values:
-            lib.sl_absmax(TIER, encoding.row.number, _pointer(values, "void *"), values.size, bits)
+        lib.sl_absmax(TIER, encoding.row.number, _pointer(values, "void *"), values.size, bits)
         return int(bits[0])
 
-    strips = _strips(encoding, weights)
-    top = max(in_order(largest, strips, _threads(encoding, weights, threads)), default=0)
+    top = max(_each_strip(largest, encoding, weights, threads), default=0)
     return float(np.array([top], np.uint32).view(np.float32)[0])
 
 
@@ -197,11 +334,6 @@ class _Strip(NamedTuple):
     columns: int
     filler: int = 0  # the code after the last, of an odd number
 
-    @property
-    def end(self) -> int:
-        """The weight after the last."""
-        return self.first + self.rows * self.columns
-
 
 def _strips(encoding: Encoding, weights: Weights) -> Iterator[_Strip]:
     """Yield the strips of a matrix, of about as many weights as are read at once."""
@@ -220,19 +352,19 @@ def _strips(encoding: Encoding, weights: Weights) -> Iterator[_Strip]:
         yield _Strip(rows * columns, 1, rest, int(order[below]))
 
 
-def _threads(encoding: Encoding, weights: Weights, threads: int | None) -> int:
-    """Return the number of threads that read and quantize strips."""
-    nbytes = encoding.row.nbytes(math.prod(encoding.shape))
-    longest = max((strip.end - strip.first for strip in islice(_strips(encoding, weights), 1)), default=0)
-    return weights.threads(encoding.row.nbytes(longest), thread_count(nbytes, threads))
+def _each_strip(
+    run: Callable[[_Strip, Array], _Result], encoding: Encoding, weights: Weights, threads: int | None
+) -> Iterator[_Result]:
+    """Call a function with each strip and its values, on several threads."""
 
+    def read(strip: _Strip) -> _Result:
+        with weights.read(strip.first, strip.first + strip.rows * strip.columns) as values:
+            return run(strip, values)
 
-def _out_of_range(encoding: Encoding, position: int, value: float) -> RangeError:
-    index = list(index_of(position, encoding.shape))
-    text = f"element {index} is {value}: only finite numbers can be quantized"
-    if math.isfinite(value):
-        text = f"the scale of the block at {index} does not fit {encoding.row.name}: pass dtype="
-    return RangeError(subject(encoding.name) + text, tensor=encoding.name)
+    strips, bytes_of = [*_strips(encoding, weights)], encoding.row.nbytes
+    longest = bytes_of(strips[0].rows * strips[0].columns) if strips else 0
+    most = min(_MOST_BYTES // max(1, longest), weights.readers or _MOST_BYTES)
+    return in_order(read, strips, max(1, min(most, thread_count(bytes_of(math.prod(encoding.shape)), threads))))
 
 
 def _pointer(array: Array, kind: str, element: int = 0) -> Any:

@@ -16,8 +16,8 @@ from ...base.text import printable, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import exported, public
 from ..sources.catalog import Catalog, Given, TensorDescription
-from .checkpoint import ModelRules
-from .engine_layout import like
+from .engine_rules import like
+from .rules import schema_of, tied_heads
 
 
 class _ErrorFields(NamedTuple):
@@ -141,7 +141,7 @@ def quantization_error(
         raise ValueError(f"quantized must be a QuantizedTensor if source is an array, got {type(quantized).__name__}")
     with Catalog.of(source, storage_options) as originals, Catalog.of(quantized, storage_options) as codes:
         originals = like(originals, codes)
-        tied = ModelRules.of(originals).tied_heads()
+        tied = tied_heads(originals, schema_of(originals))
         names = {name: tied.get(name, name) for name in codes if codes.about(name).quantized}
         originals.check(names.values())
         originals.refuse_codes(names.values(), "quantization_error")
@@ -153,10 +153,8 @@ def _error_of(name: str, original: Any, quantized: Array | QuantizedTensor) -> Q
     assert isinstance(quantized, QuantizedTensor)
     original, shape = as_array(original, name), quantized.shape
     if original.shape != shape:
-        raise ValueError(
-            f"{subject(name)}the original has shape {list(original.shape)}, but the quantized tensor has shape "
-            f"{list(shape)}"
-        )
+        text = f"the original has shape {list(original.shape)}, but the quantized tensor has shape {list(shape)}"
+        raise ValueError(subject(name) + text)
     matrix = original if len(shape) > 1 else original.reshape(1, -1)
     # Packed tensors are dequantized as a whole, others in blocks of rows.
     whole = len(shape) < 2 or quantized.packing is not None

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ...base import dtypes
 from ...base.arrays import Array
 from ...base.native import lib
 from ...base.packing import Packing
 from ...base.scheme import INT8, SCHEMES, parse
-from ...base.text import show
+from ...base.text import show, subject
 from ...engine.codes.code_ranges import Range, small_ranges, values_before
 from ...engine.codes.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ...engine.codes.restore import restore_jobs
-from ...engine.codes.source import Source, address, of_reals
+from ...engine.codes.source import Source, address, of_numbers, of_reals
 from ...engine.run import jobs
 from ...engine.run.cast import astype
 from ...engine.run.job import Channels, Job, Origin
@@ -26,13 +27,15 @@ from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import public
 from ...packed import bitnet
-from .importance import check_importance, weighted_jobs
+from ..sources.catalog import read_values
 
 SchemeName: TypeAlias = Literal[
     "int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
     "tq1_0", "tq2_0",
 ]  # fmt: skip
 Rounding: TypeAlias = Literal["absmax", "ggml"]
+
+_F32 = dtypes.BY_CODE["F32"]
 
 
 @public
@@ -97,14 +100,19 @@ def quantize(
         >>> safeload.quantize(np.float32([-0.5, -0.25, 0.1, 0.5]), "int8").data
         array([-127,  -64,   25,  127], dtype=int8)
     """
-    if isinstance(scheme, str) and scheme.lower() == _BITNET:
+    if isinstance(scheme, str) and scheme.lower() == "bitnet":
         if axis is not None or rounding is not None or out is not None or importance is not None:
             raise ValueError("bitnet does not accept axis=, rounding=, importance= or out=")
-        return _quantize_bitnet(x, threads)
+        shape = of_reals("", x, threads).shape
+        if len(shape) != 2 or shape[0] % 4:
+            raise ValueError(f"bitnet packs four rows of a matrix into one, but the shape is {list(shape)}")
+        # Ternary codes of a matrix, like `WeightQuant` of transformers' integrations/bitnet.py, in float32.
+        packed, parts = bitnet.lay_out(np.asarray(astype(x, np.float32, threads=threads)))
+        return QuantizedTensor.of_parts(packed, {}, parts)
     name = parse(scheme)
     if importance is not None:
         rounding = weighted_rounding(name, rounding)
-    target = SCHEMES[name].target(rounding)
+    SCHEMES[name].target(rounding)  # refuses an unknown rounding
     if name == INT8 and rounding is not None:
         raise ValueError("rounding= applies only to q4_0: int8 supports a single rounding")
     check_threads(threads)
@@ -114,9 +122,8 @@ def quantize(
     storage_of(name, source.shape, axis)
     if out is not None:
         _check_out(out, source, name, axis)
-    result = new_tensor(source, name, axis)
     weights = None if importance is None else check_importance(importance, source.shape)
-    run_requests([Request(source, result, target, weights)], threads=threads, progress=None)
+    result = quantize_source(source, name, axis=axis, rounding=rounding, threads=threads, importance=weights)
     if out is None:
         return result
     out.data[...] = result.data  # only now, so that a refused value leaves out unchanged
@@ -149,11 +156,11 @@ def quantize_source(
     *,
     axis: int | None,
     rounding: Rounding | None,
-    data: Array,
+    data: Array | None = None,
     threads: int | None,
     importance: Array | None = None,
 ) -> QuantizedTensor:
-    """Quantize a tensor into ``data``."""
+    """Quantize a tensor, into ``data`` if given."""
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
     reals = source if isinstance(source, Source) else of_reals("", source, threads)
@@ -161,6 +168,47 @@ def quantize_source(
     request = Request(reals, result, SCHEMES[scheme].target(rounding), importance)
     run_requests([request], threads=threads, progress=None)
     return result
+
+
+# ---- importance ----
+
+
+def check_importance(importance: Any, shape: tuple[int, ...], name: str = "") -> Array:
+    """Return importance as float32 [matrices or 1, columns] for a tensor of this shape."""
+    with np.errstate(over="ignore"):
+        vectors = np.ascontiguousarray(np.asarray(importance), np.float32)
+    columns = shape[-1] if shape else 1
+    matrices = math.prod(shape[:-2])
+    if vectors.shape not in ((columns,), (matrices, columns), (*shape[:-2], columns)):
+        either = f" or {[*shape[:-2], columns]}" if len(shape) > 2 else ""
+        text = f"importance has shape {list(vectors.shape)}, expected [{columns}]{either}"
+        raise ValueError(subject(name) + text)
+    if not (np.isfinite(vectors) & (vectors >= 0)).all():
+        raise ValueError(f"{subject(name)}importance must be finite and >= 0")
+    return vectors.reshape(-1, columns)
+
+
+def weighted_jobs(source: Source, scheme: str, memory: int, importance: Array, threads: int | None) -> Iterator[Job]:
+    """Yield the jobs that quantize a tensor to ``memory`` (address), one for each matrix with its own importance."""
+    target = SCHEMES[scheme].dtype
+    columns = source.shape[-1]
+    if source.packed is not None and (len(importance) > 1 or not source.in_order):
+        # In another order than their values, or with an importance for each matrix.
+        values = read_values(source, _F32, private_array(source.shape, np.dtype(np.float32)), threads)
+        source = of_numbers(source.name, values, source.row, threads)
+    first = source.work(lib.SL_OP_WEIGHTED, memory)._replace(target=target.number)
+    if source.packed is not None:
+        yield first._replace(channels=Channels(columns, 1, importance[0]))
+        return
+    elements = math.prod(source.shape) // len(importance)
+    for index, vector in enumerate(importance):
+        yield first._replace(
+            offset=source.offset + source.row.nbytes(index * elements),
+            size=source.row.nbytes(elements),
+            memory=memory + target.nbytes(index * elements),
+            channels=Channels(columns, 1, vector),
+            origin=Origin(source.name, source.shape, source.owner, index * elements),
+        )
 
 
 # ---- many tensors in one run ----
@@ -179,12 +227,6 @@ class Request(NamedTuple):
     def is_int8(self) -> bool:
         """True if the result has a scale apart from its codes."""
         return isinstance(self.result, QuantizedTensor) and self.result.scale is not None
-
-    @property
-    def is_weighted(self) -> bool:
-        """True if importance changes the result, which has elements."""
-        scheme = self.result.scheme if isinstance(self.result, QuantizedTensor) else INT8
-        return self.importance is not None and SCHEMES[scheme].weighted and self.source.size > 0
 
     @property
     def by_parts(self) -> bool:
@@ -208,27 +250,27 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
             _fill_by_parts(request.source, request.result, threads)
     requests = [request for request in requests if not request.by_parts]
     scaled = [request for request in requests if request.is_int8 and request.maxima is None]
-    first_bytes, all_bytes = (sum(request.source.size for request in each) for each in (scaled, requests))
-    first, second = _halves(progress, first_bytes, all_bytes)
+    first_bytes = sum(request.source.size for request in scaled)
+    total = first_bytes + sum(request.source.size for request in requests)
+    first, second, report = None, progress, progress
+    if callable(report) and first_bytes:  # both passes count
+        first, second = (lambda done, _: report(done, total)), (lambda done, _: report(first_bytes + done, total))
     maxima = iter(maxima_of([(each.source, each.result.axis) for each in scaled], threads, first))  # type: ignore[union-attr]
     # The second pass reads from the page cache.
     batch = jobs.Batch()
     for request in requests:
-        source, result = request.source, request.result
+        source, result, weights = request.source, request.result, request.importance
         memory = address(result.data if isinstance(result, QuantizedTensor) else result)
-        if request.is_int8:
-            assert isinstance(result, QuantizedTensor)
-            factors = _set_scale(result, next(maxima) if request.maxima is None else request.maxima)
-            channels = channels_of(source.shape, result.axis, factors)
-            batch.add(source.work(lib.SL_OP_INT8, memory, channels=channels))
-        elif request.is_weighted:
-            assert isinstance(result, QuantizedTensor)
-            assert request.importance is not None
-            for job in weighted_jobs(source, result.scheme, memory, request.importance, threads):
-                batch.add(job)
-        else:
-            for job in source.jobs(memory, request.target):
-                batch.add(job)
+        work: Iterable[Job] = source.jobs(memory, request.target)
+        if isinstance(result, QuantizedTensor):
+            if result.scale is not None:
+                factors = _set_scale(result, next(maxima) if request.maxima is None else request.maxima)
+                channels = channels_of(source.shape, result.axis, factors)
+                work = [source.work(lib.SL_OP_INT8, memory, channels=channels)]
+            elif weights is not None and SCHEMES[result.scheme].weighted and source.size:
+                work = weighted_jobs(source, result.scheme, memory, weights, threads)
+        for job in work:
+            batch.add(job)
     batch.run(threads=threads, progress=second)
 
 
@@ -249,16 +291,6 @@ def maxima_of(
         source = next(source for (source, _), own in zip(tensors, maxima, strict=True) if _not_finite(own))
         jobs.Batch([source.work(lib.SL_OP_FINITE, 0)]).run(threads=threads)  # raises, with the index
     return maxima
-
-
-def _halves(progress: Progress, first: int, second: int) -> tuple[Progress, Progress]:
-    """Split a progress callback between two runs of ``first`` and ``second`` bytes."""
-    if not callable(progress) or not first:
-        return None, progress
-    report = progress
-    return (lambda done, total: report(done, first + second)), (
-        lambda done, total: report(first + done, first + second)
-    )
 
 
 _INFINITY_BITS = 0x7F800000
@@ -338,17 +370,3 @@ def _channels(shape: tuple[int, ...], axis: int | None, begin: int, count: int) 
     if count < inner:  # part of a single channel
         return slice(first, first + 1), count
     return slice(first, first + count // inner), inner
-
-
-# ---- BitNet b1.58 ----
-
-_BITNET = "bitnet"
-
-
-def _quantize_bitnet(x: Any, threads: int | None) -> QuantizedTensor:
-    """Return ternary codes of a matrix, like `WeightQuant` of transformers' integrations/bitnet.py, in float32."""
-    shape = of_reals("", x, threads).shape
-    if len(shape) != 2 or shape[0] % 4:
-        raise ValueError(f"bitnet packs four rows of a matrix into one, but the shape is {list(shape)}")
-    packed, parts = bitnet.lay_out(np.asarray(astype(x, np.float32, threads=threads)))
-    return QuantizedTensor.of_parts(packed, {}, parts)

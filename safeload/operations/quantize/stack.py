@@ -18,16 +18,15 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_array
 from ...engine.read.delivery import refuse_own_files
 from ...engine.read.load import parse_target
-from ...engine.run import jobs
 from ...engine.run.cast import target_array
 from ...engine.run.job import JobGrid
 from ...engine.run.jobs import Batch
-from ...engine.run.memory import address_of, check_disjoint, overlapping, private_array
+from ...engine.run.memory import check_disjoint, overlapping, private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, exported, public
 from ...models.layout import LAYER, Layout, StackedTensor
-from ..sources.catalog import Catalog, Given, TensorDescription
+from ..sources.catalog import Catalog, Given, TensorDescription, read_values
 
 _MAX_DIGITS = 18  # of a layer number, because ``int`` refuses more than 4300
 
@@ -114,9 +113,10 @@ def stack(
         used = {name for stack in plans for name in stack.names}
         catalog.refuse_codes(used, "stack")
         result = _targets(plans, out)
-        refuse_own_files(result if out is not None else {}, catalog.weight_files)
+        given = {} if out is None else result
+        refuse_own_files(given, catalog.weight_files)
         filled = dict(result)
-        for name in overlapping(result if out is not None else {}, catalog.memory_of(used)):
+        for name in overlapping(given, catalog.memory_of(used)):
             filled[name] = private_array(result[name].shape, result[name].dtype)
         fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
         for name, array in filled.items():
@@ -156,7 +156,7 @@ def plan(tensors: Mapping[str, TensorDescription], layout: Layout, target: dtype
     counts: dict[str, int] = {}
     for source, numbers in layers.items():
         prefix = source.split(LAYER)[0]
-        counts[prefix] = max(counts.get(prefix, 0), *(k + 1 for k in numbers), 0)
+        counts[prefix] = max(counts.get(prefix, 0), 1 + max(numbers, default=-1))
     return [_plan_entry(entry, tensors, layers.get(entry.source), counts, target) for entry in layout.tensors]
 
 
@@ -165,23 +165,15 @@ def _layers_of(tensors: Mapping[str, TensorDescription], entry: StackedTensor) -
     prefix, suffix = entry.source.split(LAYER)
     pattern = re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}", re.ASCII)
     layers = set()
-    for name in tensors:
-        match = pattern.fullmatch(name)
-        if match is None:
-            continue
-        digits = match[1]
+    for name, digits in ((match[0], match[1]) for match in map(pattern.fullmatch, tensors) if match is not None):
         if len(digits) > _MAX_DIGITS:
-            raise SafeloadError(f"{show(entry.name)}: {_clipped(name)} has a layer number with {len(digits)} digits")
+            shown = repr(name if len(name) <= 40 else f"{name[:40]}...")
+            raise SafeloadError(f"{show(entry.name)}: {shown} has a layer number with {len(digits)} digits")
         if digits != str(int(digits)):
-            raise SafeloadError(
-                f"{show(entry.name)}: {show(name)} has a layer number with leading zeros: {show(digits)}"
-            )
+            text = f"{show(name)} has a layer number with leading zeros: {show(digits)}"
+            raise SafeloadError(f"{show(entry.name)}: {text}")
         layers.add(int(digits))
     return layers
-
-
-def _clipped(name: str) -> str:
-    return repr(name if len(name) <= 40 else f"{name[:40]}...")
 
 
 def _plan_entry(
@@ -192,45 +184,34 @@ def _plan_entry(
     target: dtypes.Dtype | None,
 ) -> Stack:
     """Plan an entry of a layout."""
-    names = [entry.source]
+    names, at = [entry.source], f"{show(entry.name)}: "
     if layers is not None:
         prefix, suffix = entry.source.split(LAYER)
         if not layers:
-            raise TensorNotFoundError(f"{show(entry.name)}: no tensor matches {show(entry.source)} with a layer number")
+            raise TensorNotFoundError(f"{at}no tensor matches {show(entry.source)} with a layer number")
         count = counts[prefix]
         if len(layers) < count:  # checked before the names are built, because a large number can imply any count
             missing = next(k for k in range(count) if k not in layers)
-            name = f"{prefix}{missing}{suffix}"
-            raise TensorNotFoundError(
-                f"{show(entry.name)}: layer {missing} of {count} is missing: no tensor {show(name)}"
-            )
+            name = show(f"{prefix}{missing}{suffix}")
+            raise TensorNotFoundError(f"{at}layer {missing} of {count} is missing: no tensor {name}")
         names = [f"{prefix}{k}{suffix}" for k in range(count)]
     elif entry.source not in tensors:
-        raise TensorNotFoundError(f"{show(entry.name)}: no tensor {show(entry.source)}")
-    first = tensors[names[0]]
+        raise TensorNotFoundError(f"{at}no tensor {show(entry.source)}")
+    shape, shown = tensors[names[0]].shape, show(names[0])
     for name in names[1:]:
-        if tensors[name].shape != first.shape:
-            shape = list(tensors[name].shape)
-            raise SafeloadError(
-                f"{show(entry.name)}: {show(names[0])} has shape {list(first.shape)}, but {show(name)} has {shape}",
-                tensor=name,
-            )
+        if tensors[name].shape != shape:
+            text = f"{shown} has shape {list(shape)}, but {show(name)} has {list(tensors[name].shape)}"
+            raise SafeloadError(at + text, tensor=name)
     rows = [_result_row(name, tensors[name], target) for name in names]
     for name, row in zip(names, rows, strict=True):
         if row is not rows[0]:
-            raise SafeloadError(
-                f"{show(entry.name)}: {show(names[0])} is {rows[0].name}, but {show(name)} is {row.name}: pass dtype=",
-                tensor=name,
-            )
-    layer = first.shape
-    if entry.transpose:
-        if len(layer) != 2:
-            raise UnsupportedError(
-                f"{show(entry.name)}: {show(names[0])} has shape {list(layer)}: only matrices can be transposed",
-                tensor=names[0],
-            )
-        layer = layer[::-1]
-    return Stack(entry, names, first.shape, (len(names), *layer) if entry.stacked else layer, rows[0])
+            text = f"{shown} is {rows[0].name}, but {show(name)} is {row.name}: pass dtype="
+            raise SafeloadError(at + text, tensor=name)
+    if entry.transpose and len(shape) != 2:
+        text = f"{shown} has shape {list(shape)}: only matrices can be transposed"
+        raise UnsupportedError(at + text, tensor=names[0])
+    layer = shape[::-1] if entry.transpose else shape
+    return Stack(entry, names, shape, (len(names), *layer) if entry.stacked else layer, rows[0])
 
 
 def _result_row(name: str, tensor: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
@@ -272,11 +253,6 @@ def fill(
 
 def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: int | None) -> Source:
     """Return a source with whole-byte elements for a strided copy; quantized and packed tensors are decoded first."""
-    if isinstance(value, QuantizedTensor):
-        return of_array("", value.dequantize(dtypes.element_dtype(row.number), threads=threads))
-    if not value.row.packed:
+    if isinstance(value, Source) and not value.row.packed:
         return value
-    decoded = private_array(value.shape, dtypes.array_dtype(row.number))
-    if value.size:
-        Batch([value.job(address_of(decoded), row.number)]).run(threads=threads)
-    return of_array(value.name, jobs.native_order(decoded))
+    return of_array("", read_values(value, row, private_array(value.shape, dtypes.array_dtype(row.number)), threads))

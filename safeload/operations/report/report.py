@@ -37,7 +37,7 @@ from ...formats.registry import UnknownGlobals
 from ...formats.verifying import entry_of
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
-from ..folders.output import Output
+from ..folders.destinations import Output
 from ..inspect.info import totals_of
 from ..measure.stats import HISTOGRAM_EDGES
 from ..quantize.quantize import SchemeName
@@ -364,12 +364,12 @@ def _sizes(opened: Checkpoint) -> str:
 
 def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None, bars: Bars) -> str:
     """Return the section on the errors of tensors that `load_quantized` quantizes, reading one at a time."""
-    from ..quantize.checkpoint import ModelRules, Rules
     from ..quantize.quantization_error import COLUMNS, quantization_error
     from ..quantize.quantize import quantize
+    from ..quantize.rules import Rules, schema_of
 
     catalog, rules = Catalog.of(opened), Rules(scheme, None)
-    rules.schema = ModelRules.of(catalog).schema
+    rules.schema = schema_of(catalog)
     errors: dict[str, Any] = {}
     refused: dict[str, str] = {}  # reasons
     sizes = catalog.sizes([*catalog])

@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,11 +35,9 @@ from ...formats.registry import SAFETENSORS, OpenRequest, open_file
 from ...formats.safetensors.file import TensorToWrite, parse_head, source_of
 from ...formats.safetensors.header import MAX_HEADER, Header
 from ...stores.places import Located, places_of
-from ..folders.destinations import refuse_inputs
-from ..folders.targets import FileSink, SaveDestination, target_of
-from .edit_file import resolved
-from .values import check_name, value_of
-from .writer import checked_metadata
+from ..folders.destinations import FileSink, SaveDestination, refuse_inputs, target_of
+from .edit import resolved
+from .writer import check_name, checked_metadata, value_of
 
 # A side of a patch.
 PatchSide: TypeAlias = PathLike | Located | Mapping[str, Any]
@@ -212,13 +210,16 @@ def apply_patch(
     if isinstance(base, Mapping) and dst is not None:
         raise ValueError("a dict of arrays is changed in place, so it takes no dst")
     refuse_inputs(base if dst is None else dst, [patch])
-    with _opened(patch, storage_options) as delta, _side_of(base, "base", storage_options) as old:
+    with _side_of(patch, None, storage_options) as delta, _side_of(base, "base", storage_options) as old:
         target = None
         if not isinstance(base, Mapping):
-            place = _own(base, storage_options) if dst is None else dst
+            place: Any = dst
+            if dst is None:  # symbolic links are followed, but not into the Hub's cache
+                (path,), files = places_of((base,), storage_options)
+                place = base if files.remote else resolved(path, force=True)
             target = _file_target("the result", place, overwrite or dst is None, durable, storage_options)
         facts = _facts_of(delta, check=check)
-        result = _result_of(old, delta, facts)
+        header, result = _result_of(old, delta, facts)
         if check and facts is not None:
             digest = _digest_of(tensor.line(name) for name, tensor in old.tensors.items())
             if digest != facts.base:
@@ -227,7 +228,8 @@ def apply_patch(
         if isinstance(base, Mapping):
             _change_arrays(base, old.tensors, result)
         if target is not None:
-            _write(target, result, old.file, facts.result if check and facts is not None else None, delta.place)
+            expected = facts.result if check and facts is not None else None
+            _write(target, header, result, old.file, expected=expected, patch=delta.place)
     return None if facts is None else facts.result
 
 
@@ -240,12 +242,6 @@ def _file_target(
     return target
 
 
-def _own(base: Any, storage_options: Mapping[str, Any] | None) -> Any:
-    """Return the base as destination: symbolic links are followed, but not into the Hub's cache."""
-    (path,), files = places_of((base,), storage_options)
-    return base if files.remote else resolved(path, force=True)
-
-
 # ---- tensors as plain bytes ----
 
 
@@ -256,6 +252,8 @@ class _Tensor(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     chunks: Callable[[], Iterator[Array]]  # return the bytes, in arrays of `_CHUNK` bytes except for the last
+    # Of a result: returns ascending indices and the values of new elements, and checks the indices.
+    changes: Callable[[], tuple[Array, Array]] | None = None
 
     def __str__(self) -> str:
         return f"{self.row.code} {list(self.shape)}"
@@ -275,8 +273,12 @@ class _Tensor(NamedTuple):
 
     def whole(self) -> Array:
         """Return all bytes."""
-        chunks = [*self.chunks()]
-        return chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, np.uint8), *chunks])
+        return _joined([*self.chunks()])
+
+    def array(self) -> Array:
+        """Return a copy as an array; packed elements stay bytes."""
+        data: Array = self.whole().copy()
+        return data if self.row.packed else data.view(self.dtype).reshape(self.shape)
 
     def units(self, data: Array) -> Array:
         """Return bytes of this tensor as unsigned integers of its element size."""
@@ -306,59 +308,50 @@ class _Side(NamedTuple):
 
 
 @contextmanager
-def _side_of(value: Any, place: str, storage_options: Mapping[str, Any] | None) -> Iterator[_Side]:
-    """Open a side of a patch."""
-    if not isinstance(value, Mapping):
-        with _opened(value, storage_options) as side:
-            yield side
+def _side_of(value: Any, place: str | None, storage_options: Mapping[str, Any] | None) -> Iterator[_Side]:
+    """Open a side: a dict, which messages call ``place``, or a safetensors file; None refuses a dict."""
+    if place is not None and isinstance(value, Mapping):
+        keep: list[Any] = []  # lives until the block ends
+        sources = {check_name(name): source_of(name, value_of(name, array, keep)) for name, array in value.items()}
+        yield _Side(place, {name: _in_memory(source) for name, source in sources.items()})
         return
-    keep: list[Any] = []  # lives until the block ends
-    sources = {check_name(name): source_of(name, value_of(name, array, keep)) for name, array in value.items()}
-    yield _Side(place, {name: _in_memory(source) for name, source in sources.items()})
-
-
-@contextmanager
-def _opened(value: Any, storage_options: Mapping[str, Any] | None) -> Iterator[_Side]:
-    """Open a safetensors file."""
     (path,), files = places_of((value,), storage_options)
     if not files.remote and os.path.isdir(path):
         raise UnsupportedError(f"{path} is a folder: patches are made and applied file by file")
-    file = open_file(path, OpenRequest((SAFETENSORS,), files=files)).file
-    try:
+    with closing(open_file(path, OpenRequest((SAFETENSORS,), files=files)).file) as file:
         header = bytes(file.read_at(0, _LENGTH + int.from_bytes(file.read_at(0, _LENGTH), "little")))
         tensors = _tensors_of(file.table, file.read_at)
         yield _Side(files.shown(path), tensors, header, file.table.metadata() or {}, file)
-    finally:
-        file.close()
 
 
 def _tensors_of(table: Table, read_at: Callable[[int, int], Any]) -> dict[str, _Tensor]:
+    def chunks(begin: int, end: int) -> Iterator[Array]:
+        for at in range(begin, end, _CHUNK):
+            yield np.frombuffer(read_at(at, min(_CHUNK, end - at)), np.uint8)
+
     rows = zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True)
     return {
-        name: _Tensor(row, tuple(shape), end - begin, partial(_chunks_of_file, read_at, begin, end))
+        name: _Tensor(row, tuple(shape), end - begin, partial(chunks, begin, end))
         for name, row, shape, (begin, end) in rows
     }
 
 
-def _chunks_of_file(read_at: Callable[[int, int], Any], begin: int, end: int) -> Iterator[Array]:
-    for at in range(begin, end, _CHUNK):
-        yield np.frombuffer(read_at(at, min(_CHUNK, end - at)), np.uint8)
-
-
 def _in_memory(source: TensorToWrite) -> _Tensor:
-    return _Tensor(source.row, tuple(source.shape), source.nbytes, partial(_chunks_in_memory, source))
+    def chunks() -> Iterator[Array]:
+        pieces = []
+        for _owner, address, nbytes in source.pieces():
+            if nbytes:
+                piece = np.frombuffer(ffi.buffer(ffi.cast("char *", address), nbytes), np.uint8)
+                # Only the memory of a whole tensor stays valid, as long as its source lives.
+                pieces.append(piece if source.whole else piece.copy())
+        whole = _joined(pieces)
+        return (whole[at : at + _CHUNK] for at in range(0, whole.size, _CHUNK))
+
+    return _Tensor(source.row, tuple(source.shape), source.nbytes, chunks)
 
 
-def _chunks_in_memory(source: TensorToWrite) -> Iterator[Array]:
-    pieces = []
-    for _owner, address, nbytes in source.pieces():
-        if nbytes:
-            piece = ffi.buffer(ffi.cast("char *", address), nbytes)
-            # Only the memory of a whole tensor stays valid, as long as its source lives.
-            pieces.append(np.frombuffer(piece if source.whole else piece[:], np.uint8))
-    whole = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
-    for at in range(0, whole.size, _CHUNK):
-        yield whole[at : at + _CHUNK]
+def _joined(arrays: Sequence[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, np.uint8), *arrays])
 
 
 def _header_of(
@@ -477,23 +470,14 @@ def _facts_of(patch: _Side, *, check: bool) -> _Facts | None:
     return facts
 
 
-class _Result(NamedTuple):
-    """The file that a patch makes of its base."""
-
-    header: bytes
-    tensors: dict[str, _Tensor]  # in file order
-    whole: dict[str, _Tensor]  # tensors whose bytes the patch has
-    elements: dict[str, Callable[[], tuple[Array, Array]]]  # return ascending indices and values of new elements
-
-
-def _result_of(base: _Side, patch: _Side, facts: _Facts | None) -> _Result:
-    """Check a patch against its base; the indices are checked when they are read."""
+def _result_of(base: _Side, patch: _Side, facts: _Facts | None) -> tuple[bytes, dict[str, _Tensor]]:
+    """Check a patch against its base; return the header and the tensors of the result, in file order."""
 
     def fault(name: str, text: str) -> FormatError:
         return error_about(FormatError, text, path=patch.place, tensor=name)
 
     header, layout = _head_of(base, patch, facts)
-    result = _Result(header, {}, {}, {})
+    result = {}
     for name in patch.tensors:
         stem, dot, suffix = name.rpartition(".")
         if name == _HEADER:
@@ -507,12 +491,12 @@ def _result_of(base: _Side, patch: _Side, facts: _Facts | None) -> _Result:
         if indices is None and values is not None:
             if not tensor.is_like(values):
                 raise fault(name, f"is {tensor} in the header, but its values are {values}")
-            result.tensors[name] = result.whole[name] = values
+            result[name] = values
             continue
         before = base.tensors.get(name)
         if before is None or not tensor.is_like(before):
             raise fault(name, f"must be {tensor} in the base, where it is {before or 'missing'}")
-        result.tensors[name] = before
+        result[name] = before
         if indices is None:
             continue
         if values is None:
@@ -521,10 +505,9 @@ def _result_of(base: _Side, patch: _Side, facts: _Facts | None) -> _Result:
             raise fault(name, f"needs flat I32 or I64 indices, got {indices}")
         if values.row.number != tensor.row.number or values.shape != indices.shape or tensor.row.packed:
             raise fault(name, f"is {tensor}, but has values {values} for indices {indices}")
-        elements = partial(_elements, before, indices, values, partial(fault, name))
-        result.elements[name] = elements
-        result.tensors[name] = before._replace(chunks=partial(_changed_chunks, before, elements))
-    return result
+        changes = partial(_changes, before, indices, values, partial(fault, name))
+        result[name] = before._replace(chunks=partial(_changed_chunks, before, changes), changes=changes)
+    return header, result
 
 
 def _head_of(base: _Side, patch: _Side, facts: _Facts | None) -> tuple[bytes, Mapping[str, _Tensor]]:
@@ -547,7 +530,7 @@ def _head_of(base: _Side, patch: _Side, facts: _Facts | None) -> tuple[bytes, Ma
     return header, layout
 
 
-def _elements(
+def _changes(
     tensor: _Tensor, indices: _Tensor, values: _Tensor, fault: Callable[[str], FormatError]
 ) -> tuple[Array, Array]:
     places, new = indices.whole().view(f"<i{indices.dtype.itemsize}"), tensor.units(values.whole())
@@ -562,9 +545,9 @@ def _elements(
     return places, new
 
 
-def _changed_chunks(base: _Tensor, elements: Callable[[], tuple[Array, Array]]) -> Iterator[Array]:
+def _changed_chunks(base: _Tensor, changes: Callable[[], tuple[Array, Array]]) -> Iterator[Array]:
     """Iterate over the bytes of a tensor with new elements."""
-    indices, values = elements()
+    indices, values = changes()
     first = 0
     for chunk in base.chunks():
         count = base.units(chunk).size
@@ -576,15 +559,21 @@ def _changed_chunks(base: _Tensor, elements: Callable[[], tuple[Array, Array]]) 
         first += count
 
 
-def _write(target: FileSink, result: _Result, base: WeightFile | None, expected: str | None, patch: str) -> None:
+def _write(
+    target: FileSink,
+    header: bytes,
+    tensors: Mapping[str, _Tensor],
+    base: WeightFile | None,
+    *,
+    expected: str | None,  # digest
+    patch: str,
+) -> None:
     """Write the result, and compare it with its digest before it is put in place."""
-    size = len(result.header) + sum(tensor.nbytes for tensor in result.tensors.values())
-    header = np.frombuffer(result.header, np.uint8)
-    lines = []
+    head, lines = np.frombuffer(header, np.uint8), []
     try:
-        with target.open(size) as file:
-            file.write([(address_of(header), header.size)])
-            for name, tensor in result.tensors.items():
+        with target.open(head.size + sum(tensor.nbytes for tensor in tensors.values())) as file:
+            file.write([(address_of(head), head.size)])
+            for name, tensor in tensors.items():
                 digest = hashlib.sha256()
                 for chunk in tensor.chunks():
                     file.write([(address_of(chunk), chunk.size)])
@@ -599,25 +588,28 @@ def _write(target: FileSink, result: _Result, base: WeightFile | None, expected:
         raise unsaved(error) from None
 
 
-def _change_arrays(arrays: Mapping[str, Any], base: Mapping[str, _Tensor], result: _Result) -> None:
+def _change_arrays(arrays: Mapping[str, Any], base: Mapping[str, _Tensor], result: Mapping[str, _Tensor]) -> None:
     """Change the arrays of a dict; everything is checked first."""
-    removed = arrays.keys() - result.tensors.keys()
-    replaced = {name: tensor for name, tensor in result.whole.items() if not tensor.is_like(base.get(name))}
+    removed = arrays.keys() - result.keys()
+    replaced = {name: tensor for name, tensor in result.items() if not tensor.is_like(base.get(name))}
     if (removed or replaced) and not isinstance(arrays, MutableMapping):
         raise UnsupportedError("the patch adds, removes or replaces tensors: pass a dict")
     changes: dict[str, tuple[Array, Array]] = {}
-    for name, tensor in result.tensors.items():
-        if name in result.elements:
-            changes[name] = result.elements[name]()
-        elif name in result.whole and name not in replaced:
+    for name, tensor in result.items():
+        if tensor.changes is not None:
+            changes[name] = tensor.changes()
+        elif name not in replaced and tensor is not base[name]:
             values = tensor.units(tensor.whole())
             changes[name] = np.arange(values.size), values
     puts = {name: _putter(name, arrays[name]) for name in changes}
-    spans = {name: _span(arrays[name]) for name in result.tensors if name in arrays and name not in replaced}
+    spans = {name: _span(arrays[name]) for name in result if name in arrays and name not in replaced}
     kept = {name: (indices.tobytes(), values.tobytes()) for name, (indices, values) in changes.items()}
     check_spans({name: span for name, span in spans.items() if span is not None}, kept, kept, "arrays")
-    as_tensors = any(map(_is_torch, arrays.values()))
-    new = {name: _new_array(name, tensor, as_tensors) for name, tensor in replaced.items()}
+    new = {name: tensor.array() for name, tensor in replaced.items()}
+    if any(map(_is_torch, arrays.values())):
+        from ...frameworks import torch_arrays
+
+        new = {name: torch_arrays.from_array(array, name) for name, array in new.items()}
     for name, (indices, values) in changes.items():
         puts[name](indices, values)
     if isinstance(arrays, MutableMapping):
@@ -637,17 +629,6 @@ def _span(value: Any) -> tuple[int, int] | None:
     if _is_torch(value) and value.is_contiguous():
         return value.data_ptr(), value.numel() * value.element_size()
     return None
-
-
-def _new_array(name: str, tensor: _Tensor, as_tensor: bool) -> Any:
-    array = tensor.whole().copy()
-    if not tensor.row.packed:
-        array = array.view(tensor.dtype).reshape(tensor.shape)
-    if not as_tensor:
-        return array
-    from ...frameworks import torch_arrays
-
-    return torch_arrays.from_array(array, name)
 
 
 def _putter(name: str, value: Any) -> Callable[[Array, Array], None]:

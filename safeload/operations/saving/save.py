@@ -6,12 +6,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal, TypeAlias, overload
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
 import numpy as np
 
 from ...base.arrays import Array
-from ...base.forking import ProcessLock
 from ...base.native import ffi
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
@@ -19,12 +19,13 @@ from ...engine.run.memory import ALIGNMENT, address_of, aligned_bytes
 from ...errors import public
 from ...formats.safetensors.file import FileWriter, Memory, source_of
 from ...formats.safetensors.quantized import pack
-from ..folders.destinations import limit_of
+from ..folders.destinations import FileSink, SaveDestination, limit_of, target_of
 from ..folders.shards import write_folder
 from ..folders.sink import Sink
-from ..folders.targets import FileSink, SaveDestination, target_of
-from .values import check_name, value_of
-from .writer import Writer, checked_metadata
+from .writer import Writer, check_name, checked_metadata, value_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # The tensors of a save.
 Saved: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -33,34 +34,24 @@ Saved: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]]
 _BLOCK = 16 << 20
 
 
+class SaveOptions(TypedDict, total=False):
+    """Options of `save` for its overloads."""
+
+    metadata: Mapping[str, str] | None
+    max_shard_size: int | str | None
+    overwrite: bool
+    durable: bool
+    storage_options: Mapping[str, Any] | None
+
+
 @overload
 def save(
-    tensors: Saved,
-    dst: SaveDestination,
-    *,
-    background: Literal[False] = False,
-    metadata: Mapping[str, str] | None = None,
-    max_shard_size: int | str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
+    tensors: Saved, dst: SaveDestination, *, background: Literal[False] = False, **options: Unpack[SaveOptions]
 ) -> None: ...
-
-
 @overload
 def save(
-    tensors: Saved,
-    dst: SaveDestination,
-    *,
-    background: bool,
-    metadata: Mapping[str, str] | None = None,
-    max_shard_size: int | str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
+    tensors: Saved, dst: SaveDestination, *, background: bool, **options: Unpack[SaveOptions]
 ) -> Future[None] | None: ...
-
-
 @public
 def save(
     tensors: Saved,
@@ -172,9 +163,10 @@ class SaveFuture(Future):  # type: ignore[type-arg]
 
 
 class _Buffer:
-    """Memory for copies of tensors, which grows and is reused."""
+    """Memory for copies of tensors, which grows and is reused by a save at a time."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self._blocks: list[Array] = []
         self._block = self._used = 0
 
@@ -185,37 +177,33 @@ class _Buffer:
 
     def take(self, nbytes: int) -> Array:
         """Return memory for a tensor."""
-        while self._block < len(self._blocks):
-            block = self._blocks[self._block]
-            if self._used + nbytes <= block.size:
-                begin = self._used
-                self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
-                return block[begin : begin + nbytes]
-            if self._used == 0:  # too small for this tensor
-                del self._blocks[self._block]
-                continue
-            self._block, self._used = self._block + 1, 0
-        self._blocks.append(aligned_bytes(max(_BLOCK, nbytes)))
-        return self.take(nbytes)
+        blocks = self._blocks
+        while self._block < len(blocks) and self._used + nbytes > blocks[self._block].size:
+            if self._used:
+                self._block, self._used = self._block + 1, 0
+            else:
+                del blocks[self._block]  # too small for this tensor
+        if self._block == len(blocks):
+            blocks.append(aligned_bytes(max(_BLOCK, nbytes)))
+        begin = self._used
+        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return blocks[self._block][begin : begin + nbytes]
 
     def copy(self, name: str, value: Any) -> Any:
         """Return a copy of a value, of the same kind to the writer."""
         if isinstance(value, QuantizedTensor):
-            return self._copy_quantized(name, value)
+            if value.packing is not None:
+                arrays = {role: self._copy_array(array) for role, array in value.roles.items()}
+                return QuantizedTensor.of_parts(value.packing, value.names, arrays)
+            scale = None if value.scale is None else self._copy_array(value.scale)
+            return QuantizedTensor(value.scheme, value.shape, self._copy_array(value.data), scale, value.axis)
         source = source_of(name, value)
         memory = self.take(source.nbytes)
-        at = address_of(memory) if source.nbytes else 0
+        begin = at = address_of(memory) if source.nbytes else 0
         for _owner, address, size in source.pieces():
             ffi.memmove(ffi.cast("char *", at), ffi.cast("char *", address), size)
             at += size
-        return Memory(source.row, source.shape, address_of(memory) if source.nbytes else 0, source.nbytes)
-
-    def _copy_quantized(self, name: str, value: QuantizedTensor) -> QuantizedTensor:
-        if value.packing is not None:
-            arrays = {role: self._copy_array(array) for role, array in value.roles.items()}
-            return QuantizedTensor.of_parts(value.packing, value.names, arrays)
-        scale = None if value.scale is None else self._copy_array(value.scale)
-        return QuantizedTensor(value.scheme, value.shape, self._copy_array(value.data), scale, value.axis)
+        return Memory(source.row, source.shape, begin, source.nbytes)
 
     def _copy_array(self, array: Array) -> Array:
         copy: Array = self.take(array.nbytes).view(array.dtype).reshape(array.shape)
@@ -223,8 +211,8 @@ class _Buffer:
         return copy
 
 
-_buffer, _buffer_lock = _Buffer(), ProcessLock()
-_owner = os.getpid()
+# By process: when a child is forked, a save of its parent may be pending.
+_buffers: dict[int, _Buffer] = {}
 
 
 def _in_background(
@@ -234,13 +222,9 @@ def _in_background(
     write: Callable[[Mapping[str, Any]], None],
 ) -> Future[None]:
     """Copy the tensors into the buffer, and write them in a thread that ends with the save."""
-    global _buffer, _owner
-    lock = _buffer_lock.own
-    lock.acquire()
+    buffer = _buffers.setdefault(os.getpid(), _Buffer())
+    buffer.lock.acquire()
     try:
-        if _owner != os.getpid():  # a forked child: the parent's save may have been pending
-            _buffer, _owner = _Buffer(), os.getpid()
-        buffer = _buffer
         buffer.reset()
         copies: dict[str, Any] = {}
         for name, value in _items(tensors):
@@ -253,7 +237,7 @@ def _in_background(
         future = SaveFuture()
         future.set_running_or_notify_cancel()
     except BaseException:
-        lock.release()
+        buffer.lock.release()
         raise
 
     def run() -> None:
@@ -261,17 +245,15 @@ def _in_background(
             try:
                 write(copies)
             finally:
-                lock.release()
+                buffer.lock.release()
         except BaseException as error:  # the future raises it
             future.set_exception(error)
         else:
             future.set_result(None)
 
-    if not threading.main_thread().is_alive():  # the interpreter is exiting and waits for no more threads
-        run()
-        return future
-    try:
-        threading.Thread(target=run, name="safeload-save").start()  # not a daemon: the interpreter waits for it
-    except RuntimeError:  # no more threads
-        run()
+    with suppress(RuntimeError):  # no more threads
+        if threading.main_thread().is_alive():  # an exiting interpreter waits for no more threads
+            threading.Thread(target=run, name="safeload-save").start()  # not a daemon: the interpreter waits for it
+            return future
+    run()
     return future

@@ -12,8 +12,7 @@ from pathlib import Path
 from ...errors import SafeloadError, one_line
 from ...stores.digests import SIGNATURE_NAME, is_signature
 from ...stores.signature import check_readable, library
-from ..folders.destinations import refuse_inputs
-from ..folders.output import Output
+from ..folders.destinations import Output, refuse_inputs
 
 
 def sign(
