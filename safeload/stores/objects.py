@@ -1,11 +1,11 @@
-"""Object stores as backends, by an adapter of five calls: list, stat, read, write and delete; and ``file://`` URLs."""
+"""Object stores as backends, by five calls: entries, stat, read, write and delete; and ``file://`` URLs."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,15 +22,26 @@ from .store import WINDOW, ByteStore
 from .thread_group import each
 
 
-class ObjectStore(ABC):
-    """The five calls of an object store. Ctrl-C and the stop of the thread end each call; errors are safeload's."""
+class ObjectStore(Backend):
+    """An object store behind URLs, by five calls: entries, stat, read, write and delete.
+
+    Ctrl-C and the stop of the thread end each call; errors are safeload's.
+    """
 
     name: str  # of the library's class
     secrets: list[str]  # for messages
     proves = False  # True if every `read` checks the version
 
     @abstractmethod
-    def list(self, place: str, shown: str) -> Iterable[tuple[Any, bool]]:
+    def place(self, url: str) -> str:
+        """Return the place of a URL in the store."""
+
+    def writable(self, url: str) -> tuple[ObjectStore, str]:
+        """Return the store and the place to write a URL, or refuse a store that cannot be written."""
+        return self, self.place(url)
+
+    @abstractmethod
+    def entries(self, place: str, shown: str) -> Iterable[tuple[Any, bool]]:
         """Return the paths in a folder, and whether each is a folder; the folder itself may be among them."""
 
     @abstractmethod
@@ -48,6 +59,33 @@ class ObjectStore(ABC):
     @abstractmethod
     def delete(self, place: str, shown: str, *, folder: bool) -> None:
         """Delete a file, or an empty folder."""
+
+    def open(self, url: str, window: int = WINDOW) -> ByteStore:
+        return StoredObject(self, self.place(url), urls.shown(url), window)
+
+    def is_folder(self, url: str) -> bool:
+        place = self.place(url)
+        return not place or any(True for _ in self.entries(place, urls.shown(url)))
+
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        place, shown = self.place(url), urls.shown(url)
+        listed = [(checked_name(path, shown), path, is_folder) for path, is_folder in self.entries(place, shown)]
+        return sorted({(name, is_folder) for name, path, is_folder in listed if path.strip("/") != place.strip("/")})
+
+    def upload(self, source: str, url: str) -> None:
+        store, place = self.writable(url)
+        store.write(source, place, urls.shown(url))
+
+    def remove(self, targets: Sequence[str]) -> None:
+        def remove_one(url: str) -> None:
+            store, place = self.writable(url)
+            with suppress(FileNotFoundError):
+                store.delete(place, urls.shown(url), folder=url.endswith("/"))
+
+        each(remove_one, targets)
+
+    def check_writable(self, url: str) -> None:
+        self.writable(url)
 
 
 class StoredObject(RemoteStore):
@@ -80,51 +118,6 @@ class StoredObject(RemoteStore):
             version = self._objects.stat(self._place, self.path)
             if version != self.version:
                 raise changed(self.path, self.size, version[0])
-
-
-class ObjectUrls(Backend):
-    """The URLs of object stores."""
-
-    @abstractmethod
-    def find(self, url: str) -> tuple[ObjectStore, str]:
-        """Return the store of a URL, and the place in it."""
-
-    def find_writable(self, url: str) -> tuple[ObjectStore, str]:
-        """Like `find`, but refuse a store that cannot be written."""
-        return self.find(url)
-
-    def open(self, url: str, window: int = WINDOW) -> ByteStore:
-        objects, place = self.find(url)
-        return StoredObject(objects, place, urls.shown(url), window)
-
-    def is_folder(self, url: str) -> bool:
-        objects, place = self.find(url)
-        return not place or any(True for _ in objects.list(place, urls.shown(url)))
-
-    def listing(self, url: str) -> list[tuple[str, bool]]:
-        objects, place = self.find(url)
-        shown = urls.shown(url)
-        entries = set()
-        for path, is_folder in objects.list(place, shown):
-            name = checked_name(path, shown)
-            if path.strip("/") != place.strip("/"):
-                entries.add((name, is_folder))
-        return sorted(entries)
-
-    def upload(self, source: str, url: str) -> None:
-        objects, place = self.find_writable(url)
-        objects.write(source, place, urls.shown(url))
-
-    def remove(self, targets: Sequence[str]) -> None:
-        def remove_one(url: str) -> None:
-            objects, place = self.find_writable(url)
-            with suppress(FileNotFoundError):
-                objects.delete(place, urls.shown(url), folder=url.endswith("/"))
-
-        each(remove_one, targets)
-
-    def check_writable(self, url: str) -> None:
-        self.find_writable(url)
 
 
 class LocalUrls(Backend):

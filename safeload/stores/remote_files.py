@@ -32,7 +32,7 @@ class RemoteFiles(Files):
             raise TypeError(f"storage_options must be a dict, got {type(options).__name__}")
         self._options = options
         self._backend = backend
-        self._backends: dict[tuple[str, str], Backend] = {}
+        self._backends: dict[object, Backend] = {}
         # Whether paths are literal, so that marks such as "%" are data, as in most stores of callers.
         self._literal = backend is not None and not backend.escapes
 
@@ -43,14 +43,12 @@ class RemoteFiles(Files):
 
     def backend(self, url: str) -> Backend:
         """Return the store of a URL."""
+        urls.check_allowed(url, self._backend is not None or self._options is not None)
         if self._backend is not None:
-            urls.check_allowed(url, True)
             return self._backend
-        backend = self._backends.get(_key(url))
-        if backend is None:
-            urls.check_allowed(url, self._options is not None)
-            backend = self._backends.setdefault(_key(url), _backend(url, self._options or {}))
-        return backend
+        key, make = _store_of(url, self._options or {})
+        backend = self._backends.get(key)
+        return self._backends.setdefault(key, make()) if backend is None else backend
 
     @contextmanager
     def kept(self, path: str) -> Iterator[None]:
@@ -107,7 +105,7 @@ class RemoteFiles(Files):
     def public(self, path: str) -> str:
         if not urls.is_url(path):
             return super().public(path)
-        backend = self._backend or self._backends.get(_key(path))
+        backend = self._backend or self._backends.get(urls.scheme_of(path))  # the only one by scheme that pins: the Hub
         return urls.public(path if backend is None else backend.pinned(path))
 
     def public_options(self) -> dict[str, Any] | None:
@@ -118,13 +116,11 @@ class RemoteFiles(Files):
         return public_options(self._options)
 
 
-def _key(url: str) -> tuple[str, str]:
-    """Return the key of a URL's backend. Each host has its own, so hosts never share redirects or credentials."""
-    scheme, link = urls.scheme_of(url), divided(url)
-    return scheme, (link.place or "").lower() if scheme in ("http", "https") else ""
+def _store_of(url: str, options: Mapping[str, Any]) -> tuple[object, Callable[[], Backend]]:
+    """Return a key shared by all URLs of a store, and the function that makes its backend.
 
-
-def _backend(url: str, options: Mapping[str, Any]) -> Backend:
+    Each host has its own backend, so hosts never share redirects or credentials.
+    """
     scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
     if not chained and scheme in ("http", "https", "hf"):
         version = needed("urllib3", "http, https and hf URLs need urllib3").__version__
@@ -134,17 +130,15 @@ def _backend(url: str, options: Mapping[str, Any]) -> Backend:
         if scheme == "hf":
             from .hub import Hub
 
-            return Hub(options)
+            return scheme, lambda: Hub(options)
         from .http import Web
 
-        return Web(options)
+        return (scheme, (divided(url).place or "").lower()), lambda: Web(options)
     if "::" not in url and scheme == "file":
         from .objects import LocalUrls
 
-        return LocalUrls()
+        return scheme, LocalUrls
     needed("fsspec", f"{urls.shown(url)} needs fsspec")
-    from .filesystem import Filesystem
+    from .filesystem import Filesystem, key_of
 
-    filesystem = Filesystem(None, options)
-    filesystem.find(url)
-    return filesystem
+    return key_of(url), lambda: Filesystem.of(url, options)

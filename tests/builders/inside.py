@@ -247,7 +247,6 @@ NAMES = {
     "LocalUrls": "stores.objects:LocalUrls",
     "foreign_errors": "stores.foreign_errors",
     "cleaned": "stores.foreign_errors:cleaned",
-    "FsspecHandle": "stores.filesystem:FsspecHandle",
     "FsspecStore": "stores.objects:StoredObject",
     "http": "stores.http",
     "HttpStore": "stores.http:HttpStore",
