@@ -48,6 +48,8 @@ _ADVICE = (
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)")
 # Bytes between two spans are received and discarded in pieces of this size.
 _SCRATCH = 64 << 10
+# Bytes of a whole file received at once.
+_PIECE = 256 << 10
 
 _Result = TypeVar("_Result")
 
@@ -291,8 +293,15 @@ class HttpStore(RemoteStore):
 
     def _opened(self, exchange: Exchange, url: WebUrl) -> None:
         """Take the size, the version and the first window from the response to the first request."""
-        whole = exchange.status == 200
-        self.size, window = _whole(exchange, self.path) if whole else _first_window(exchange, self.path, self.window)
+        if exchange.status == 200:  # a server without range support
+            window = whole_body(exchange, WHOLE, self.path)
+            if window is None:
+                text = "this server does not support ranges: download the file, or open filecache::URL"
+                text = f"{self.path}: {text} with storage_options={{}}, which lets fsspec download it"
+                raise Failure(UnsupportedError(text))
+            self.size = len(window)
+        else:
+            self.size, window = _first_window(exchange, self.path, self.window)
         self._version = _Version.of(exchange)
         self.version = (self.size, self._version.mark)
         self._route = _Route(url, True)
@@ -350,17 +359,17 @@ def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]
     return total, bytes(window)
 
 
-def _whole(exchange: Exchange, path: str) -> tuple[int, bytes]:
-    """Return the size and the content of a small file, from a server without range support."""
-    size = exchange.length  # None if the server does not tell
-    content = bytearray(min(WHOLE + 1, size if size is not None else WHOLE + 1))
-    transfer = _Transfer([Span(0, memoryview(content))])
-    if (size or 0) <= WHOLE and not transfer.receive(exchange) and size is not None:
-        raise broken_off(path)
-    if (size or 0) > WHOLE or transfer.at > WHOLE:
-        text = "this server does not support ranges: download the file, or open filecache::URL with storage_options={}"
-        raise Failure(UnsupportedError(f"{path}: {text}, which lets fsspec download it"))
-    return transfer.at, bytes(content[: transfer.at])
+def whole_body(exchange: Exchange, limit: int, path: str) -> bytes | None:
+    """Return the body of a response, or None if it has more bytes than the limit."""
+    content, memory = bytearray(), memoryview(bytearray(_PIECE))
+    while (exchange.length or 0) <= limit and len(content) <= limit:  # the length is None if the server does not tell
+        count = exchange.receive(memory)
+        if not count:
+            if exchange.length:  # bytes that have not arrived
+                raise broken_off(path)
+            return bytes(content)
+        content += memory[:count]
+    return None
 
 
 def _check_range(exchange: Exchange, begin: int, end: int, path: str) -> None:

@@ -31,13 +31,12 @@ from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from .foreign_errors import TRIES, checked, cleaned, is_transient, secrets_of, translated
-from .http import HttpStore, check_accepted, request
+from .http import HttpStore, check_accepted, request, whole_body
 from .http_client import (
     Client,
     Exchange,
     Failure,
     RequestTarget,
-    broken_off,
     checked_headers,
     of_status,
     target_of,
@@ -63,8 +62,6 @@ _FULL_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[^/\x00\ud800-\udfff]+")
 # Storage options handled here.
 _OPTIONS = ("endpoint", "token")
-# Bytes of a list of files received at once.
-_PIECE = 256 << 10
 # The words in X-Error-Code of huggingface_hub's errors, and our words for errors without an answer of the Hub.
 _CODES = {
     "GatedRepoError": "GatedRepo",
@@ -76,12 +73,12 @@ _CODES = {
     "HFValidationError": "Invalid",
     "HfUriError": "Invalid",
 }
-_MISSING = {
-    "RevisionNotFound": "the {} has no such branch, tag or commit",
-    "EntryNotFound": "the {} has no such file",
-    "RepoNotFound": "no such {}, or it is private; check the name, or log in with `hf auth login`",
-}
 _WRONG_TOKEN = "Invalid credentials"
+_MISSING = {
+    "RevisionNotFound": "the {kind} has no such branch, tag or commit",
+    "EntryNotFound": "the {kind} has no such file",
+    "RepoNotFound": "no such {kind}, or it is private; check the name, or log in with `hf auth login`",
+}
 _REFUSALS = {
     "GatedRepo": "access to this {kind} is restricted: accept its terms at {page}, and log in with `hf auth login`",
     "NoToken": "there is no token on this machine; log in with `hf auth login`",
@@ -231,11 +228,24 @@ class Hub(Backend):
         if cached is not None:
             return cached
         urls.check_online(url)
+        library, commit = _library(), snapshot.commit
+        options = {"repo_type": place.kind, "revision": commit, "endpoint": self._endpoint}
+
+        def resolve() -> RequestTarget:
+            return self._target(lambda: library.hf_hub_url(place.repo, place.path, **options), place)
+
         try:
-            store = HttpStore(shown, lambda: self._file(place, snapshot.commit), self._client, window)
-            return _of_commit(store, snapshot.commit)
+            store = HttpStore(shown, resolve, self._client, window)
         except RemotePermissionError as error:
             refused: Exception = error
+        else:
+            stated = store.commits - {commit}
+            if stated:
+                store.close()
+                raise RemoteError(f"the Hub returned the file of commit {show(stated.pop())}, expected {commit}", shown)
+            store.commits.add(commit)  # a later answer that states another commit is refused
+            store.version = (store.size, commit)  # that of a cached file
+            return store
         refused = self._reason(place) or refused
         try:
             raise refused
@@ -275,7 +285,7 @@ class Hub(Backend):
         if not place.path:
             raise UnsupportedError(f"{place.shown}: expected the path of a file in the repository")
         message = f"Upload {place.path.rpartition('/')[2]}"
-        self._commit(place, lambda hub: [hub.CommitOperationAdd(place.path, source)], message)
+        self._commit(place, [_library().CommitOperationAdd(place.path, source)], message)
 
     def remove(self, targets: Sequence[str]) -> None:
         """Remove all files in a single commit."""
@@ -285,20 +295,18 @@ class Hub(Backend):
         existing = sorted({path for url in targets if (path := place_of(url).path) in files})
         if existing:
             message = f"Remove {existing[0].rpartition('/')[2]}" + (" and others" if existing[1:] else "")
-            self._commit(place, lambda hub: [hub.CommitOperationDelete(path) for path in existing], message)
+            self._commit(place, [_library().CommitOperationDelete(path) for path in existing], message)
 
-    def _commit(self, place: HubPlace, operations: Callable[[Any], list[Any]], message: str) -> None:
+    def _commit(self, place: HubPlace, operations: list[Any], message: str) -> None:
         """Change a branch, which is resolved again on its next use."""
-        library = _library()
 
         def commit() -> None:
-            writer = library.HfApi(
+            writer = _library().HfApi(
                 endpoint=self._url, token=self._token, library_name="safeload", library_version=__version__,
                 headers=self._client.headers,
             )  # fmt: skip
-            writer.create_commit(
-                place.repo, operations(library), commit_message=message, repo_type=place.kind, revision=place.revision
-            )
+            options = {"commit_message": message, "repo_type": place.kind, "revision": place.revision}
+            writer.create_commit(place.repo, operations, **options)
 
         self._checked(commit, place, tries=TRIES, transient=_is_transient)
         self._snapshots.pop(place.key, None)
@@ -323,7 +331,12 @@ class Hub(Backend):
 
         def content_of(exchange: Exchange) -> bytes:
             self._check_accepted(exchange, place)
-            return _content(exchange, place.shown)
+            expected, content = exchange.length, whole_body(exchange, MAX_JSON, place.shown)
+            if content is not None:
+                return content
+            size = "more" if expected is None else f"{expected:,}"
+            text = f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}"
+            raise Failure(RemoteError(text, place.shown))
 
         what = "" if place.revision is None else f"/revision/{quote(place.revision, safe='')}"
         try:
@@ -355,11 +368,6 @@ class Hub(Backend):
             return f"{self._url}/api/{place.kind}s/{place.repo}{what}"
 
         return request(self._client, self._target(address, place), place.shown, use)
-
-    def _file(self, place: HubPlace, commit: str) -> RequestTarget:
-        """Return the URL of a file and the headers for it."""
-        options = {"repo_type": place.kind, "revision": commit, "endpoint": self._endpoint}
-        return self._target(lambda: _library().hf_hub_url(place.repo, place.path, **options), place)
 
     def _target(self, address: Callable[[], Any], place: HubPlace) -> RequestTarget:
         """Return a URL of the Hub with the token and the caller's headers."""
@@ -414,7 +422,7 @@ class Hub(Backend):
         """Return the error for a refusal that is no fault of the server."""
         shown = place.shown
         if code in _MISSING:
-            return missing_file(shown, f"{shown}: {_MISSING[code].format(place.kind)}")
+            return missing_file(shown, f"{shown}: {_MISSING[code].format(kind=place.kind)}")
         if code == "Invalid":
             return UnsupportedError(f"{shown}: {text}")
         if code in _REFUSALS:
@@ -436,21 +444,6 @@ def _is_transient(error: Exception) -> bool:
     if status is not None:
         return status in (408, 429) or status >= 500
     return type(error).__name__ not in ("LocalTokenNotFoundError", "OfflineModeIsEnabled") and is_transient(error)
-
-
-def _content(exchange: Exchange, shown: str) -> bytes:
-    """Return the body of a response."""
-    expected = exchange.length  # None if the Hub does not tell
-    content, memory = bytearray(), memoryview(bytearray(_PIECE))
-    while (expected or 0) <= MAX_JSON and len(content) <= MAX_JSON:
-        count = exchange.receive(memory)
-        if not count:
-            if exchange.length:  # bytes that have not arrived
-                raise broken_off(shown)
-            return bytes(content)
-        content += memory[:count]
-    size = "more" if expected is None else f"{expected:,}"
-    raise Failure(RemoteError(f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}", shown))
 
 
 def _status(error: Exception) -> int | None:
@@ -500,15 +493,4 @@ def _open_cached(place: HubPlace, commit: str, nbytes: int | None) -> LocalStore
         return None
     store.mark = commit
     log.debug("%s: opened %s", shown, path)
-    return store
-
-
-def _of_commit(store: HttpStore, commit: str) -> HttpStore:
-    """Return a store whose version is its commit, equal to that of a cached file."""
-    stated = store.commits - {commit}
-    if stated:
-        store.close()
-        raise RemoteError(f"the Hub returned the file of commit {show(stated.pop())}, expected {commit}", store.path)
-    store.commits.add(commit)  # a later answer that states another commit is refused
-    store.version = (store.size, commit)
     return store
