@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ..base import url as urls
 from ..base.forking import ProcessLock
@@ -68,29 +68,6 @@ class Web(Backend):
         """Open a file. The user and password of a URL are sent only to its host."""
         target = target_of(url, self._client.headers)
         return HttpStore(urls.shown(url), lambda: target, self._client, window)
-
-
-class _Route(NamedTuple):
-    """The URL to read from."""
-
-    url: WebUrl  # after redirects
-    proven: bool = False  # whether it has served bytes of the opened version
-
-
-class _Version(NamedTuple):
-    """The marks that tell contents apart. Any difference is a change: a mark that is gone, new, or of another kind."""
-
-    etag: str | None
-    modified: str | None  # None beside a strong ETag, which decides alone
-
-    @classmethod
-    def of(cls, exchange: Exchange) -> _Version:
-        etag, modified = exchange.headers.get("ETag") or None, exchange.headers.get("Last-Modified") or None
-        return cls(etag, modified if etag is None or is_weak(etag) else None)
-
-    @property
-    def mark(self) -> str | None:
-        return " ".join(filter(None, self)) or None
 
 
 class _Transfer:
@@ -200,12 +177,13 @@ class HttpStore(RemoteStore):
         self._resolve = resolve
         self._client = client
         self._renewing = ProcessLock()
-        self._version: _Version | None = None  # until the file is open
+        self._marks: tuple[str | None, str | None] | None = None  # until the file is open
         client.users.add(self)
         try:
             self._target = resolve()
-            self._route = _Route(self._target.url)
-            self._persist(_Transfer([Span(0, memoryview(bytearray(window)))]), self._opened)
+            self._route = self._target.url  # after redirects
+            self._proven: WebUrl | None = None  # has served bytes of the opened version
+            self._persist(_Transfer([Span(0, memoryview(bytearray(window)))]))
         except BaseException:
             client.leave(self)
             raise
@@ -216,21 +194,19 @@ class HttpStore(RemoteStore):
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         spans = [span for span in spans if len(span.memory)]
-        if not spans:
-            return
-        transfer = _Transfer(spans)
-        self._persist(transfer, lambda exchange, url: self._read(exchange, url, transfer))
+        if spans:
+            self._persist(_Transfer(spans))
 
     # ---- requests ----
 
-    def _persist(self, transfer: _Transfer, use: Callable[[Exchange, WebUrl], object]) -> None:
+    def _persist(self, transfer: _Transfer) -> None:
         """Request the missing bytes until all have arrived; errors are never chained to urllib3's."""
         route, renewed = self._route, False  # a URL is resolved again once
 
         def attempt() -> None:
             nonlocal route
             route = self._route
-            self._request(route, transfer, use)
+            self._request(route, transfer)
 
         def mended(failure: Failure) -> bool:
             nonlocal renewed
@@ -245,9 +221,9 @@ class HttpStore(RemoteStore):
 
         retried(attempt, self._client.retries, mended, lambda: transfer.at)
 
-    def _request(self, route: _Route, transfer: _Transfer, use: Callable[[Exchange, WebUrl], object]) -> None:
+    def _request(self, route: WebUrl, transfer: _Transfer) -> None:
         """Request the missing bytes once."""
-        target, known = self._target, self._version
+        target, (etag, _) = self._target, self._marks or (None, None)
 
         def note(exchange: Exchange, url: WebUrl) -> None:
             debug("%s: bytes [%d, %d): %d", self.path, transfer.at, transfer.end, exchange.status)
@@ -258,40 +234,40 @@ class HttpStore(RemoteStore):
         def more(url: WebUrl) -> dict[str, str]:
             headers = {"Range": f"bytes={transfer.at}-{transfer.end - 1}"}
             # Other servers along the redirects may have another ETag for the same file.
-            if known and known.etag and not is_weak(known.etag) and route.proven and url == route.url:
-                headers["If-Match"] = known.etag
+            if etag and not is_weak(etag) and url == self._proven:
+                headers["If-Match"] = etag
             return headers
 
-        with _answered(self._client, target, route.url, self.path, note, more=more) as (exchange, url):
+        with _answered(self._client, target, route, self.path, note, more=more) as (exchange, url):
             try:
                 check_accepted(exchange, self.path)
-                use(exchange, url)
+                (self._opened if self._marks is None else self._read)(exchange, url, transfer)
             except Failure as failure:
                 failure.refused = url if exchange.status in _REFUSED else None
                 raise
 
-    def _renew(self, seen: _Route, refused: WebUrl) -> bool:
+    def _renew(self, seen: WebUrl, refused: WebUrl) -> bool:
         """Resolve the URL again, in a single thread, and return whether there is another URL to try."""
         lock = self._renewing.own
         while not lock.acquire(timeout=0.1):
             current().check()
         try:
-            if self._route is not seen:  # another thread was faster
+            if self._route != seen:  # another thread was faster
                 return True
             moved = refused != self._target.url
-            if self._version is None and not moved:  # it has just been resolved
+            if self._marks is None and not moved:  # it has just been resolved
                 return False
             target = self._resolve()
             if target == self._target and not moved:
                 return False
-            self._target, self._route = target, _Route(target.url)
+            self._target, self._route = target, target.url
             return True
         finally:
             lock.release()
 
     # ---- responses ----
 
-    def _opened(self, exchange: Exchange, url: WebUrl) -> None:
+    def _opened(self, exchange: Exchange, url: WebUrl, transfer: _Transfer) -> None:
         """Take the size, the version and the first window from the response to the first request."""
         if exchange.status == 200:  # a server without range support
             window = whole_body(exchange, WHOLE, self.path)
@@ -302,23 +278,21 @@ class HttpStore(RemoteStore):
             self.size = len(window)
         else:
             self.size, window = _first_window(exchange, self.path, self.window)
-        self._version = _Version.of(exchange)
-        self.version = (self.size, self._version.mark)
-        self._route = _Route(url, True)
+        self._marks = _marks_of(exchange)
+        self.version = (self.size, " ".join(filter(None, self._marks)) or None)
+        self._route = self._proven = url
         self.keep(0, window)
 
     def _read(self, exchange: Exchange, url: WebUrl, transfer: _Transfer) -> None:
         """Take the missing bytes from a response."""
-        known = self._route.proven and url == self._route.url
         total = _total(exchange)
         if total is not None:
             compare((total,), self.version[:1], self.path)
-        other_version = exchange.status == 206 and _Version.of(exchange) != self._version
+        other_version = exchange.status == 206 and _marks_of(exchange) != self._marks
         if exchange.status == 412 or other_version or len(self.commits) > 1:
             compare((self.size, ""), (self.size, "another"), self.path)
         _check_range(exchange, transfer.at, transfer.end, self.path)
-        if not known:
-            self._route = _Route(url, True)
+        self._route = self._proven = url
         if not transfer.receive(exchange):
             raise broken_off(self.path)
 
@@ -390,6 +364,15 @@ def _check_range(exchange: Exchange, begin: int, end: int, path: str) -> None:
     else:
         return
     raise Failure(RemoteError(what, path))
+
+
+def _marks_of(exchange: Exchange) -> tuple[str | None, str | None]:
+    """Return the marks that tell contents apart: the ETag, and the time unless a strong ETag decides alone.
+
+    Any difference is a change: a mark that is gone, new, or of another kind.
+    """
+    etag, modified = exchange.headers.get("ETag") or None, exchange.headers.get("Last-Modified") or None
+    return etag, modified if etag is None or is_weak(etag) else None
 
 
 def _total(exchange: Exchange) -> int | None:

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
@@ -386,64 +386,45 @@ def of_status(exchange: Exchange, path: str) -> Failure:
 def of_error(error: BaseException, path: str, timeout: float) -> Failure:
     """Return the failure for an exception; it is not chained, because urllib3's texts include URLs with queries."""
     proxy = "the proxy: " if isinstance(error, urllib3.exceptions.ProxyError) else ""
-    inner = _innermost(error)
-    if isinstance(inner, (TimeoutError, urllib3.exceptions.TimeoutError)):
-        what = getattr(inner, "strerror", None) or f"no byte for {timeout:g} s"
-        return Failure(RemoteTimeoutError(f"{proxy}{what}", path), True)
-    if isinstance(inner, ssl.SSLError) or _is_certificate_error(inner):
-        return _of_tls(inner, proxy, path)
-    if isinstance(inner, socket.gaierror):
-        what = f"the host name cannot be resolved: {inner.strerror}"
-        return Failure(RemoteError(f"{proxy}{what}", path), inner.errno == socket.EAI_AGAIN)
-    if isinstance(inner, http.client.RemoteDisconnected):
-        return Failure(RemoteError(f"{proxy}the connection was closed without a response", path), True)
-    if isinstance(inner, http.client.IncompleteRead):
+    while isinstance(error, urllib3.exceptions.HTTPError):  # around another exception
+        inner = next((argument for argument in error.args if isinstance(argument, BaseException)), None)
+        if inner is None:
+            break
+        error = inner
+    name, kind, transient = type(error).__name__, RemoteError, True
+    if isinstance(error, (TimeoutError, urllib3.exceptions.TimeoutError)):
+        kind, what = RemoteTimeoutError, getattr(error, "strerror", None) or f"no byte for {timeout:g} s"
+    elif isinstance(error, ssl.CertificateError) or name == "CertificateError":  # urllib3's, if it is for another host
+        why = getattr(error, "verify_message", None) or "it is for another host"
+        advice = "pass storage_options={'verify': PATH} to trust another certificate"
+        what, transient = f"the server's certificate is not trusted: {why}; {advice}", False
+    elif isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)):
+        what = "the TLS connection was closed"
+    elif isinstance(error, ssl.SSLError):
+        what, transient = f"TLS failed: {getattr(error, 'reason', None) or 'no reason given'}", False
+    elif isinstance(error, socket.gaierror):
+        what, transient = f"the host name cannot be resolved: {error.strerror}", error.errno == socket.EAI_AGAIN
+    elif isinstance(error, http.client.RemoteDisconnected):
+        what = "the connection was closed without a response"
+    elif isinstance(error, http.client.IncompleteRead):
         return broken_off(path)
-    if isinstance(inner, BadResponse):
-        return Failure(RemoteError(f"{proxy}{inner}", path))
-    if isinstance(inner, (http.client.HTTPException, urllib3.exceptions.ProtocolError)):
-        return Failure(RemoteError(f"{proxy}the response is not HTTP", path), True)
-    if isinstance(inner, OSError):
-        tunnel = re.match(r"Tunnel connection failed: ([0-9]{3})\b", str(inner))
-        if tunnel:
-            kind = RemotePermissionError if tunnel[1] == "407" else RemoteError
-            return Failure(kind(f"the proxy refused the connection: {tunnel[1]}", path), tunnel[1][0] == "5")
-        what = inner.strerror or type(inner).__name__
-        return Failure(RemoteError(f"{proxy}the connection failed: {what}", path), True)
-    return Failure(RemoteError(f"{proxy}the request failed: {type(inner).__name__}", path))
+    elif isinstance(error, BadResponse):
+        what, transient = str(error), False
+    elif isinstance(error, (http.client.HTTPException, urllib3.exceptions.ProtocolError)):
+        what = "the response is not HTTP"
+    elif isinstance(error, OSError) and (tunnel := re.match(r"Tunnel connection failed: ([0-9]{3})\b", str(error))):
+        kind = RemotePermissionError if tunnel[1] == "407" else RemoteError
+        what, transient = f"the proxy refused the connection: {tunnel[1]}", tunnel[1][0] == "5"
+    elif isinstance(error, OSError):
+        what = f"the connection failed: {error.strerror or name}"
+    else:
+        what, transient = f"the request failed: {name}", False
+    return Failure(kind(f"{proxy}{what}", path), transient)
 
 
 def broken_off(path: str) -> Failure:
     """Return the failure for an incomplete body."""
     return Failure(RemoteError("the connection broke off before the end of the response", path), True)
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """Unwrap the exception inside urllib3's."""
-    while isinstance(error, urllib3.exceptions.HTTPError):
-        inner = next((argument for argument in error.args if isinstance(argument, BaseException)), None)
-        if inner is None:
-            break
-        error = inner
-    return error
-
-
-def _is_certificate_error(error: BaseException) -> bool:
-    """Return whether the server's certificate was rejected; urllib3 has a class of its own for other hosts."""
-    return isinstance(error, ssl.CertificateError) or type(error).__name__ == "CertificateError"
-
-
-def _of_tls(error: BaseException, proxy: str, path: str) -> Failure:
-    if _is_certificate_error(error):
-        why = getattr(error, "verify_message", None) or "it is for another host"
-        text = (
-            f"{proxy}the server's certificate is not trusted: {why}; "
-            "pass storage_options={'verify': PATH} to trust another certificate"
-        )
-        return Failure(RemoteError(text, path))
-    if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)):
-        return Failure(RemoteError(f"{proxy}the TLS connection was closed", path), True)
-    return Failure(RemoteError(f"{proxy}TLS failed: {getattr(error, 'reason', None) or 'no reason given'}", path))
 
 
 # ---- clients ----
@@ -476,10 +457,6 @@ class RequestTarget(NamedTuple):
         return headers
 
 
-class _Scope:
-    """A user of connections while it opens files."""
-
-
 _of_thread = threading.local()
 
 
@@ -505,8 +482,7 @@ class Client:
             raise ValueError(f"retries must be >= 0, got {show(self.retries)}")
         connect_timeout = _seconds(options, "connect_timeout", CONNECT_TIMEOUT)
         self._timeout = urllib3.Timeout(connect=connect_timeout, read=self.timeout)
-        self._make_context = _context_maker(options)
-        self._context: ssl.SSLContext | None = None
+        self._context, self._verify = _checked_tls(options)
         self._proxies: dict[tuple[str, str], str | None] = {}
         # By process, scheme and proxy: a fork copies the parent's sockets, and locks in whatever state they are.
         self._managers: dict[tuple[int, str, str | None], Any] = {}
@@ -536,7 +512,10 @@ class Client:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Keep idle connections while the block opens one file after another."""
-        scope = _Scope()
+
+        def scope() -> None:
+            """Stand for the block among the users."""
+
         self.users.add(scope)
         try:
             yield
@@ -573,28 +552,27 @@ class Client:
 
     def _make(self, scheme: str, proxy: str | None) -> Any:
         options: dict[str, Any] = {"maxsize": _IDLE, "timeout": self._timeout}
-        if proxy is not None and proxy.startswith("socks"):
-            pools = socks_pools()
-            from urllib3.contrib.socks import SOCKSProxyManager
-
-            manager = SOCKSProxyManager(proxy, **options, **(self._tls() if scheme == "https" else {}))
-            manager.pool_classes_by_scheme = pools
-            return manager
-        via, credentials = (None, None) if proxy is None else _parsed_proxy(proxy)
+        socks = proxy is not None and proxy.startswith("socks")
+        via, credentials = (None, None) if proxy is None or socks else _parsed_proxy(proxy)
         if scheme == "https" or (via is not None and via.scheme == "https"):
             options.update(self._tls())
-        if via is None:
+        pools = socks_pools() if socks else POOLS
+        if socks:
+            from urllib3.contrib.socks import SOCKSProxyManager
+
+            manager: Any = SOCKSProxyManager(proxy, **options)
+        elif via is None:
             manager = urllib3.PoolManager(**options)
         else:
             if credentials is not None:
                 options["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=":".join(credentials))
             options["proxy_ssl_context"] = options.get("ssl_context")
             manager = urllib3.ProxyManager(f"{via.scheme}://{via.place}", **options)
-        manager.pool_classes_by_scheme = POOLS
+        manager.pool_classes_by_scheme = pools
         return manager
 
     def _tls(self) -> dict[str, Any]:
-        context = self._context = self._context or self._make_context()
+        context = self._context = self._context or _context(self._verify)
         if context.sslsocket_class is ssl.SSLSocket:  # otherwise the caller's class is kept
             context.sslsocket_class = SlicedTlsSocket
         return {
@@ -647,20 +625,18 @@ def _seconds(options: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _context_maker(options: Mapping[str, Any]) -> Callable[[], ssl.SSLContext]:
-    """Return a factory for the TLS context."""
+def _checked_tls(options: Mapping[str, Any]) -> tuple[ssl.SSLContext | None, bool | str | os.PathLike[str]]:
+    """Return the caller's TLS context, if there is one, and the certificates to trust otherwise."""
     context, verify = options.get("ssl_context"), options.get("verify", True)
-    if context is not None:
-        if not isinstance(context, ssl.SSLContext):
-            raise TypeError(f"ssl_context must be an ssl.SSLContext, got {type(context).__name__}")
-        if "verify" in options:
-            raise TypeError("ssl_context and verify exclude each other: pass only one of them")
-        return lambda: context
+    if context is not None and not isinstance(context, ssl.SSLContext):
+        raise TypeError(f"ssl_context must be an ssl.SSLContext, got {type(context).__name__}")
+    if context is not None and "verify" in options:
+        raise TypeError("ssl_context and verify exclude each other: pass only one of them")
     if not isinstance(verify, (bool, str, os.PathLike)):
         raise TypeError(f"verify must be a bool or a path to certificates, got {show(verify)}")
     if not isinstance(verify, bool) and not os.path.exists(verify):
         raise FileNotFoundError(errno.ENOENT, "verify: no such certificate file or folder", os.fspath(verify))
-    return partial(_context, verify)
+    return context, verify
 
 
 def _context(verify: bool | str | os.PathLike[str]) -> ssl.SSLContext:
