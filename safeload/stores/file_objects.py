@@ -297,6 +297,9 @@ class FileObjects(Files):
             if head is not None:
                 yield source.name, head
 
+    def is_local(self, path: str) -> bool:
+        return not path.startswith(_SCHEME)
+
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         source = self._sources.get(path)
         if source is not None:
@@ -321,9 +324,6 @@ class FileObjects(Files):
     def split(self, path: str) -> tuple[str, str]:
         return (_SCHEME, os.path.basename(self.shown(path))) if path.startswith(_SCHEME) else super().split(path)
 
-    def absolute(self, path: str) -> str:
-        return path if path.startswith(_SCHEME) else super().absolute(path)
-
     def shown(self, path: str) -> str:
         return path.removeprefix(_SCHEME).partition("/")[2] if path.startswith(_SCHEME) else path
 
@@ -334,7 +334,3 @@ class FileObjects(Files):
 
     def public_options(self) -> NoReturn:
         raise UnsupportedError(f"{self!r}: file objects stay in this process; pass paths to other processes")
-
-    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        if not path.startswith(_SCHEME):
-            super().check_unchanged(path, seen)

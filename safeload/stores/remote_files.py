@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from ..base import url as urls
 from ..base.absent import needed
@@ -16,16 +16,12 @@ from .files import Files
 from .foreign_errors import public_options
 from .remote import Backend
 from .store import WINDOW, ByteStore
-from .thread_group import each
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 class RemoteFiles(Files):
     """The files behind URLs, and local files too."""
 
-    remote = True
+    remote = waits = True
 
     def __init__(self, options: Mapping[str, Any] | None = None, backend: Backend | None = None) -> None:
         if not isinstance(options, (Mapping, type(None))):
@@ -60,6 +56,9 @@ class RemoteFiles(Files):
         with kept():
             yield
 
+    def is_local(self, path: str) -> bool:
+        return not urls.is_url(path)
+
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         if not urls.is_url(path):
             return super().open(path)
@@ -75,14 +74,6 @@ class RemoteFiles(Files):
         entries = self.backend(folder).listing(folder)
         return [(name, is_folder) for name, is_folder in entries if not name.startswith(".")]
 
-    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        return each(function, items)
-
-    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        """Check local files only: of a URL it would take a request, and opening compares versions anyway."""
-        if not urls.is_url(path):
-            super().check_unchanged(path, seen)
-
     # ---- paths as text ----
 
     def join(self, folder: str, name: str) -> str:
@@ -95,9 +86,6 @@ class RemoteFiles(Files):
 
     def split(self, path: str) -> tuple[str, str]:
         return urls.split(path, self._literal) if urls.is_url(path) else super().split(path)
-
-    def absolute(self, path: str) -> str:
-        return path if urls.is_url(path) else super().absolute(path)
 
     def shown(self, path: str) -> str:
         return urls.shown(path) if urls.is_url(path) else path
