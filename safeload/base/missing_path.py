@@ -128,12 +128,7 @@ def _cached(repository: str) -> str | None:
     folders = os.path.join(cache, "snapshots")
     try:
         revisions = sorted(os.listdir(folders), key=lambda name: os.path.getmtime(os.path.join(folders, name)))
-        try:
-            with open(os.path.join(cache, "refs", "main"), encoding="ascii") as file:
-                revisions.append(file.read(100).strip())
-        except (OSError, ValueError):  # only other revisions are cached
-            pass
-        for name in reversed(revisions):
+        for name in filter(None, (hub_cache.ref_of(cache, "main"), *reversed(revisions))):
             folder = os.path.join(folders, name)
             if os.path.basename(name) == name and any(file.endswith(_WEIGHTS) for file in os.listdir(folder)):
                 return folder

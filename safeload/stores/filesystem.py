@@ -59,11 +59,16 @@ class Filesystem(ObjectStore):
     def __init__(self, fs: Any, secrets: list[str] | None = None, place: str | None = None) -> None:
         self._own = secrets is None
         self.secrets = secrets_of(getattr(fs, "storage_options", None)) if secrets is None else secrets
-        self._fs = _usable(fs)
+        # A filesystem made for the program's own event loop has no loop for other threads.
+        if isinstance(fs, AsyncFileSystem) and fs.asynchronous:
+            fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": False, "loop": None})
+        self._fs = fs
         self._process = os.getpid()
         self._place = place  # of the only URL, in an archive
         self.name = type(fs).__name__
-        self.escapes = is_escaped(fs)
+        while getattr(fs, "fs", None) is not None:
+            fs = fs.fs
+        self.escapes = not {"http", "https", "file"}.isdisjoint(_protocols(fs))
         self._passing: frozenset[str] | None = None  # fields of `info` that differ from call to call
         self._has_ukey = True  # until it fails
         self._turns = ProcessLock()  # of a cache: one of blocks shares its list between the files of all threads
@@ -107,7 +112,9 @@ class Filesystem(ObjectStore):
     def open(self, url: str, window: int = WINDOW) -> ByteStore:
         """Open a file; if it is on this machine, open it directly."""
         place, shown = self.place(url), urls.shown(url)
-        if _has_files(self.fs):
+        # A block cache repeats the answer of the filesystem beneath.
+        is_cache, kind = isinstance(self.fs, CachingFileSystem), WholeFileCacheFileSystem
+        if isinstance(self.fs, kind) if is_cache else getattr(self.fs, "local_file", False):
             return open_local(self._downloaded(place, shown), shown=shown)
         self._drop_outdated(place, shown)
         return self._signed(place, shown, window) or StoredObject(self, place, shown, window)
@@ -206,7 +213,12 @@ class Filesystem(ObjectStore):
             try:
                 name = checked(fetch, shown, self.secrets)
             except BaseException:
-                _forget(fs, place)  # otherwise the cache would serve the partial file
+                cached = fs._check_file(place)  # otherwise the cache would serve the partial file
+                with suppress(OSError, KeyError):
+                    fs.pop_from_cache(place)
+                if cached:
+                    with suppress(OSError):
+                        os.remove(cached[1] if isinstance(cached, tuple) else cached)
                 raise
         if getattr(fs, "compression", None) is None:
             size = os.path.getsize(name)
@@ -275,8 +287,20 @@ class Filesystem(ObjectStore):
             copy_whole(source, place, shown)
         elif self._is_atomic():
             self.ask(shown, "put_file", source, place)
-        else:
-            self._write_and_rename(source, place, shown)
+        else:  # to a hidden name in the same folder first
+            folder, _, name = place.rpartition("/")
+            temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
+            try:
+                try:
+                    self.ask(shown, "put_file", source, temporary)
+                except FileNotFoundError:  # the folder is missing
+                    self.ask(shown, "makedirs", folder, exist_ok=True)
+                    self.ask(shown, "put_file", source, temporary)
+                self.ask(shown, "mv", temporary, place)
+            except BaseException:
+                with suppress(Exception):  # it may not exist, and the first error is the one to raise
+                    self.fs.rm_file(temporary)
+                raise
 
     def delete(self, place: str, shown: str, *, folder: bool) -> None:
         if not folder:
@@ -287,23 +311,6 @@ class Filesystem(ObjectStore):
 
     def _is_atomic(self) -> bool:
         return not _ATOMIC.isdisjoint(_protocols(self.fs))
-
-    def _write_and_rename(self, source: str, place: str, shown: str) -> None:
-        """Write to a hidden name in the same folder, then rename."""
-        folder, _, name = place.rpartition("/")
-        temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
-        try:
-            try:
-                self.ask(shown, "put_file", source, temporary)
-            except FileNotFoundError:  # the folder is missing
-                self.ask(shown, "makedirs", folder, exist_ok=True)
-                self.ask(shown, "put_file", source, temporary)
-            self.ask(shown, "mv", temporary, place)
-            temporary = ""
-        finally:
-            if temporary:
-                with suppress(Exception):  # it may not exist, and the first error is the one to raise
-                    self.fs.rm_file(temporary)
 
     def _marks(self, info: dict[str, Any], url: str, path: str) -> dict[str, str]:
         """Return the marks of a file, with the filesystem's own `ukey` if it has any."""
@@ -365,13 +372,6 @@ def _differences(marks: Mapping[str, str], others: Mapping[str, str]) -> set[str
     return {name for name in {*marks, *others} if marks.get(name) != others.get(name)}
 
 
-def _usable(fs: Any) -> Any:
-    # A filesystem made for the program's own event loop has no loop for other threads.
-    if isinstance(fs, AsyncFileSystem) and fs.asynchronous:
-        return type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": False, "loop": None})
-    return fs
-
-
 def _renewed(fs: Any) -> Any:
     if isinstance(fs, AsyncFileSystem):
         options = {key: _renewed(value) for key, value in fs.storage_options.items()}
@@ -379,30 +379,6 @@ def _renewed(fs: Any) -> Any:
     if isinstance(fs, CachingFileSystem):
         fs.fs = _renewed(fs.fs)
     return fs
-
-
-def _forget(fs: Any, path: str) -> None:
-    """Remove a file from a whole-file cache."""
-    cached = fs._check_file(path)
-    with suppress(OSError, KeyError):
-        fs.pop_from_cache(path)
-    if cached:
-        with suppress(OSError):
-            os.remove(cached[1] if isinstance(cached, tuple) else cached)
-
-
-def _has_files(fs: Any) -> bool:
-    """Return whether opened files are on this machine; a block cache repeats the answer of the filesystem beneath."""
-    if isinstance(fs, CachingFileSystem):
-        return isinstance(fs, WholeFileCacheFileSystem)
-    return bool(getattr(fs, "local_file", False))
-
-
-def is_escaped(fs: Any) -> bool:
-    """Return whether paths in URLs of a filesystem, or of the filesystem behind its caches, are escaped."""
-    while getattr(fs, "fs", None) is not None:
-        fs = fs.fs
-    return not {"http", "https", "file"}.isdisjoint(_protocols(fs))
 
 
 def _protocols(fs: Any) -> tuple[str, ...]:
