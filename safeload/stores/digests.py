@@ -223,7 +223,14 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         raise refused("ignore_paths must be a list of paths", path)
     left_out = tuple(name.rstrip("/") for name in ignored if name.rstrip("/") not in ("", "."))
-    files = {name: _tiled(name, parts, path) for name, parts in ranges.items()}
+    for name, parts in ranges.items():
+        parts.sort(key=lambda part: part.begin)
+        at = 0
+        for part in parts:
+            if part.begin != at:  # bytes without a signature
+                raise refused(f"the ranges of {show(name)} overlap or leave a gap at byte {at:,}", path)
+            at = part.end or 0
+    files = {name: tuple(parts) for name, parts in ranges.items()}
     return Expected(path, "", "", files, (*left_out, *GIT_PATHS), skips_empty=method == "shards")
 
 
@@ -252,14 +259,3 @@ def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, lis
         digest = _digest(fields.get("digest"), algorithm, name, path)
         ranges.setdefault(name, []).append(ExpectedRange(begin, end, algorithm, digest))
     return ranges
-
-
-def _tiled(name: str, ranges: list[ExpectedRange], path: str) -> ExpectedFile:
-    """Return ranges in order; a gap would be bytes without a signature."""
-    ranges = sorted(ranges, key=lambda part: part.begin)
-    at = 0
-    for part in ranges:
-        if part.begin != at:
-            raise refused(f"the ranges of {show(name)} overlap or leave a gap at byte {at:,}", path)
-        at = part.end or 0
-    return tuple(ranges)

@@ -138,7 +138,11 @@ class _FileObject:
         if can_seek and _answers(file, "seekable", True):
             with self._locked.lock.own:
                 self._start = int(file.tell())
-        self._seeks = self._real is not None or (self._start is not None and _seeks_cheaply(file))
+        # A device has no size, and a decompressor begins again.
+        raw, kinds = getattr(file, "raw", file), {kind.__module__.partition(".")[0] for kind in type(file).__mro__}
+        is_device = type(raw) is io.FileIO and os.name != "nt" and stat.S_ISCHR(os.fstat(raw.fileno()).st_mode)
+        cheap = self._start is not None and _DECOMPRESSORS.isdisjoint(kinds) and not is_device
+        self._seeks = self._real is not None or cheap
 
     def open(self) -> ByteStore:
         """Open the bytes from the first position to the end."""
@@ -221,14 +225,6 @@ def _descriptor(file: Any) -> int | None:
         return None
     number = raw.fileno()
     return number if stat.S_ISREG(os.fstat(number).st_mode) else None
-
-
-def _seeks_cheaply(file: Any) -> bool:
-    """Return whether an object that can seek is no device, whose size is unknown, and does not decompress."""
-    kinds = (kind.__module__.partition(".")[0] for kind in type(file).__mro__)
-    raw = getattr(file, "raw", file)
-    is_device = type(raw) is io.FileIO and os.name != "nt" and stat.S_ISCHR(os.fstat(raw.fileno()).st_mode)
-    return _DECOMPRESSORS.isdisjoint(kinds) and not is_device
 
 
 def temporary_copy(file: Any, head: bytes, name: str) -> IO[bytes]:

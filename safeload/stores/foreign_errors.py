@@ -71,19 +71,15 @@ def checked(
             translation = (translate or translated)(error, url, secrets)
             if k == tries or not (transient or is_transient)(error):
                 break
-            pause = max(PAUSE * 2 ** (k - 1) * random.uniform(0.5, 1), _requested_pause(error))
+            headers = getattr(getattr(error, "response", None), "headers", None)
+            requested = requested_wait(headers) if isinstance(headers, Mapping) else 0.0
+            pause = max(PAUSE * 2 ** (k - 1) * random.uniform(0.5, 1), min(requested, _LONGEST_PAUSE))
         log.debug("%s: retry in %.1f s: %s", url, pause, translation.args[0] if translation.args else "")
         current().sleep(pause)
     try:
         raise translation
     finally:
         del translation  # it refers to this frame
-
-
-def _requested_pause(error: Exception) -> float:
-    """Return the server's requested wait in seconds, if the error has its response; limited to a reasonable wait."""
-    headers = getattr(getattr(error, "response", None), "headers", None)
-    return min(requested_wait(headers), _LONGEST_PAUSE) if isinstance(headers, Mapping) else 0.0
 
 
 def requested_wait(headers: Mapping[str, Any], *, quota: bool = True) -> float:
@@ -102,13 +98,14 @@ def requested_wait(headers: Mapping[str, Any], *, quota: bool = True) -> float:
 
 def is_transient(error: Exception) -> bool:
     """Return whether a retry may help."""
-    if isinstance(error, (FileNotFoundError, PermissionError, SafeloadError)) or _name(error) == "FileExpired":
+    name = type(error).__name__
+    if isinstance(error, (FileNotFoundError, PermissionError, SafeloadError)) or name == "FileExpired":
         return False
     if type(error).__module__.startswith("obstore"):  # which has retried
         return False
     if isinstance(error, OSError):
         return error.errno not in _PERMANENT
-    return _TRANSIENT.search(_name(error)) is not None and _DENIED.search(_name(error)) is None
+    return _TRANSIENT.search(name) is not None and _DENIED.search(name) is None
 
 
 def translated(
@@ -117,27 +114,23 @@ def translated(
     """Return safeload's error for a filesystem's or its library's error."""
     if isinstance(error, (SafeloadError, RemoteError)):
         return error
-    text = cleaned(error, secrets)
-    if isinstance(error, FileNotFoundError) or _name(error) == "NotFoundError":
+    name, text = type(error).__name__, cleaned(error, secrets)
+    if isinstance(error, FileNotFoundError) or name == "NotFoundError":
         return missing_file(url, f"No such file or directory: {url}")
-    if _name(error) in ("FileExpired", "PreconditionError"):
+    if name in ("FileExpired", "PreconditionError"):
         return changed(url, 0)
     if isinstance(error, (IsADirectoryError, NotADirectoryError)):
         return FormatError("this is a folder, not a file", url)
-    if isinstance(error, NotImplementedError) or _name(error) == "NotSupportedError":
+    if isinstance(error, NotImplementedError) or name == "NotSupportedError":
         return UnsupportedError(f"{url}: the filesystem does not support this{text and ': '}{text}")
-    reason = text if text and text != "None" else _name(error)
-    if isinstance(error, PermissionError) or (not isinstance(error, OSError) and _DENIED.search(_name(error))):
+    reason = text if text and text != "None" else name
+    if isinstance(error, PermissionError) or (not isinstance(error, OSError) and _DENIED.search(name)):
         return RemotePermissionError(f"the store refuses access: {reason}", url, begin, end)
-    if isinstance(error, TimeoutError) or "Timeout" in _name(error):
+    if isinstance(error, TimeoutError) or "Timeout" in name:
         return RemoteTimeoutError(f"the store does not respond in time: {reason}", url, begin, end)
-    if not isinstance(error, OSError) and reason != _name(error):
-        reason = f"{_name(error)}: {reason}"
+    if not isinstance(error, OSError) and reason != name:
+        reason = f"{name}: {reason}"
     return RemoteError(f"the store cannot be read: {reason}" if begin is not None else reason, url, begin, end)
-
-
-def _name(error: Exception) -> str:
-    return type(error).__name__
 
 
 def changed(url: str, before: int, now: int | None = None) -> FormatError:

@@ -173,7 +173,17 @@ def _verified_entries(content: bytes, signature: Signature, shown: str) -> set[t
             file.write(content)
         try:
             with redirect_stdout(sys.stderr):  # it prints warnings
-                _set_verifier(config, signature)
+                try:
+                    if signature.key is not None:
+                        config.use_elliptic_key_verifier(public_key=signature.key)
+                    else:
+                        config.use_certificate_verifier(certificate_chain=signature.certificates)
+                except Exception as error:
+                    files = ", ".join(os.fspath(path) for path in signature._proofs)
+                    keys = "a public key on the curve P-256, P-384 or P-521"
+                    kind = "certificates" if signature.key is None else keys
+                    reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
+                    raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None
                 config.set_hashing_config(capture).verify(folder, path)
         except VerificationError:
             raise
@@ -181,17 +191,3 @@ def _verified_entries(content: bytes, signature: Signature, shown: str) -> set[t
             reason = one_line(error) or type(error).__name__
             raise refused(f"the signature is not valid: {reason}", shown) from None
     return capture.entries
-
-
-def _set_verifier(config: Any, signature: Signature) -> None:
-    """Load the key or the certificates."""
-    try:
-        if signature.key is not None:
-            config.use_elliptic_key_verifier(public_key=signature.key)
-        else:
-            config.use_certificate_verifier(certificate_chain=signature.certificates)
-    except Exception as error:
-        files = ", ".join(os.fspath(path) for path in signature._proofs)
-        kind = "certificates" if signature.key is None else "a public key on the curve P-256, P-384 or P-521"
-        reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
-        raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None

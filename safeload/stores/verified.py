@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ..base.forking import ProcessLock
@@ -207,13 +208,6 @@ def pieces_of(store: ByteStore, path: str) -> Iterator[memoryview]:
         yield piece
 
 
-def _half_of_memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, ValueError, OSError):  # Windows
-        return _KEPT
-
-
 class VerifiedFiles:
     """`Files` of which only verified bytes are read. The files least recently used leave memory first."""
 
@@ -254,7 +248,10 @@ class VerifiedFiles:
         with self._lock.own:
             if store.dropped_early:
                 store.dropped_early = False
-                self._limit = max(self._limit, min(2 * self._limit, _half_of_memory()))
+                half = _KEPT  # of the machine's memory, which Windows does not tell
+                with suppress(AttributeError, ValueError, OSError):
+                    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+                self._limit = max(self._limit, min(2 * self._limit, half))
             self._stores[id(store)] = store
             self._stores.move_to_end(id(store))
             total = sum(other.nbytes for other in self._stores.values())
