@@ -30,8 +30,7 @@ from ..base.url import CACHES, parsed, unescaped
 from ..errors import FormatError, RemoteError, UnsupportedError
 from .foreign_errors import checked, secrets_of, secrets_of_urls
 from .local import open_local
-from .objects import ObjectStore, StoredObject, copy_whole
-from .remote import checked_size, digest_of, marks_of, strong_etag
+from .remote import ObjectStore, StoredObject, checked_size, copy_whole, digest_of, marks_of, strong_etag
 from .store import WINDOW, ByteStore
 from .thread_group import current, left_behind
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,10 +12,11 @@ from ..base import url as urls
 from ..base.absent import needed
 from ..base.text import show
 from ..base.url import divided
-from ..errors import UnsupportedError
-from .files import Files
+from ..errors import UnsupportedError, missing_file
+from .files import LOCAL, Files
 from .foreign_errors import public_options
-from .remote import Backend
+from .local import LocalStore, open_local
+from .remote import Backend, copy_whole
 from .store import WINDOW, ByteStore
 
 
@@ -123,10 +125,37 @@ def _store_of(url: str, options: Mapping[str, Any]) -> tuple[object, Callable[[]
 
         return (scheme, (divided(url).place or "").lower()), lambda: Web(options)
     if "::" not in url and scheme == "file":
-        from .objects import LocalUrls
-
         return scheme, LocalUrls
     needed("fsspec", f"{urls.shown(url)} needs fsspec")
     from .filesystem import Filesystem, key_of
 
     return key_of(url), lambda: Filesystem.of(url, options)
+
+
+class LocalUrls(Backend):
+    """``file://`` URLs."""
+
+    def open(self, url: str, window: int = WINDOW) -> LocalStore:
+        shown = urls.shown(url)
+        try:
+            return open_local(urls.local_path(url), shown=shown)
+        except FileNotFoundError:
+            raise missing_file(shown, f"No such file or directory: {shown}") from None
+
+    def is_folder(self, url: str) -> bool:
+        return LOCAL.is_folder(urls.local_path(url))
+
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        return LOCAL.listing(urls.local_path(url))
+
+    def upload(self, source: str, url: str) -> None:
+        copy_whole(source, urls.local_path(url), urls.shown(url))
+
+    def remove(self, targets: Sequence[str]) -> None:
+        for url in targets:
+            if url.endswith("/"):
+                with suppress(OSError):  # it may be missing, or have files
+                    os.rmdir(urls.local_path(url))
+                continue
+            with suppress(FileNotFoundError):
+                os.remove(urls.local_path(url))

@@ -18,8 +18,8 @@ from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
 from ...loading.adapter import Adapters
 from ...models.layout import Layout
+from ...stores.digests import Signature
 from ...stores.local import LocalStore
-from ...stores.signature import Signature
 from ..folders.destinations import Destination, check_free, file_in_store, refuse_inputs
 from ..folders.disk_sink import check_shards, remove_shards, shards_beside
 from ..folders.targets import BinaryWriter, ObjectFile, SaveDestination, is_written_to
