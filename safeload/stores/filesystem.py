@@ -28,9 +28,9 @@ from ..base.forking import ProcessLock
 from ..base.text import show
 from ..base.url import CACHES, parsed, unescaped
 from ..errors import FormatError, RemoteError, UnsupportedError
-from .foreign_errors import checked, secrets_of, secrets_of_urls
+from .foreign import ObjectStore, StoredObject, checked, copy_whole, secrets_of, secrets_of_urls
 from .local import open_local
-from .remote import ObjectStore, StoredObject, checked_size, copy_whole, digest_of, marks_of, strong_etag
+from .remote import checked_size, digest_of, marks_of, strong_etag
 from .store import WINDOW, ByteStore
 from .thread_group import current, left_behind
 

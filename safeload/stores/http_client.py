@@ -40,7 +40,7 @@ from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided
 from ..base.url import web_url as parse_web
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError
-from .foreign_errors import requested_wait
+from .foreign import requested_wait
 from .thread_group import Stopped, current
 
 # ---- sockets ----

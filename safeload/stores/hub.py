@@ -30,7 +30,7 @@ from ..base.absent import needed
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
-from .foreign_errors import TRIES, checked, cleaned, is_transient, secrets_of, translated
+from .foreign import TRIES, checked, cleaned, is_transient, secrets_of, translated
 from .http import HttpStore, check_accepted, request, whole_body
 from .http_client import (
     Client,

@@ -13,8 +13,8 @@ from ..base.absent import needed
 from ..base.url import escaped
 from ..errors import UnsupportedError
 from .files import Location
-from .foreign_errors import changed, checked, secrets_of
-from .remote import Backend, ForeignStore, ObjectStore, RemoteStore, checked_size, digest_of, marks_of, strong_etag
+from .foreign import ObjectStore, changed, checked, secrets_of
+from .remote import Backend, ForeignStore, RemoteStore, checked_size, digest_of, marks_of, strong_etag
 from .remote_files import RemoteFiles
 from .store import WINDOW, ByteStore
 from .thread_group import left_behind

@@ -1,25 +1,21 @@
-"""Remote stores: backends, those by the five calls of an object store, range reads, small reads from cached windows."""
+"""Files in remote stores: backends, range reads, and small reads from cached windows."""
 
 from __future__ import annotations
 
 import operator
-import os
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
-from ..base import log
 from ..base import url as urls
 from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..base.text import show
-from ..errors import FormatError, RemoteError, UnsupportedError
-from .foreign_errors import TRIES, changed, checked, translated
-from .local import read_from, replace
+from ..errors import FormatError, UnsupportedError
+from .local import read_from
 from .store import WINDOW, ByteStore, Memory, Span
 from .thread_group import current, each, left_behind
 
@@ -128,89 +124,6 @@ class Backend(ABC):
     def remove(self, targets: Sequence[str]) -> None:
         """Remove files, and empty folders, whose URLs end with a slash; some may not exist."""
         self.check_writable(targets[0])
-
-
-class ObjectStore(Backend):
-    """An object store behind URLs, by five calls: entries, stat, read, write and delete.
-
-    Ctrl-C and the stop of the thread end each call; errors are safeload's.
-    """
-
-    name: str  # of the library's class
-    secrets: list[str]  # for messages
-    proves = False  # True if every `read` checks the version
-
-    @abstractmethod
-    def place(self, url: str) -> str:
-        """Return the place of a URL in the store."""
-
-    def writable(self, url: str) -> tuple[ObjectStore, str]:
-        """Return the store and the place to write a URL, or refuse a store that cannot be written."""
-        return self, self.place(url)
-
-    @abstractmethod
-    def entries(self, place: str, shown: str) -> Iterable[tuple[Any, bool]]:
-        """Return the paths in a folder, and whether each is a folder; the folder itself may be among them."""
-
-    @abstractmethod
-    def stat(self, place: str, shown: str) -> tuple[int, str | None]:
-        """Return the size of a file and a mark of its content."""
-
-    @abstractmethod
-    def read(self, place: str, shown: str, begin: int, end: int, version: tuple[Any, ...]) -> Any:
-        """Return the bytes of a range; its errors are not translated yet."""
-
-    @abstractmethod
-    def write(self, source: str, place: str, shown: str) -> None:
-        """Write a local file, which becomes visible only when it is complete."""
-
-    @abstractmethod
-    def delete(self, place: str, shown: str, *, folder: bool) -> None:
-        """Delete a file, or an empty folder."""
-
-    def open(self, url: str, window: int = WINDOW) -> ByteStore:
-        return StoredObject(self, self.place(url), urls.shown(url), window)
-
-    def is_folder(self, url: str) -> bool:
-        place = self.place(url)
-        return not place or any(True for _ in self.entries(place, urls.shown(url)))
-
-    def listing(self, url: str) -> list[tuple[str, bool]]:
-        place, shown = self.place(url), urls.shown(url)
-        listed = [(checked_name(path, shown), path, is_folder) for path, is_folder in self.entries(place, shown)]
-        return sorted({(name, is_folder) for name, path, is_folder in listed if path.strip("/") != place.strip("/")})
-
-    def upload(self, source: str, url: str) -> None:
-        store, place = self.writable(url)
-        store.write(source, place, urls.shown(url))
-
-    def remove(self, targets: Sequence[str]) -> None:
-        def remove_one(url: str) -> None:
-            store, place = self.writable(url)
-            with suppress(FileNotFoundError):
-                store.delete(place, urls.shown(url), folder=url.endswith("/"))
-
-        each(remove_one, targets)
-
-    def check_writable(self, url: str) -> None:
-        self.writable(url)
-
-
-def copy_whole(source: str, path: str, shown: str) -> None:
-    """Copy a local file to a local path, where it appears only when it is complete."""
-    import secrets  # only here: few programs write to such a store
-    import shutil
-
-    folder, name = os.path.split(path)
-    os.makedirs(folder or ".", exist_ok=True)
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
-    try:
-        shutil.copyfile(source, temporary)
-        replace(temporary, path, shown)
-    except BaseException:
-        with suppress(OSError):
-            os.remove(temporary)
-        raise
 
 
 class RemoteStore:
@@ -386,38 +299,6 @@ class ForeignStore(RemoteStore):
     def close(self) -> None:
         super().close()
         self._store.close()
-
-
-class StoredObject(RemoteStore):
-    """A file of an object store, read by ranges into separate buffers, because not every read can be aborted."""
-
-    def __init__(self, objects: ObjectStore, place: str, url: str, window: int = WINDOW) -> None:
-        super().__init__(window)
-        self.path = url
-        self._objects, self._place = objects, place
-        self.version = objects.stat(place, url)
-        self.size: int = self.version[0]
-        log.debug("%s: opened by %s", url, objects.name)
-
-    def content(self, begin: int, end: int) -> memoryview:
-        translate = partial(translated, begin=begin, end=end)
-        secrets = self._objects.secrets
-        return checked(lambda: self._range(begin, end), self.path, secrets, tries=TRIES, translate=translate)
-
-    def _range(self, begin: int, end: int) -> memoryview:
-        content = memoryview(self._objects.read(self._place, self.path, begin, end, self.version))
-        if len(content) == end - begin:
-            return content
-        if len(content) > end - begin:
-            raise UnsupportedError(f"{self.path}: the store does not support ranges of this file")
-        self.confirm()
-        raise RemoteError(f"expected {end - begin:,} bytes, got {len(content):,}", self.path, begin, end)
-
-    def confirm(self) -> None:
-        if not self._objects.proves:
-            version = self._objects.stat(self._place, self.path)
-            if version != self.version:
-                raise changed(self.path, self.size, version[0])
 
 
 def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:

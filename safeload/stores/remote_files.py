@@ -14,9 +14,9 @@ from ..base.text import show
 from ..base.url import divided
 from ..errors import UnsupportedError, missing_file
 from .files import LOCAL, Files
-from .foreign_errors import public_options
+from .foreign import copy_whole, public_options
 from .local import LocalStore, open_local
-from .remote import Backend, copy_whole
+from .remote import Backend
 from .store import WINDOW, ByteStore
 
 
