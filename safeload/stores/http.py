@@ -62,7 +62,6 @@ class Web(Backend):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._client = Client(options)
-        self.kept = self._client.kept
 
     def open(self, url: str, window: int = WINDOW) -> HttpStore:
         """Open a file. The user and password of a URL are sent only to its host."""
@@ -151,8 +150,10 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
         with _answered(client, target, target.url, path, note) as (exchange, _):
             return use(exchange)
 
-    with client.kept():
+    try:
         return retried(attempt, client.retries, mended)
+    finally:
+        client.leave()
 
 
 class HttpStore(RemoteStore):
@@ -241,7 +242,10 @@ class HttpStore(RemoteStore):
         with _answered(self._client, target, route, self.path, note, more=more) as (exchange, url):
             try:
                 check_accepted(exchange, self.path)
-                (self._opened if self._marks is None else self._read)(exchange, url, transfer)
+                if self._marks is None:
+                    self._opened(exchange, url)
+                else:
+                    self._read(exchange, url, transfer)
             except Failure as failure:
                 failure.refused = url if exchange.status in _REFUSED else None
                 raise
@@ -267,7 +271,7 @@ class HttpStore(RemoteStore):
 
     # ---- responses ----
 
-    def _opened(self, exchange: Exchange, url: WebUrl, transfer: _Transfer) -> None:
+    def _opened(self, exchange: Exchange, url: WebUrl) -> None:
         """Take the size, the version and the first window from the response to the first request."""
         if exchange.status == 200:  # a server without range support
             window = whole_body(exchange, WHOLE, self.path)

@@ -487,7 +487,7 @@ class Client:
         # By process, scheme and proxy: a fork copies the parent's sockets, and locks in whatever state they are.
         self._managers: dict[tuple[int, str, str | None], Any] = {}
         self._lock = ProcessLock()
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # open files, and blocks of `kept`
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # open files
         weakref.finalize(self, _close, self._managers)
 
     @contextmanager
@@ -509,22 +509,10 @@ class Client:
                 response.close()
             response.release_conn()
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep idle connections while the block opens one file after another."""
-
-        def scope() -> None:
-            """Stand for the block among the users."""
-
-        self.users.add(scope)
-        try:
-            yield
-        finally:
-            self.leave(scope)
-
-    def leave(self, user: object) -> None:
-        """Forget a user; close all idle connections after the last one."""
-        self.users.discard(user)
+    def leave(self, user: object = None) -> None:
+        """Forget an open file, if it is one; close all idle connections unless other files are open."""
+        if user is not None:
+            self.users.discard(user)
         if not self.users:
             _close(self._managers)
 

@@ -146,7 +146,7 @@ class Hub(Backend):
     def __init__(self, options: Mapping[str, Any]) -> None:
         rest = {key: value for key, value in options.items() if key not in _OPTIONS}
         self._client = Client(rest, "hf", other_options=_OPTIONS)
-        self.kept, self.timeout = self._client.kept, self._client.timeout
+        self.timeout = self._client.timeout
         endpoint, self._token = options.get("endpoint"), options.get("token")
         if not isinstance(endpoint, (str, type(None))):
             raise TypeError(f"endpoint must be a str, got {type(endpoint).__name__}")

@@ -6,8 +6,7 @@ import operator
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..base import url as urls
@@ -93,7 +92,6 @@ class Backend(ABC):
 
     escapes = False  # True if paths of the caller's own store are escaped in its URLs
     timeout = 30.0  # seconds that the store may be silent
-    kept: Callable[[], AbstractContextManager[object]] = nullcontext  # keeps connections from one file to the next
     no_folders = read_only = ""  # why nothing is listed or written, if so
 
     @abstractmethod

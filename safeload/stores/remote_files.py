@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..base import url as urls
@@ -47,16 +47,6 @@ class RemoteFiles(Files):
         key, make = _store_of(url, self._options or {})
         backend = self._backends.get(key)
         return self._backends.setdefault(key, make()) if backend is None else backend
-
-    @contextmanager
-    def kept(self, path: str) -> Iterator[None]:
-        """Keep the connections to the store of a path while the block opens one file after another."""
-        kept = Backend.kept
-        if urls.is_url(path):
-            with suppress(Exception):  # opening the path raises the error
-                kept = self.backend(path).kept
-        with kept():
-            yield
 
     def is_local(self, path: str) -> bool:
         return not urls.is_url(path)
