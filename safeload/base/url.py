@@ -367,7 +367,7 @@ def _decoded(path: str) -> str:
 
 def _chain(url: str) -> tuple[list[Url], int]:
     """Parse a chain, and find the first link that is not a cache: its path names the file."""
-    chain = [divided(link) for link in links(url)]
+    chain = [*parsed(url)]
     at = next((k for k, link in enumerate(chain) if (link.scheme or link.path) not in CACHES), len(chain) - 1)
     return chain, at
 

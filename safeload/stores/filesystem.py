@@ -259,10 +259,10 @@ class Filesystem(ObjectStore):
         if self._passing is None:
             # A field that differs in three calls is no mark; a single difference means a changed file.
             again = self._marks(self.info(shown, place), shown, place)
-            passing = _differences(marks, again)
+            passing = {name for name, _ in marks.items() ^ again.items()}
             if passing:
                 marks = self._marks(self.info(shown, place), shown, place)
-                passing &= _differences(marks, again)
+                passing &= {name for name, _ in marks.items() ^ again.items()}
             self._passing = frozenset(passing)
         return size, digest_of({name: mark for name, mark in marks.items() if name not in self._passing})
 
@@ -365,10 +365,6 @@ def _call(fs: Any, name: str, *arguments: Any, **named: Any) -> Any:
     except BaseException:
         future.cancel()
         raise
-
-
-def _differences(marks: Mapping[str, str], others: Mapping[str, str]) -> set[str]:
-    return {name for name in {*marks, *others} if marks.get(name) != others.get(name)}
 
 
 def _renewed(fs: Any) -> Any:

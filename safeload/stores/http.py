@@ -273,15 +273,29 @@ class HttpStore(RemoteStore):
 
     def _opened(self, exchange: Exchange, url: WebUrl) -> None:
         """Take the size, the version and the first window from the response to the first request."""
-        if exchange.status == 200:  # a server without range support
+        status, total = exchange.status, _total(exchange)
+        if status == 200:  # a server without range support
             window = whole_body(exchange, WHOLE, self.path)
             if window is None:
                 text = "this server does not support ranges: download the file, or open filecache::URL"
                 text = f"{self.path}: {text} with storage_options={{}}, which lets fsspec download it"
                 raise Failure(UnsupportedError(text))
-            self.size = len(window)
+            total = len(window)
+        elif status == 416 and total == 0:
+            window = b""
+        elif status != 206:
+            raise of_status(exchange, self.path)
+        elif total is None:
+            place = show(exchange.headers.get("Content-Range"))
+            text = f"the server does not report the file size (Content-Range: {place})"
+            raise Failure(RemoteError(text, self.path))
         else:
-            self.size, window = _first_window(exchange, self.path, self.window)
+            memory = bytearray(min(self.window, total))
+            _check_range(exchange, 0, len(memory), self.path)
+            if not _Transfer([Span(0, memoryview(memory))]).receive(exchange):
+                raise broken_off(self.path)
+            window = bytes(memory)
+        self.size = total
         self._marks = _marks_of(exchange)
         self.version = (self.size, " ".join(filter(None, self._marks)) or None)
         self._route = self._proven = url
@@ -318,23 +332,6 @@ def check_accepted(exchange: Exchange, path: str) -> None:
     if status == 407:
         raise Failure(RemotePermissionError("the proxy requires a user and a password", path))
     raise of_status(exchange, path)
-
-
-def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]:
-    """Return the size of a file and its beginning."""
-    total = _total(exchange)
-    if exchange.status == 416 and total == 0:
-        return 0, b""
-    if exchange.status != 206:
-        raise of_status(exchange, path)
-    if total is None:
-        place = show(exchange.headers.get("Content-Range"))
-        raise Failure(RemoteError(f"the server does not report the file size (Content-Range: {place})", path))
-    window = bytearray(min(size, total))
-    _check_range(exchange, 0, len(window), path)
-    if not _Transfer([Span(0, memoryview(window))]).receive(exchange):
-        raise broken_off(path)
-    return total, bytes(window)
 
 
 def whole_body(exchange: Exchange, limit: int, path: str) -> bytes | None:

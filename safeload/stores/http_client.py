@@ -297,18 +297,6 @@ POOLS = {
 }
 
 
-@lru_cache(maxsize=1)
-def socks_pools() -> dict[str, Any]:
-    """Return the pools for SOCKS proxies; connects through them do not wait in slices."""
-    needed("socks", "SOCKS proxies need PySocks", "pysocks")  # without which urllib3 would warn too
-    from urllib3.contrib import socks
-
-    return {
-        "http": _pool(socks.SOCKSHTTPConnectionPool, _Strict, socks.SOCKSConnection),
-        "https": _pool(socks.SOCKSHTTPSConnectionPool, _Strict, socks.SOCKSHTTPSConnection),
-    }
-
-
 # ---- failures and retries ----
 
 # Maximum number of consecutive retries of a range without progress.
@@ -540,15 +528,31 @@ class Client:
 
     def _make(self, scheme: str, proxy: str | None) -> Any:
         options: dict[str, Any] = {"maxsize": _IDLE, "timeout": self._timeout}
-        socks = proxy is not None and proxy.startswith("socks")
-        via, credentials = (None, None) if proxy is None or socks else _parsed_proxy(proxy)
+        via: WebUrl | None = None
+        pools, is_socks = POOLS, proxy is not None and proxy.startswith("socks")
+        if proxy is not None and not is_socks:
+            url = divided(proxy.replace("\\", "%5C"))  # on Windows the user may contain a backslash, after a domain
+            if url.scheme not in ("http", "https"):
+                raise UnsupportedError(f"proxies must use http, https or socks, got {url.scheme or 'no scheme'}")
+            try:
+                via, credentials = parse_web(url)
+            except UrlError as error:
+                raise UnsupportedError(f"the proxy {url.shown} cannot be used: {error}") from None
         if scheme == "https" or (via is not None and via.scheme == "https"):
-            options.update(self._tls())
-        pools = socks_pools() if socks else POOLS
-        if socks:
-            from urllib3.contrib.socks import SOCKSProxyManager
+            context = self._context = self._context or _context(self._verify)
+            if context.sslsocket_class is ssl.SSLSocket:  # otherwise the caller's class is kept
+                context.sslsocket_class = SlicedTlsSocket
+            options["ssl_context"] = context
+            options["cert_reqs"] = "CERT_NONE" if context.verify_mode == ssl.CERT_NONE else "CERT_REQUIRED"
+        if is_socks:
+            needed("socks", "SOCKS proxies need PySocks", "pysocks")  # without which urllib3 would warn too
+            from urllib3.contrib import socks
 
-            manager: Any = SOCKSProxyManager(proxy, **options)
+            pools = {  # whose connects do not wait in slices
+                "http": _pool(socks.SOCKSHTTPConnectionPool, _Strict, socks.SOCKSConnection),
+                "https": _pool(socks.SOCKSHTTPSConnectionPool, _Strict, socks.SOCKSHTTPSConnection),
+            }
+            manager: Any = socks.SOCKSProxyManager(proxy, **options)
         elif via is None:
             manager = urllib3.PoolManager(**options)
         else:
@@ -559,15 +563,6 @@ class Client:
         manager.pool_classes_by_scheme = pools
         return manager
 
-    def _tls(self) -> dict[str, Any]:
-        context = self._context = self._context or _context(self._verify)
-        if context.sslsocket_class is ssl.SSLSocket:  # otherwise the caller's class is kept
-            context.sslsocket_class = SlicedTlsSocket
-        return {
-            "ssl_context": context,
-            "cert_reqs": "CERT_NONE" if context.verify_mode == ssl.CERT_NONE else "CERT_REQUIRED",
-        }
-
 
 def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
     """Close this process's connections."""
@@ -575,17 +570,6 @@ def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
         manager = managers.pop(key, None)
         if manager is not None:
             manager.clear()
-
-
-def _parsed_proxy(proxy: str) -> tuple[WebUrl, tuple[str, str] | None]:
-    """Parse the URL of a proxy. On Windows its user may contain a backslash, after a domain."""
-    url = divided(proxy.replace("\\", "%5C"))
-    if url.scheme not in ("http", "https"):
-        raise UnsupportedError(f"proxies must use http, https or socks, got {url.scheme or 'no scheme'}")
-    try:
-        return parse_web(url)
-    except UrlError as error:
-        raise UnsupportedError(f"the proxy {url.shown} cannot be used: {error}") from None
 
 
 def checked_headers(headers: Any) -> dict[str, str]:

@@ -362,20 +362,18 @@ class Hub(Backend):
 
     def _api(self, place: HubPlace, what: str, use: Callable[[Exchange], _Result]) -> _Result:
         """Request an answer about a repository."""
-
-        def address() -> str:
-            import_module("huggingface_hub.utils").validate_repo_id(place.repo)
-            return f"{self._url}/api/{place.kind}s/{place.repo}{what}"
-
-        return request(self._client, self._target(address, place), place.shown, use)
+        target = self._target(lambda: f"{self._url}/api/{place.kind}s/{place.repo}{what}", place)
+        return request(self._client, target, place.shown, use)
 
     def _target(self, address: Callable[[], Any], place: HubPlace) -> RequestTarget:
         """Return a URL of the Hub with the token and the caller's headers."""
         _library()
-        build: Callable[..., dict[str, str]] = import_module("huggingface_hub.utils").build_hf_headers
+        utils = import_module("huggingface_hub.utils")
 
         def parts() -> tuple[str, dict[str, str]]:
-            return str(address()), build(token=self._token, library_name="safeload", library_version=__version__)
+            utils.validate_repo_id(place.repo)
+            named = {"library_name": "safeload", "library_version": __version__}
+            return str(address()), utils.build_hf_headers(token=self._token, **named)
 
         url, headers = self._checked(parts, place)
         token = headers.get("authorization", "").removeprefix("Bearer ")

@@ -394,7 +394,11 @@ def replace(source: str, target: str, shown: str) -> None:
             mapped = getattr(error, "winerror", None) == _USER_MAPPED_FILE
             if os.name != "nt" or not (mapped or isinstance(error, PermissionError)):
                 raise
-        if not _release_at(target):
+        released = 0
+        with contextlib.suppress(OSError):
+            identity = identity_of(os.stat(target))
+            released = sum([file.release() for file in _open_files() if file.gives_way and file.identity == identity])
+        if not released:
             time.sleep(pause)
     text = (
         "Windows does not replace a file that is mapped or open: delete the arrays that were loaded from it, or load "
@@ -418,15 +422,6 @@ def sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _release_at(path: str) -> bool:
-    """Close this process's descriptors of a file if they may give way; return True if any was closed."""
-    try:
-        identity = identity_of(os.stat(path))
-    except OSError:
-        return False
-    return sum([file.release() for file in _open_files() if file.gives_way and file.identity == identity]) > 0
 
 
 # ---- copying inside the system, where some filesystems share the blocks ----

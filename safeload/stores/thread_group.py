@@ -374,13 +374,13 @@ def each(function: Callable[[_Item], _Result], items: Sequence[_Item], limit: in
     """Return the results of a function for each item. Two or more items are run on threads."""
     if len(items) < 2:
         return [function(item) for item in items]
-    results: dict[int, _Result] = {}
+    results: list[Any] = [None] * len(items)
 
     def work(k: int) -> None:
         results[k] = function(items[k])
 
     run((partial(work, k) for k in range(len(items))), min(limit, len(items)))
-    return [results[k] for k in range(len(items))]
+    return results
 
 
 def in_order(function: Callable[[_Item], _Result], items: Iterable[_Item], count: int) -> Iterator[_Result]:

@@ -189,23 +189,18 @@ def verify_content(
 ) -> None:
     """Hash a file without keeping it."""
     check_size(expected, store.size, path=path, source=source)
-
-    def ticked() -> Iterator[memoryview]:
-        for piece in pieces_of(store, path):
-            yield piece
-            tick(len(piece))
-
-    compare_digests(ticked(), expected, store.size, path=path, source=source)
+    compare_digests(pieces_of(store, path, tick), expected, store.size, path=path, source=source)
 
 
-def pieces_of(store: ByteStore, path: str) -> Iterator[memoryview]:
-    """Read a file in pieces, one after another into the same memory."""
+def pieces_of(store: ByteStore, path: str, tick: Callable[[int], object] = lambda nbytes: None) -> Iterator[memoryview]:
+    """Read a file in pieces, one after another into the same memory, and report their sizes once they are used."""
     step = _CHUNK if isinstance(store, LocalStore) else _REMOTE_CHUNK
     buffer = memoryview(bytearray(max(1, min(step, store.size))))
     for begin in range(0, store.size, step):
         piece = buffer[: store.size - begin]
         read_from(store, begin, piece, path)
         yield piece
+        tick(len(piece))
 
 
 class VerifiedFiles:
