@@ -46,6 +46,7 @@ _WAIT_SHOWN = 1e12
 # Permanent system errors.
 _PERMANENT = frozenset((errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR))
 # Class names of library errors.
+_LASTING = ("FileExpired", "LocalTokenNotFoundError", "OfflineModeIsEnabled")
 _DENIED = re.compile(r"Credential|[Aa]uthenti|Authoriz|Forbidden|AccessDenied|PermissionDenied|TokenError|RefreshError")
 _TRANSIENT = re.compile(r"Connect|Timeout|TimedOut|Incomplete|Payload|Stream|Protocol|Transport|ServerError|HttpError")
 # Maximum length of a library's message, and the length searched for secrets.
@@ -66,7 +67,6 @@ def checked(
     secrets: list[str],
     *,
     tries: int = 1,
-    transient: Callable[[Exception], bool] | None = None,
     translate: Callable[..., Exception] | None = None,
 ) -> _Result:
     """Call another library and translate its errors, after up to ``tries`` attempts if they are transient.
@@ -78,7 +78,7 @@ def checked(
             return function()
         except Exception as error:
             translation = (translate or translated)(error, url, secrets)
-            if k == tries or not (transient or is_transient)(error):
+            if k == tries or not _is_transient(error):
                 break
             headers = getattr(getattr(error, "response", None), "headers", None)
             requested = requested_wait(headers) if isinstance(headers, Mapping) else 0.0
@@ -105,16 +105,24 @@ def requested_wait(headers: Mapping[str, Any], *, quota: bool = True) -> float:
         return 0.0
 
 
-def is_transient(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     """Return whether a retry may help."""
-    name = type(error).__name__
-    if isinstance(error, (FileNotFoundError, PermissionError, SafeloadError)) or name == "FileExpired":
+    name, status = type(error).__name__, status_of(error)
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    if isinstance(error, (FileNotFoundError, PermissionError, SafeloadError)) or name in _LASTING:
         return False
     if type(error).__module__.startswith("obstore"):  # which has retried
         return False
     if isinstance(error, OSError):
         return error.errno not in _PERMANENT
     return _TRANSIENT.search(name) is not None and _DENIED.search(name) is None
+
+
+def status_of(error: Exception) -> int | None:
+    """Return the status code of an error with a response, or None."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
 
 
 def translated(

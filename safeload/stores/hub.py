@@ -30,7 +30,7 @@ from ..base.absent import needed
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
-from .foreign import TRIES, checked, cleaned, is_transient, secrets_of, translated
+from .foreign import TRIES, checked, cleaned, secrets_of, status_of, translated
 from .http import HttpStore, check_accepted, request, whole_body
 from .http_client import (
     Client,
@@ -263,12 +263,8 @@ class Hub(Backend):
     def listing(self, url: str) -> list[tuple[str, bool]]:
         place = self._place(url)
         begin = f"{place.path}/" if place.path else ""
-        entries = {
-            (name[len(begin) :].partition("/")[0], "/" in name[len(begin) :])
-            for name in self.snapshot(place).files
-            if name.startswith(begin)
-        }
-        return sorted(entries)
+        names = [name[len(begin) :] for name in self.snapshot(place).files if name.startswith(begin)]
+        return sorted({(name.partition("/")[0], "/" in name) for name in names})
 
     def pinned(self, url: str) -> str:
         """Return the URL with its revision replaced by the resolved commit, if any, for other processes."""
@@ -308,7 +304,7 @@ class Hub(Backend):
             options = {"commit_message": message, "repo_type": place.kind, "revision": place.revision}
             writer.create_commit(place.repo, operations, **options)
 
-        self._checked(commit, place, tries=TRIES, transient=_is_transient)
+        self._checked(commit, place, TRIES)
         self._snapshots.pop(place.key, None)
 
     def check_writable(self, url: str) -> None:
@@ -403,18 +399,18 @@ class Hub(Backend):
             raise Failure(error)
         raise of_status(exchange, place.shown).noted(f": {text}" if text else "")
 
-    def _checked(self, call: Callable[[], _Result], place: HubPlace, **options: Any) -> _Result:
+    def _checked(self, call: Callable[[], _Result], place: HubPlace, tries: int = 1) -> _Result:
         """Call huggingface_hub, and translate its errors with the Hub's own explanation."""
 
         def translate(error: Exception, *_: Any) -> Exception:
             code = next((_CODES[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in _CODES), None)
-            status, text = _status(error), cleaned(error, self._secrets)
+            status, text = status_of(error), cleaned(error, self._secrets)
             if code is None and status is None:
                 return translated(error, place.shown, self._secrets)
             code = "WrongToken" if code is None and status == 401 else code
             return self._error(code, status, text, place) or RemoteError(text, place.shown)
 
-        return checked(call, place.shown, self._secrets, translate=translate, **options)
+        return checked(call, place.shown, self._secrets, tries=tries, translate=translate)
 
     def _error(self, code: str | None, status: int | None, text: str, place: HubPlace) -> Exception | None:
         """Return the error for a refusal that is no fault of the server."""
@@ -434,19 +430,6 @@ class Hub(Backend):
 def _library() -> Any:
     """Import huggingface_hub: only here, because cached files need no requests, and the import takes 0.3 s."""
     return needed("huggingface_hub", "hf:// URLs need huggingface_hub")
-
-
-def _is_transient(error: Exception) -> bool:
-    """Return whether huggingface_hub may succeed with another attempt."""
-    status = _status(error)
-    if status is not None:
-        return status in (408, 429) or status >= 500
-    return type(error).__name__ not in ("LocalTokenNotFoundError", "OfflineModeIsEnabled") and is_transient(error)
-
-
-def _status(error: Exception) -> int | None:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
 
 
 def _in_cache(place: HubPlace) -> Snapshot | None:
