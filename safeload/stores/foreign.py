@@ -77,18 +77,15 @@ def checked(
         try:
             return function()
         except Exception as error:
-            translation = (translate or translated)(error, url, secrets)
+            failure = [(translate or translated)(error, url, secrets)]
             if k == tries or not _is_transient(error):
                 break
             headers = getattr(getattr(error, "response", None), "headers", None)
             requested = requested_wait(headers) if isinstance(headers, Mapping) else 0.0
             pause = max(PAUSE * 2 ** (k - 1) * random.uniform(0.5, 1), min(requested, _LONGEST_PAUSE))
-        log.debug("%s: retry in %.1f s: %s", url, pause, translation.args[0] if translation.args else "")
+        log.debug("%s: retry in %.1f s: %s", url, pause, failure[0].args[0] if failure[0].args else "")
         current().sleep(pause)
-    try:
-        raise translation
-    finally:
-        del translation  # it refers to this frame
+    raise failure.pop()  # which refers to this frame
 
 
 def requested_wait(headers: Mapping[str, Any], *, quota: bool = True) -> float:

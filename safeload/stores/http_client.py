@@ -143,7 +143,7 @@ class SlicedTlsSocket(_Sliced, ssl.SSLSocket):
 
 def connect(host: str, port: int, timeout: float, options: Any) -> socket.socket:
     """Connect to a host, trying its addresses in order."""
-    failure = OSError(errno.EADDRNOTAVAIL, "the host has no address")
+    failure = [OSError(errno.EADDRNOTAVAIL, "the host has no address")]
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
     except UnicodeError:
@@ -169,11 +169,8 @@ def connect(host: str, port: int, timeout: float, options: Any) -> socket.socket
             connecting.close()
             if not isinstance(error, OSError):
                 raise
-            failure = error
-    try:
-        raise failure
-    finally:
-        del failure  # it refers to this frame
+            failure[0] = error
+    raise failure.pop()  # which refers to this frame
 
 
 class Exchange(http.client.HTTPResponse):

@@ -237,7 +237,7 @@ class Hub(Backend):
         try:
             store = HttpStore(shown, resolve, self._client, window)
         except RemotePermissionError as error:
-            refused: Exception = error
+            refused: list[Exception] = [error]
         else:
             stated = store.commits - {commit}
             if stated:
@@ -246,11 +246,8 @@ class Hub(Backend):
             store.commits.add(commit)  # a later answer that states another commit is refused
             store.version = (store.size, commit)  # that of a cached file
             return store
-        refused = self._reason(place) or refused
-        try:
-            raise refused
-        finally:
-            del refused  # it refers to this frame
+        refused[0] = self._reason(place) or refused[0]
+        raise refused.pop()  # which refers to this frame
 
     def is_folder(self, url: str) -> bool:
         place = self._place(url)

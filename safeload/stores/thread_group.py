@@ -199,7 +199,7 @@ class _Threads(Stop):
         def all_ended() -> bool:
             return all(thread.ident in (None, own) or thread in self._ended for thread in [*self._threads])
 
-        interrupted: KeyboardInterrupt | None = None
+        interrupted: list[KeyboardInterrupt] = []
         while not ended:
             try:
                 self.stop()
@@ -211,7 +211,7 @@ class _Threads(Stop):
                 if time.monotonic() >= until:
                     break
             except KeyboardInterrupt as error:
-                interrupted = error
+                interrupted = [error]
                 until = min(until, time.monotonic() + _GRACE)
         for thread in [*self._threads]:
             if thread in self._ended and thread is not threading.current_thread():
@@ -219,11 +219,8 @@ class _Threads(Stop):
                 # collected, and an iterator with it, in the middle of threading.enumerate().
                 thread.join(4 * _TICK)
         self._results = SimpleQueue()  # nobody takes the rest
-        if interrupted is not None:
-            try:
-                raise interrupted
-            finally:
-                del interrupted  # which refers to this frame
+        if interrupted:
+            raise interrupted.pop()  # which refers to this frame
 
 
 # ---- tasks ahead of a consumer ----
