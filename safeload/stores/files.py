@@ -52,7 +52,7 @@ class Files:
 
     def absolute(self, path: str) -> str:
         """Return a path that stays valid anywhere in this process."""
-        return absolute(path) if self.is_local(path) else path
+        return path if self.remote and not self.is_local(path) else absolute(path)
 
     def shown(self, path: str) -> str:
         """Return a path for messages, without secrets."""

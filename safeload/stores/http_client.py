@@ -261,9 +261,7 @@ class Exchange(http.client.HTTPResponse):
 class _Strict:
     """Mixin: a connection of urllib3 that checks heads, and limits their size."""
 
-    def response_class(self, *arguments: Any, **options: Any) -> Exchange:
-        self._body = Exchange(*arguments, **options)
-        return self._body
+    response_class = Exchange
 
     def getresponse(self: Any) -> Any:
         wire = self.sock
@@ -271,8 +269,9 @@ class _Strict:
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         wire.left = _HEAD
         response = super().getresponse()  # type: ignore[misc]
-        response.body, self._body.wire = self._body, wire
-        self._body.headers = response.headers  # in which equal fields are joined, so that none is overlooked
+        body = response._original_response
+        # In these headers equal fields are joined, so that none is overlooked.
+        body.wire, body.headers = wire, response.headers
         return response
 
 
@@ -488,7 +487,7 @@ class Client:
         finally:
             _of_thread.ours = False
         try:
-            yield response.body
+            yield response._original_response
         finally:
             if not response.closed:  # a part of the body is unread
                 response.close()
