@@ -49,6 +49,8 @@ CACHES = frozenset(("filecache", "simplecache", "blockcache", "cached"))
 
 # Schemes allowed without `storage_options`: a path in a configuration must not reach every filesystem of fsspec.
 PLAIN = ("https", "http", "hf", "s3", "gs", "az", "file", "memory")
+# Hosts of the Hub's pages.
+_PAGES = ("huggingface.co", "www.huggingface.co", "hf.co")
 # Schemes without network access.
 _HERE = ("file", "memory")
 # Variables to forbid the network; huggingface_hub reads the first variable in the same way.
@@ -388,11 +390,7 @@ def of_page(url: str) -> str | None:
     """Return the ``hf://`` URL for a page of huggingface.co, or None for other URLs."""
     link = divided(url)
     names = link.path.strip("/").split("/")
-    if link.scheme not in ("http", "https") or (link.place or "").lower() not in (
-        "huggingface.co",
-        "www.huggingface.co",
-        "hf.co",
-    ):
+    if link.scheme not in _WEB or (link.place or "").lower() not in _PAGES:
         return None
     kind = f"{names.pop(0)}/" if names[:1] in (["datasets"], ["spaces"]) else ""
     if len(names) < 2 or not all(names[:2]):

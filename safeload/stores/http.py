@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from ..base import url as urls
 from ..base.forking import ProcessLock
 from ..base.log import debug
 from ..base.text import show
-from ..base.url import WebUrl
+from ..base.url import UrlError, WebUrl
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from .http_client import (
     TRANSPORT_ERRORS,
@@ -22,7 +22,6 @@ from .http_client import (
     broken_off,
     of_error,
     of_status,
-    redirected,
     retried,
     target_of,
 )
@@ -128,10 +127,23 @@ def _answered(
                     yield exchange, url
                     return
                 exchange.drain()
-                following = redirected(url, exchange.headers.get("Location"), path)
+                location = exchange.headers.get("Location") or ""
         except TRANSPORT_ERRORS as error:
             suffix = "" if url.origin == target.url.origin else f", after a redirect to {url.place}"
             raise of_error(error, path, client.timeout).noted(suffix) from None
+        with suppress(UnicodeError):  # in UTF-8, as browsers do
+            location = location.encode("latin-1").decode()
+        location = location.strip(" \t")
+        if not location:
+            raise Failure(RemoteError("the server redirects without a Location header", path))
+        try:
+            following = url.redirected(location)
+        except UrlError as error:
+            text = f"the server redirects to an invalid http or https URL: {error}"
+            raise Failure(RemoteError(text, path)) from None
+        if url.scheme == "https" and following.scheme != "https":
+            text = f"the server redirects from https to http ({following.shown}), which is refused"
+            raise Failure(RemoteError(text, path))
         url = following
     raise Failure(RemoteError("the server redirects in a loop", path))
 

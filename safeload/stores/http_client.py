@@ -233,29 +233,28 @@ class Exchange(http.client.HTTPResponse):
 
     def finish(self) -> None:
         """Read the end of a body after its last expected byte; one that does not come only costs the connection."""
-        with suppress(TimeoutError), self._hurried(_ENDING):
-            if self.receive(memoryview(bytearray(1))):
+        with suppress(TimeoutError):
+            if self._rest(1, _ENDING):
                 raise BadResponse("the response has more bytes than its range")
 
     def drain(self) -> None:
         """Read a short, unused body to make the connection reusable; errors only prevent reuse."""
-        memory, deadline = memoryview(bytearray(_DRAINED)), time.monotonic() + _DRAINING
-        if (self.length or 0) <= len(memory):
-            with suppress(*TRANSPORT_ERRORS), self._hurried(_DRAINING):
-                while memory and time.monotonic() < deadline and (count := self.receive(memory)):
-                    memory = memory[count:]
+        if (self.length or 0) <= _DRAINED:
+            with suppress(*TRANSPORT_ERRORS):
+                self._rest(_DRAINED, _DRAINING)
 
-    @contextmanager
-    def _hurried(self, seconds: float) -> Iterator[None]:
-        """Limit the wait for bytes to this many seconds."""
-        timeout = self.wire.gettimeout()
+    def _rest(self, most: int, seconds: float) -> int:
+        """Receive and discard a number of bytes, at most, for a number of seconds; return how many have come."""
+        memory, deadline, timeout = memoryview(bytearray(most)), time.monotonic() + seconds, self.wire.gettimeout()
         with suppress(OSError):  # the connection may be closed
             self.wire.settimeout(min(seconds, timeout or seconds))
         try:
-            yield
+            while memory and time.monotonic() < deadline and (count := self.receive(memory)):
+                memory = memory[count:]
         finally:
             with suppress(OSError):
                 self.wire.settimeout(timeout)
+        return most - len(memory)
 
 
 class _Strict:
@@ -466,7 +465,17 @@ class Client:
             raise ValueError(f"retries must be >= 0, got {show(self.retries)}")
         connect_timeout = _seconds(options, "connect_timeout", CONNECT_TIMEOUT)
         self._timeout = urllib3.Timeout(connect=connect_timeout, read=self.timeout)
-        self._context, self._verify = _checked_tls(options)
+        context, verify = options.get("ssl_context"), options.get("verify", True)
+        if context is not None and not isinstance(context, ssl.SSLContext):
+            raise TypeError(f"ssl_context must be an ssl.SSLContext, got {type(context).__name__}")
+        if context is not None and "verify" in options:
+            raise TypeError("ssl_context and verify exclude each other: pass only one of them")
+        if not isinstance(verify, (bool, str, os.PathLike)):
+            raise TypeError(f"verify must be a bool or a path to certificates, got {show(verify)}")
+        if not isinstance(verify, bool) and not os.path.exists(verify):
+            raise FileNotFoundError(errno.ENOENT, "verify: no such certificate file or folder", os.fspath(verify))
+        self._context: ssl.SSLContext | None = context
+        self._verify = verify
         self._proxies: dict[tuple[str, str], str | None] = {}
         # By process, scheme and proxy: a fork copies the parent's sockets, and locks in whatever state they are.
         self._managers: dict[tuple[int, str, str | None], Any] = {}
@@ -593,20 +602,6 @@ def _seconds(options: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _checked_tls(options: Mapping[str, Any]) -> tuple[ssl.SSLContext | None, bool | str | os.PathLike[str]]:
-    """Return the caller's TLS context, if there is one, and the certificates to trust otherwise."""
-    context, verify = options.get("ssl_context"), options.get("verify", True)
-    if context is not None and not isinstance(context, ssl.SSLContext):
-        raise TypeError(f"ssl_context must be an ssl.SSLContext, got {type(context).__name__}")
-    if context is not None and "verify" in options:
-        raise TypeError("ssl_context and verify exclude each other: pass only one of them")
-    if not isinstance(verify, (bool, str, os.PathLike)):
-        raise TypeError(f"verify must be a bool or a path to certificates, got {show(verify)}")
-    if not isinstance(verify, bool) and not os.path.exists(verify):
-        raise FileNotFoundError(errno.ENOENT, "verify: no such certificate file or folder", os.fspath(verify))
-    return context, verify
-
-
 def _context(verify: bool | str | os.PathLike[str]) -> ssl.SSLContext:
     if verify is True:
         return _system_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
@@ -643,23 +638,3 @@ def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
     secret = base64.b64encode(":".join(credentials).encode("utf-8", "surrogateescape")).decode("ascii")
     rest = {name: value for name, value in headers.items() if name.lower() != "authorization"}
     return RequestTarget(web, {**rest, "Authorization": f"Basic {secret}"})
-
-
-def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl:
-    """Return the target of a redirect."""
-    try:
-        target = (location or "").encode("latin-1").decode()  # as http.client decodes headers, and as browsers do
-    except UnicodeError:
-        target = location or ""
-    target = target.strip(" \t")
-    if not target:
-        raise Failure(RemoteError("the server redirects without a Location header", path))
-    try:
-        following = url.redirected(target)
-    except UrlError as error:
-        text = f"the server redirects to an invalid http or https URL: {error}"
-        raise Failure(RemoteError(text, path)) from None
-    if url.scheme == "https" and following.scheme != "https":
-        text = f"the server redirects from https to http ({following.shown}), which is refused"
-        raise Failure(RemoteError(text, path))
-    return following
