@@ -355,7 +355,35 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> Expected:
         raise refused(text, shown)
     if signature.key is None and "publicKey" in kinds:
         raise refused("the signature was made with a key, not with a certificate: pass key= (--key)", shown)
-    if _verified_entries(content, signature, shown) != signed.entries():
+    from importlib import import_module
+
+    library()
+    config = import_module(f"{_PACKAGE}.verifying").Config()
+    capture = _Capture()
+    with tempfile.TemporaryDirectory(prefix="safeload-") as folder:
+        path = os.path.join(folder, "model.sig")  # the bytes that were read, whatever happens to the file meanwhile
+        with open(path, "xb") as file:
+            file.write(content)
+        try:
+            with redirect_stdout(sys.stderr):  # it prints warnings
+                try:
+                    if signature.key is not None:
+                        config.use_elliptic_key_verifier(public_key=signature.key)
+                    else:
+                        config.use_certificate_verifier(certificate_chain=signature.certificates)
+                except Exception as error:
+                    files = ", ".join(os.fspath(path) for path in signature._proofs)
+                    keys = "a public key on the curve P-256, P-384 or P-521"
+                    kind = "certificates" if signature.key is None else keys
+                    reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
+                    raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None
+                config.set_hashing_config(capture).verify(folder, path)
+        except VerificationError:
+            raise
+        except Exception as error:
+            reason = one_line(error) or type(error).__name__
+            raise refused(f"the signature is not valid: {reason}", shown) from None
+    if capture.entries != signed.entries():
         raise refused("model-signing reads other files in this signature", shown)
     return signed._replace(proof=signature.proof)
 
@@ -406,36 +434,3 @@ def check_readable(path: PathLike) -> None:
     if stat.S_ISREG(os.stat(path).st_mode):
         with open(path, "rb"):
             pass
-
-
-def _verified_entries(content: bytes, signature: Signature, shown: str) -> set[tuple[str, str]] | None:
-    """Return name and digest of each resource after the library has verified the signature."""
-    from importlib import import_module
-
-    library()
-    config = import_module(f"{_PACKAGE}.verifying").Config()
-    capture = _Capture()
-    with tempfile.TemporaryDirectory(prefix="safeload-") as folder:
-        path = os.path.join(folder, "model.sig")  # the bytes that were read, whatever happens to the file meanwhile
-        with open(path, "xb") as file:
-            file.write(content)
-        try:
-            with redirect_stdout(sys.stderr):  # it prints warnings
-                try:
-                    if signature.key is not None:
-                        config.use_elliptic_key_verifier(public_key=signature.key)
-                    else:
-                        config.use_certificate_verifier(certificate_chain=signature.certificates)
-                except Exception as error:
-                    files = ", ".join(os.fspath(path) for path in signature._proofs)
-                    keys = "a public key on the curve P-256, P-384 or P-521"
-                    kind = "certificates" if signature.key is None else keys
-                    reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
-                    raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None
-                config.set_hashing_config(capture).verify(folder, path)
-        except VerificationError:
-            raise
-        except Exception as error:
-            reason = one_line(error) or type(error).__name__
-            raise refused(f"the signature is not valid: {reason}", shown) from None
-    return capture.entries

@@ -115,7 +115,12 @@ class Filesystem(ObjectStore):
         is_cache, kind = isinstance(self.fs, CachingFileSystem), WholeFileCacheFileSystem
         if isinstance(self.fs, kind) if is_cache else getattr(self.fs, "local_file", False):
             return open_local(self._downloaded(place, shown), shown=shown)
-        self._drop_outdated(place, shown)
+        fs = self.fs
+        if is_cache:  # drop its blocks of a file of another version
+            with self._turns.own:
+                cached = fs._check_file(place)
+                if cached and cached[0]["uid"] != checked(lambda: fs.fs.ukey(place), shown, self.secrets):
+                    fs.pop_from_cache(place)
         return self._signed(place, shown, window) or StoredObject(self, place, shown, window)
 
     def is_folder(self, url: str) -> bool:
@@ -172,8 +177,12 @@ class Filesystem(ObjectStore):
         s3fs signs, and `HttpStore` reads straight into the arrays' memory. Each range is read with ``If-Match``, which
         s3fs does not send, and opening takes one request instead of two.
         """
-        if not _signable(self.fs):
+        fs = self.fs  # s3fs itself, not a cache of it
+        config, keys = _settings(fs, "config_kwargs"), {*_settings(fs, "req_kw"), *_settings(fs, "kwargs")}
+        if "s3" not in _protocols(fs) or not hasattr(fs, "call_s3") or _CONNECTION & {*config}:
             return None
+        if any(key.startswith("SSECustomer") for key in {*keys, *_settings(fs, "s3_additional_kwargs")}):
+            return None  # a customer's encryption key must be sent in headers
 
         def resolve() -> RequestTarget:
             from .http_client import RequestTarget, web_url
@@ -229,15 +238,6 @@ class Filesystem(ObjectStore):
                 text = f"the copy in the cache has {size:,} bytes, and the file {expected:,}"
                 raise FormatError(f"{text}: delete {name}, or pass check_files=True", shown)
         return name
-
-    def _drop_outdated(self, place: str, shown: str) -> None:
-        """Drop a block cache's blocks of a file if its version in the store has changed."""
-        fs = self.fs
-        if isinstance(fs, CachingFileSystem):
-            with self._turns.own:
-                cached = fs._check_file(place)
-                if cached and cached[0]["uid"] != checked(lambda: fs.fs.ukey(place), shown, self.secrets):
-                    fs.pop_from_cache(place)
 
     # ---- the five calls ----
 
@@ -417,14 +417,3 @@ _CONNECTION = frozenset(("client_cert", "proxies", "proxies_config"))
 
 def _settings(fs: Any, name: str) -> dict[str, Any]:
     return dict(getattr(fs, name, None) or {})
-
-
-def _signable(fs: Any) -> bool:
-    """Return whether URLs of s3fs itself, not a cache of it, can carry the whole request.
-
-    A customer's encryption key must be sent in headers.
-    """
-    if "s3" not in _protocols(fs) or not hasattr(fs, "call_s3") or _CONNECTION & {*_settings(fs, "config_kwargs")}:
-        return False
-    keys = {*_settings(fs, "s3_additional_kwargs"), *_settings(fs, "req_kw"), *_settings(fs, "kwargs")}
-    return not any(key.startswith("SSECustomer") for key in keys)

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from ..base import log
 from ..base import url as urls
-from ..base.text import printable
+from ..base.messages import error_about
+from ..base.text import printable, show
 from ..base.url import Url
 from ..errors import (
     FormatError,
@@ -29,7 +30,7 @@ from ..errors import (
     missing_file,
 )
 from .local import replace
-from .remote import Backend, RemoteStore, checked_name
+from .remote import Backend, RemoteStore
 from .store import WINDOW, ByteStore
 from .thread_group import current, each
 
@@ -218,9 +219,14 @@ class ObjectStore(Backend):
         return not place or any(True for _ in self.entries(place, urls.shown(url)))
 
     def listing(self, url: str) -> list[tuple[str, bool]]:
-        place, shown = self.place(url), urls.shown(url)
-        listed = [(checked_name(path, shown), path, is_folder) for path, is_folder in self.entries(place, shown)]
-        return sorted({(name, is_folder) for name, path, is_folder in listed if path.strip("/") != place.strip("/")})
+        place, shown, names = self.place(url), urls.shown(url), set()
+        for path, is_folder in self.entries(place, shown):
+            if not isinstance(path, str) or "\0" in path or re.search("[\ud800-\udfff]", path):
+                text = f"the store lists a name that is no text: {show(path)}"
+                raise error_about(FormatError, text, path=shown)
+            if path.strip("/") != place.strip("/"):
+                names.add((path.rstrip("/").rpartition("/")[2], is_folder))
+        return sorted(names)
 
     def upload(self, source: str, url: str) -> None:
         store, place = self.writable(url)

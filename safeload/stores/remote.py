@@ -40,13 +40,6 @@ def checked_size(value: object, path: str) -> int:
     raise error_about(FormatError, f"the store reports a size of {show(value)}, expected 0 to 2**63 - 1", path=path)
 
 
-def checked_name(value: object, path: str) -> str:
-    """Return the last part of a path that a store lists."""
-    if isinstance(value, str) and "\0" not in value and not re.search("[\ud800-\udfff]", value):
-        return value.rstrip("/").rpartition("/")[2]
-    raise error_about(FormatError, f"the store lists a name that is no text: {show(value)}", path=path)
-
-
 def is_weak(etag: str) -> bool:
     """Return whether files with this ETag may differ in bytes."""
     return etag[:2].upper() == "W/"
