@@ -72,9 +72,9 @@ def unwritable(error: OSError, path: str) -> OSError:
     """Return the error to raise for a failed write; for a URL it says, without secrets, how to write there."""
     if error.errno not in _MISSING and getattr(error, "winerror", None) not in _INVALID:
         return error
-    from .missing_path import destination  # only here: most paths are writable
+    from .missing_path import of_url  # only here: most paths are writable
 
-    known = destination(path)
+    known = of_url(path, writes=True)
     return error if known is None else missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")
 
 

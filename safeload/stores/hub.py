@@ -100,11 +100,6 @@ class HubPlace(NamedTuple):
     shown: str = ""  # the URL in messages
 
     @property
-    def key(self) -> tuple[str, str, str | None]:
-        """The repository and the revision, equal for all their files."""
-        return self[:3]
-
-    @property
     def cached(self) -> CachedRepository:
         """The repository in the cache."""
         return CachedRepository.of(self.kind, self.repo)
@@ -154,7 +149,7 @@ class Hub(Backend):
             raise TypeError(f"token must be a str or a bool, got {type(self._token).__name__}")
         self._endpoint = endpoint.rstrip("/") if endpoint else None
         self._secrets = secrets_of(options)
-        self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
+        self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}  # by kind, repository and revision
         self._asking = ProcessLock()
 
     # ---- commits ----
@@ -169,14 +164,14 @@ class Hub(Backend):
 
     def _known(self, place: HubPlace) -> Snapshot | None:
         """Like `snapshot`, but return None instead of sending a request."""
-        snapshot = self._snapshots.get(place.key)
+        snapshot = self._snapshots.get(place[:3])
         if snapshot is None and (cached := _in_cache(place)) is not None:
             snapshot = self._keep(place, cached)
         return snapshot
 
     def _keep(self, place: HubPlace, snapshot: Snapshot) -> Snapshot:
         log.debug("%s: commit %s, %d files", place.shown, snapshot.commit, len(snapshot.files))
-        return self._snapshots.setdefault(place.key, snapshot)
+        return self._snapshots.setdefault(place[:3], snapshot)
 
     def _place(self, url: str) -> HubPlace:
         """Parse a URL, and look up the owner for the message if it has none."""
@@ -266,7 +261,7 @@ class Hub(Backend):
     def pinned(self, url: str) -> str:
         """Return the URL with its revision replaced by the resolved commit, if any, for other processes."""
         place = self._place(url)
-        snapshot = self._snapshots.get(place.key)
+        snapshot = self._snapshots.get(place[:3])
         if snapshot is None:
             return url
         return f"hf://{place.page}@{snapshot.commit}" + (f"/{place.path}" if place.path else "")
@@ -302,13 +297,13 @@ class Hub(Backend):
             writer.create_commit(place.repo, operations, **options)
 
         self._checked(commit, place, TRIES)
-        self._snapshots.pop(place.key, None)
+        self._snapshots.pop(place[:3], None)
 
     def check_writable(self, url: str) -> None:
         """Check that the repository exists."""
         urls.check_online(url)
         place = self._place(url)
-        self._snapshots.pop(place.key, None)  # resolve the revision again
+        self._snapshots.pop(place[:3], None)  # resolve the revision again
         self.snapshot(place)
 
     # ---- requests ----
