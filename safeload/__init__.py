@@ -67,7 +67,7 @@ _MODULE_OF = {
         "operations.validate.check": "check",
         "operations.validate.values": "Limits",
         "operations.trust.verify": "FileCheck VerifyReport verify",
-        "stores.signature": "Signature",
+        "stores.digests": "Signature",
     }.items()
     for name in names.split()
 }

@@ -99,7 +99,7 @@ from .operations.validate.check import check as check
 from .operations.validate.findings import CheckReport as CheckReport
 from .operations.validate.findings import Finding as Finding
 from .operations.validate.values import Limits as Limits
-from .stores.signature import Signature as Signature
+from .stores.digests import Signature as Signature
 
 __all__ = [
     "CheckReport",

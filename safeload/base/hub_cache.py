@@ -8,6 +8,9 @@ from ..errors import UnsupportedError
 from .messages import error_about
 from .text import clip, printable
 
+# Longest text of a ref.
+_LONGEST_REF = 200
+
 
 def folder() -> str:
     """Return the folder of the cache, which may not exist."""
@@ -24,16 +27,24 @@ def repository(kind: str, name: str) -> str:
     return os.path.join(folder(), f"{kind}s--{name.replace('/', '--')}")
 
 
+def ref_of(path: str, *names: str) -> str:
+    """Return the commit of a branch or tag in the folder of a repository; "" if it cannot be read."""
+    place = os.path.join(path, "refs", *names)
+    try:
+        if os.path.isfile(place):  # a FIFO would block
+            with open(place, encoding="ascii") as file:
+                return file.read(_LONGEST_REF).strip()
+    except (OSError, ValueError):
+        pass
+    return ""
+
+
 def snapshot_of(path: str) -> str | None:
     """Return the snapshot for a repository folder: main's, or the only snapshot. None for any other folder."""
     snapshots = os.path.join(path, "snapshots")
     if not os.path.isdir(snapshots) or not os.path.isdir(os.path.join(path, "blobs")):
         return None
-    try:
-        with open(os.path.join(path, "refs", "main"), encoding="ascii") as file:
-            main = file.read(200).strip()
-    except (OSError, ValueError):
-        main = ""
+    main = ref_of(path, "main")
     if main and os.path.basename(main) == main and os.path.isdir(os.path.join(snapshots, main)):
         return os.path.join(snapshots, main)
     revisions = sorted(entry.name for entry in os.scandir(snapshots) if entry.is_dir())

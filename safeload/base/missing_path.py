@@ -38,7 +38,7 @@ def dangling(path: object) -> str:
 
 def describe(path: str) -> tuple[str, str] | None:
     """Explain a path that does not exist. None if there is no explanation."""
-    if (url := _of_url(path)) is not None:
+    if (url := of_url(path)) is not None:
         return url
     if path.startswith("hf:") and _REPOSITORY.fullmatch(path[len("hf:") :]) is not None:
         return path, f'for a repository of the Hugging Face Hub: safeload.open("hf://{path[len("hf:") :]}")'
@@ -49,37 +49,29 @@ def describe(path: str) -> tuple[str, str] | None:
 # ---- URLs ----
 
 
-def _of_url(path: str) -> tuple[str, str] | None:
-    """Explain a URL."""
+def of_url(path: str, *, writes: bool = False) -> tuple[str, str] | None:
+    """Explain a URL that a function for local files reads or writes."""
+    verb, advice = "reads", "safeload.load(URL, storage_options={}) reads it over the network"
+    if writes:
+        verb, advice = "writes", "safeload.convert(..., URL) writes folders in stores"
     match = _matched(path)
     if match is None:
-        advice = "this function reads local files: safeload.load(URL, storage_options={}) reads it over the network"
-        return (shown(path), advice) if is_url(path) else None
+        return (shown(path), f"this function {verb} local files: {advice}") if is_url(path) else None
     scheme, rest = match[1].lower(), match[3]
     if scheme == "file":
         rest = shown(f"file://{rest}").removeprefix("file://")
         local = rest if rest.startswith("/") or match[2] else f"/{rest}"
-        return f"file:/{match[2]}{rest}", f"this is a URL: pass the path itself, {local!r}"
+        return None if writes else (f"file:/{match[2]}{rest}", f"this is a URL: pass the path itself, {local!r}")
     url = shown(f"{scheme}://{rest}")
-    why = "this function reads local files" if match[2] else "pass a URL as str, because pathlib changes it"
+    why = f"this function {verb} local files" if match[2] else "pass a URL as str, because pathlib changes it"
+    if writes:
+        return url, f"{why}: {advice}"
     if url.endswith(".json") and not url.endswith("index.json"):
         return url, why  # no weights
     page = of_page(url)
     argument = "URL" if url != f"{scheme}://{rest}" and page is None else f'"{page or url}"'
     options = "" if scheme in _PLAIN else ", storage_options={}"
     return url, f"{why}: safeload.load({argument}{options}) reads it over the network"
-
-
-def destination(path: str) -> tuple[str, str] | None:
-    """Like `describe`, if a path cannot be written."""
-    match = _matched(path)
-    if match is None:
-        advice = "this function writes local files: safeload.convert(..., URL) writes folders in stores"
-        return (shown(path), advice) if is_url(path) else None
-    if match[1].lower() == "file":
-        return None
-    why = "this function writes local files" if match[2] else "pass a URL as str, because pathlib changes it"
-    return shown(f"{match[1]}://{match[3]}"), f"{why}: safeload.convert(..., URL) writes folders in stores"
 
 
 def _matched(path: str) -> re.Match[str] | None:
@@ -128,12 +120,7 @@ def _cached(repository: str) -> str | None:
     folders = os.path.join(cache, "snapshots")
     try:
         revisions = sorted(os.listdir(folders), key=lambda name: os.path.getmtime(os.path.join(folders, name)))
-        try:
-            with open(os.path.join(cache, "refs", "main"), encoding="ascii") as file:
-                revisions.append(file.read(100).strip())
-        except (OSError, ValueError):  # only other revisions are cached
-            pass
-        for name in reversed(revisions):
+        for name in filter(None, (hub_cache.ref_of(cache, "main"), *reversed(revisions))):
             folder = os.path.join(folders, name)
             if os.path.basename(name) == name and any(file.endswith(_WEIGHTS) for file in os.listdir(folder)):
                 return folder

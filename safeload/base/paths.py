@@ -27,8 +27,13 @@ _INVALID = (123, 161)
 
 def native_path(path: PathLike) -> tuple[str, bytes]:
     """Return a path as text for messages and encoded for the C core."""
-    if isinstance(path, (bytes, bytearray, memoryview)):
-        _refuse_content(path)
+    if isinstance(path, (bytes, bytearray, memoryview)) and (
+        not isinstance(path, bytes) or len(path) > _LONGEST_BYTES or 0 in path
+    ):
+        raise TypeError(
+            f"expected a path, got the content of a file ({type(path).__name__} of length {len(path):,}): "
+            "load it with safeload.numpy.load(data)"
+        )
     fs_path = os.fspath(path)
     text = fs_path if isinstance(fs_path, str) else os.fsdecode(fs_path)
     try:
@@ -45,14 +50,6 @@ def native_path(path: PathLike) -> tuple[str, bytes]:
 def private_text(path: str) -> str:
     """Return a copy of a path unless `native_path` refuses it: threads would contend for a caller's without the GIL."""
     return native_path(path)[1].decode(_ENCODING, _ERRORS)
-
-
-def _refuse_content(path: bytes | bytearray | memoryview) -> None:
-    if not isinstance(path, bytes) or len(path) > _LONGEST_BYTES or bytes(1) in path:
-        raise TypeError(
-            f"expected a path, got the content of a file ({type(path).__name__} of length {len(path):,}): "
-            "load it with safeload.numpy.load(data)"
-        )
 
 
 def os_error(number: int, path: str | None) -> OSError:
@@ -75,9 +72,9 @@ def unwritable(error: OSError, path: str) -> OSError:
     """Return the error to raise for a failed write; for a URL it says, without secrets, how to write there."""
     if error.errno not in _MISSING and getattr(error, "winerror", None) not in _INVALID:
         return error
-    from .missing_path import destination  # only here: most paths are writable
+    from .missing_path import of_url  # only here: most paths are writable
 
-    known = destination(path)
+    known = of_url(path, writes=True)
     return error if known is None else missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")
 
 

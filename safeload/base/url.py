@@ -49,6 +49,8 @@ CACHES = frozenset(("filecache", "simplecache", "blockcache", "cached"))
 
 # Schemes allowed without `storage_options`: a path in a configuration must not reach every filesystem of fsspec.
 PLAIN = ("https", "http", "hf", "s3", "gs", "az", "file", "memory")
+# Hosts of the Hub's pages.
+_PAGES = ("huggingface.co", "www.huggingface.co", "hf.co")
 # Schemes without network access.
 _HERE = ("file", "memory")
 # Variables to forbid the network; huggingface_hub reads the first variable in the same way.
@@ -228,9 +230,16 @@ def web_url(url: Url) -> tuple[WebUrl, tuple[str, str] | None]:
     if url.scheme not in _WEB or url.place is None:
         raise UrlError("it is not http or https")
     _check_characters(url.text)
-    host, port = _host_and_port(url.place, _WEB[url.scheme])
+    host, colon, digits = (url.place, "", "") if url.place.endswith("]") else url.place.rpartition(":")
+    if not colon:
+        host, digits = url.place, ""
+    if digits and (_PORT.fullmatch(digits) is None or not 0 < int(digits) < 1 << 16):
+        raise UrlError("its port is not a number from 1 to 65535: escape / in a password as %2F, ? as %3F and # as %23")
+    if not host:
+        raise UrlError("it has no host")
+    port = int(digits) if digits else _WEB[url.scheme]
     query = None if url.query is None else _escaped(url.query, _IN_QUERY)
-    web = WebUrl(url.scheme, host, port, _web_path(url.path), query)
+    web = WebUrl(url.scheme, _web_host(host), port, _web_path(url.path), query)
     if not url.credentials:
         return web, None
     if " " in url.credentials:
@@ -297,17 +306,6 @@ def _check_characters(text: str) -> None:
         raise UrlError("it has a lone surrogate")
 
 
-def _host_and_port(place: str, usual: int) -> tuple[str, int]:
-    host, colon, digits = (place, "", "") if place.endswith("]") else place.rpartition(":")
-    if not colon:
-        host, digits = place, ""
-    if digits and (_PORT.fullmatch(digits) is None or not 0 < int(digits) < 1 << 16):
-        raise UrlError("its port is not a number from 1 to 65535: escape / in a password as %2F, ? as %3F and # as %23")
-    if not host:
-        raise UrlError("it has no host")
-    return _web_host(host), int(digits) if digits else usual
-
-
 def _web_host(host: str) -> str:
     if host.startswith("["):
         import ipaddress  # only here: it is rarely needed
@@ -320,25 +318,21 @@ def _web_host(host: str) -> str:
         return f"[{address}%25{match[2]}]" if match is not None and match[2] else f"[{address}]"
     plain = host.lower()
     if not plain.isascii():
-        plain = _ascii_host(plain)
+        try:
+            import idna  # a dependency of huggingface_hub and requests
+        except ImportError:
+            from .absent import is_absent
+
+            if not is_absent("idna"):
+                raise
+            raise UrlError("its host is not ASCII: install idna, or write the host in its xn--... form") from None
+        try:
+            plain = str(idna.encode(plain, strict=True, std3_rules=True).decode())
+        except UnicodeError:
+            plain = ""
     if _HOST.fullmatch(plain) is None:
         raise UrlError("its host is not a valid host name")
     return plain
-
-
-def _ascii_host(host: str) -> str:
-    try:
-        import idna  # a dependency of huggingface_hub and requests
-    except ImportError:
-        from .absent import is_absent
-
-        if not is_absent("idna"):
-            raise
-        raise UrlError("its host is not ASCII: install idna, or write the host in its xn--... form") from None
-    try:
-        return str(idna.encode(host, strict=True, std3_rules=True).decode())
-    except UnicodeError:
-        raise UrlError("its host is not a valid host name") from None
 
 
 def _web_path(path: str) -> str:
@@ -375,7 +369,7 @@ def _decoded(path: str) -> str:
 
 def _chain(url: str) -> tuple[list[Url], int]:
     """Parse a chain, and find the first link that is not a cache: its path names the file."""
-    chain = [divided(link) for link in links(url)]
+    chain = [*parsed(url)]
     at = next((k for k, link in enumerate(chain) if (link.scheme or link.path) not in CACHES), len(chain) - 1)
     return chain, at
 
@@ -396,11 +390,7 @@ def of_page(url: str) -> str | None:
     """Return the ``hf://`` URL for a page of huggingface.co, or None for other URLs."""
     link = divided(url)
     names = link.path.strip("/").split("/")
-    if link.scheme not in ("http", "https") or (link.place or "").lower() not in (
-        "huggingface.co",
-        "www.huggingface.co",
-        "hf.co",
-    ):
+    if link.scheme not in _WEB or (link.place or "").lower() not in _PAGES:
         return None
     kind = f"{names.pop(0)}/" if names[:1] in (["datasets"], ["spaces"]) else ""
     if len(names) < 2 or not all(names[:2]):

@@ -15,17 +15,19 @@ from ..stores.digests import (
     GIT_PATHS,
     MANIFEST_KEY,
     MANIFEST_VERSION,
+    SIGNATURE_KEY,
     SIGNATURE_NAME,
     Expected,
+    Signature,
     digest_in_cache,
     files_of_manifest,
     is_manifest,
     refused,
+    signed_files,
 )
 from ..stores.files import LOCAL, Files
 from ..stores.json_file import MAX_JSON, parse_json
 from ..stores.places import places_of
-from ..stores.signature import SIGNATURE_KEY, Signature, signed_files
 from ..stores.store import read_at
 from ..stores.thread_group import each
 from ..stores.verified import pieces_of

@@ -197,13 +197,6 @@ def replace_header(file: Locked, old: bytes, new: bytes, *, durable: bool) -> No
     remove(file.path)
 
 
-def _is_broken(present: bytes, old: bytes) -> bool:
-    """Return True if the first bytes are those of an interrupted edit, in which a write may have been cut."""
-    size = len(BROKEN)
-    cuts = range(1, size + 1)
-    return any(present[:size] in (BROKEN[:k] + old[k:size], old[: size - k] + BROKEN[size - k :]) for k in cuts)
-
-
 def recover(file: Locked) -> str:
     """Complete an interrupted edit, and return what was done: "nothing", "old" or "new"."""
     try:
@@ -219,7 +212,10 @@ def recover(file: Locked) -> str:
         remove(file.path)
         return "new"
     if present != old:
-        if not _is_broken(present, old):
+        # The first bytes of an interrupted edit, in which a write may have been cut.
+        size, begin = len(BROKEN), present[: len(BROKEN)]
+        cuts = range(1, size + 1)
+        if not any(begin in (BROKEN[:k] + old[k:size], old[: size - k] + BROKEN[size - k :]) for k in cuts):
             text = (
                 f"another program has changed the file since its edit was interrupted: remove {journal_of(file.path)}"
             )

@@ -15,7 +15,7 @@ import os
 import stat
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import IO, Any, NoReturn
 
@@ -60,10 +60,16 @@ class _Locked:
         with self.lock.own:
             before = self.file.tell()
             try:
-                self.file.seek(position, whence)
+                if (position, whence) != (before, os.SEEK_SET):
+                    self.file.seek(position, whence)
                 yield
             finally:
                 self.file.seek(before)
+
+    def end(self) -> int:
+        """Return the position of the end."""
+        with self.at(0, os.SEEK_END):
+            return int(self.file.tell())
 
 
 _locks: weakref.WeakValueDictionary[int, _Locked] = weakref.WeakValueDictionary()
@@ -71,39 +77,41 @@ _locks_lock = ProcessLock()
 
 
 class FileObjectStore(RemoteStore):
-    """The bytes of a file object from a position to its end."""
+    """The bytes of a file object from a position to its end, read on demand, or those of an `io.BytesIO`."""
 
     here = True
 
-    def __init__(
-        self,
-        path: str,
-        size: int,
-        mark: object,
-        read: Callable[[int, int], memoryview],
-        check: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, source: _FileObject, locked: _Locked, start: int, data: bytes | None) -> None:
         super().__init__()
-        self.path, self.size, self.version = path, size, (size, mark)
-        self._read, self._check = read, check
+        end = locked.end() if data is None else len(data)
+        source.refuse_end(end)
+        self.path, self.size = source.name, max(0, end - start)
+        self.version = self.size, start if data is None else id(data)
+        self._locked: Any = locked  # None after `close`, like the data
+        self._start, self._data = start, data
 
     def content(self, begin: int, end: int) -> memoryview:
-        content = self._read(begin, end)
-        at = begin + len(content)
-        if at != end:
+        self.check_open()
+        begin, end = self._start + begin, self._start + end
+        if self._data is not None:
+            content = memoryview(self._data)[begin:end]
+        else:
+            with self._locked.at(begin):
+                content = _read(self._locked.file, end - begin, self.path)
+        if len(content) < end - begin:
+            at = begin + len(content) - self._start
             text = f"the file ends at byte {at}, but had {self.size} bytes when it was opened"
             raise FormatError(text, self.path, at)
         return content
 
     def confirm(self) -> None:
-        self._check()
+        self.check_open()
+        if self._data is None and max(0, self._locked.end() - self._start) != self.size:
+            raise FormatError("the file has changed since it was opened: its size differs", self.path)
 
     def close(self) -> None:
         super().close()
-        self._read = self._check = self._refuse
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise ValueError(f"{self.path} is closed")
+        self._locked = self._data = None
 
 
 class _FileObject:
@@ -125,97 +133,64 @@ class _FileObject:
         self._start: int | None = None  # of an object that can seek
         self._head = b""  # taken from an object that cannot seek
         self._latest: LocalStore | None = None  # opened before, and perhaps after the file object was closed
-        self._take(file)
+        self._locked = _Locked.of(file)
+        self._real = _descriptor(file)
         if can_seek and _answers(file, "seekable", True):
             with self._locked.lock.own:
                 self._start = int(file.tell())
-        self._seeks = self._real is not None or (self._start is not None and _seeks_cheaply(file))
-
-    def _take(self, file: Any) -> None:
-        self.file, self._real, self._locked = file, _descriptor(file), _Locked.of(file)
+        # A device has no size, and a decompressor begins again.
+        raw, kinds = getattr(file, "raw", file), {kind.__module__.partition(".")[0] for kind in type(file).__mro__}
+        is_device = type(raw) is io.FileIO and os.name != "nt" and stat.S_ISCHR(os.fstat(raw.fileno()).st_mode)
+        cheap = self._start is not None and _DECOMPRESSORS.isdisjoint(kinds) and not is_device
+        self._seeks = self._real is not None or cheap
 
     def open(self) -> ByteStore:
         """Open the bytes from the first position to the end."""
         if self._latest is not None and not self._latest.closed:
             return self._local(self._latest.use(of_descriptor, self.name))
-        if getattr(self.file, "closed", False) is True:
+        file = self._locked.file
+        if getattr(file, "closed", False) is True:
             raise ValueError(f"{self.name}: the file object is closed")
-        if not self._seeks:
-            self._copy()
+        if not self._seeks:  # a temporary file without a name takes its place
+            with self._restored():
+                file = temporary_copy(file, self._head, self.name)
+            weakref.finalize(self, file.close)
+            self._locked, self._real = _Locked.of(file), _descriptor(file)
+            self._start, self._head, self._seeks = 0, b"", True
         if self._real is not None:
-            if _answers(self.file, "writable", False):
-                self.file.flush()
+            if _answers(file, "writable", False):
+                file.flush()
             return self._local(of_descriptor(self._real, self.name))
-        if type(self.file) is not io.BytesIO:
-            return self._on_demand()
-        data = self.file.getvalue()  # shared: if the owner writes, `io.BytesIO` writes to a copy
-        view = memoryview(data)[self._start :]
-        self._refuse_end(len(data))
-        return FileObjectStore(self.name, len(view), id(data), lambda begin, end: view[begin:end])
+        # If the owner of an `io.BytesIO` writes, it writes to a copy.
+        data = file.getvalue() if type(file) is io.BytesIO else None
+        return FileObjectStore(self, self._locked, self._start or 0, data)
 
     def _local(self, store: LocalStore) -> ByteStore:
         self._latest, start = store, self._start or 0
-        self._refuse_end(store.size)
+        self.refuse_end(store.size)
         return MemberStore(store, Member(start, store.size - start), self.name) if start else store
 
-    def _on_demand(self) -> ByteStore:
-        file, locked, start = self.file, self._locked, self._start or 0
-
-        def end_of() -> int:
-            with locked.at(0, os.SEEK_END):
-                return int(file.tell())
-
-        end = end_of()
-        self._refuse_end(end)
-
-        def read(begin: int, end: int) -> memoryview:
-            with locked.at(start + begin):
-                return _read(file, end - begin, self.name)
-
-        def check() -> None:
-            if end_of() != end:
-                raise FormatError("the file has changed since it was opened: its size differs", self.name)
-
-        return FileObjectStore(self.name, max(0, end - start), start, read, check)
-
-    def _refuse_end(self, end: int) -> None:
+    def refuse_end(self, end: int) -> None:
+        """Refuse a position at the end of the file."""
         if self._start and self._start >= end:
             raise FormatError(
                 f"nothing to read: its position, {self._start:,}, is at the end; call seek(0) first",
                 self.name,
             )
 
-    # ---- copies ----
-
     def head(self, size: int) -> bytes | None:
         """Return the first bytes of an object that must be copied, or None if it is short or need not be copied."""
         if self._seeks or self._head:
             return None
         with self._restored():
-            head = bytes(_read(self.file, size, self.name))
+            head = bytes(_read(self._locked.file, size, self.name))
             if self._start is None:
                 self._head = head
         return head if len(head) == size else None
 
-    def _copy(self) -> None:
-        """Take the place of the object by a temporary file without a name."""
-        with self._restored():
-            out = temporary_copy(self.file, self._head, self.name)
-        weakref.finalize(self, out.close)
-        self._take(out)
-        self._start, self._head, self._seeks = 0, b"", True
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _restored(self) -> Any:
         """Begin at the first position, and return to it at the end, if the object can seek."""
-        with self._locked.lock.own:
-            if self._start is not None and self.file.tell() != self._start:
-                self.file.seek(self._start)
-            try:
-                yield
-            finally:
-                if self._start is not None:
-                    self.file.seek(self._start)
+        return self._locked.lock.own if self._start is None else self._locked.at(self._start)
 
 
 def _name_of(file: Any) -> str:
@@ -250,14 +225,6 @@ def _descriptor(file: Any) -> int | None:
         return None
     number = raw.fileno()
     return number if stat.S_ISREG(os.fstat(number).st_mode) else None
-
-
-def _seeks_cheaply(file: Any) -> bool:
-    """Return whether an object that can seek is no device, whose size is unknown, and does not decompress."""
-    kinds = (kind.__module__.partition(".")[0] for kind in type(file).__mro__)
-    raw = getattr(file, "raw", file)
-    is_device = type(raw) is io.FileIO and os.name != "nt" and stat.S_ISCHR(os.fstat(raw.fileno()).st_mode)
-    return _DECOMPRESSORS.isdisjoint(kinds) and not is_device
 
 
 def temporary_copy(file: Any, head: bytes, name: str) -> IO[bytes]:
@@ -326,6 +293,9 @@ class FileObjects(Files):
             if head is not None:
                 yield source.name, head
 
+    def is_local(self, path: str) -> bool:
+        return not path.startswith(_SCHEME)
+
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         source = self._sources.get(path)
         if source is not None:
@@ -350,9 +320,6 @@ class FileObjects(Files):
     def split(self, path: str) -> tuple[str, str]:
         return (_SCHEME, os.path.basename(self.shown(path))) if path.startswith(_SCHEME) else super().split(path)
 
-    def absolute(self, path: str) -> str:
-        return path if path.startswith(_SCHEME) else super().absolute(path)
-
     def shown(self, path: str) -> str:
         return path.removeprefix(_SCHEME).partition("/")[2] if path.startswith(_SCHEME) else path
 
@@ -363,7 +330,3 @@ class FileObjects(Files):
 
     def public_options(self) -> NoReturn:
         raise UnsupportedError(f"{self!r}: file objects stay in this process; pass paths to other processes")
-
-    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        if not path.startswith(_SCHEME):
-            super().check_unchanged(path, seen)

@@ -20,9 +20,14 @@ class Files:
     """Finds and opens files, here on this machine. Paths are opaque text to everyone else, from any thread."""
 
     remote = False  # True if every method call can be a network request
+    waits = False  # True if calls wait for a network, so that several at once are faster
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return "LOCAL"
+
+    def is_local(self, path: str) -> bool:
+        """Return whether a path is one of this machine's."""
+        return True
 
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         """Open a file for reading."""
@@ -47,7 +52,7 @@ class Files:
 
     def absolute(self, path: str) -> str:
         """Return a path that stays valid anywhere in this process."""
-        return absolute(path)
+        return path if self.remote and not self.is_local(path) else absolute(path)
 
     def shown(self, path: str) -> str:
         """Return a path for messages, without secrets."""
@@ -62,12 +67,17 @@ class Files:
         return None
 
     def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        """Refuse a file that has changed, before it is opened, if that takes no request."""
-        check_unchanged(path, seen)
+        """Refuse a file that has changed, before it is opened, if that takes no request; opening compares anyway."""
+        if self.is_local(path):
+            check_unchanged(path, seen)
 
     def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        """Map a function over items, concurrently if the files are remote."""
-        return [function(item) for item in items]
+        """Map a function over items, concurrently if that is faster."""
+        if not self.waits:
+            return [function(item) for item in items]
+        from .thread_group import each  # only here: most paths are local
+
+        return each(function, items)
 
 
 LOCAL = Files()

@@ -28,9 +28,8 @@ from ..base.forking import ProcessLock
 from ..base.text import show
 from ..base.url import CACHES, parsed, unescaped
 from ..errors import FormatError, RemoteError, UnsupportedError
-from .foreign_errors import checked, secrets_of, secrets_of_urls
+from .foreign import ObjectStore, StoredObject, checked, copy_whole, secrets_of, secrets_of_urls
 from .local import open_local
-from .objects import ObjectStore, ObjectUrls, StoredObject, copy_whole
 from .remote import checked_size, digest_of, marks_of, strong_etag
 from .store import WINDOW, ByteStore
 from .thread_group import current, left_behind
@@ -50,130 +49,40 @@ _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs"))
 _TICK = 0.2
 
 
-class Filesystem(ObjectUrls):
-    """URLs read by fsspec, or a caller's filesystem."""
-
-    def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
-        self._options = _copied(options or {})
-        self._known: dict[object, FsspecHandle] = {}
-        self._secrets = secrets_of(self._options if fs is None else getattr(fs, "storage_options", None))
-        self._own = None if fs is None else FsspecHandle(fs, self._secrets)
-        self.escapes = fs is not None and is_escaped(fs)
-
-    def open(self, url: str, window: int = WINDOW) -> ByteStore:
-        """Open a file; if it is on this machine, open it directly."""
-        handle, path = self.find(url)
-        shown = urls.shown(url)
-        if _has_files(handle.fs):
-            return open_local(_downloaded(handle, path, shown), shown=shown)
-        _drop_outdated(handle, path, shown)
-        return self._signed(handle, path, shown, window) or StoredObject(handle, path, shown, window)
-
-    def _signed(self, handle: FsspecHandle, place: str, shown: str, window: int) -> HttpStore | None:
-        """Open an S3 object by a presigned URL; return None if s3fs has to read it, or may have a better error.
-
-        s3fs signs, and `HttpStore` reads straight into the arrays' memory. Each range is read with ``If-Match``, which
-        s3fs does not send, and opening takes one request instead of two.
-        """
-        if not _signable(handle.fs):
-            return None
-
-        def resolve() -> RequestTarget:
-            from .http_client import RequestTarget, web_url
-
-            fs = handle.fs
-            named = {key: value for key, value in _settings(fs, "req_kw").items() if key == "RequestPayer" and value}
-            url = str(handle.ask(shown, "url", place, expires=_VALID, **named))
-            web, _ = web_url(url)
-            signed = parse_qs(web.query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
-            headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
-            return RequestTarget(web, headers)
-
-        try:
-            from .http import HttpStore
-
-            return HttpStore(shown, resolve, handle.client, window)
-        except (FormatError, FileNotFoundError):
-            raise
-        except (RemoteError, ImportError) as error:
-            log.debug("%s: read by s3fs, because a signed URL was refused: %s", shown, type(error).__name__)
-        return None
-
-    def is_folder(self, url: str) -> bool:
-        """Return whether a URL is a folder; False if listing is forbidden, because a file could still be readable."""
-        handle, path = self.find(url)
-        handle.fs.invalidate_cache(path)
-        try:
-            return bool(handle.ask(urls.shown(url), "isdir", path))
-        except (FileNotFoundError, PermissionError, UnsupportedError):
-            return False
-
-    def find(self, url: str) -> tuple[FsspecHandle, str]:
-        """Return the filesystem of a URL, and the path in it; each filesystem has one handle."""
-        self._check_credentials(url)
-        if self._own is not None:
-            local = is_escaped(self._own.fs) and urls.scheme_of(url) == "file"
-            return self._own, str(self._own.fs._strip_protocol(unescaped(url) if local else url))
-        url = _SCHEME.sub(lambda match: match[0].lower(), url)  # fsspec knows schemes in lower case only
-        key = _cache_key(url)
-        handle = self._known.get(key)
-        if handle is not None and key != url:
-            return handle, str(handle.fs._strip_protocol(url.rpartition("::")[2]))
-        shown = urls.shown(url)
-        options = _copied(self._options)  # fsspec changes nested options
-        if urls.scheme_of(url) in ("s3", "s3a"):  # AWS no longer accepts botocore's default signature
-            options["config_kwargs"] = {"signature_version": "s3v4", **(options.get("config_kwargs") or {})}
-        fs, path = checked(lambda: url_to_fs(url, **options), shown, self._secrets)
-        return self._known.setdefault(key, FsspecHandle(fs, self._secrets)), str(path)
-
-    def find_writable(self, url: str) -> tuple[FsspecHandle, str]:
-        """Like `find`, but behind all caches."""
-        handle, path = self.find(url)
-        while isinstance(handle.fs, CachingFileSystem):
-            handle = FsspecHandle(handle.fs.fs, self._secrets)
-        if {"http", "https"}.intersection(_protocols(handle.fs)):
-            raise UnsupportedError(f"{urls.shown(url)}: http has no standard way to write files")
-        return handle, path
-
-    def _check_credentials(self, url: str) -> None:
-        """Refuse credentials that fsspec would mistake for a bucket, and keep all others out of messages."""
-        chain = parsed(url)
-        for link in chain:
-            if link.scheme in _BUCKETS and (link.credentials is not None or link.hides_place):
-                raise UnsupportedError(
-                    f"{urls.shown(url)}: {link.scheme}:// URLs cannot carry credentials: pass storage_options= or set "
-                    "the environment variables of the store's own tools"
-                )
-        known = {*self._secrets, *secrets_of_urls(chain)}
-        if len(known) > len(self._secrets):  # in place, because open files share the list
-            self._secrets[:] = sorted(known, key=len, reverse=True)
-
-
-def _cache_key(url: str) -> object:
-    """Return a key shared by all URLs of a filesystem; fsspec itself would make a filesystem per thread."""
-    *before, last = url.split("::")
-    for link in url.split("::"):
-        _check_package(urls.scheme_of(link) if "://" in link else link, urls.shown(url))
-    if any(link.partition("://")[0] not in CACHES or link.partition("://")[2] for link in before):
-        return url  # a path in an archive
-    cls = fsspec.get_filesystem_class(urls.scheme_of(last))
-    return *before, urls.scheme_of(last), repr(sorted(cls._get_kwargs_from_urls(last).items()))
-
-
-class FsspecHandle(ObjectStore):
-    """An fsspec filesystem for use in any process, forked processes included.
+class Filesystem(ObjectStore):
+    """A filesystem of fsspec behind URLs, or a caller's, for use in any process, forked processes included.
 
     An asynchronous filesystem belongs to the thread of its event loop, which a fork does not copy.
     """
 
-    def __init__(self, fs: Any, secrets: list[str]) -> None:
-        self._fs = _usable(fs)
+    def __init__(self, fs: Any, secrets: list[str] | None = None, place: str | None = None) -> None:
+        self._own = secrets is None
+        self.secrets = secrets_of(getattr(fs, "storage_options", None)) if secrets is None else secrets
+        # A filesystem made for the program's own event loop has no loop for other threads.
+        if isinstance(fs, AsyncFileSystem) and fs.asynchronous:
+            fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": False, "loop": None})
+        self._fs = fs
         self._process = os.getpid()
+        self._place = place  # of the only URL, in an archive
         self.name = type(fs).__name__
-        self.secrets = secrets
+        while getattr(fs, "fs", None) is not None:
+            fs = fs.fs
+        self.escapes = not {"http", "https", "file"}.isdisjoint(_protocols(fs))
         self._passing: frozenset[str] | None = None  # fields of `info` that differ from call to call
         self._has_ukey = True  # until it fails
-        self.turns = ProcessLock()  # of a cache: one of blocks shares its list between the files of all threads
+        self._turns = ProcessLock()  # of a cache: one of blocks shares its list between the files of all threads
+
+    @classmethod
+    def of(cls, url: str, options: Mapping[str, Any]) -> Filesystem:
+        """Return the filesystem of a URL."""
+        shown, options = urls.shown(url), _copied(options)  # fsspec changes nested options
+        known = secrets_of(options)
+        _check_credentials(url, known)
+        url = _SCHEME.sub(lambda match: match[0].lower(), url)  # fsspec knows schemes in lower case only
+        if urls.scheme_of(url) in ("s3", "s3a"):  # AWS no longer accepts botocore's default signature
+            options["config_kwargs"] = {"signature_version": "s3v4", **(options.get("config_kwargs") or {})}
+        fs, place = checked(lambda: url_to_fs(url, **options), shown, known)
+        return cls(fs, known, str(place) if key_of(url) == url else None)
 
     @property
     def fs(self) -> Any:
@@ -181,6 +90,47 @@ class FsspecHandle(ObjectStore):
         if self._process != os.getpid():
             self._fs, self._process = _renewed(self._fs), os.getpid()
         return self._fs
+
+    def place(self, url: str) -> str:
+        _check_credentials(url, self.secrets)
+        if self._place is not None:
+            return self._place
+        if not self._own:
+            url = _SCHEME.sub(lambda match: match[0].lower(), url).rpartition("::")[2]
+        elif self.escapes and urls.scheme_of(url) == "file":
+            url = unescaped(url)
+        return str(self.fs._strip_protocol(url))
+
+    def writable(self, url: str) -> tuple[ObjectStore, str]:
+        """Return the filesystem behind all caches, and the place of a URL."""
+        place, fs = self.place(url), self._innermost()
+        if {"http", "https"}.intersection(_protocols(fs)):
+            raise UnsupportedError(f"{urls.shown(url)}: http has no standard way to write files")
+        return self if fs is self.fs else Filesystem(fs, self.secrets), place
+
+    def open(self, url: str, window: int = WINDOW) -> ByteStore:
+        """Open a file; if it is on this machine, open it directly."""
+        place, shown = self.place(url), urls.shown(url)
+        # A block cache repeats the answer of the filesystem beneath.
+        is_cache, kind = isinstance(self.fs, CachingFileSystem), WholeFileCacheFileSystem
+        if isinstance(self.fs, kind) if is_cache else getattr(self.fs, "local_file", False):
+            return open_local(self._downloaded(place, shown), shown=shown)
+        fs = self.fs
+        if is_cache:  # drop its blocks of a file of another version
+            with self._turns.own:
+                cached = fs._check_file(place)
+                if cached and cached[0]["uid"] != checked(lambda: fs.fs.ukey(place), shown, self.secrets):
+                    fs.pop_from_cache(place)
+        return self._signed(place, shown, window) or StoredObject(self, place, shown, window)
+
+    def is_folder(self, url: str) -> bool:
+        """Return whether a URL is a folder; False if listing is forbidden, because a file could still be readable."""
+        place = self.place(url)
+        self.fs.invalidate_cache(place)
+        try:
+            return bool(self.ask(urls.shown(url), "isdir", place))
+        except (FileNotFoundError, PermissionError, UnsupportedError):
+            return False
 
     def ask(self, url: str, name: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of the filesystem, and translate its errors."""
@@ -211,17 +161,87 @@ class FsspecHandle(ObjectStore):
             fs = fs.fs
         return fs
 
+    # ---- S3 through presigned URLs ----
+
     @cached_property
-    def client(self) -> Client:
+    def _client(self) -> Client:
         """The connections for presigned URLs."""
         from .http_client import Client
 
         verify = _settings(self.fs, "client_kwargs").get("verify")
         return Client({} if verify is None else {"verify": verify}, "s3")
 
+    def _signed(self, place: str, shown: str, window: int) -> HttpStore | None:
+        """Open an S3 object by a presigned URL; return None if s3fs has to read it, or may have a better error.
+
+        s3fs signs, and `HttpStore` reads straight into the arrays' memory. Each range is read with ``If-Match``, which
+        s3fs does not send, and opening takes one request instead of two.
+        """
+        fs = self.fs  # s3fs itself, not a cache of it
+        config, keys = _settings(fs, "config_kwargs"), {*_settings(fs, "req_kw"), *_settings(fs, "kwargs")}
+        if "s3" not in _protocols(fs) or not hasattr(fs, "call_s3") or _CONNECTION & {*config}:
+            return None
+        if any(key.startswith("SSECustomer") for key in {*keys, *_settings(fs, "s3_additional_kwargs")}):
+            return None  # a customer's encryption key must be sent in headers
+
+        def resolve() -> RequestTarget:
+            from .http_client import RequestTarget, web_url
+
+            req = _settings(self.fs, "req_kw")
+            named = {key: value for key, value in req.items() if key == "RequestPayer" and value}
+            url = str(self.ask(shown, "url", place, expires=_VALID, **named))
+            web, _ = web_url(url)
+            signed = parse_qs(web.query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
+            headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
+            return RequestTarget(web, headers)
+
+        try:
+            from .http import HttpStore
+
+            return HttpStore(shown, resolve, self._client, window)
+        except (FormatError, FileNotFoundError):
+            raise
+        except (RemoteError, ImportError) as error:
+            log.debug("%s: read by s3fs, because a signed URL was refused: %s", shown, type(error).__name__)
+        return None
+
+    # ---- fsspec's caches ----
+
+    def _downloaded(self, place: str, shown: str) -> str:
+        """Return the path of the local copy, which a whole-file cache makes first."""
+        fs = self.fs
+        if not isinstance(fs, CachingFileSystem):
+            return place
+
+        def fetch() -> str:
+            with fs.open(place, "rb") as file:
+                return str(os.path.abspath(file.name))
+
+        with self._turns.own:
+            try:
+                name = checked(fetch, shown, self.secrets)
+            except BaseException:
+                cached = fs._check_file(place)  # otherwise the cache would serve the partial file
+                with suppress(OSError, KeyError):
+                    fs.pop_from_cache(place)
+                if cached:
+                    with suppress(OSError):
+                        os.remove(cached[1] if isinstance(cached, tuple) else cached)
+                raise
+        if getattr(fs, "compression", None) is None:
+            size = os.path.getsize(name)
+            try:
+                expected = self.info(shown, place)["size"]
+            except Exception:  # the store is out of reach, and a cache is meant for that
+                return name
+            if isinstance(expected, int) and size != expected:
+                text = f"the copy in the cache has {size:,} bytes, and the file {expected:,}"
+                raise FormatError(f"{text}: delete {name}, or pass check_files=True", shown)
+        return name
+
     # ---- the five calls ----
 
-    def list(self, place: str, shown: str) -> Iterator[tuple[Any, bool]]:
+    def entries(self, place: str, shown: str) -> Iterator[tuple[Any, bool]]:
         self.fs.invalidate_cache(place)
         for entry in self.ask(shown, "ls", place, detail=True):
             fields = entry if isinstance(entry, Mapping) else {"name": entry}
@@ -239,10 +259,10 @@ class FsspecHandle(ObjectStore):
         if self._passing is None:
             # A field that differs in three calls is no mark; a single difference means a changed file.
             again = self._marks(self.info(shown, place), shown, place)
-            passing = _differences(marks, again)
+            passing = {name for name, _ in marks.items() ^ again.items()}
             if passing:
                 marks = self._marks(self.info(shown, place), shown, place)
-                passing &= _differences(marks, again)
+                passing &= {name for name, _ in marks.items() ^ again.items()}
             self._passing = frozenset(passing)
         return size, digest_of({name: mark for name, mark in marks.items() if name not in self._passing})
 
@@ -251,7 +271,7 @@ class FsspecHandle(ObjectStore):
             return _call(self.fs, "cat_file", place, start=begin, end=end)
 
         def read_in_turn() -> Any:
-            with self.turns.own:
+            with self._turns.own:
                 return read()
 
         return left_behind(read_in_turn) if isinstance(self.fs, CachingFileSystem) else read()
@@ -266,8 +286,20 @@ class FsspecHandle(ObjectStore):
             copy_whole(source, place, shown)
         elif self._is_atomic():
             self.ask(shown, "put_file", source, place)
-        else:
-            self._write_and_rename(source, place, shown)
+        else:  # to a hidden name in the same folder first
+            folder, _, name = place.rpartition("/")
+            temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
+            try:
+                try:
+                    self.ask(shown, "put_file", source, temporary)
+                except FileNotFoundError:  # the folder is missing
+                    self.ask(shown, "makedirs", folder, exist_ok=True)
+                    self.ask(shown, "put_file", source, temporary)
+                self.ask(shown, "mv", temporary, place)
+            except BaseException:
+                with suppress(Exception):  # it may not exist, and the first error is the one to raise
+                    self.fs.rm_file(temporary)
+                raise
 
     def delete(self, place: str, shown: str, *, folder: bool) -> None:
         if not folder:
@@ -278,23 +310,6 @@ class FsspecHandle(ObjectStore):
 
     def _is_atomic(self) -> bool:
         return not _ATOMIC.isdisjoint(_protocols(self.fs))
-
-    def _write_and_rename(self, source: str, place: str, shown: str) -> None:
-        """Write to a hidden name in the same folder, then rename."""
-        folder, _, name = place.rpartition("/")
-        temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
-        try:
-            try:
-                self.ask(shown, "put_file", source, temporary)
-            except FileNotFoundError:  # the folder is missing
-                self.ask(shown, "makedirs", folder, exist_ok=True)
-                self.ask(shown, "put_file", source, temporary)
-            self.ask(shown, "mv", temporary, place)
-            temporary = ""
-        finally:
-            if temporary:
-                with suppress(Exception):  # it may not exist, and the first error is the one to raise
-                    self.fs.rm_file(temporary)
 
     def _marks(self, info: dict[str, Any], url: str, path: str) -> dict[str, str]:
         """Return the marks of a file, with the filesystem's own `ukey` if it has any."""
@@ -309,6 +324,32 @@ class FsspecHandle(ObjectStore):
                     raise
                 self._has_ukey = False
         return marks
+
+
+def key_of(url: str) -> object:
+    """Return a key shared by all URLs of a filesystem; fsspec itself would make a filesystem per thread."""
+    url = _SCHEME.sub(lambda match: match[0].lower(), url)
+    *before, last = url.split("::")
+    for link in url.split("::"):
+        _check_package(urls.scheme_of(link) if "://" in link else link, urls.shown(url))
+    if any(link.partition("://")[0] not in CACHES or link.partition("://")[2] for link in before):
+        return url  # a path in an archive
+    cls = fsspec.get_filesystem_class(urls.scheme_of(last))
+    return *before, urls.scheme_of(last), repr(sorted(cls._get_kwargs_from_urls(last).items()))
+
+
+def _check_credentials(url: str, secrets: list[str]) -> None:
+    """Refuse credentials that fsspec would mistake for a bucket, and add all others to the secrets of messages."""
+    chain = parsed(url)
+    for link in chain:
+        if link.scheme in _BUCKETS and (link.credentials is not None or link.hides_place):
+            raise UnsupportedError(
+                f"{urls.shown(url)}: {link.scheme}:// URLs cannot carry credentials: pass storage_options= or set "
+                "the environment variables of the store's own tools"
+            )
+    known = {*secrets, *secrets_of_urls(chain)}
+    if len(known) > len(secrets):
+        secrets[:] = sorted(known, key=len, reverse=True)
 
 
 def _call(fs: Any, name: str, *arguments: Any, **named: Any) -> Any:
@@ -326,17 +367,6 @@ def _call(fs: Any, name: str, *arguments: Any, **named: Any) -> Any:
         raise
 
 
-def _differences(marks: Mapping[str, str], others: Mapping[str, str]) -> set[str]:
-    return {name for name in {*marks, *others} if marks.get(name) != others.get(name)}
-
-
-def _usable(fs: Any) -> Any:
-    # A filesystem made for the program's own event loop has no loop for other threads.
-    if isinstance(fs, AsyncFileSystem) and fs.asynchronous:
-        return type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": False, "loop": None})
-    return fs
-
-
 def _renewed(fs: Any) -> Any:
     if isinstance(fs, AsyncFileSystem):
         options = {key: _renewed(value) for key, value in fs.storage_options.items()}
@@ -344,83 +374,6 @@ def _renewed(fs: Any) -> Any:
     if isinstance(fs, CachingFileSystem):
         fs.fs = _renewed(fs.fs)
     return fs
-
-
-# ---- fsspec's caches ----
-
-
-def _downloaded(handle: FsspecHandle, path: str, shown: str) -> str:
-    """Return the path of the local copy, which a whole-file cache makes first."""
-    fs = handle.fs
-    if not isinstance(fs, CachingFileSystem):
-        return str(path)
-
-    def fetch() -> str:
-        with fs.open(path, "rb") as file:
-            name: str = os.path.abspath(file.name)
-            return name
-
-    with handle.turns.own:
-        complete = False
-        try:
-            name = checked(fetch, shown, handle.secrets)
-            complete = True
-        finally:
-            if not complete:  # otherwise the cache would serve the partial file
-                _forget(fs, path)
-    if getattr(fs, "compression", None) is None:
-        _check_size(handle, path, name, shown)
-    return name
-
-
-def _check_size(handle: FsspecHandle, path: str, name: str, shown: str) -> None:
-    try:
-        expected = handle.info(shown, path)["size"]
-    except Exception:  # the store is out of reach, and a cache is meant for that
-        return
-    if isinstance(expected, int) and os.path.getsize(name) != expected:
-        raise FormatError(
-            f"the copy in the cache has {os.path.getsize(name):,} bytes, and the file {expected:,}: "
-            f"delete {name}, or pass check_files=True",
-            shown,
-        )
-
-
-def _drop_outdated(handle: FsspecHandle, path: str, shown: str) -> None:
-    """Drop a block cache's blocks of a file if its version in the store has changed."""
-    fs = handle.fs
-    if isinstance(fs, CachingFileSystem):
-        with handle.turns.own:
-            cached = fs._check_file(path)
-            if cached and cached[0]["uid"] != checked(lambda: fs.fs.ukey(path), shown, handle.secrets):
-                fs.pop_from_cache(path)
-
-
-def _forget(fs: Any, path: str) -> None:
-    """Remove a file from a whole-file cache."""
-    cached = fs._check_file(path)
-    with suppress(OSError, KeyError):
-        fs.pop_from_cache(path)
-    if cached:
-        with suppress(OSError):
-            os.remove(cached[1] if isinstance(cached, tuple) else cached)
-
-
-# ---- properties of filesystems ----
-
-
-def _has_files(fs: Any) -> bool:
-    """Return whether opened files are on this machine; a block cache repeats the answer of the filesystem beneath."""
-    if isinstance(fs, CachingFileSystem):
-        return isinstance(fs, WholeFileCacheFileSystem)
-    return bool(getattr(fs, "local_file", False))
-
-
-def is_escaped(fs: Any) -> bool:
-    """Return whether paths in URLs of a filesystem, or of the filesystem behind its caches, are escaped."""
-    while getattr(fs, "fs", None) is not None:
-        fs = fs.fs
-    return not {"http", "https", "file"}.isdisjoint(_protocols(fs))
 
 
 def _protocols(fs: Any) -> tuple[str, ...]:
@@ -464,14 +417,3 @@ _CONNECTION = frozenset(("client_cert", "proxies", "proxies_config"))
 
 def _settings(fs: Any, name: str) -> dict[str, Any]:
     return dict(getattr(fs, name, None) or {})
-
-
-def _signable(fs: Any) -> bool:
-    """Return whether URLs of s3fs itself, not a cache of it, can carry the whole request.
-
-    A customer's encryption key must be sent in headers.
-    """
-    if "s3" not in _protocols(fs) or not hasattr(fs, "call_s3") or _CONNECTION & {*_settings(fs, "config_kwargs")}:
-        return False
-    keys = {*_settings(fs, "s3_additional_kwargs"), *_settings(fs, "req_kw"), *_settings(fs, "kwargs")}
-    return not any(key.startswith("SSECustomer") for key in keys)

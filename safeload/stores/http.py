@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from ..base import url as urls
 from ..base.forking import ProcessLock
 from ..base.log import debug
 from ..base.text import show
-from ..base.url import WebUrl
+from ..base.url import UrlError, WebUrl
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from .http_client import (
     TRANSPORT_ERRORS,
@@ -22,7 +22,6 @@ from .http_client import (
     broken_off,
     of_error,
     of_status,
-    redirected,
     retried,
     target_of,
 )
@@ -48,6 +47,8 @@ _ADVICE = (
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)")
 # Bytes between two spans are received and discarded in pieces of this size.
 _SCRATCH = 64 << 10
+# Bytes of a whole file received at once.
+_PIECE = 256 << 10
 
 _Result = TypeVar("_Result")
 
@@ -60,35 +61,11 @@ class Web(Backend):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._client = Client(options)
-        self.kept = self._client.kept
 
     def open(self, url: str, window: int = WINDOW) -> HttpStore:
         """Open a file. The user and password of a URL are sent only to its host."""
         target = target_of(url, self._client.headers)
         return HttpStore(urls.shown(url), lambda: target, self._client, window)
-
-
-class _Route(NamedTuple):
-    """The URL to read from."""
-
-    url: WebUrl  # after redirects
-    proven: bool = False  # whether it has served bytes of the opened version
-
-
-class _Version(NamedTuple):
-    """The marks that tell contents apart. Any difference is a change: a mark that is gone, new, or of another kind."""
-
-    etag: str | None
-    modified: str | None  # None beside a strong ETag, which decides alone
-
-    @classmethod
-    def of(cls, exchange: Exchange) -> _Version:
-        etag, modified = exchange.headers.get("ETag") or None, exchange.headers.get("Last-Modified") or None
-        return cls(etag, modified if etag is None or is_weak(etag) else None)
-
-    @property
-    def mark(self) -> str | None:
-        return " ".join(filter(None, self)) or None
 
 
 class _Transfer:
@@ -150,10 +127,23 @@ def _answered(
                     yield exchange, url
                     return
                 exchange.drain()
-                following = redirected(url, exchange.headers.get("Location"), path)
+                location = exchange.headers.get("Location") or ""
         except TRANSPORT_ERRORS as error:
             suffix = "" if url.origin == target.url.origin else f", after a redirect to {url.place}"
             raise of_error(error, path, client.timeout).noted(suffix) from None
+        with suppress(UnicodeError):  # in UTF-8, as browsers do
+            location = location.encode("latin-1").decode()
+        location = location.strip(" \t")
+        if not location:
+            raise Failure(RemoteError("the server redirects without a Location header", path))
+        try:
+            following = url.redirected(location)
+        except UrlError as error:
+            text = f"the server redirects to an invalid http or https URL: {error}"
+            raise Failure(RemoteError(text, path)) from None
+        if url.scheme == "https" and following.scheme != "https":
+            text = f"the server redirects from https to http ({following.shown}), which is refused"
+            raise Failure(RemoteError(text, path))
         url = following
     raise Failure(RemoteError("the server redirects in a loop", path))
 
@@ -172,8 +162,10 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
         with _answered(client, target, target.url, path, note) as (exchange, _):
             return use(exchange)
 
-    with client.kept():
+    try:
         return retried(attempt, client.retries, mended)
+    finally:
+        client.leave()
 
 
 class HttpStore(RemoteStore):
@@ -198,12 +190,13 @@ class HttpStore(RemoteStore):
         self._resolve = resolve
         self._client = client
         self._renewing = ProcessLock()
-        self._version: _Version | None = None  # until the file is open
+        self._marks: tuple[str | None, str | None] | None = None  # until the file is open
         client.users.add(self)
         try:
             self._target = resolve()
-            self._route = _Route(self._target.url)
-            self._persist(_Transfer([Span(0, memoryview(bytearray(window)))]), self._opened)
+            self._route = self._target.url  # after redirects
+            self._proven: WebUrl | None = None  # has served bytes of the opened version
+            self._persist(_Transfer([Span(0, memoryview(bytearray(window)))]))
         except BaseException:
             client.leave(self)
             raise
@@ -214,21 +207,19 @@ class HttpStore(RemoteStore):
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         spans = [span for span in spans if len(span.memory)]
-        if not spans:
-            return
-        transfer = _Transfer(spans)
-        self._persist(transfer, lambda exchange, url: self._read(exchange, url, transfer))
+        if spans:
+            self._persist(_Transfer(spans))
 
     # ---- requests ----
 
-    def _persist(self, transfer: _Transfer, use: Callable[[Exchange, WebUrl], object]) -> None:
+    def _persist(self, transfer: _Transfer) -> None:
         """Request the missing bytes until all have arrived; errors are never chained to urllib3's."""
         route, renewed = self._route, False  # a URL is resolved again once
 
         def attempt() -> None:
             nonlocal route
             route = self._route
-            self._request(route, transfer, use)
+            self._request(route, transfer)
 
         def mended(failure: Failure) -> bool:
             nonlocal renewed
@@ -243,9 +234,9 @@ class HttpStore(RemoteStore):
 
         retried(attempt, self._client.retries, mended, lambda: transfer.at)
 
-    def _request(self, route: _Route, transfer: _Transfer, use: Callable[[Exchange, WebUrl], object]) -> None:
+    def _request(self, route: WebUrl, transfer: _Transfer) -> None:
         """Request the missing bytes once."""
-        target, known = self._target, self._version
+        target, (etag, _) = self._target, self._marks or (None, None)
 
         def note(exchange: Exchange, url: WebUrl) -> None:
             debug("%s: bytes [%d, %d): %d", self.path, transfer.at, transfer.end, exchange.status)
@@ -256,33 +247,36 @@ class HttpStore(RemoteStore):
         def more(url: WebUrl) -> dict[str, str]:
             headers = {"Range": f"bytes={transfer.at}-{transfer.end - 1}"}
             # Other servers along the redirects may have another ETag for the same file.
-            if known and known.etag and not is_weak(known.etag) and route.proven and url == route.url:
-                headers["If-Match"] = known.etag
+            if etag and not is_weak(etag) and url == self._proven:
+                headers["If-Match"] = etag
             return headers
 
-        with _answered(self._client, target, route.url, self.path, note, more=more) as (exchange, url):
+        with _answered(self._client, target, route, self.path, note, more=more) as (exchange, url):
             try:
                 check_accepted(exchange, self.path)
-                use(exchange, url)
+                if self._marks is None:
+                    self._opened(exchange, url)
+                else:
+                    self._read(exchange, url, transfer)
             except Failure as failure:
                 failure.refused = url if exchange.status in _REFUSED else None
                 raise
 
-    def _renew(self, seen: _Route, refused: WebUrl) -> bool:
+    def _renew(self, seen: WebUrl, refused: WebUrl) -> bool:
         """Resolve the URL again, in a single thread, and return whether there is another URL to try."""
         lock = self._renewing.own
         while not lock.acquire(timeout=0.1):
             current().check()
         try:
-            if self._route is not seen:  # another thread was faster
+            if self._route != seen:  # another thread was faster
                 return True
             moved = refused != self._target.url
-            if self._version is None and not moved:  # it has just been resolved
+            if self._marks is None and not moved:  # it has just been resolved
                 return False
             target = self._resolve()
             if target == self._target and not moved:
                 return False
-            self._target, self._route = target, _Route(target.url)
+            self._target, self._route = target, target.url
             return True
         finally:
             lock.release()
@@ -291,25 +285,44 @@ class HttpStore(RemoteStore):
 
     def _opened(self, exchange: Exchange, url: WebUrl) -> None:
         """Take the size, the version and the first window from the response to the first request."""
-        whole = exchange.status == 200
-        self.size, window = _whole(exchange, self.path) if whole else _first_window(exchange, self.path, self.window)
-        self._version = _Version.of(exchange)
-        self.version = (self.size, self._version.mark)
-        self._route = _Route(url, True)
+        status, total = exchange.status, _total(exchange)
+        if status == 200:  # a server without range support
+            window = whole_body(exchange, WHOLE, self.path)
+            if window is None:
+                text = "this server does not support ranges: download the file, or open filecache::URL"
+                text = f"{self.path}: {text} with storage_options={{}}, which lets fsspec download it"
+                raise Failure(UnsupportedError(text))
+            total = len(window)
+        elif status == 416 and total == 0:
+            window = b""
+        elif status != 206:
+            raise of_status(exchange, self.path)
+        elif total is None:
+            place = show(exchange.headers.get("Content-Range"))
+            text = f"the server does not report the file size (Content-Range: {place})"
+            raise Failure(RemoteError(text, self.path))
+        else:
+            memory = bytearray(min(self.window, total))
+            _check_range(exchange, 0, len(memory), self.path)
+            if not _Transfer([Span(0, memoryview(memory))]).receive(exchange):
+                raise broken_off(self.path)
+            window = bytes(memory)
+        self.size = total
+        self._marks = _marks_of(exchange)
+        self.version = (self.size, " ".join(filter(None, self._marks)) or None)
+        self._route = self._proven = url
         self.keep(0, window)
 
     def _read(self, exchange: Exchange, url: WebUrl, transfer: _Transfer) -> None:
         """Take the missing bytes from a response."""
-        known = self._route.proven and url == self._route.url
         total = _total(exchange)
         if total is not None:
             compare((total,), self.version[:1], self.path)
-        other_version = exchange.status == 206 and _Version.of(exchange) != self._version
+        other_version = exchange.status == 206 and _marks_of(exchange) != self._marks
         if exchange.status == 412 or other_version or len(self.commits) > 1:
             compare((self.size, ""), (self.size, "another"), self.path)
         _check_range(exchange, transfer.at, transfer.end, self.path)
-        if not known:
-            self._route = _Route(url, True)
+        self._route = self._proven = url
         if not transfer.receive(exchange):
             raise broken_off(self.path)
 
@@ -333,34 +346,17 @@ def check_accepted(exchange: Exchange, path: str) -> None:
     raise of_status(exchange, path)
 
 
-def _first_window(exchange: Exchange, path: str, size: int) -> tuple[int, bytes]:
-    """Return the size of a file and its beginning."""
-    total = _total(exchange)
-    if exchange.status == 416 and total == 0:
-        return 0, b""
-    if exchange.status != 206:
-        raise of_status(exchange, path)
-    if total is None:
-        place = show(exchange.headers.get("Content-Range"))
-        raise Failure(RemoteError(f"the server does not report the file size (Content-Range: {place})", path))
-    window = bytearray(min(size, total))
-    _check_range(exchange, 0, len(window), path)
-    if not _Transfer([Span(0, memoryview(window))]).receive(exchange):
-        raise broken_off(path)
-    return total, bytes(window)
-
-
-def _whole(exchange: Exchange, path: str) -> tuple[int, bytes]:
-    """Return the size and the content of a small file, from a server without range support."""
-    size = exchange.length  # None if the server does not tell
-    content = bytearray(min(WHOLE + 1, size if size is not None else WHOLE + 1))
-    transfer = _Transfer([Span(0, memoryview(content))])
-    if (size or 0) <= WHOLE and not transfer.receive(exchange) and size is not None:
-        raise broken_off(path)
-    if (size or 0) > WHOLE or transfer.at > WHOLE:
-        text = "this server does not support ranges: download the file, or open filecache::URL with storage_options={}"
-        raise Failure(UnsupportedError(f"{path}: {text}, which lets fsspec download it"))
-    return transfer.at, bytes(content[: transfer.at])
+def whole_body(exchange: Exchange, limit: int, path: str) -> bytes | None:
+    """Return the body of a response, or None if it has more bytes than the limit."""
+    content, memory = bytearray(), memoryview(bytearray(_PIECE))
+    while (exchange.length or 0) <= limit and len(content) <= limit:  # the length is None if the server does not tell
+        count = exchange.receive(memory)
+        if not count:
+            if exchange.length:  # bytes that have not arrived
+                raise broken_off(path)
+            return bytes(content)
+        content += memory[:count]
+    return None
 
 
 def _check_range(exchange: Exchange, begin: int, end: int, path: str) -> None:
@@ -381,6 +377,15 @@ def _check_range(exchange: Exchange, begin: int, end: int, path: str) -> None:
     else:
         return
     raise Failure(RemoteError(what, path))
+
+
+def _marks_of(exchange: Exchange) -> tuple[str | None, str | None]:
+    """Return the marks that tell contents apart: the ETag, and the time unless a strong ETag decides alone.
+
+    Any difference is a change: a mark that is gone, new, or of another kind.
+    """
+    etag, modified = exchange.headers.get("ETag") or None, exchange.headers.get("Last-Modified") or None
+    return etag, modified if etag is None or is_weak(etag) else None
 
 
 def _total(exchange: Exchange) -> int | None:

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
@@ -40,7 +40,7 @@ from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided
 from ..base.url import web_url as parse_web
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError
-from .foreign_errors import requested_wait
+from .foreign import requested_wait
 from .thread_group import Stopped, current
 
 # ---- sockets ----
@@ -143,7 +143,7 @@ class SlicedTlsSocket(_Sliced, ssl.SSLSocket):
 
 def connect(host: str, port: int, timeout: float, options: Any) -> socket.socket:
     """Connect to a host, trying its addresses in order."""
-    failure = OSError(errno.EADDRNOTAVAIL, "the host has no address")
+    failure = [OSError(errno.EADDRNOTAVAIL, "the host has no address")]
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
     except UnicodeError:
@@ -169,11 +169,8 @@ def connect(host: str, port: int, timeout: float, options: Any) -> socket.socket
             connecting.close()
             if not isinstance(error, OSError):
                 raise
-            failure = error
-    try:
-        raise failure
-    finally:
-        del failure  # it refers to this frame
+            failure[0] = error
+    raise failure.pop()  # which refers to this frame
 
 
 class Exchange(http.client.HTTPResponse):
@@ -236,37 +233,34 @@ class Exchange(http.client.HTTPResponse):
 
     def finish(self) -> None:
         """Read the end of a body after its last expected byte; one that does not come only costs the connection."""
-        with suppress(TimeoutError), self._hurried(_ENDING):
-            if self.receive(memoryview(bytearray(1))):
+        with suppress(TimeoutError):
+            if self._rest(1, _ENDING):
                 raise BadResponse("the response has more bytes than its range")
 
     def drain(self) -> None:
         """Read a short, unused body to make the connection reusable; errors only prevent reuse."""
-        memory, deadline = memoryview(bytearray(_DRAINED)), time.monotonic() + _DRAINING
-        if (self.length or 0) <= len(memory):
-            with suppress(*TRANSPORT_ERRORS), self._hurried(_DRAINING):
-                while memory and time.monotonic() < deadline and (count := self.receive(memory)):
-                    memory = memory[count:]
+        if (self.length or 0) <= _DRAINED:
+            with suppress(*TRANSPORT_ERRORS):
+                self._rest(_DRAINED, _DRAINING)
 
-    @contextmanager
-    def _hurried(self, seconds: float) -> Iterator[None]:
-        """Limit the wait for bytes to this many seconds."""
-        timeout = self.wire.gettimeout()
+    def _rest(self, most: int, seconds: float) -> int:
+        """Receive and discard a number of bytes, at most, for a number of seconds; return how many have come."""
+        memory, deadline, timeout = memoryview(bytearray(most)), time.monotonic() + seconds, self.wire.gettimeout()
         with suppress(OSError):  # the connection may be closed
             self.wire.settimeout(min(seconds, timeout or seconds))
         try:
-            yield
+            while memory and time.monotonic() < deadline and (count := self.receive(memory)):
+                memory = memory[count:]
         finally:
             with suppress(OSError):
                 self.wire.settimeout(timeout)
+        return most - len(memory)
 
 
 class _Strict:
     """Mixin: a connection of urllib3 that checks heads, and limits their size."""
 
-    def response_class(self, *arguments: Any, **options: Any) -> Exchange:
-        self._body = Exchange(*arguments, **options)
-        return self._body
+    response_class = Exchange
 
     def getresponse(self: Any) -> Any:
         wire = self.sock
@@ -274,8 +268,9 @@ class _Strict:
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         wire.left = _HEAD
         response = super().getresponse()  # type: ignore[misc]
-        response.body, self._body.wire = self._body, wire
-        self._body.headers = response.headers  # in which equal fields are joined, so that none is overlooked
+        body = response._original_response
+        # In these headers equal fields are joined, so that none is overlooked.
+        body.wire, body.headers = wire, response.headers
         return response
 
 
@@ -295,18 +290,6 @@ POOLS = {
     "http": _pool(HTTPConnectionPool, _Strict, _Connects, HTTPConnection),
     "https": _pool(HTTPSConnectionPool, _Strict, _Connects, HTTPSConnection),
 }
-
-
-@lru_cache(maxsize=1)
-def socks_pools() -> dict[str, Any]:
-    """Return the pools for SOCKS proxies; connects through them do not wait in slices."""
-    needed("socks", "SOCKS proxies need PySocks", "pysocks")  # without which urllib3 would warn too
-    from urllib3.contrib import socks
-
-    return {
-        "http": _pool(socks.SOCKSHTTPConnectionPool, _Strict, socks.SOCKSConnection),
-        "https": _pool(socks.SOCKSHTTPSConnectionPool, _Strict, socks.SOCKSHTTPSConnection),
-    }
 
 
 # ---- failures and retries ----
@@ -386,64 +369,45 @@ def of_status(exchange: Exchange, path: str) -> Failure:
 def of_error(error: BaseException, path: str, timeout: float) -> Failure:
     """Return the failure for an exception; it is not chained, because urllib3's texts include URLs with queries."""
     proxy = "the proxy: " if isinstance(error, urllib3.exceptions.ProxyError) else ""
-    inner = _innermost(error)
-    if isinstance(inner, (TimeoutError, urllib3.exceptions.TimeoutError)):
-        what = getattr(inner, "strerror", None) or f"no byte for {timeout:g} s"
-        return Failure(RemoteTimeoutError(f"{proxy}{what}", path), True)
-    if isinstance(inner, ssl.SSLError) or _is_certificate_error(inner):
-        return _of_tls(inner, proxy, path)
-    if isinstance(inner, socket.gaierror):
-        what = f"the host name cannot be resolved: {inner.strerror}"
-        return Failure(RemoteError(f"{proxy}{what}", path), inner.errno == socket.EAI_AGAIN)
-    if isinstance(inner, http.client.RemoteDisconnected):
-        return Failure(RemoteError(f"{proxy}the connection was closed without a response", path), True)
-    if isinstance(inner, http.client.IncompleteRead):
+    while isinstance(error, urllib3.exceptions.HTTPError):  # around another exception
+        inner = next((argument for argument in error.args if isinstance(argument, BaseException)), None)
+        if inner is None:
+            break
+        error = inner
+    name, kind, transient = type(error).__name__, RemoteError, True
+    if isinstance(error, (TimeoutError, urllib3.exceptions.TimeoutError)):
+        kind, what = RemoteTimeoutError, getattr(error, "strerror", None) or f"no byte for {timeout:g} s"
+    elif isinstance(error, ssl.CertificateError) or name == "CertificateError":  # urllib3's, if it is for another host
+        why = getattr(error, "verify_message", None) or "it is for another host"
+        advice = "pass storage_options={'verify': PATH} to trust another certificate"
+        what, transient = f"the server's certificate is not trusted: {why}; {advice}", False
+    elif isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)):
+        what = "the TLS connection was closed"
+    elif isinstance(error, ssl.SSLError):
+        what, transient = f"TLS failed: {getattr(error, 'reason', None) or 'no reason given'}", False
+    elif isinstance(error, socket.gaierror):
+        what, transient = f"the host name cannot be resolved: {error.strerror}", error.errno == socket.EAI_AGAIN
+    elif isinstance(error, http.client.RemoteDisconnected):
+        what = "the connection was closed without a response"
+    elif isinstance(error, http.client.IncompleteRead):
         return broken_off(path)
-    if isinstance(inner, BadResponse):
-        return Failure(RemoteError(f"{proxy}{inner}", path))
-    if isinstance(inner, (http.client.HTTPException, urllib3.exceptions.ProtocolError)):
-        return Failure(RemoteError(f"{proxy}the response is not HTTP", path), True)
-    if isinstance(inner, OSError):
-        tunnel = re.match(r"Tunnel connection failed: ([0-9]{3})\b", str(inner))
-        if tunnel:
-            kind = RemotePermissionError if tunnel[1] == "407" else RemoteError
-            return Failure(kind(f"the proxy refused the connection: {tunnel[1]}", path), tunnel[1][0] == "5")
-        what = inner.strerror or type(inner).__name__
-        return Failure(RemoteError(f"{proxy}the connection failed: {what}", path), True)
-    return Failure(RemoteError(f"{proxy}the request failed: {type(inner).__name__}", path))
+    elif isinstance(error, BadResponse):
+        what, transient = str(error), False
+    elif isinstance(error, (http.client.HTTPException, urllib3.exceptions.ProtocolError)):
+        what = "the response is not HTTP"
+    elif isinstance(error, OSError) and (tunnel := re.match(r"Tunnel connection failed: ([0-9]{3})\b", str(error))):
+        kind = RemotePermissionError if tunnel[1] == "407" else RemoteError
+        what, transient = f"the proxy refused the connection: {tunnel[1]}", tunnel[1][0] == "5"
+    elif isinstance(error, OSError):
+        what = f"the connection failed: {error.strerror or name}"
+    else:
+        what, transient = f"the request failed: {name}", False
+    return Failure(kind(f"{proxy}{what}", path), transient)
 
 
 def broken_off(path: str) -> Failure:
     """Return the failure for an incomplete body."""
     return Failure(RemoteError("the connection broke off before the end of the response", path), True)
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """Unwrap the exception inside urllib3's."""
-    while isinstance(error, urllib3.exceptions.HTTPError):
-        inner = next((argument for argument in error.args if isinstance(argument, BaseException)), None)
-        if inner is None:
-            break
-        error = inner
-    return error
-
-
-def _is_certificate_error(error: BaseException) -> bool:
-    """Return whether the server's certificate was rejected; urllib3 has a class of its own for other hosts."""
-    return isinstance(error, ssl.CertificateError) or type(error).__name__ == "CertificateError"
-
-
-def _of_tls(error: BaseException, proxy: str, path: str) -> Failure:
-    if _is_certificate_error(error):
-        why = getattr(error, "verify_message", None) or "it is for another host"
-        text = (
-            f"{proxy}the server's certificate is not trusted: {why}; "
-            "pass storage_options={'verify': PATH} to trust another certificate"
-        )
-        return Failure(RemoteError(text, path))
-    if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)):
-        return Failure(RemoteError(f"{proxy}the TLS connection was closed", path), True)
-    return Failure(RemoteError(f"{proxy}TLS failed: {getattr(error, 'reason', None) or 'no reason given'}", path))
 
 
 # ---- clients ----
@@ -476,10 +440,6 @@ class RequestTarget(NamedTuple):
         return headers
 
 
-class _Scope:
-    """A user of connections while it opens files."""
-
-
 _of_thread = threading.local()
 
 
@@ -505,13 +465,22 @@ class Client:
             raise ValueError(f"retries must be >= 0, got {show(self.retries)}")
         connect_timeout = _seconds(options, "connect_timeout", CONNECT_TIMEOUT)
         self._timeout = urllib3.Timeout(connect=connect_timeout, read=self.timeout)
-        self._make_context = _context_maker(options)
-        self._context: ssl.SSLContext | None = None
+        context, verify = options.get("ssl_context"), options.get("verify", True)
+        if context is not None and not isinstance(context, ssl.SSLContext):
+            raise TypeError(f"ssl_context must be an ssl.SSLContext, got {type(context).__name__}")
+        if context is not None and "verify" in options:
+            raise TypeError("ssl_context and verify exclude each other: pass only one of them")
+        if not isinstance(verify, (bool, str, os.PathLike)):
+            raise TypeError(f"verify must be a bool or a path to certificates, got {show(verify)}")
+        if not isinstance(verify, bool) and not os.path.exists(verify):
+            raise FileNotFoundError(errno.ENOENT, "verify: no such certificate file or folder", os.fspath(verify))
+        self._context: ssl.SSLContext | None = context
+        self._verify = verify
         self._proxies: dict[tuple[str, str], str | None] = {}
         # By process, scheme and proxy: a fork copies the parent's sockets, and locks in whatever state they are.
         self._managers: dict[tuple[int, str, str | None], Any] = {}
         self._lock = ProcessLock()
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # open files, and blocks of `kept`
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # open files
         weakref.finalize(self, _close, self._managers)
 
     @contextmanager
@@ -527,25 +496,16 @@ class Client:
         finally:
             _of_thread.ours = False
         try:
-            yield response.body
+            yield response._original_response
         finally:
             if not response.closed:  # a part of the body is unread
                 response.close()
             response.release_conn()
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep idle connections while the block opens one file after another."""
-        scope = _Scope()
-        self.users.add(scope)
-        try:
-            yield
-        finally:
-            self.leave(scope)
-
-    def leave(self, user: object) -> None:
-        """Forget a user; close all idle connections after the last one."""
-        self.users.discard(user)
+    def leave(self, user: object = None) -> None:
+        """Forget an open file, if it is one; close all idle connections unless other files are open."""
+        if user is not None:
+            self.users.discard(user)
         if not self.users:
             _close(self._managers)
 
@@ -573,34 +533,40 @@ class Client:
 
     def _make(self, scheme: str, proxy: str | None) -> Any:
         options: dict[str, Any] = {"maxsize": _IDLE, "timeout": self._timeout}
-        if proxy is not None and proxy.startswith("socks"):
-            pools = socks_pools()
-            from urllib3.contrib.socks import SOCKSProxyManager
-
-            manager = SOCKSProxyManager(proxy, **options, **(self._tls() if scheme == "https" else {}))
-            manager.pool_classes_by_scheme = pools
-            return manager
-        via, credentials = (None, None) if proxy is None else _parsed_proxy(proxy)
+        via: WebUrl | None = None
+        pools, is_socks = POOLS, proxy is not None and proxy.startswith("socks")
+        if proxy is not None and not is_socks:
+            url = divided(proxy.replace("\\", "%5C"))  # on Windows the user may contain a backslash, after a domain
+            if url.scheme not in ("http", "https"):
+                raise UnsupportedError(f"proxies must use http, https or socks, got {url.scheme or 'no scheme'}")
+            try:
+                via, credentials = parse_web(url)
+            except UrlError as error:
+                raise UnsupportedError(f"the proxy {url.shown} cannot be used: {error}") from None
         if scheme == "https" or (via is not None and via.scheme == "https"):
-            options.update(self._tls())
-        if via is None:
+            context = self._context = self._context or _context(self._verify)
+            if context.sslsocket_class is ssl.SSLSocket:  # otherwise the caller's class is kept
+                context.sslsocket_class = SlicedTlsSocket
+            options["ssl_context"] = context
+            options["cert_reqs"] = "CERT_NONE" if context.verify_mode == ssl.CERT_NONE else "CERT_REQUIRED"
+        if is_socks:
+            needed("socks", "SOCKS proxies need PySocks", "pysocks")  # without which urllib3 would warn too
+            from urllib3.contrib import socks
+
+            pools = {  # whose connects do not wait in slices
+                "http": _pool(socks.SOCKSHTTPConnectionPool, _Strict, socks.SOCKSConnection),
+                "https": _pool(socks.SOCKSHTTPSConnectionPool, _Strict, socks.SOCKSHTTPSConnection),
+            }
+            manager: Any = socks.SOCKSProxyManager(proxy, **options)
+        elif via is None:
             manager = urllib3.PoolManager(**options)
         else:
             if credentials is not None:
                 options["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=":".join(credentials))
             options["proxy_ssl_context"] = options.get("ssl_context")
             manager = urllib3.ProxyManager(f"{via.scheme}://{via.place}", **options)
-        manager.pool_classes_by_scheme = POOLS
+        manager.pool_classes_by_scheme = pools
         return manager
-
-    def _tls(self) -> dict[str, Any]:
-        context = self._context = self._context or self._make_context()
-        if context.sslsocket_class is ssl.SSLSocket:  # otherwise the caller's class is kept
-            context.sslsocket_class = SlicedTlsSocket
-        return {
-            "ssl_context": context,
-            "cert_reqs": "CERT_NONE" if context.verify_mode == ssl.CERT_NONE else "CERT_REQUIRED",
-        }
 
 
 def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
@@ -609,17 +575,6 @@ def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
         manager = managers.pop(key, None)
         if manager is not None:
             manager.clear()
-
-
-def _parsed_proxy(proxy: str) -> tuple[WebUrl, tuple[str, str] | None]:
-    """Parse the URL of a proxy. On Windows its user may contain a backslash, after a domain."""
-    url = divided(proxy.replace("\\", "%5C"))
-    if url.scheme not in ("http", "https"):
-        raise UnsupportedError(f"proxies must use http, https or socks, got {url.scheme or 'no scheme'}")
-    try:
-        return parse_web(url)
-    except UrlError as error:
-        raise UnsupportedError(f"the proxy {url.shown} cannot be used: {error}") from None
 
 
 def checked_headers(headers: Any) -> dict[str, str]:
@@ -645,22 +600,6 @@ def _seconds(options: Mapping[str, Any], key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"{key} must be a number of seconds > 0, got {show(value)}")
     return float(value)
-
-
-def _context_maker(options: Mapping[str, Any]) -> Callable[[], ssl.SSLContext]:
-    """Return a factory for the TLS context."""
-    context, verify = options.get("ssl_context"), options.get("verify", True)
-    if context is not None:
-        if not isinstance(context, ssl.SSLContext):
-            raise TypeError(f"ssl_context must be an ssl.SSLContext, got {type(context).__name__}")
-        if "verify" in options:
-            raise TypeError("ssl_context and verify exclude each other: pass only one of them")
-        return lambda: context
-    if not isinstance(verify, (bool, str, os.PathLike)):
-        raise TypeError(f"verify must be a bool or a path to certificates, got {show(verify)}")
-    if not isinstance(verify, bool) and not os.path.exists(verify):
-        raise FileNotFoundError(errno.ENOENT, "verify: no such certificate file or folder", os.fspath(verify))
-    return partial(_context, verify)
 
 
 def _context(verify: bool | str | os.PathLike[str]) -> ssl.SSLContext:
@@ -699,23 +638,3 @@ def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
     secret = base64.b64encode(":".join(credentials).encode("utf-8", "surrogateescape")).decode("ascii")
     rest = {name: value for name, value in headers.items() if name.lower() != "authorization"}
     return RequestTarget(web, {**rest, "Authorization": f"Basic {secret}"})
-
-
-def redirected(url: WebUrl, location: str | None, path: str) -> WebUrl:
-    """Return the target of a redirect."""
-    try:
-        target = (location or "").encode("latin-1").decode()  # as http.client decodes headers, and as browsers do
-    except UnicodeError:
-        target = location or ""
-    target = target.strip(" \t")
-    if not target:
-        raise Failure(RemoteError("the server redirects without a Location header", path))
-    try:
-        following = url.redirected(target)
-    except UrlError as error:
-        text = f"the server redirects to an invalid http or https URL: {error}"
-        raise Failure(RemoteError(text, path)) from None
-    if url.scheme == "https" and following.scheme != "https":
-        text = f"the server redirects from https to http ({following.shown}), which is refused"
-        raise Failure(RemoteError(text, path))
-    return following

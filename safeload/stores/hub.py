@@ -30,14 +30,13 @@ from ..base.absent import needed
 from ..base.forking import ProcessLock
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
-from .foreign_errors import TRIES, checked, cleaned, is_transient, secrets_of, translated
-from .http import HttpStore, check_accepted, request
+from .foreign import TRIES, checked, cleaned, secrets_of, status_of, translated
+from .http import HttpStore, check_accepted, request, whole_body
 from .http_client import (
     Client,
     Exchange,
     Failure,
     RequestTarget,
-    broken_off,
     checked_headers,
     of_status,
     target_of,
@@ -63,8 +62,6 @@ _FULL_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[^/\x00\ud800-\udfff]+")
 # Storage options handled here.
 _OPTIONS = ("endpoint", "token")
-# Bytes of a list of files received at once.
-_PIECE = 256 << 10
 # The words in X-Error-Code of huggingface_hub's errors, and our words for errors without an answer of the Hub.
 _CODES = {
     "GatedRepoError": "GatedRepo",
@@ -76,12 +73,12 @@ _CODES = {
     "HFValidationError": "Invalid",
     "HfUriError": "Invalid",
 }
-_MISSING = {
-    "RevisionNotFound": "the {} has no such branch, tag or commit",
-    "EntryNotFound": "the {} has no such file",
-    "RepoNotFound": "no such {}, or it is private; check the name, or log in with `hf auth login`",
-}
 _WRONG_TOKEN = "Invalid credentials"
+_MISSING = {
+    "RevisionNotFound": "the {kind} has no such branch, tag or commit",
+    "EntryNotFound": "the {kind} has no such file",
+    "RepoNotFound": "no such {kind}, or it is private; check the name, or log in with `hf auth login`",
+}
 _REFUSALS = {
     "GatedRepo": "access to this {kind} is restricted: accept its terms at {page}, and log in with `hf auth login`",
     "NoToken": "there is no token on this machine; log in with `hf auth login`",
@@ -101,11 +98,6 @@ class HubPlace(NamedTuple):
     revision: str | None  # a branch, a tag or a commit; None for the main branch
     path: str  # in the repository; empty for the whole repository
     shown: str = ""  # the URL in messages
-
-    @property
-    def key(self) -> tuple[str, str, str | None]:
-        """The repository and the revision, equal for all their files."""
-        return self[:3]
 
     @property
     def cached(self) -> CachedRepository:
@@ -149,7 +141,7 @@ class Hub(Backend):
     def __init__(self, options: Mapping[str, Any]) -> None:
         rest = {key: value for key, value in options.items() if key not in _OPTIONS}
         self._client = Client(rest, "hf", other_options=_OPTIONS)
-        self.kept, self.timeout = self._client.kept, self._client.timeout
+        self.timeout = self._client.timeout
         endpoint, self._token = options.get("endpoint"), options.get("token")
         if not isinstance(endpoint, (str, type(None))):
             raise TypeError(f"endpoint must be a str, got {type(endpoint).__name__}")
@@ -157,7 +149,7 @@ class Hub(Backend):
             raise TypeError(f"token must be a str or a bool, got {type(self._token).__name__}")
         self._endpoint = endpoint.rstrip("/") if endpoint else None
         self._secrets = secrets_of(options)
-        self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}
+        self._snapshots: dict[tuple[str, str, str | None], Snapshot] = {}  # by kind, repository and revision
         self._asking = ProcessLock()
 
     # ---- commits ----
@@ -172,14 +164,14 @@ class Hub(Backend):
 
     def _known(self, place: HubPlace) -> Snapshot | None:
         """Like `snapshot`, but return None instead of sending a request."""
-        snapshot = self._snapshots.get(place.key)
+        snapshot = self._snapshots.get(place[:3])
         if snapshot is None and (cached := _in_cache(place)) is not None:
             snapshot = self._keep(place, cached)
         return snapshot
 
     def _keep(self, place: HubPlace, snapshot: Snapshot) -> Snapshot:
         log.debug("%s: commit %s, %d files", place.shown, snapshot.commit, len(snapshot.files))
-        return self._snapshots.setdefault(place.key, snapshot)
+        return self._snapshots.setdefault(place[:3], snapshot)
 
     def _place(self, url: str) -> HubPlace:
         """Parse a URL, and look up the owner for the message if it has none."""
@@ -231,16 +223,26 @@ class Hub(Backend):
         if cached is not None:
             return cached
         urls.check_online(url)
+        library, commit = _library(), snapshot.commit
+        options = {"repo_type": place.kind, "revision": commit, "endpoint": self._endpoint}
+
+        def resolve() -> RequestTarget:
+            return self._target(lambda: library.hf_hub_url(place.repo, place.path, **options), place)
+
         try:
-            store = HttpStore(shown, lambda: self._file(place, snapshot.commit), self._client, window)
-            return _of_commit(store, snapshot.commit)
+            store = HttpStore(shown, resolve, self._client, window)
         except RemotePermissionError as error:
-            refused: Exception = error
-        refused = self._reason(place) or refused
-        try:
-            raise refused
-        finally:
-            del refused  # it refers to this frame
+            refused: list[Exception] = [error]
+        else:
+            stated = store.commits - {commit}
+            if stated:
+                store.close()
+                raise RemoteError(f"the Hub returned the file of commit {show(stated.pop())}, expected {commit}", shown)
+            store.commits.add(commit)  # a later answer that states another commit is refused
+            store.version = (store.size, commit)  # that of a cached file
+            return store
+        refused[0] = self._reason(place) or refused[0]
+        raise refused.pop()  # which refers to this frame
 
     def is_folder(self, url: str) -> bool:
         place = self._place(url)
@@ -253,17 +255,13 @@ class Hub(Backend):
     def listing(self, url: str) -> list[tuple[str, bool]]:
         place = self._place(url)
         begin = f"{place.path}/" if place.path else ""
-        entries = {
-            (name[len(begin) :].partition("/")[0], "/" in name[len(begin) :])
-            for name in self.snapshot(place).files
-            if name.startswith(begin)
-        }
-        return sorted(entries)
+        names = [name[len(begin) :] for name in self.snapshot(place).files if name.startswith(begin)]
+        return sorted({(name.partition("/")[0], "/" in name) for name in names})
 
     def pinned(self, url: str) -> str:
         """Return the URL with its revision replaced by the resolved commit, if any, for other processes."""
         place = self._place(url)
-        snapshot = self._snapshots.get(place.key)
+        snapshot = self._snapshots.get(place[:3])
         if snapshot is None:
             return url
         return f"hf://{place.page}@{snapshot.commit}" + (f"/{place.path}" if place.path else "")
@@ -275,7 +273,7 @@ class Hub(Backend):
         if not place.path:
             raise UnsupportedError(f"{place.shown}: expected the path of a file in the repository")
         message = f"Upload {place.path.rpartition('/')[2]}"
-        self._commit(place, lambda hub: [hub.CommitOperationAdd(place.path, source)], message)
+        self._commit(place, [_library().CommitOperationAdd(place.path, source)], message)
 
     def remove(self, targets: Sequence[str]) -> None:
         """Remove all files in a single commit."""
@@ -285,29 +283,27 @@ class Hub(Backend):
         existing = sorted({path for url in targets if (path := place_of(url).path) in files})
         if existing:
             message = f"Remove {existing[0].rpartition('/')[2]}" + (" and others" if existing[1:] else "")
-            self._commit(place, lambda hub: [hub.CommitOperationDelete(path) for path in existing], message)
+            self._commit(place, [_library().CommitOperationDelete(path) for path in existing], message)
 
-    def _commit(self, place: HubPlace, operations: Callable[[Any], list[Any]], message: str) -> None:
+    def _commit(self, place: HubPlace, operations: list[Any], message: str) -> None:
         """Change a branch, which is resolved again on its next use."""
-        library = _library()
 
         def commit() -> None:
-            writer = library.HfApi(
+            writer = _library().HfApi(
                 endpoint=self._url, token=self._token, library_name="safeload", library_version=__version__,
                 headers=self._client.headers,
             )  # fmt: skip
-            writer.create_commit(
-                place.repo, operations(library), commit_message=message, repo_type=place.kind, revision=place.revision
-            )
+            options = {"commit_message": message, "repo_type": place.kind, "revision": place.revision}
+            writer.create_commit(place.repo, operations, **options)
 
-        self._checked(commit, place, tries=TRIES, transient=_is_transient)
-        self._snapshots.pop(place.key, None)
+        self._checked(commit, place, TRIES)
+        self._snapshots.pop(place[:3], None)
 
     def check_writable(self, url: str) -> None:
         """Check that the repository exists."""
         urls.check_online(url)
         place = self._place(url)
-        self._snapshots.pop(place.key, None)  # resolve the revision again
+        self._snapshots.pop(place[:3], None)  # resolve the revision again
         self.snapshot(place)
 
     # ---- requests ----
@@ -323,7 +319,12 @@ class Hub(Backend):
 
         def content_of(exchange: Exchange) -> bytes:
             self._check_accepted(exchange, place)
-            return _content(exchange, place.shown)
+            expected, content = exchange.length, whole_body(exchange, MAX_JSON, place.shown)
+            if content is not None:
+                return content
+            size = "more" if expected is None else f"{expected:,}"
+            text = f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}"
+            raise Failure(RemoteError(text, place.shown))
 
         what = "" if place.revision is None else f"/revision/{quote(place.revision, safe='')}"
         try:
@@ -349,25 +350,18 @@ class Hub(Backend):
 
     def _api(self, place: HubPlace, what: str, use: Callable[[Exchange], _Result]) -> _Result:
         """Request an answer about a repository."""
-
-        def address() -> str:
-            import_module("huggingface_hub.utils").validate_repo_id(place.repo)
-            return f"{self._url}/api/{place.kind}s/{place.repo}{what}"
-
-        return request(self._client, self._target(address, place), place.shown, use)
-
-    def _file(self, place: HubPlace, commit: str) -> RequestTarget:
-        """Return the URL of a file and the headers for it."""
-        options = {"repo_type": place.kind, "revision": commit, "endpoint": self._endpoint}
-        return self._target(lambda: _library().hf_hub_url(place.repo, place.path, **options), place)
+        target = self._target(lambda: f"{self._url}/api/{place.kind}s/{place.repo}{what}", place)
+        return request(self._client, target, place.shown, use)
 
     def _target(self, address: Callable[[], Any], place: HubPlace) -> RequestTarget:
         """Return a URL of the Hub with the token and the caller's headers."""
         _library()
-        build: Callable[..., dict[str, str]] = import_module("huggingface_hub.utils").build_hf_headers
+        utils = import_module("huggingface_hub.utils")
 
         def parts() -> tuple[str, dict[str, str]]:
-            return str(address()), build(token=self._token, library_name="safeload", library_version=__version__)
+            utils.validate_repo_id(place.repo)
+            named = {"library_name": "safeload", "library_version": __version__}
+            return str(address()), utils.build_hf_headers(token=self._token, **named)
 
         url, headers = self._checked(parts, place)
         token = headers.get("authorization", "").removeprefix("Bearer ")
@@ -397,24 +391,24 @@ class Hub(Backend):
             raise Failure(error)
         raise of_status(exchange, place.shown).noted(f": {text}" if text else "")
 
-    def _checked(self, call: Callable[[], _Result], place: HubPlace, **options: Any) -> _Result:
+    def _checked(self, call: Callable[[], _Result], place: HubPlace, tries: int = 1) -> _Result:
         """Call huggingface_hub, and translate its errors with the Hub's own explanation."""
 
         def translate(error: Exception, *_: Any) -> Exception:
             code = next((_CODES[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in _CODES), None)
-            status, text = _status(error), cleaned(error, self._secrets)
+            status, text = status_of(error), cleaned(error, self._secrets)
             if code is None and status is None:
                 return translated(error, place.shown, self._secrets)
             code = "WrongToken" if code is None and status == 401 else code
             return self._error(code, status, text, place) or RemoteError(text, place.shown)
 
-        return checked(call, place.shown, self._secrets, translate=translate, **options)
+        return checked(call, place.shown, self._secrets, tries=tries, translate=translate)
 
     def _error(self, code: str | None, status: int | None, text: str, place: HubPlace) -> Exception | None:
         """Return the error for a refusal that is no fault of the server."""
         shown = place.shown
         if code in _MISSING:
-            return missing_file(shown, f"{shown}: {_MISSING[code].format(place.kind)}")
+            return missing_file(shown, f"{shown}: {_MISSING[code].format(kind=place.kind)}")
         if code == "Invalid":
             return UnsupportedError(f"{shown}: {text}")
         if code in _REFUSALS:
@@ -428,34 +422,6 @@ class Hub(Backend):
 def _library() -> Any:
     """Import huggingface_hub: only here, because cached files need no requests, and the import takes 0.3 s."""
     return needed("huggingface_hub", "hf:// URLs need huggingface_hub")
-
-
-def _is_transient(error: Exception) -> bool:
-    """Return whether huggingface_hub may succeed with another attempt."""
-    status = _status(error)
-    if status is not None:
-        return status in (408, 429) or status >= 500
-    return type(error).__name__ not in ("LocalTokenNotFoundError", "OfflineModeIsEnabled") and is_transient(error)
-
-
-def _content(exchange: Exchange, shown: str) -> bytes:
-    """Return the body of a response."""
-    expected = exchange.length  # None if the Hub does not tell
-    content, memory = bytearray(), memoryview(bytearray(_PIECE))
-    while (expected or 0) <= MAX_JSON and len(content) <= MAX_JSON:
-        count = exchange.receive(memory)
-        if not count:
-            if exchange.length:  # bytes that have not arrived
-                raise broken_off(shown)
-            return bytes(content)
-        content += memory[:count]
-    size = "more" if expected is None else f"{expected:,}"
-    raise Failure(RemoteError(f"the Hub's response has {size} bytes, but the limit is {MAX_JSON:,}", shown))
-
-
-def _status(error: Exception) -> int | None:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
 
 
 def _in_cache(place: HubPlace) -> Snapshot | None:
@@ -500,15 +466,4 @@ def _open_cached(place: HubPlace, commit: str, nbytes: int | None) -> LocalStore
         return None
     store.mark = commit
     log.debug("%s: opened %s", shown, path)
-    return store
-
-
-def _of_commit(store: HttpStore, commit: str) -> HttpStore:
-    """Return a store whose version is its commit, equal to that of a cached file."""
-    stated = store.commits - {commit}
-    if stated:
-        store.close()
-        raise RemoteError(f"the Hub returned the file of commit {show(stated.pop())}, expected {commit}", store.path)
-    store.commits.add(commit)  # a later answer that states another commit is refused
-    store.version = (store.size, commit)
     return store

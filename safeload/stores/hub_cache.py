@@ -28,8 +28,8 @@ _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[^/\\:\x00]{1,255}", re.DOTALL)
 _REPOSITORY = re.compile(r"[A-Za-z0-9._-]{1,96}(?:/[A-Za-z0-9._-]{1,96})?", re.ASCII)
 _FOLDER = re.compile(r"models--([A-Za-z0-9._-]{1,200})", re.ASCII)
 _SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.[a-z]+)", re.ASCII | re.DOTALL)
-# Longest text of a ref, and maximum number of files in a snapshot.
-_LONGEST_REF, MAX_FILES = 200, 100_000
+# Maximum number of files in a snapshot.
+MAX_FILES = 100_000
 _TREE_VERSION = 1
 # Files that complete the weights of a folder: without them its weights could be misread.
 _CONFIGS = ("config.json", "adapter_config.json")
@@ -53,14 +53,7 @@ class CachedRepository:
             return revision
         if not all(map(_COMPONENT.fullmatch, revision.split("/"))):
             return None
-        path = os.path.join(self.path, "refs", *revision.split("/"))
-        if not os.path.isfile(path):  # a FIFO would block
-            return None
-        try:
-            with open(path, encoding="ascii") as file:
-                commit = file.read(_LONGEST_REF).strip()
-        except (OSError, ValueError):
-            return None
+        commit = hub_cache.ref_of(self.path, *revision.split("/"))
         return commit if COMMIT.fullmatch(commit) else None
 
     def refs(self) -> dict[str, str]:

@@ -96,15 +96,10 @@ def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
         raise FormatError(f"{what} is not JSON: {show(str(error))[1:-1]}", text) from None
     if not isinstance(value, dict):
         raise FormatError(f"{what} must be a JSON object, got {type(value).__name__}", text, 0)
-    _check_depth(value, what, text)
-    return value
-
-
-def _check_depth(value: Any, what: str, path: str) -> None:
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         items = (item.values() if isinstance(item, dict) else item for item in level)
         level = [inner for group in items for inner in group if isinstance(inner, (dict, list))]
         if not level:
-            return
-    raise FormatError(f"{what} is nested more than {MAX_DEPTH} levels deep", path)
+            return value
+    raise FormatError(f"{what} is nested more than {MAX_DEPTH} levels deep", text)

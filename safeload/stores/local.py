@@ -390,12 +390,24 @@ def replace(source: str, target: str, shown: str) -> None:
         try:
             os.replace(source, target)
             return
-        except OSError as error:
-            if not _refused(error):
+        except OSError as error:  # on Windows, if the file is read-only or in use
+            mapped = getattr(error, "winerror", None) == _USER_MAPPED_FILE
+            if os.name != "nt" or not (mapped or isinstance(error, PermissionError)):
                 raise
-        if not _release_at(target):
+        released = 0
+        with contextlib.suppress(OSError):
+            identity = identity_of(os.stat(target))
+            released = sum([file.release() for file in _open_files() if file.gives_way and file.identity == identity])
+        if not released:
             time.sleep(pause)
-    raise PermissionError(errno.EACCES, _in_use(target), shown)
+    text = (
+        "Windows does not replace a file that is mapped or open: delete the arrays that were loaded from it, or load "
+        'them with backend="pread"; close open checkpoints; or write to another path'
+    )
+    with contextlib.suppress(OSError):
+        if not os.stat(target).st_mode & stat.S_IWRITE:
+            text = "the file is read-only, and Windows does not replace read-only files"
+    raise PermissionError(errno.EACCES, text, shown)
 
 
 def sync_folder(folder: str) -> None:
@@ -410,31 +422,6 @@ def sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _release_at(path: str) -> bool:
-    """Close this process's descriptors of a file if they may give way; return True if any was closed."""
-    try:
-        identity = identity_of(os.stat(path))
-    except OSError:
-        return False
-    return sum([file.release() for file in _open_files() if file.gives_way and file.identity == identity]) > 0
-
-
-def _refused(error: OSError) -> bool:
-    """Return whether Windows refuses to replace the file because it is read-only or in use."""
-    mapped = getattr(error, "winerror", None) == _USER_MAPPED_FILE
-    return os.name == "nt" and (mapped or isinstance(error, PermissionError))
-
-
-def _in_use(path: str) -> str:
-    with contextlib.suppress(OSError):
-        if not os.stat(path).st_mode & stat.S_IWRITE:
-            return "the file is read-only, and Windows does not replace read-only files"
-    return (
-        "Windows does not replace a file that is mapped or open: delete the arrays that were loaded from it, or load "
-        'them with backend="pread"; close open checkpoints; or write to another path'
-    )
 
 
 # ---- copying inside the system, where some filesystems share the blocks ----
@@ -452,25 +439,27 @@ def copy_range(source: int, begin: int, nbytes: int, target: int, at: int) -> No
     # The first step ends on a block of the source: the following steps can share blocks if the target's match.
     step = min(nbytes, -begin % BLOCK) or min(nbytes, _STEP)
     while nbytes:
-        copied = _in_system(source, begin, step, target, at) or _through_memory(source, begin, step, target, at)
+        copied = 0
+        if hasattr(os, "copy_file_range"):
+            try:
+                copied = os.copy_file_range(source, target, step, begin, at)
+            except OSError as error:
+                if error.errno not in _NO_COPY:
+                    raise
+        if not copied:
+            copied = _through_memory(source, begin, step, target, at)
         begin, at, nbytes = begin + copied, at + copied, nbytes - copied
         step = min(nbytes, _STEP)
 
 
-def _in_system(source: int, begin: int, nbytes: int, target: int, at: int) -> int:
-    """Return the number of bytes that the system has copied; 0 if it cannot copy."""
-    if not hasattr(os, "copy_file_range"):
-        return 0
-    try:
-        return os.copy_file_range(source, target, nbytes, begin, at)
-    except OSError as error:
-        if error.errno in _NO_COPY:
-            return 0
-        raise
-
-
 def _through_memory(source: int, begin: int, nbytes: int, target: int, at: int) -> int:
-    data = _read(source, begin, min(nbytes, _BUFFER))
+    """Copy without the system's help, and without moving the source's position, which a caller may share."""
+    size = min(nbytes, _BUFFER)
+    if hasattr(os, "pread"):
+        data = os.pread(source, size, begin)
+    else:
+        os.lseek(source, begin, os.SEEK_SET)
+        data = os.read(source, size)
     if not data:
         raise OSError(errno.EIO, f"the file ends at byte {begin}, {nbytes} bytes too early")
     os.lseek(target, at, os.SEEK_SET)
@@ -478,14 +467,6 @@ def _through_memory(source: int, begin: int, nbytes: int, target: int, at: int) 
     while view:
         view = view[os.write(target, view) :]
     return len(data)
-
-
-def _read(source: int, begin: int, nbytes: int) -> bytes:
-    """Read without moving the position, which a caller's file object may share, if the system can."""
-    if hasattr(os, "pread"):
-        return os.pread(source, nbytes, begin)
-    os.lseek(source, begin, os.SEEK_SET)
-    return os.read(source, nbytes)
 
 
 # ---- locks against other processes, which end with this process ----

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from ..errors import UnsupportedError, missing_file
 from .files import Files
 from .local import LocalStore, compare, identity_of
 from .remote import RemoteStore, read_spans
 from .store import WINDOW, ByteStore, Span
-from .thread_group import each
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 class Member(NamedTuple):
@@ -76,6 +72,7 @@ class MemberFiles(Files):
         self._container = container
         self._path = path
         self._members = members
+        self.waits = isinstance(container, RemoteStore) and not container.here
         self._folders: dict[str, dict[str, bool]] = {"": {}}  # names in each folder, and if they are folders
         for name in members:
             folder, base = self.split(name)
@@ -99,6 +96,9 @@ class MemberFiles(Files):
         """All folders, those at the top first."""
         return sorted(self._folders, key=lambda folder: (folder.count("/") if folder else -1, folder))
 
+    def is_local(self, path: str) -> bool:
+        return False
+
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         member = self._members.get(path)
         if member is None:
@@ -118,9 +118,6 @@ class MemberFiles(Files):
         folder, _, name = path.rpartition("/")
         return folder, name
 
-    def absolute(self, path: str) -> str:
-        return path
-
     def shown(self, path: str) -> str:
         return f"{self._path}/{path}" if path else self._path
 
@@ -129,10 +126,3 @@ class MemberFiles(Files):
 
     def public_options(self) -> dict[str, Any] | None:
         raise UnsupportedError(f"{self!r}: members have no paths of their own")
-
-    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        """Do nothing: the container is checked."""
-
-    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        requests = isinstance(self._container, RemoteStore) and not self._container.here
-        return each(function, items) if requests else super().each(function, items)

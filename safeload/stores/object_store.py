@@ -13,8 +13,7 @@ from ..base.absent import needed
 from ..base.url import escaped
 from ..errors import UnsupportedError
 from .files import Location
-from .foreign_errors import changed, checked, secrets_of
-from .objects import ObjectStore, ObjectUrls
+from .foreign import ObjectStore, changed, checked, secrets_of
 from .remote import Backend, ForeignStore, RemoteStore, checked_size, digest_of, marks_of, strong_etag
 from .remote_files import RemoteFiles
 from .store import WINDOW, ByteStore
@@ -37,14 +36,15 @@ def of_fsspec(fs: Any, path: str) -> Location:
     if not isinstance(path, str):
         raise TypeError(f"path must be a str, got {type(path).__name__}")
     needed("fsspec", "a filesystem needs fsspec")
-    from .filesystem import Filesystem, is_escaped  # only here: it imports fsspec
+    from .filesystem import Filesystem  # only here: it imports fsspec
 
     url = path if urls.is_url(path) else fs.unstrip_protocol(fs._strip_protocol(path))
-    if urls.scheme_of(url) == "file" and is_escaped(fs):  # like `file://` URLs, so that a pickle leads to the file
+    backend = Filesystem(fs)
+    if urls.scheme_of(url) == "file" and backend.escapes:  # like `file://` URLs, so that a pickle leads to the file
         url = escaped(url)
     # A pickle of a cache carries the options of the filesystem behind it.
     options = getattr(getattr(fs, "fs", fs), "storage_options", None)
-    return Location(RemoteFiles(options if isinstance(options, Mapping) else {}, Filesystem(fs)), url)
+    return Location(RemoteFiles(options if isinstance(options, Mapping) else {}, backend), url)
 
 
 def of_obstore(store: Any, path: str) -> Location:
@@ -94,7 +94,7 @@ class Single(Backend):
         return self._store if isinstance(self._store, RemoteStore) else ForeignStore(self._store, urls.shown(url))
 
 
-class Obstore(ObjectStore, ObjectUrls):
+class Obstore(ObjectStore):
     """An obstore store, and its URLs. Each range arrives in its own buffer, with the version it belongs to.
 
     obstore waits for no signal and works in no forked process, so its calls run in threads of their own.
@@ -120,13 +120,13 @@ class Obstore(ObjectStore, ObjectUrls):
     def __repr__(self) -> str:
         return f"<Obstore {self.root}>"  # its configuration holds keys
 
-    def find(self, url: str) -> tuple[ObjectStore, str]:
+    def place(self, url: str) -> str:
         self._check_process(url)
         if not f"{url}/".startswith(self.root):
             raise ValueError(f"{urls.shown(url)} is not in {self.root}")
-        return self, url[len(self.root) :].strip("/")
+        return url[len(self.root) :].strip("/")
 
-    def list(self, place: str, shown: str) -> Iterator[tuple[Any, bool]]:
+    def entries(self, place: str, shown: str) -> Iterator[tuple[Any, bool]]:
         entries = self._ask(lambda: self._store.list_with_delimiter(place or None), shown)
         if isinstance(entries, Mapping):
             yield from ((entry["path"], False) for entry in entries["objects"])

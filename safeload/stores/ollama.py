@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..base.text import plural, show
 from ..base.url import shown
@@ -130,42 +130,13 @@ def folders() -> list[str]:
 
 
 def find(url: str) -> OllamaModel:
-    """Find a model by its name."""
+    """Find a model by its name; refuse one without weights, with several, or whose blobs are missing or other."""
     name = parse(url)
-    for folder in folders():
-        path = os.path.join(folder, "manifests", *name)
-        if os.path.isfile(path):
-            return _checked(read(folder, name), path)
-    raise missing_file(url, f"No such model: {url}; {_available()}")
-
-
-def read(folder: str, name: OllamaName) -> OllamaModel:
-    """Read the manifest of a model; the blobs are not looked at."""
-    path = os.path.join(folder, "manifests", *name)
-    layers = read_json(path, "the manifest").get("layers")
-    if not isinstance(layers, list):
-        raise FormatError(f"layers must be an array, got {type(layers).__name__}", path)
-    return OllamaModel(name, tuple(_layer(layer, folder, path) for layer in layers))
-
-
-def _layer(layer: Any, folder: str, path: str) -> Layer:
-    if not isinstance(layer, Mapping):
-        raise FormatError(f"a layer must be an object, got {type(layer).__name__}", path)
-    media, digest, nbytes, name = (layer.get(key) for key in ("mediaType", "digest", "size", "name"))
-    match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
-    if match is None:
-        raise FormatError(f"a digest must be sha256: and 64 hexadecimal digits, got {show(digest)}", path)
-    if not isinstance(media, str):
-        raise FormatError(f"mediaType must be a string, got {show(media)}", path)
-    if type(nbytes) is not int or nbytes < 0:
-        raise FormatError(f"size must be a number of bytes, got {show(nbytes)}", path)
-    kind = media.partition(";")[0].strip().removeprefix(_MEDIA)
-    blob = os.path.join(folder, "blobs", f"sha256-{match[1].lower()}")
-    return Layer(kind, blob, nbytes, name if isinstance(name, str) else "")
-
-
-def _checked(model: OllamaModel, path: str) -> OllamaModel:
-    """Refuse a model without weights, with several, or with blobs that are missing or have another size."""
+    manifests = ((folder, os.path.join(folder, "manifests", *name)) for folder in folders())
+    folder, path = next((pair for pair in manifests if os.path.isfile(pair[1])), ("", ""))
+    if not path:
+        raise missing_file(url, f"No such model: {url}; {_available()}")
+    model = read(folder, name)
     models, tensors = model.of(_MODEL), model.of(_TENSOR)
     if not models and not tensors:
         raise UnsupportedError(f"{path}: the model has no layer with weights: it runs elsewhere, or is not complete")
@@ -182,6 +153,30 @@ def _checked(model: OllamaModel, path: str) -> OllamaModel:
             message = f"the layer must have {layer.nbytes:,} bytes as its manifest says, but has {nbytes:,}"
             raise FormatError(message, layer.path)
     return model
+
+
+def read(folder: str, name: OllamaName) -> OllamaModel:
+    """Read the manifest of a model; the blobs are not looked at."""
+    path = os.path.join(folder, "manifests", *name)
+    listed = read_json(path, "the manifest").get("layers")
+    if not isinstance(listed, list):
+        raise FormatError(f"layers must be an array, got {type(listed).__name__}", path)
+    layers = []
+    for layer in listed:
+        if not isinstance(layer, Mapping):
+            raise FormatError(f"a layer must be an object, got {type(layer).__name__}", path)
+        media, digest, nbytes, title = (layer.get(key) for key in ("mediaType", "digest", "size", "name"))
+        match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
+        if match is None:
+            raise FormatError(f"a digest must be sha256: and 64 hexadecimal digits, got {show(digest)}", path)
+        if not isinstance(media, str):
+            raise FormatError(f"mediaType must be a string, got {show(media)}", path)
+        if type(nbytes) is not int or nbytes < 0:
+            raise FormatError(f"size must be a number of bytes, got {show(nbytes)}", path)
+        kind = media.partition(";")[0].strip().removeprefix(_MEDIA)
+        blob = os.path.join(folder, "blobs", f"sha256-{match[1].lower()}")
+        layers.append(Layer(kind, blob, nbytes, title if isinstance(title, str) else ""))
+    return OllamaModel(name, tuple(layers))
 
 
 def names_in(folder: str, failures: list[OSError]) -> Iterator[OllamaName]:

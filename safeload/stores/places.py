@@ -58,10 +58,11 @@ def places_of(
 ) -> tuple[list[str], Files]:
     """Return callers' paths as text, and their store."""
     if len(paths) == 1:  # most calls
-        only = paths[0]
-        text = only if type(only) is str else _plain_path(only)
-        if text is not None and not urls.is_url(text):
-            return [private_text(text)], LOCAL
+        only: Any = paths[0]
+        if type(only) is not str and hasattr(type(only), "__fspath__") and not hasattr(only, "fs"):
+            only = os.fspath(only)  # of `pathlib`
+        if type(only) is str and not urls.is_url(only):
+            return [private_text(only)], LOCAL
     texts: list[str] = []
     files: Files = LOCAL
     url_files: Files | None = None
@@ -94,14 +95,6 @@ def places_of(
             files = _common(files, location.files)
             texts.append(location.path)
     return texts, files
-
-
-def _plain_path(path: Any) -> str | None:
-    """Return the text of a `pathlib` path; None for anything else, such as a path in a filesystem of fsspec."""
-    if not hasattr(type(path), "__fspath__") or hasattr(path, "fs"):
-        return None
-    text = os.fspath(path)
-    return text if type(text) is str else None
 
 
 def _is_at_start(file: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Files in remote stores: range reads, and small reads from cached windows."""
+"""Files in remote stores: backends, range reads, and small reads from cached windows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import operator
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..base import url as urls
@@ -39,13 +38,6 @@ def checked_size(value: object, path: str) -> int:
     if 0 <= size < 1 << 63:
         return size
     raise error_about(FormatError, f"the store reports a size of {show(value)}, expected 0 to 2**63 - 1", path=path)
-
-
-def checked_name(value: object, path: str) -> str:
-    """Return the last part of a path that a store lists."""
-    if isinstance(value, str) and "\0" not in value and not re.search("[\ud800-\udfff]", value):
-        return value.rstrip("/").rpartition("/")[2]
-    raise error_about(FormatError, f"the store lists a name that is no text: {show(value)}", path=path)
 
 
 def is_weak(etag: str) -> bool:
@@ -93,7 +85,6 @@ class Backend(ABC):
 
     escapes = False  # True if paths of the caller's own store are escaped in its URLs
     timeout = 30.0  # seconds that the store may be silent
-    kept: Callable[[], AbstractContextManager[object]] = nullcontext  # keeps connections from one file to the next
     no_folders = read_only = ""  # why nothing is listed or written, if so
 
     @abstractmethod

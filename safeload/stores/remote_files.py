@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from ..base import url as urls
 from ..base.absent import needed
 from ..base.text import show
 from ..base.url import divided
-from ..errors import UnsupportedError
-from .files import Files
-from .foreign_errors import public_options
+from ..errors import UnsupportedError, missing_file
+from .files import LOCAL, Files
+from .foreign import copy_whole, public_options
+from .local import LocalStore, open_local
 from .remote import Backend
 from .store import WINDOW, ByteStore
-from .thread_group import each
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 class RemoteFiles(Files):
     """The files behind URLs, and local files too."""
 
-    remote = True
+    remote = waits = True
 
     def __init__(self, options: Mapping[str, Any] | None = None, backend: Backend | None = None) -> None:
         if not isinstance(options, (Mapping, type(None))):
             raise TypeError(f"storage_options must be a dict, got {type(options).__name__}")
         self._options = options
         self._backend = backend
-        self._backends: dict[tuple[str, str], Backend] = {}
+        self._backends: dict[object, Backend] = {}
         # Whether paths are literal, so that marks such as "%" are data, as in most stores of callers.
         self._literal = backend is not None and not backend.escapes
 
@@ -43,24 +41,15 @@ class RemoteFiles(Files):
 
     def backend(self, url: str) -> Backend:
         """Return the store of a URL."""
+        urls.check_allowed(url, self._backend is not None or self._options is not None)
         if self._backend is not None:
-            urls.check_allowed(url, True)
             return self._backend
-        backend = self._backends.get(_key(url))
-        if backend is None:
-            urls.check_allowed(url, self._options is not None)
-            backend = self._backends.setdefault(_key(url), _backend(url, self._options or {}))
-        return backend
+        key, make = _store_of(url, self._options or {})
+        backend = self._backends.get(key)
+        return self._backends.setdefault(key, make()) if backend is None else backend
 
-    @contextmanager
-    def kept(self, path: str) -> Iterator[None]:
-        """Keep the connections to the store of a path while the block opens one file after another."""
-        kept = Backend.kept
-        if urls.is_url(path):
-            with suppress(Exception):  # opening the path raises the error
-                kept = self.backend(path).kept
-        with kept():
-            yield
+    def is_local(self, path: str) -> bool:
+        return not urls.is_url(path)
 
     def open(self, path: str, window: int = WINDOW) -> ByteStore:
         if not urls.is_url(path):
@@ -77,14 +66,6 @@ class RemoteFiles(Files):
         entries = self.backend(folder).listing(folder)
         return [(name, is_folder) for name, is_folder in entries if not name.startswith(".")]
 
-    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        return each(function, items)
-
-    def check_unchanged(self, path: str, seen: tuple[Any, ...]) -> None:
-        """Check local files only: of a URL it would take a request, and opening compares versions anyway."""
-        if not urls.is_url(path):
-            super().check_unchanged(path, seen)
-
     # ---- paths as text ----
 
     def join(self, folder: str, name: str) -> str:
@@ -98,16 +79,13 @@ class RemoteFiles(Files):
     def split(self, path: str) -> tuple[str, str]:
         return urls.split(path, self._literal) if urls.is_url(path) else super().split(path)
 
-    def absolute(self, path: str) -> str:
-        return path if urls.is_url(path) else super().absolute(path)
-
     def shown(self, path: str) -> str:
         return urls.shown(path) if urls.is_url(path) else path
 
     def public(self, path: str) -> str:
         if not urls.is_url(path):
             return super().public(path)
-        backend = self._backend or self._backends.get(_key(path))
+        backend = self._backend or self._backends.get(urls.scheme_of(path))  # the only one by scheme that pins: the Hub
         return urls.public(path if backend is None else backend.pinned(path))
 
     def public_options(self) -> dict[str, Any] | None:
@@ -118,13 +96,11 @@ class RemoteFiles(Files):
         return public_options(self._options)
 
 
-def _key(url: str) -> tuple[str, str]:
-    """Return the key of a URL's backend. Each host has its own, so hosts never share redirects or credentials."""
-    scheme, link = urls.scheme_of(url), divided(url)
-    return scheme, (link.place or "").lower() if scheme in ("http", "https") else ""
+def _store_of(url: str, options: Mapping[str, Any]) -> tuple[object, Callable[[], Backend]]:
+    """Return a key shared by all URLs of a store, and the function that makes its backend.
 
-
-def _backend(url: str, options: Mapping[str, Any]) -> Backend:
+    Each host has its own backend, so hosts never share redirects or credentials.
+    """
     scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
     if not chained and scheme in ("http", "https", "hf"):
         version = needed("urllib3", "http, https and hf URLs need urllib3").__version__
@@ -134,17 +110,42 @@ def _backend(url: str, options: Mapping[str, Any]) -> Backend:
         if scheme == "hf":
             from .hub import Hub
 
-            return Hub(options)
+            return scheme, lambda: Hub(options)
         from .http import Web
 
-        return Web(options)
+        return (scheme, (divided(url).place or "").lower()), lambda: Web(options)
     if "::" not in url and scheme == "file":
-        from .objects import LocalUrls
-
-        return LocalUrls()
+        return scheme, LocalUrls
     needed("fsspec", f"{urls.shown(url)} needs fsspec")
-    from .filesystem import Filesystem
+    from .filesystem import Filesystem, key_of
 
-    filesystem = Filesystem(None, options)
-    filesystem.find(url)
-    return filesystem
+    return key_of(url), lambda: Filesystem.of(url, options)
+
+
+class LocalUrls(Backend):
+    """``file://`` URLs."""
+
+    def open(self, url: str, window: int = WINDOW) -> LocalStore:
+        shown = urls.shown(url)
+        try:
+            return open_local(urls.local_path(url), shown=shown)
+        except FileNotFoundError:
+            raise missing_file(shown, f"No such file or directory: {shown}") from None
+
+    def is_folder(self, url: str) -> bool:
+        return LOCAL.is_folder(urls.local_path(url))
+
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        return LOCAL.listing(urls.local_path(url))
+
+    def upload(self, source: str, url: str) -> None:
+        copy_whole(source, urls.local_path(url), urls.shown(url))
+
+    def remove(self, targets: Sequence[str]) -> None:
+        for url in targets:
+            if url.endswith("/"):
+                with suppress(OSError):  # it may be missing, or have files
+                    os.rmdir(urls.local_path(url))
+                continue
+            with suppress(FileNotFoundError):
+                os.remove(urls.local_path(url))

@@ -199,7 +199,7 @@ class _Threads(Stop):
         def all_ended() -> bool:
             return all(thread.ident in (None, own) or thread in self._ended for thread in [*self._threads])
 
-        interrupted: KeyboardInterrupt | None = None
+        interrupted: list[KeyboardInterrupt] = []
         while not ended:
             try:
                 self.stop()
@@ -211,7 +211,7 @@ class _Threads(Stop):
                 if time.monotonic() >= until:
                     break
             except KeyboardInterrupt as error:
-                interrupted = error
+                interrupted = [error]
                 until = min(until, time.monotonic() + _GRACE)
         for thread in [*self._threads]:
             if thread in self._ended and thread is not threading.current_thread():
@@ -219,11 +219,8 @@ class _Threads(Stop):
                 # collected, and an iterator with it, in the middle of threading.enumerate().
                 thread.join(4 * _TICK)
         self._results = SimpleQueue()  # nobody takes the rest
-        if interrupted is not None:
-            try:
-                raise interrupted
-            finally:
-                del interrupted  # which refers to this frame
+        if interrupted:
+            raise interrupted.pop()  # which refers to this frame
 
 
 # ---- tasks ahead of a consumer ----
@@ -374,13 +371,13 @@ def each(function: Callable[[_Item], _Result], items: Sequence[_Item], limit: in
     """Return the results of a function for each item. Two or more items are run on threads."""
     if len(items) < 2:
         return [function(item) for item in items]
-    results: dict[int, _Result] = {}
+    results: list[Any] = [None] * len(items)
 
     def work(k: int) -> None:
         results[k] = function(items[k])
 
     run((partial(work, k) for k in range(len(items))), min(limit, len(items)))
-    return [results[k] for k in range(len(items))]
+    return results
 
 
 def in_order(function: Callable[[_Item], _Result], items: Iterable[_Item], count: int) -> Iterator[_Result]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ..base.forking import ProcessLock
@@ -188,30 +189,18 @@ def verify_content(
 ) -> None:
     """Hash a file without keeping it."""
     check_size(expected, store.size, path=path, source=source)
-
-    def ticked() -> Iterator[memoryview]:
-        for piece in pieces_of(store, path):
-            yield piece
-            tick(len(piece))
-
-    compare_digests(ticked(), expected, store.size, path=path, source=source)
+    compare_digests(pieces_of(store, path, tick), expected, store.size, path=path, source=source)
 
 
-def pieces_of(store: ByteStore, path: str) -> Iterator[memoryview]:
-    """Read a file in pieces, one after another into the same memory."""
+def pieces_of(store: ByteStore, path: str, tick: Callable[[int], object] = lambda nbytes: None) -> Iterator[memoryview]:
+    """Read a file in pieces, one after another into the same memory, and report their sizes once they are used."""
     step = _CHUNK if isinstance(store, LocalStore) else _REMOTE_CHUNK
     buffer = memoryview(bytearray(max(1, min(step, store.size))))
     for begin in range(0, store.size, step):
         piece = buffer[: store.size - begin]
         read_from(store, begin, piece, path)
         yield piece
-
-
-def _half_of_memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, ValueError, OSError):  # Windows
-        return _KEPT
+        tick(len(piece))
 
 
 class VerifiedFiles:
@@ -254,7 +243,10 @@ class VerifiedFiles:
         with self._lock.own:
             if store.dropped_early:
                 store.dropped_early = False
-                self._limit = max(self._limit, min(2 * self._limit, _half_of_memory()))
+                half = _KEPT  # of the machine's memory, which Windows does not tell
+                with suppress(AttributeError, ValueError, OSError):
+                    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+                self._limit = max(self._limit, min(2 * self._limit, half))
             self._stores[id(store)] = store
             self._stores.move_to_end(id(store))
             total = sum(other.nbytes for other in self._stores.values())

@@ -29,7 +29,6 @@ from builders.inside import (  # noqa: E402
     Stopped,
     belonging,
     foreign_errors,
-    objects,
     thread_group,
 )
 from fsspec.implementations.dirfs import DirFileSystem  # noqa: E402
@@ -507,7 +506,7 @@ def test_an_upload_that_is_broken_off_leaves_nothing(kind, error, memory, source
         raise error
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", half)
-    monkeypatch.setattr(objects.shutil, "copyfile", half_a_copy)
+    monkeypatch.setattr("shutil.copyfile", half_a_copy)
     for name in ("old.bin", "new.bin"):
         with pytest.raises(type(error)):
             backend.upload(source, f"{folder}/{name}")

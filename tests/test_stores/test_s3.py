@@ -19,7 +19,6 @@ moto_server = pytest.importorskip("moto.server")
 from builders import inside  # noqa: E402
 from builders.inside import (  # noqa: E402
     Filesystem,
-    FsspecHandle,
     FsspecStore,
     HttpStore,
     RemoteFiles,
@@ -95,7 +94,7 @@ def test_the_bytes_are_right_either_way(files, request):
 
 
 def test_both_ways_know_the_same_version(fs, options):
-    handle = FsspecHandle(fs, [])
+    handle = Filesystem(fs, [])
     assert RemoteFiles(options).open(FILE).version == FsspecStore(handle, FILE[5:], FILE).version
 
 
@@ -130,13 +129,13 @@ def test_a_version_of_an_object_is_read_by_its_id(fs, options):
 
 def test_a_signed_url_that_has_expired_is_made_anew(fs, options, monkeypatch):
     store, signed = RemoteFiles(options).open(FILE), []
-    sign = FsspecHandle.ask
+    sign = Filesystem.ask
 
     def ask(self, url, name, *arguments, **named):
         signed.append(name)
         return sign(self, url, name, *arguments, **named)
 
-    monkeypatch.setattr(FsspecHandle, "ask", ask)
+    monkeypatch.setattr(Filesystem, "ask", ask)
     expired = store._request
     refused = []
 

@@ -10,8 +10,8 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby, islice
-from typing import Any
+from itertools import chain, groupby, islice, starmap
+from typing import Any, TypeAlias
 
 from ...base import dtypes
 from ...base.arrays import Array
@@ -108,23 +108,20 @@ class Fetch:
             if error.tensor is None:
                 error.tensor = _tensor_at(request, spans[0].offset if error.begin is None else error.begin)
             raise
-        ready: list[_FetchWork] = []
+        ready: list[_Work] = []
         with self._lock:
             for piece, begin, end in request:
                 piece.left -= end - begin
                 if not piece.works:
                     self.done += end - begin
                 if not piece.left:
-                    for work in piece.works:
-                        work.waits -= 1
-                        if not work.waits:
-                            ready.append(work)
+                    ready += (work for work in piece.works if not any(other.left for other in work[1].values()))
         if ready:
             with self._turns, current().filling():  # because jobs write into the caller's memory
-                for path, works in groupby(ready, lambda work: work.path):
-                    self._execute([work.placed() for work in works], path)
+                for path, works in groupby(ready, _path_of):
+                    self._execute([*starmap(_placed, works)], path)
             with self._lock:
-                self.done += sum(work.job.size for work in ready)
+                self.done += sum(job.size for job, _ in ready)
                 window.works -= len(ready)
                 last = not window.works
             if last:
@@ -139,43 +136,36 @@ class _Piece:
 
     __slots__ = ("address", "begin", "end", "file", "left", "name", "works")
 
-    def __init__(self, file: WeightFile, begin: int, end: int, address: int = 0, name: str | None = None) -> None:
+    def __init__(self, file: WeightFile, begin: int, end: int, name: str | None, address: int = 0) -> None:
         self.file = file
         self.begin = begin
         self.end = end  # one past the last byte
-        self.address = address  # in memory
         self.name = name  # of the tensor, if known
-        self.works: list[_FetchWork] = []  # jobs waiting for the bytes; empty if the bytes belong to an array
+        self.address = address  # in memory
+        self.works: list[_Work] = []  # jobs waiting for the bytes; empty if the bytes belong to an array
         self.left = end - begin  # missing bytes
 
 
-class _FetchWork:
-    """A job to run when its bytes are in staging memory."""
+# A job to run when its bytes are in staging memory, and its pieces by role of a packed tensor; under "" the bytes of
+# the job itself.
+_Work: TypeAlias = tuple[Job, dict[str, _Piece]]
 
-    __slots__ = ("job", "pieces", "waits")
 
-    def __init__(self, job: Job, pieces: dict[str, _Piece]) -> None:
-        self.job = job  # reads from the file
-        self.pieces = pieces  # by role of a packed tensor; under "" the bytes of the job itself
-        self.waits = len(pieces)  # missing pieces
+def _path_of(work: _Work) -> str:
+    """Return the path of the file with the values or codes of the tensor, for messages."""
+    file, pieces = work[0].file, work[1]
+    return file.path if isinstance(file, WeightFile) else next(iter(pieces.values())).file.path
 
-    @property
-    def path(self) -> str:
-        """Path of the file with the values or codes of the tensor, for messages."""
-        file = self.job.file
-        return file.path if isinstance(file, WeightFile) else next(iter(self.pieces.values())).file.path
 
-    def placed(self) -> Job:
-        """Return the job with its sources in memory."""
-        job, pieces = self.job, self.pieces
-        if job.packed is not None:
-            job = job._replace(packed=job.packed.moved({role: piece.address for role, piece in pieces.items() if role}))
-        if "" in pieces:
-            piece = pieces[""]
-            job = job._replace(file=None, offset=piece.address)
-            if job.origin is None:
-                job = job._replace(origin=Origin(piece.file.tensor_at(piece.begin) or ""))
-        return job
+def _placed(job: Job, pieces: dict[str, _Piece]) -> Job:
+    """Return a job with its sources in memory."""
+    if job.packed is not None:
+        job = job._replace(packed=job.packed.moved({role: piece.address for role, piece in pieces.items() if role}))
+    if "" in pieces:
+        piece = pieces[""]
+        origin = job.origin or Origin(piece.file.tensor_at(piece.begin) or "")
+        job = job._replace(file=None, offset=piece.address, origin=origin)
+    return job
 
 
 class _Window:
@@ -183,33 +173,27 @@ class _Window:
 
     memory: Array | None = None  # the staging memory, if it has been placed
 
-    def __init__(self) -> None:
+    def __init__(self, jobs: Iterable[Job]) -> None:
         self.placing = threading.Lock()
         self.pieces: list[_Piece] = []
         self.works = 0  # pending jobs with staging memory
-        self.staged = 0  # bytes of staging memory
-        self._shared: dict[tuple[WeightFile, int, int], _Piece] = {}
-
-    def add(self, job: Job) -> None:
-        """Add a job."""
-        file = job.file
-        name = None if job.origin is None else job.origin.tensor
-        if _is_direct(job):
-            assert isinstance(file, WeightFile)
-            self.pieces.append(_Piece(file, job.offset, job.offset + job.size, job.memory, name))
-            return
-        pieces: dict[str, _Piece] = {}
-        for role, place in _remote_parts(job).items():
-            piece = self._shared.get(place)
-            if piece is None:
-                piece = self._shared[place] = _Piece(*place, name=name)
-                self.pieces.append(piece)
-                self.staged += -(-(place[2] - place[1]) // ALIGNMENT) * ALIGNMENT
-            pieces[role] = piece
-        work = _FetchWork(job, pieces)
-        for piece in pieces.values():
-            piece.works.append(work)
-        self.works += 1
+        self._shared: dict[tuple[Any, int, int], _Piece] = {}
+        for job in jobs:
+            name = None if job.origin is None else job.origin.tensor
+            if _is_direct(job):
+                assert isinstance(job.file, WeightFile)
+                self.pieces.append(_Piece(job.file, job.offset, job.offset + job.size, name, job.memory))
+                continue
+            parts = _remote_parts(job)
+            pieces = {
+                role: self._shared.get(place) or self._shared.setdefault(place, _Piece(*place, name))
+                for role, place in parts.items()
+            }
+            for piece in dict.fromkeys(pieces.values()):
+                piece.works.append((job, pieces))
+            self.works += 1
+        self.pieces += self._shared.values()
+        self.staged = sum(map(_room, self._shared.values()))  # bytes of staging memory
 
     def place(self, memory: Array) -> None:
         """Assign places in staging memory to the pieces."""
@@ -217,7 +201,7 @@ class _Window:
         address = address_of(memory)
         for piece in self._shared.values():
             piece.address = address
-            address += -(-(piece.end - piece.begin) // ALIGNMENT) * ALIGNMENT
+            address += _room(piece)
 
     def requests(self, request_size: int) -> Iterator[list[tuple[_Piece, int, int]]]:
         """Yield requests: byte ranges of pieces, in the order of the file."""
@@ -243,17 +227,22 @@ class _Window:
             yield request
 
 
+def _room(piece: _Piece) -> int:
+    return -(-(piece.end - piece.begin) // ALIGNMENT) * ALIGNMENT
+
+
 def _windows(jobs: Iterable[Job], request_size: int) -> Iterator[_Window]:
-    window, size = _Window(), 0
+    group: list[Job] = []
+    size = 0
     for job in chain.from_iterable(_divided(job, request_size) for job in jobs):
         cost = _extent(job)
         if size and size + cost > WINDOW:
-            yield window
-            window, size = _Window(), 0
-        window.add(job)
+            yield _Window(group)
+            group, size = [], 0
+        group.append(job)
         size += cost
-    if size or window.works:
-        yield window
+    if group:
+        yield _Window(group)
 
 
 def _remote_parts(job: Job) -> dict[str, tuple[Any, int, int]]:

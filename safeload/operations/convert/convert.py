@@ -23,9 +23,9 @@ from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
 from ...loading.adapter import Adapters, listed
 from ...models.layout import Layout
 from ...packed.quantization import is_own, without_quantization
+from ...stores.digests import Signature
 from ...stores.files import LOCAL
 from ...stores.local import LocalStore
-from ...stores.signature import Signature
 from ..folders import journal
 from ..folders.destinations import (
     Destination,

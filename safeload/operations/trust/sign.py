@@ -10,8 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ...errors import SafeloadError, one_line
-from ...stores.digests import SIGNATURE_NAME, is_signature
-from ...stores.signature import check_readable, library
+from ...stores.digests import SIGNATURE_NAME, check_readable, is_signature, library
 from ..folders.destinations import Output, refuse_inputs
 
 

@@ -1,17 +1,24 @@
-"""Errors of other libraries as safeload's: which are transient, and which texts must not appear in messages."""
+"""Stores of other libraries: an adapter of five calls, errors that are transient or translated, and secret texts."""
 
 from __future__ import annotations
 
 import errno
+import os
 import random
 import re
+import secrets
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from ..base import log
 from ..base import url as urls
-from ..base.text import printable
+from ..base.messages import error_about
+from ..base.text import printable, show
 from ..base.url import Url
 from ..errors import (
     FormatError,
@@ -22,7 +29,10 @@ from ..errors import (
     UnsupportedError,
     missing_file,
 )
-from .thread_group import current
+from .local import replace
+from .remote import Backend, RemoteStore
+from .store import WINDOW, ByteStore
+from .thread_group import current, each
 
 _Result = TypeVar("_Result")
 
@@ -37,6 +47,7 @@ _WAIT_SHOWN = 1e12
 # Permanent system errors.
 _PERMANENT = frozenset((errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR))
 # Class names of library errors.
+_LASTING = ("FileExpired", "LocalTokenNotFoundError", "OfflineModeIsEnabled")
 _DENIED = re.compile(r"Credential|[Aa]uthenti|Authoriz|Forbidden|AccessDenied|PermissionDenied|TokenError|RefreshError")
 _TRANSIENT = re.compile(r"Connect|Timeout|TimedOut|Incomplete|Payload|Stream|Protocol|Transport|ServerError|HttpError")
 # Maximum length of a library's message, and the length searched for secrets.
@@ -57,7 +68,6 @@ def checked(
     secrets: list[str],
     *,
     tries: int = 1,
-    transient: Callable[[Exception], bool] | None = None,
     translate: Callable[..., Exception] | None = None,
 ) -> _Result:
     """Call another library and translate its errors, after up to ``tries`` attempts if they are transient.
@@ -68,22 +78,15 @@ def checked(
         try:
             return function()
         except Exception as error:
-            translation = (translate or translated)(error, url, secrets)
-            if k == tries or not (transient or is_transient)(error):
+            failure = [(translate or translated)(error, url, secrets)]
+            if k == tries or not _is_transient(error):
                 break
-            pause = max(PAUSE * 2 ** (k - 1) * random.uniform(0.5, 1), _requested_pause(error))
-        log.debug("%s: retry in %.1f s: %s", url, pause, translation.args[0] if translation.args else "")
+            headers = getattr(getattr(error, "response", None), "headers", None)
+            requested = requested_wait(headers) if isinstance(headers, Mapping) else 0.0
+            pause = max(PAUSE * 2 ** (k - 1) * random.uniform(0.5, 1), min(requested, _LONGEST_PAUSE))
+        log.debug("%s: retry in %.1f s: %s", url, pause, failure[0].args[0] if failure[0].args else "")
         current().sleep(pause)
-    try:
-        raise translation
-    finally:
-        del translation  # it refers to this frame
-
-
-def _requested_pause(error: Exception) -> float:
-    """Return the server's requested wait in seconds, if the error has its response; limited to a reasonable wait."""
-    headers = getattr(getattr(error, "response", None), "headers", None)
-    return min(requested_wait(headers), _LONGEST_PAUSE) if isinstance(headers, Mapping) else 0.0
+    raise failure.pop()  # which refers to this frame
 
 
 def requested_wait(headers: Mapping[str, Any], *, quota: bool = True) -> float:
@@ -100,15 +103,24 @@ def requested_wait(headers: Mapping[str, Any], *, quota: bool = True) -> float:
         return 0.0
 
 
-def is_transient(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     """Return whether a retry may help."""
-    if isinstance(error, (FileNotFoundError, PermissionError, SafeloadError)) or _name(error) == "FileExpired":
+    name, status = type(error).__name__, status_of(error)
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    if isinstance(error, (FileNotFoundError, PermissionError, SafeloadError)) or name in _LASTING:
         return False
     if type(error).__module__.startswith("obstore"):  # which has retried
         return False
     if isinstance(error, OSError):
         return error.errno not in _PERMANENT
-    return _TRANSIENT.search(_name(error)) is not None and _DENIED.search(_name(error)) is None
+    return _TRANSIENT.search(name) is not None and _DENIED.search(name) is None
+
+
+def status_of(error: Exception) -> int | None:
+    """Return the status code of an error with a response, or None."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
 
 
 def translated(
@@ -117,27 +129,23 @@ def translated(
     """Return safeload's error for a filesystem's or its library's error."""
     if isinstance(error, (SafeloadError, RemoteError)):
         return error
-    text = cleaned(error, secrets)
-    if isinstance(error, FileNotFoundError) or _name(error) == "NotFoundError":
+    name, text = type(error).__name__, cleaned(error, secrets)
+    if isinstance(error, FileNotFoundError) or name == "NotFoundError":
         return missing_file(url, f"No such file or directory: {url}")
-    if _name(error) in ("FileExpired", "PreconditionError"):
+    if name in ("FileExpired", "PreconditionError"):
         return changed(url, 0)
     if isinstance(error, (IsADirectoryError, NotADirectoryError)):
         return FormatError("this is a folder, not a file", url)
-    if isinstance(error, NotImplementedError) or _name(error) == "NotSupportedError":
+    if isinstance(error, NotImplementedError) or name == "NotSupportedError":
         return UnsupportedError(f"{url}: the filesystem does not support this{text and ': '}{text}")
-    reason = text if text and text != "None" else _name(error)
-    if isinstance(error, PermissionError) or (not isinstance(error, OSError) and _DENIED.search(_name(error))):
+    reason = text if text and text != "None" else name
+    if isinstance(error, PermissionError) or (not isinstance(error, OSError) and _DENIED.search(name)):
         return RemotePermissionError(f"the store refuses access: {reason}", url, begin, end)
-    if isinstance(error, TimeoutError) or "Timeout" in _name(error):
+    if isinstance(error, TimeoutError) or "Timeout" in name:
         return RemoteTimeoutError(f"the store does not respond in time: {reason}", url, begin, end)
-    if not isinstance(error, OSError) and reason != _name(error):
-        reason = f"{_name(error)}: {reason}"
+    if not isinstance(error, OSError) and reason != name:
+        reason = f"{name}: {reason}"
     return RemoteError(f"the store cannot be read: {reason}" if begin is not None else reason, url, begin, end)
-
-
-def _name(error: Exception) -> str:
-    return type(error).__name__
 
 
 def changed(url: str, before: int, now: int | None = None) -> FormatError:
@@ -160,6 +168,126 @@ def cleaned(error: BaseException, secrets: list[str]) -> str:
     text = _KEYS.sub("***", _URL.sub(lambda match: urls.shown(match[0]), text))
     text = printable(" ".join(text.split()))
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
+
+
+# ---- object stores ----
+
+
+class ObjectStore(Backend):
+    """An object store behind URLs, by five calls: entries, stat, read, write and delete.
+
+    Ctrl-C and the stop of the thread end each call; errors are safeload's.
+    """
+
+    name: str  # of the library's class
+    secrets: list[str]  # for messages
+    proves = False  # True if every `read` checks the version
+
+    @abstractmethod
+    def place(self, url: str) -> str:
+        """Return the place of a URL in the store."""
+
+    def writable(self, url: str) -> tuple[ObjectStore, str]:
+        """Return the store and the place to write a URL, or refuse a store that cannot be written."""
+        return self, self.place(url)
+
+    @abstractmethod
+    def entries(self, place: str, shown: str) -> Iterable[tuple[Any, bool]]:
+        """Return the paths in a folder, and whether each is a folder; the folder itself may be among them."""
+
+    @abstractmethod
+    def stat(self, place: str, shown: str) -> tuple[int, str | None]:
+        """Return the size of a file and a mark of its content."""
+
+    @abstractmethod
+    def read(self, place: str, shown: str, begin: int, end: int, version: tuple[Any, ...]) -> Any:
+        """Return the bytes of a range; its errors are not translated yet."""
+
+    @abstractmethod
+    def write(self, source: str, place: str, shown: str) -> None:
+        """Write a local file, which becomes visible only when it is complete."""
+
+    @abstractmethod
+    def delete(self, place: str, shown: str, *, folder: bool) -> None:
+        """Delete a file, or an empty folder."""
+
+    def open(self, url: str, window: int = WINDOW) -> ByteStore:
+        return StoredObject(self, self.place(url), urls.shown(url), window)
+
+    def is_folder(self, url: str) -> bool:
+        place = self.place(url)
+        return not place or any(True for _ in self.entries(place, urls.shown(url)))
+
+    def listing(self, url: str) -> list[tuple[str, bool]]:
+        place, shown, names = self.place(url), urls.shown(url), set()
+        for path, is_folder in self.entries(place, shown):
+            if not isinstance(path, str) or "\0" in path or re.search("[\ud800-\udfff]", path):
+                text = f"the store lists a name that is no text: {show(path)}"
+                raise error_about(FormatError, text, path=shown)
+            if path.strip("/") != place.strip("/"):
+                names.add((path.rstrip("/").rpartition("/")[2], is_folder))
+        return sorted(names)
+
+    def upload(self, source: str, url: str) -> None:
+        store, place = self.writable(url)
+        store.write(source, place, urls.shown(url))
+
+    def remove(self, targets: Sequence[str]) -> None:
+        def remove_one(url: str) -> None:
+            store, place = self.writable(url)
+            with suppress(FileNotFoundError):
+                store.delete(place, urls.shown(url), folder=url.endswith("/"))
+
+        each(remove_one, targets)
+
+    def check_writable(self, url: str) -> None:
+        self.writable(url)
+
+
+class StoredObject(RemoteStore):
+    """A file of an object store, read by ranges into separate buffers, because not every read can be aborted."""
+
+    def __init__(self, objects: ObjectStore, place: str, url: str, window: int = WINDOW) -> None:
+        super().__init__(window)
+        self.path = url
+        self._objects, self._place = objects, place
+        self.version = objects.stat(place, url)
+        self.size: int = self.version[0]
+        log.debug("%s: opened by %s", url, objects.name)
+
+    def content(self, begin: int, end: int) -> memoryview:
+        translate = partial(translated, begin=begin, end=end)
+        secrets = self._objects.secrets
+        return checked(lambda: self._range(begin, end), self.path, secrets, tries=TRIES, translate=translate)
+
+    def _range(self, begin: int, end: int) -> memoryview:
+        content = memoryview(self._objects.read(self._place, self.path, begin, end, self.version))
+        if len(content) == end - begin:
+            return content
+        if len(content) > end - begin:
+            raise UnsupportedError(f"{self.path}: the store does not support ranges of this file")
+        self.confirm()
+        raise RemoteError(f"expected {end - begin:,} bytes, got {len(content):,}", self.path, begin, end)
+
+    def confirm(self) -> None:
+        if not self._objects.proves:
+            version = self._objects.stat(self._place, self.path)
+            if version != self.version:
+                raise changed(self.path, self.size, version[0])
+
+
+def copy_whole(source: str, path: str, shown: str) -> None:
+    """Copy a local file to a local path, where it appears only when it is complete."""
+    folder, name = os.path.split(path)
+    os.makedirs(folder or ".", exist_ok=True)
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
+    try:
+        shutil.copyfile(source, temporary)
+        replace(temporary, path, shown)
+    except BaseException:
+        with suppress(OSError):
+            os.remove(temporary)
+        raise
 
 
 # ---- storage_options: which are public, and which are secret ----
