@@ -54,11 +54,6 @@ _SIZE, _PATH = b"size", b"path"
 _SPARSE, _CHARSET = b"GNU.sparse.", b"hdrcharset"
 
 
-def claims(candidate: Candidate) -> bool:
-    """Return True: the magic number tells."""
-    return True
-
-
 def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     """Open the weights in an archive; see `open_members`."""
     file = candidate.file
