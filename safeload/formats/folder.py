@@ -20,10 +20,10 @@ from ..engine.run.weight_file import WeightFile, places_in
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
 from ..models.module_names import adapter_note, refuse_adapters
 from ..stores.files import LOCAL, Files, Location
-from ..stores.json_file import read_if_there, read_json
+from ..stores.json_file import read_if_there, read_json, read_version
 from ..stores.local import identity_of
 from ..stores.store import read_at
-from .early import Listed, read_with_shards, together
+from ..stores.thread_group import HEADS
 from .foreign import DCP_SUFFIX
 from .gguf import read as gguf
 from .metadata import names_below
@@ -66,7 +66,7 @@ from .registry import (
     plugin_rows,
     row_of,
 )
-from .safetensors.header import window_for
+from .safetensors.header import EARLY_WINDOW, window_for
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -217,41 +217,89 @@ def _union(title: str, opened: Sequence[Opened]) -> Opened:
     where: dict[str, tuple[WeightFile, int]] = {}
     for each in opened:
         add(where, each.places)
-    return Opened(title, opened[0].format, [file for each in opened for file in each.files], where, _metadata(opened))
+    files = [file for each in opened for file in each.files]
+    return Opened(title, opened[0].format, files, where, _metadata(each.metadata for each in opened))
 
 
-def _metadata(opened: Sequence[Opened]) -> Mapping[Any, Any]:
-    metadata: Mapping[Any, Any] = {}
-    for each in opened:
-        metadata = {**metadata, **each.metadata} if metadata else each.metadata
-    return metadata
+def _metadata(parts: Iterable[Mapping[Any, Any]]) -> Mapping[Any, Any]:
+    merged: Mapping[Any, Any] = {}
+    for part in filter(None, parts):
+        merged = {**merged, **part} if merged else part
+    return merged
 
 
 # ---- an index ----
 
 
+def attempt(function: Callable[[], _Result]) -> Callable[[], _Result]:
+    """Call a function, and return a function that returns its result, or raises its error."""
+    try:
+        result = function()
+    except Exception as error:
+        failure = [error]
+
+        def fail() -> _Result:
+            raise failure.pop()  # the traceback refers to this frame
+
+        return fail
+    return lambda: result
+
+
+def implied_shards(base: str, beside: Sequence[str]) -> list[str]:
+    """Return the shards that an index of this name should list: a complete set, small enough to be opened at once."""
+    for numbered in sets_of(beside):
+        if base == f"{numbered.stem}{numbered.suffix}.index.json":
+            return numbered.in_order if numbered.complete and len(numbered.files) <= HEADS - 2 else []
+    return []
+
+
 def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> Opened:
-    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored."""
-    config = partial(read_config, request.files.split(path)[0], request.files)
-    listed = read_with_shards(path, beside, request, config)  # remote shards that `beside` implies open at once
-    seen = [(path, listed.version)]
-    with closing(listed):
-        shards = _settled(partial(_open_listed, listed, path, request), seen, request.files)
-    _check_same(seen, request.files, shards.files)
+    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored.
+
+    Of a remote folder, the shards that the names ``beside`` the index imply are opened while it is read, so that fewer
+    answers follow each other; those that it does not list are closed, and their errors are ignored.
+    """
+    files, (folder, base) = request.files, request.files.split(path)
+    config = partial(read_config, folder, files)
+    early: dict[str, Callable[[], Opened]] = {}  # by name: returns the open shard, or raises its error
+
+    def open_early(name: str) -> None:
+        opening = partial(open_file, files.join(folder, name), request._replace(window=EARLY_WINDOW))
+        early[name] = attempt(opening)
+
+    try:
+        tasks: list[Callable[[], Any]] = [partial(read_version, path, "index.json", files)]
+        if names := implied_shards(base, beside) if files.remote else []:
+            tasks += [partial(attempt, config), *(partial(open_early, name) for name in names)]
+        index, *rest = files.each(lambda task: task(), tasks)
+        seen = [(path, index[1])]
+        opening = partial(_open_listed, path, index, request, early, rest[0] if rest else config)
+        shards = _settled(opening, seen, files)
+    finally:
+        for unlisted in early.values():
+            with suppress(Exception):  # it could not be opened
+                for file in unlisted().files:
+                    file.close()
+    _check_same(seen, files, shards.files)
     return shards
 
 
-def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
+def _open_listed(
+    path: str,
+    index: tuple[dict[str, Any], tuple[Any, ...]],  # and its version
+    request: OpenRequest,
+    early: dict[str, Callable[[], Opened]],
+    config: Callable[[], dict[str, Any] | None],
+) -> Opened:
     files, shown = request.files, request.files.shown(path)
     folder, base = files.split(path)
     keras = base.endswith(KERAS_INDEX_SUFFIX)
-    names, metadata = (_parse_keras_index if keras else parse_index)(listed.content, path, files)
+    names, metadata = (_parse_keras_index if keras else parse_index)(index[0], path, files)
 
     def open_shard(file_name: str) -> Opened:
-        early = listed.shards.pop(file_name, None)
         try:
-            if early is not None:
-                return early()
+            if file_name in early:
+                return early.pop(file_name)()
             window, root = window_for(file_name, names[file_name]), None if keras else request.root
             return open_file(files.join(folder, file_name), request._replace(window=window, root=root))
         except FileNotFoundError as error:
@@ -259,26 +307,16 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
             text = f"No such file or directory: {subject}; {base} lists it: was the download finished?"
             raise missing_file(error.filename, text) from None
 
-    def config() -> dict[str, Any] | None:
-        if keras:
-            return None
-        return read_config(folder, files) if listed.config is None else listed.config()
-
-    tasks: list[Callable[[], Any]] = [*(partial(open_shard, file_name) for file_name in sorted(names)), config]
-    *shards, parsed = files.each(lambda task: task(), tasks)
+    tasks: list[Callable[[], Any]] = [partial(open_shard, file_name) for file_name in sorted(names)]
+    *shards, parsed = files.each(lambda task: task(), [*tasks, (lambda: None) if keras else config])
     where: dict[str, tuple[WeightFile, int]] = {}
     for file_name, shard in zip(sorted(names), shards, strict=True):
-        places, holder = shard.places, show(file_name)[1:-1]
-        if keras:
-            groups = {tensor.rpartition(".")[0] for tensor in places}
-            missing = next((group for group in names[file_name] if group not in groups), None)
-            text = f"should have variables in {holder}, but has none there"
-        else:
-            expected = set(names[file_name])
-            missing = min(expected - places.keys(), default=None)
-            text = f"should be in {holder}, but is not there"
-        if missing is not None:
-            raise error_about(FormatError, text, path=shown, tensor=missing)
+        places, expected = shard.places, set(names[file_name])
+        absent = expected - ({tensor.rpartition(".")[0] for tensor in places} if keras else places.keys())
+        if absent:
+            missing = next(filter(absent.__contains__, names[file_name])) if keras else min(absent)
+            text = "should have variables in {}, but has none there" if keras else "should be in {}, but is not there"
+            raise error_about(FormatError, text.format(show(file_name)[1:-1]), path=shown, tensor=missing)
         if keras:
             add(where, places)
         else:
@@ -287,15 +325,14 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
     if keras:
         below = names_below({name: name.split(".") for name in where}, request.root, shown)
         where = {known: where[name] for name, known in below.items()}
-    merged = _metadata(shards)
     return Opened(
         shown,
         shards[0].format if shards else SAFETENSORS,
         [file for shard in shards for file in shard.files],
         where,
-        {**merged, **metadata} if metadata else merged,
+        _metadata((*(shard.metadata for shard in shards), metadata)),
         parsed,
-        (files.absolute(path), listed.version),
+        (files.absolute(path), index[1]),
     )
 
 
@@ -423,16 +460,12 @@ def open_folder(path: str, request: OpenRequest) -> Opened:
             if chosen:
                 return layout.open(folder, chosen)
             tried.append(layout.files)
-    _refuse_waiting(folder)
+    files, place = request.files, Location(request.files, path)
+    unfinished = place / RESUME  # its shards wait for the end of a conversion
+    for call, is_folder in files.listing(unfinished.path) if files.is_folder(unfinished.path) else ():
+        waiting = [name for name, _ in files.listing((unfinished / call).path)] if is_folder else []
+        _refuse_incomplete(sets_of(waiting), folder.shown, place, waiting=True)
     raise folder.unsupported(_no_weights(folder, tried))
-
-
-def _refuse_waiting(folder: _Folder) -> None:
-    """Refuse a folder whose shards wait for the end of a conversion."""
-    files, place = folder.files, Location(folder.files, folder.path) / RESUME
-    for call, is_folder in files.listing(place.path) if files.is_folder(place.path) else ():
-        waiting = [name for name, _ in files.listing((place / call).path)] if is_folder else []
-        _refuse_incomplete(sets_of(waiting), folder.shown, Location(files, folder.path), waiting=True)
 
 
 def _layouts(formats: Sequence[str] | None) -> Iterator[FolderLayout]:
@@ -452,12 +485,24 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
     path, names, _, request, _ = folder
     files = request.files
     config: Callable[[], dict[str, Any] | None] = partial(read_config, path, files)
+    accepted = request if format is None else request._replace(formats=(format,))
+
+    def opening() -> Opened:
+        if len(chosen) == 1 or chosen[0].endswith(".gguf"):
+            return open_parts(open_file(files.join(path, chosen[0]), accepted), accepted)
+        return _union(files.shown(path), files.each(lambda name: open_file(files.join(path, name), accepted), chosen))
+
+    def together() -> tuple[Opened, Callable[[], dict[str, Any] | None]]:
+        if not files.remote:  # nothing to gain from both at once
+            return opening(), config
+        tasks: list[Callable[[], Any]] = [opening, partial(attempt, config)]
+        shards, read = files.each(lambda task: task(), tasks)
+        return shards, read
+
     if chosen[0].endswith(".json") and format is None:
         shards = open_index(files.join(path, chosen[0]), request, names)
     else:
-        accepted = request if format is None else request._replace(formats=(format,))
-        opening = partial(together, files, partial(_open_chosen, chosen, path, accepted), config)
-        shards, config = _settled(opening, [(files.join(path, name), None) for name in chosen if name in names], files)
+        shards, config = _settled(together, [(files.join(path, name), None) for name in chosen if name in names], files)
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     if shards.format == DCP:  # one file stands for all
         used.update(folder.ending(DCP_SUFFIX))
@@ -467,15 +512,6 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
         _check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
     notes = _notes(folder, used, adapted=any(".lora_" in tensor for tensor in shards.places))
     return shards._replace(config=parsed, notes=[*shards.notes, *notes])
-
-
-def _open_chosen(chosen: Sequence[str], path: str, request: OpenRequest) -> Opened:
-    """Open the weight files of a folder that has no index."""
-    files = request.files
-    if len(chosen) == 1 or chosen[0].endswith(".gguf"):
-        return open_parts(open_file(files.join(path, chosen[0]), request), request)
-    opened = files.each(lambda name: open_file(files.join(path, name), request), chosen)
-    return _union(files.shown(path), opened)
 
 
 def _open_training(folder: _Folder, chosen: Sequence[str], format: str) -> Opened:

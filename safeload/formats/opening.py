@@ -19,7 +19,7 @@ from ..engine.read.load import LoadOptions
 from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
-from ..stores.files import LOCAL, Files, rather_changed
+from ..stores.files import LOCAL, rather_changed
 from ..stores.local import compare
 from ..stores.ollama import is_name
 from ..stores.places import Located, places_of
@@ -71,6 +71,8 @@ def open_paths(
     recipe = Recipe((), isinstance(path, (list, tuple)), format, root, unknown_globals, stored)
     paths: Any = path if recipe.listed else (path,)
     texts, files = places_of(paths, storage_options)
+    if not texts:
+        raise ValueError("the list of paths is empty; pass at least one")
     if not recipe.listed and files is not LOCAL and is_name(texts[0]):
         return _open_ollama(texts[0], recipe, verify)
     if verify is not None and verify is not False:
@@ -78,17 +80,15 @@ def open_paths(
         from .verifying import expected_of
 
         files = VerifiedFiles(files, expected_of(texts, files, verify, storage_options))  # type: ignore[assignment]
-    recipe = recipe._replace(files=files)
-    if recipe.listed:
-        _check_heads(files)
-        return _open_list(texts, recipe)
-    (text,) = texts
-    recipe = recipe._replace(paths=(files.absolute(text),))
-    if files is not LOCAL:
-        _check_heads(files)
-        return _open_shards(text, recipe)
+    recipe = recipe._replace(files=files, paths=tuple(map(files.absolute, texts)))
+    text = texts[0]
+    if recipe.listed or files is not LOCAL:
+        heads = getattr(files, "heads", None)  # of file objects only
+        for name, head in () if heads is None else heads(foreign.HEAD_SIZE):
+            registry.check_head(head, name)  # before pipes are read to their end, which may never come
+        return _open_all(texts, recipe)
     if text.endswith(".json") and not foreign.is_safetensors(foreign.read_head(text)):
-        return _open_shards(text, recipe)
+        return _open_all(texts, recipe)
     opened = None
     with suppress(IsADirectoryError):  # errors of a folder must not have this error as their context
         opened = registry.open_file(text, recipe.options)
@@ -96,7 +96,7 @@ def open_paths(
         snapshot = hub_cache.snapshot_of(text)
         if snapshot is not None:
             recipe = recipe._replace(paths=(files.absolute(snapshot),))
-        return _open_shards(snapshot or text, recipe)
+        return _open_all((snapshot or text,), recipe)
     if opened.format == registry.GGUF:
         from .gguf.read import is_part
 
@@ -137,13 +137,6 @@ def _close(*opened: Opened) -> None:
             file.close()
 
 
-def _check_heads(files: Files) -> None:
-    """Refuse pipes with unknown content before they are read to their end, which may never come."""
-    heads = getattr(files, "heads", None)  # of file objects only
-    for name, head in () if heads is None else heads(foreign.HEAD_SIZE):
-        registry.check_head(head, name)
-
-
 def seen_of(files: Iterable[WeightFile], index_file: tuple[str, tuple[Any, ...]] | None) -> Seen:
     """Return the paths and identities to compare in `reopen`."""
     seen = tuple((file.place, file.identity) for file in files)
@@ -167,7 +160,7 @@ def reopen(recipe: Recipe, seen: Seen) -> Opened:
             paths, listed, format, root, unknown_globals, stored, _ = recipe
             opened = open_paths(list(paths) if listed else paths[0], format, root, unknown_globals, stored)
         else:
-            opened = _open_list(recipe.paths, recipe) if recipe.listed else _open_shards(recipe.paths[0], recipe)
+            opened = _open_all(recipe.paths, recipe)
     try:
         again = seen_of(opened.files, opened.index_file)
         if [path for path, _ in again] != [path for path, _ in seen]:
@@ -206,24 +199,18 @@ def reopen_subset(
     return Opened(title, shards[0].format, files, where, {}, config, recipe=recipe)
 
 
-def _open_list(texts: Sequence[str], recipe: Recipe) -> Opened:
-    if not texts:
-        raise ValueError("the list of paths is empty; pass at least one")
-    from . import folder
+def _open_all(texts: Sequence[str], recipe: Recipe) -> Opened:
+    """Open a list, a folder, an ``index.json`` or another file."""
+    from . import folder  # json and pathlib would slow down every `import safeload`
 
-    first = recipe.files.shown(texts[0])
-    title = first if len(texts) == 1 else f"{first} and {len(texts) - 1} more"
-    recipe = recipe._replace(paths=tuple(map(recipe.files.absolute, texts)))
-    return _logged(title, recipe, folder.open_list(texts, recipe.options))
-
-
-def _open_shards(path: str, recipe: Recipe) -> Opened:
-    """Open a folder, an ``index.json`` or another file."""
-    kept = getattr(recipe.files, "kept", None)  # of files behind URLs only
-    with nullcontext() if kept is None else kept(path):
-        from . import folder  # json and pathlib would slow down every `import safeload`
-
-        return _logged(recipe.files.shown(path), recipe, folder.open_path(path, recipe.options))
+    files, options = recipe.files, recipe.options
+    title = files.shown(texts[0])
+    if recipe.listed:
+        title += f" and {len(texts) - 1} more" * (len(texts) > 1)
+        return _logged(title, recipe, folder.open_list(texts, options))
+    kept = getattr(files, "kept", None)  # of files behind URLs only
+    with nullcontext() if kept is None else kept(texts[0]):
+        return _logged(title, recipe, folder.open_path(texts[0], options))
 
 
 def _logged(title: str, recipe: Recipe, opened: Opened) -> Opened:
@@ -283,10 +270,8 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
     if not weights:
         names_inside = _listed([files.join(*place) for place in inside])
         raise unsupported(f"this is {kind} without weights: it holds {names_inside}")
-    by_depth: dict[int, list[str]] = {}
-    for folder in weights:
-        by_depth.setdefault(folder.count("/") + 1 if folder else 0, []).append(folder)
-    folder, *rest = nearest = by_depth[min(by_depth)]
+    depths = {folder: folder.count("/") + 1 if folder else 0 for folder in weights}
+    folder, *rest = nearest = [folder for folder, depth in depths.items() if depth == min(depths.values())]
     if rest:
         raise unsupported(f"weights in {len(nearest):,} folders: {_listed(nearest)}; choose one with root=")
     names = weights[folder]

@@ -114,7 +114,7 @@ NAMES = {
     "format_contents": "formats.contents",
     "crc32c": "formats.orbax.ocdbt:crc32c",
     "dcp": "formats.dcp",
-    "implied_shards": "formats.early:implied_shards",
+    "implied_shards": "formats.folder:implied_shards",
     "flax": "formats.flax",
     "folder_format": "formats.folder",
     "RESUME": "formats.folder:RESUME",
