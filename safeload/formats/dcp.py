@@ -581,12 +581,12 @@ def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None
     """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
     window = WeightFile(path, store, ListedTable([]))
     try:
-        tables = zip_file.read_tables(Archive(window), window, OpenRequest())
+        _, others, names, _ = zip_file.read_tables(Archive(window), window, OpenRequest())
     except FormatError as error:
         raise _moved(error, offset) from None
-    if len(tables.names) != 1 or tables.beside is not None:
-        raise chunk.fault(f": its chunk must hold a single tensor, got {len(tables.names)}", path, offset)
-    table = tables.table
+    if len(names) != 1 or others:
+        raise chunk.fault(f": its chunk must hold a single tensor, got {len(names)}", path, offset)
+    table = window.table
     chunk.check(table, 0, path, offset)
     if table.big_endian(0):
         raise error_about(UnsupportedError, "has big-endian chunks", path=path, tensor=chunk.name)

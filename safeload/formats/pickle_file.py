@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
 from .torch.globals import ALLOWED, TENSOR, Storage, read_persistent_id
 from .torch.legacy_file import pickle_at, storage_in
-from .torch.tensors import PickleTables, content_of, make_tables
+from .torch.tensors import content_of, make_tables
 from .unpickle import run
 from .unpickle.machine import Fault, Foreign, Global, Inert, describe
 from .unpickle.numpy_arrays import NumpyArray
@@ -68,7 +68,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     return content_of(candidate.file, request, lambda request: read_tables(candidate.file, request))
 
 
-def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> PickleTables:
+def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> Content:
     """Return the arrays of the pickle at ``begin``; bytes before it belong to an object array of `numpy.save`."""
     path = file.path
     pickled = _unpickle(file, request, begin)
@@ -78,10 +78,10 @@ def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> Pickl
     is_paddle = _is_paddle(pickled.value, path)
     if is_paddle:
         _plain(pickled.value)
-    tables = make_tables(pickled, request, path, _locate)
+    content = make_tables(pickled, request, file, _locate)
     if is_paddle:
-        tables = _adapt(pickled.value, tables, file, whole=request.root is None)
-    if not tables.names:
+        content = _adapt(pickled.value, content, whole=request.root is None)
+    if not content.names:
         raise error_about(
             UnsupportedError,
             f"this is a pickle that torch.save did not write (it holds {describe(pickled.value)}), without NumPy "
@@ -96,7 +96,7 @@ def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> Pickl
             "pickles are not supported",
             path=path,
         )
-    return tables
+    return content
 
 
 def _run(file: WeightFile, begin: int, *, inert: bool) -> Unpickled:
@@ -177,29 +177,27 @@ def _plain(value: Any) -> None:
                 todo.append(item)
 
 
-def _adapt(value: Mapping[Any, Any], tables: PickleTables, file: WeightFile, *, whole: bool) -> PickleTables:
-    """Return the tables of a dict as Paddle means them: bfloat16 by its name, and large arrays joined."""
+def _adapt(value: Mapping[Any, Any], content: Content, *, whole: bool) -> Content:
+    """Return the content of a dict as Paddle means it: bfloat16 by its name, and large arrays joined."""
     # A container selected in the dict is not `whole` and has no parts to join.
-    for table in (tables.table, None if tables.beside is None else tables.beside.table):
-        if isinstance(table, ListedTable):
-            table.replace_rows(dtypes.BY_CODE["U16"], dtypes.BY_CODE["BF16"])
+    file, others, names, notes = content
+    sources = (file, *others)
+    for source in sources:
+        if isinstance(source.table, ListedTable):
+            source.table.replace_rows(dtypes.BY_CODE["U16"], dtypes.BY_CODE["BF16"])
     if not whole or PARTS not in value:
-        return tables
-    sources = [file] if tables.beside is None else [file, tables.beside]
-    places: dict[str, _Place] = {}
-    for source, table in zip(sources, [tables.table, *(s.table for s in sources[1:])], strict=True):
-        places.update({name: (source, position) for position, name in enumerate(table.names)})
-    file.table = tables.table
-    listings = dict(_joined(value[PARTS], places, tables.names, file.path))
+        return content
+    places = {name: (source, k) for source in sources for k, name in enumerate(source.table.names)}
+    listings = dict(_joined(value[PARTS], places, names, file.path))
     beside = boxed_file(file, listings, [source.store for source in sources])
-    named = tables.table.named_globals
-    metadata = {key: value for key, value in (tables.table.metadata() or {}).items() if key != PARTS}
-    table = ListedTable([], metadata, named_globals=named)
-    return PickleTables(table, beside, list(listings), tables.notes)
+    beside.stand_for(file)
+    metadata = {key: value for key, value in (file.table.metadata() or {}).items() if key != PARTS}
+    file.table = ListedTable([], metadata, named_globals=file.table.named_globals)
+    return Content(file, (beside,), list(listings), notes)
 
 
 def _joined(
-    about: Any, places: Mapping[str, _Place], names: list[str], path: str
+    about: Any, places: Mapping[str, _Place], names: Sequence[str], path: str
 ) -> Iterator[tuple[str, BoxedListing]]:
     """Yield all tensors: large ones in the place of their first part."""
     if type(about) is not dict:

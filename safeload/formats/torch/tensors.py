@@ -6,9 +6,10 @@ A tensor of shape n and strides s, in elements, uses the elements of its storage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...base import dtypes
 from ...base.arrays import MAX_ARRAY, array_fits, c_strides
@@ -35,47 +36,31 @@ MAX_REPEATED = 1 << 32
 STAND_INS = {row.itemsize: row for row in map(ALLOWED.__getitem__, ("torch.uint8", "torch.uint16", "torch.uint32"))}
 
 
-class PickleTables(NamedTuple):
-    """The tables of a pickle."""
-
-    table: ListedTable  # of the file
-    beside: WeightFile | None  # a temporary file for arrays, if the file cannot provide them directly
-    names: list[str]  # tensors of both, in the order of the pickle
-    notes: Sequence[str] = ()
-
-
-def content_of(file: WeightFile, request: OpenRequest, read: Callable[[OpenRequest], PickleTables]) -> Content:
-    """Run a pickle reader and return the content. Errors recommend ``unknown_globals="inert"`` only if that works."""
+def content_of(file: WeightFile, request: OpenRequest, read: Callable[[OpenRequest], Content]) -> Content:
+    """Run a pickle reader. Errors recommend ``unknown_globals="inert"`` only if that works."""
     try:
         with paused(file.size):  # a pickle can make an object per byte
-            tables = read(request)
+            return read(request)
     except (ForbiddenError, UnsupportedError) as error:
-        if ADVICE not in str(error) or _helps(read, request._replace(inert=True)):
+        text, helps = str(error), False
+        if ADVICE in text:
+            with suppress(SafeloadError, OSError):
+                helps = bool(read(request._replace(inert=True)).names)
+        if helps or ADVICE not in text:
             raise
-        raise type(error)(str(error).replace(ADVICE, ""), path=error.path) from None
-    file.table = tables.table
-    if tables.beside is None:
-        return Content(file, notes=tables.notes)
-    tables.beside.stand_for(file)
-    return Content(file, (tables.beside,), tables.names, tables.notes)
-
-
-def _helps(read: Callable[[OpenRequest], PickleTables], request: OpenRequest) -> bool:
-    try:
-        return bool(read(request).names)
-    except (SafeloadError, OSError):
-        return False
+        raise type(error)(text.replace(ADVICE, ""), path=error.path) from None
 
 
 def make_tables(
     pickled: Unpickled,
     request: OpenRequest,
-    path: str,
+    file: WeightFile,
     locate: Callable[[Storage], int],  # returns the offset of a storage in the file
     *,
     big_endian: bool = False,
-) -> PickleTables:
-    """Return the tables of a pickle."""
+) -> Content:
+    """Give a file the table of its pickle; arrays that it cannot provide directly are in a temporary file beside it."""
+    path = file.path
     tree = Tree(pickled.value, path, pickled.size, pickled.members)
     root = None if request.root is None else tree.select(request.root)
     by_id: dict[int, Listing] = {}
@@ -92,24 +77,24 @@ def make_tables(
                 notes.append(f"{show(name)} is left out: {listing.unknown.label} are no tensor")
             else:
                 listings[name] = listing
-            continue
-        if type(tensor.storage) is Storage and tensor.storage.raw is not None:
+        elif type(tensor.storage) is Storage and tensor.storage.raw is not None:
             listings[name] = None
-            arrays.add(embedded.place(name, tensor))
-            continue
-        listing = by_id.get(id(tensor))
-        if listing is None:
-            listings[name] = by_id[id(tensor)] = tensors.place(name, tensor)
-        else:
+            arrays.listings.append(embedded.place(name, tensor))
+        elif (listing := by_id.get(id(tensor))) is not None:
             listings[name] = listing._replace(name=name)
+        else:
+            listings[name] = by_id[id(tensor)] = tensors.place(name, tensor)
     outside = dict.fromkeys(tree.outside(by_id))
     if outside:
         shown = f"{plural(len(outside), 'tensor')} that the state dict of its module does not have"
         notes.append(f"left out: {shown}, such as {show(next(iter(outside)))}")
     named_globals = dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
     in_file = [listing for listing in listings.values() if listing is not None]
-    table = ListedTable(in_file, tree.metadata(root), big_endian=big_endian, named_globals=named_globals)
-    return PickleTables(table, arrays.beside(), list(listings), notes)
+    file.table = ListedTable(in_file, tree.metadata(root), big_endian=big_endian, named_globals=named_globals)
+    beside = arrays.beside()
+    if beside is not None:
+        beside.stand_for(file)
+    return Content(file, () if beside is None else (beside,), list(listings), notes)
 
 
 class TensorPlaces:

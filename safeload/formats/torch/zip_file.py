@@ -42,7 +42,7 @@ from ..unpickle.run import Unpickled, check_foreign, unpickle
 from ..zip import DEFLATED, MAX_INFLATED, STORED, Archive
 from .flatten import SCRIPT
 from .globals import ALLOWED, Storage, read_persistent_id
-from .tensors import PickleTables, TensorPlaces, content_of, make_tables
+from .tensors import TensorPlaces, content_of, make_tables
 
 # A class of TorchScript in its source, with the names of its parameters and buffers, and a name without escapes.
 _CLASS = re.compile(rb"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE)
@@ -103,8 +103,8 @@ def _unpacked(archive: Archive, file: WeightFile) -> WeightFile:
     return open_temporary("safeload-torch-", write, shown=file.path)
 
 
-def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> PickleTables:
-    """Return the tensors of an archive."""
+def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> Content:
+    """Run the pickles of an archive."""
     prefix = top_of(archive)
     if prefix is None:
         pickled, prefix = run_pickle(archive, file, inert=request.inert)
@@ -115,9 +115,9 @@ def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> Pic
         entry_of = partial(_package_entry, archive, prefix)
     archive.prefetch(archive.entries)
     big_endian = _is_big_endian(archive, prefix, file.path)
-    tables = make_tables(pickled, request, file.path, _locator(archive, file.path, entry_of), big_endian=big_endian)
+    content = make_tables(pickled, request, file, _locator(archive, file.path, entry_of), big_endian=big_endian)
     archive.check_overlap()
-    return tables
+    return content
 
 
 def read_tensors(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpickled, TensorPlaces]:
@@ -135,11 +135,7 @@ def run_pickle(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpi
         text = f"the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes"
         raise error_about(LimitError, text, path=file.path)
     data, base = archive.read(name)
-    storages: dict[str, Storage] = {}
-
-    def persistent(value: Any) -> Any:
-        return read_persistent_id(value, storages)
-
+    persistent = partial(read_persistent_id, storages={})
     try:
         pickled = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=inert)
         if any(name.startswith(SCRIPT) for name in pickled.foreign):

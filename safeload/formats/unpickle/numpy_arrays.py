@@ -247,7 +247,7 @@ class ArrayPlaces:
         self._chunks: list[bytes] = []
         self._size = 64  # leading zeros: the temporary file must not look like another format
         self._begins: dict[tuple[int, int], int] = {}
-        self._listings: list[Listing] = []
+        self.listings: list[Listing] = []  # of the temporary file
 
     def place(self, name: str, array: NumpyArray) -> Listing | None:
         """Describe an array in the file; None if it goes into the temporary file."""
@@ -267,7 +267,7 @@ class ArrayPlaces:
         if begin is not None:
             return Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides)
         begin = self.put(array.raw, dtype.row.swap if swapped and dtype.big_endian else 1)
-        self._listings.append(Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides))
+        self.listings.append(Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides))
         return None
 
     def _in_file(self, raw: bytes | bytearray | LargeBytes) -> int | None:
@@ -283,10 +283,6 @@ class ArrayPlaces:
         if at is None or self._pickled.data[at : at + len(raw)] != raw:  # the id may have been reused
             return None
         return base + at
-
-    def add(self, listing: Listing) -> None:
-        """Add a tensor in the temporary file."""
-        self._listings.append(listing)
 
     def put(self, raw: bytes | bytearray | LargeBytes, width: int) -> int:
         """Add bytes to the temporary file, once, and return their offset; numbers of ``width`` bytes are swapped."""
@@ -305,15 +301,16 @@ class ArrayPlaces:
 
     def beside(self) -> WeightFile | None:
         """Return the temporary file with its table; None if no array needs it."""
-        if not self._listings:
+        if not self.listings:
             return None
-        file = open_temporary("safeload-pickle-", self._write, shown=self._path)
-        file.table = ListedTable(self._listings)
-        return file
 
-    def _write(self, out: BinaryIO, path: str) -> None:
-        out.write(bytes(64))
-        out.writelines(self._chunks)
+        def write(out: BinaryIO, path: str) -> None:
+            out.write(bytes(64))
+            out.writelines(self._chunks)
+
+        file = open_temporary("safeload-pickle-", write, shown=self._path)
+        file.table = ListedTable(self.listings)
+        return file
 
 
 def _strides(array: NumpyArray, itemsize: int) -> tuple[int, ...] | None:
