@@ -32,10 +32,9 @@ from .registry import Candidate, Content, OpenRequest
 from .torch.globals import ALLOWED, TENSOR, Storage, read_persistent_id
 from .torch.legacy_file import pickle_at, storage_in
 from .torch.tensors import content_of, make_tables
-from .unpickle import run
-from .unpickle.machine import Fault, Foreign, Global, Inert, describe
+from .unpickle import machine
+from .unpickle.machine import Fault, Foreign, Global, Inert, Unpickled, check_foreign, describe
 from .unpickle.numpy_arrays import NumpyArray
-from .unpickle.run import Unpickled, check_foreign
 
 # The function that pickle calls for the storage of a tensor: its argument is a torch file of the format before 1.6.
 _LOAD = "torch.storage._load_from_bytes"
@@ -43,7 +42,7 @@ _LOAD = "torch.storage._load_from_bytes"
 
 def _load_from_bytes(args: tuple[Any, ...]) -> Any:
     if len(args) != 1 or type(args[0]) is not bytes:
-        raise Fault(f"{_LOAD} takes bytes of at most {run.MAX_PICKLE} bytes, got {describe(args)}")
+        raise Fault(f"{_LOAD} takes bytes of at most {machine.MAX_PICKLE} bytes, got {describe(args)}")
     try:
         return storage_in(args[0], _LOAD)
     except SafeloadError as error:
@@ -101,10 +100,10 @@ def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> Conte
 
 def _run(file: WeightFile, begin: int, *, inert: bool) -> Unpickled:
     """Run the pickle of a file. A pickle that is too large for memory is mapped, and its arrays stay where they are."""
-    data = _mapped(file) if file.size > run.MAX_PICKLE and not begin else None
+    data = _mapped(file) if file.size > machine.MAX_PICKLE and not begin else None
     if data is None:
         return pickle_at(file, begin, None, inert, _TABLE)
-    return run.unpickle(data, _TABLE, partial(read_persistent_id, storages=None), path=file.path, inert=inert)
+    return machine.unpickle(data, _TABLE, partial(read_persistent_id, storages=None), path=file.path, inert=inert)
 
 
 def _mapped(file: WeightFile) -> Any:

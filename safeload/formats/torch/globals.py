@@ -18,9 +18,8 @@ from ...base import dtypes
 from ...base.data import read_data
 from ...base.text import show
 from ...errors import LimitError, UnsupportedError
-from ..unpickle.machine import FROM_TYPE, Fault, Foreign, Global, Inert, describe
+from ..unpickle.machine import FROM_TYPE, Fault, Foreign, Global, Inert, add_elements, describe, put_items
 from ..unpickle.numpy_arrays import ROWS
-from ..unpickle.run import add_elements, put_items
 
 # Python attributes of a tensor. Real ones have two or three, and tensors can share a dict of attributes.
 MAX_ATTRIBUTES = 100

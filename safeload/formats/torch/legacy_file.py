@@ -21,9 +21,8 @@ from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError
 from ..registry import Candidate, Content, OpenRequest
-from ..unpickle import run as unpickler
-from ..unpickle.machine import Global, describe
-from ..unpickle.run import TruncatedError, Unpickled, unpickle
+from ..unpickle import machine as unpickler
+from ..unpickle.machine import Global, TruncatedError, Unpickled, describe, unpickle
 from .globals import ALLOWED, Storage, read_persistent_id
 from .tensors import content_of, make_tables
 

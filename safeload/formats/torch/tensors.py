@@ -20,9 +20,8 @@ from ...base.text import plural, show
 from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, UnsupportedError
 from ..registry import Content, OpenRequest
-from ..unpickle.machine import Global, describe
+from ..unpickle.machine import ADVICE, Global, Unpickled, describe
 from ..unpickle.numpy_arrays import ArrayPlaces, NumpyArray
-from ..unpickle.run import ADVICE, Unpickled
 from .flatten import Tree
 from .globals import ALLOWED, PickledTensor, Storage
 

@@ -36,9 +36,8 @@ from ...engine.run.weight_file import WeightFile, open_temporary
 from ...errors import ForbiddenError, FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from ..foreign import is_binary_pickle
 from ..registry import Candidate, Content, OpenRequest, check_whole
-from ..unpickle import run as unpickler
-from ..unpickle.machine import Fault, Foreign, Global, Inert, describe
-from ..unpickle.run import Unpickled, check_foreign, unpickle
+from ..unpickle import machine as unpickler
+from ..unpickle.machine import Fault, Foreign, Global, Inert, Unpickled, check_foreign, describe, unpickle
 from ..zip import DEFLATED, MAX_INFLATED, STORED, Archive
 from .flatten import SCRIPT
 from .globals import ALLOWED, Storage, read_persistent_id

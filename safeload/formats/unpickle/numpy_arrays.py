@@ -19,8 +19,7 @@ from ...base import dtypes
 from ...base.arrays import array_fits, c_strides
 from ...base.table import ListedTable, Listing, unreadable
 from ...engine.run.weight_file import WeightFile, open_temporary
-from .machine import Built, Fault, Global, Inert, LargeBytes, describe
-from .run import Unpickled
+from .machine import Built, Fault, Global, Inert, LargeBytes, Unpickled, describe
 
 ARRAY, TYPE, BYTES = "array", "type", "bytes"
 
@@ -101,7 +100,7 @@ class NumpyArray(Built):
             raise Fault(f"an array of {len(shape)} axes, the limit is 64")
         if order not in ("C", "F", "K"):
             raise Fault(f"an array's order must be C, F or K, got {describe(order)}")
-        if order == "K" and (type(axes) is not tuple or sorted(map(_count, axes)) != list(range(len(shape)))):
+        if order == "K" and (type(axes) is not tuple or sorted(_counts(axes)) != list(range(len(shape)))):
             raise Fault(f"an array's axes must list each of its {len(shape)} axes once, got {_kind(axes)}")
         if type(raw) is str:  # written by Python 2, which has no bytes
             raw = raw.encode("utf-8", "surrogatepass")
@@ -123,8 +122,8 @@ class NumpyArray(Built):
         self.shape, self.raw = shape, raw
 
 
-def _count(value: Any) -> int:
-    return value if type(value) is int else -1
+def _counts(values: Any) -> list[int]:
+    return [value if type(value) is int else -1 for value in values]
 
 
 def _kind(value: Any) -> str:
