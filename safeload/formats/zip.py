@@ -16,7 +16,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise
-from operator import le
+from operator import attrgetter, le
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -204,16 +204,7 @@ def _read_any(file: WeightFile, end: End | None) -> Directory:
     """Read the directory of any archive with zipfile."""
     import zipfile  # takes milliseconds, and few archives need it
 
-    errors = (
-        zipfile.BadZipFile,
-        zipfile.LargeZipFile,
-        NotImplementedError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        EOFError,
-        OverflowError,
-    )
+    errors = zipfile.BadZipFile, zipfile.LargeZipFile, RuntimeError, ValueError, LookupError, EOFError, OverflowError
     stream = FileStream(file)
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -229,12 +220,8 @@ def _read_any(file: WeightFile, end: End | None) -> Directory:
         at = file.size if end is None else min(end.offset, file.size)
         hint = "" if end is not None else ": the file is truncated, or its end was never written"
         raise FormatError(f"the zip archive's directory cannot be read: {cause}{hint}", file.path, at) from None
-    return Directory(list(map(_entry_of, infos)), begin, end, None)
-
-
-def _entry_of(info: Any) -> ZipEntry:
-    fields = info.flag_bits, info.compress_type, info.CRC, info.compress_size, info.file_size, info.header_offset
-    return ZipEntry(info.orig_filename, *fields)
+    fields = ("orig_filename", "flag_bits", "compress_type", "CRC", "compress_size", "file_size", "header_offset")
+    return Directory([ZipEntry(*attrgetter(*fields)(info)) for info in infos], begin, end, None)
 
 
 class FileStream(io.RawIOBase):
@@ -286,7 +273,6 @@ class Archive:
 
     def __init__(self, file: WeightFile, *, appended: bool = False) -> None:
         self._file = file
-        self._appended = appended  # True if other bytes, such as a program, can precede the first entry
         self._used: dict[str, int] = {}  # first byte of each located entry
         self._sound: dict[str, int] = {}  # first byte of each entry, its local header checked by `prefetch`
         self._window, self._window_at = b"", 0
@@ -299,11 +285,8 @@ class Archive:
                 if name in seen:
                     raise FormatError(f"duplicate zip entry {show(name)}", file.path, min(max(0, at), file.size))
                 seen.add(name)
-        self._check_whole(end)
-
-    def _check_whole(self, end: End | None) -> None:
-        """Refuse overlapping entries and archives that are not the whole file, because readers differ."""
-        path = self._file.path
+        # Overlapping entries and archives that are not the whole file are refused, because readers differ.
+        path = file.path
         if end is None:
             raise FormatError("the file continues after the zip archive's end", path)
         # zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
@@ -313,13 +296,12 @@ class Archive:
         if end.entries != len(self.entries):
             message = f"the zip archive's directory has {len(self.entries)} entries, but its end says {end.entries}"
             raise FormatError(message, path, end.at)
-        entries = self.entries.values()
         for entry in entries:
             if not 0 <= entry.at < end.offset:
                 raise self._fault(entry.name, "no local header at its offset", 0)
         begins = [entry.at for entry in entries]
         begin = min(begins, default=end.offset)
-        if begin and not self._appended:
+        if begin and not appended:  # else other bytes, such as a program, can precede the first entry
             raise FormatError(f"the zip archive's first entry begins at byte {begin}, not at 0", path, 0)
         self._check_apart(list(self.entries), begins, [entry.at + _LOCAL_SIZE + entry.packed for entry in entries])
 
