@@ -640,4 +640,4 @@ def check_transforms(transforms: Sequence[str], path: str, name: str) -> None:
             shown = ", ".join(map(show, transforms[:5]))
             text = f"is stored with {shown}; of transforms safeload reads a single {_ZSTD}/{_ZSTD_VERSION}"
             raise error_about(UnsupportedError, text, path=path, tensor=name)
-        zstd.check_available()
+        zstd.reader()

@@ -15,6 +15,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any, TypeAlias
@@ -74,7 +75,8 @@ def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> Conte
     if type(pickled.value) is NumpyArray and pickled.value.items is not None:
         items, shape = pickled.value.items, pickled.value.shape
         pickled = pickled._replace(value=items[0] if shape == () and len(items) == 1 else items)
-    is_paddle = _is_paddle(pickled.value, path)
+    value = pickled.value
+    is_paddle = type(value) is dict and (NAMES in value or PARTS in value or path.endswith(_SUFFIXES))
     if is_paddle:
         _plain(pickled.value)
     content = make_tables(pickled, request, file, _locate)
@@ -100,21 +102,13 @@ def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> Conte
 
 def _run(file: WeightFile, begin: int, *, inert: bool) -> Unpickled:
     """Run the pickle of a file. A pickle that is too large for memory is mapped, and its arrays stay where they are."""
-    data = _mapped(file) if file.size > machine.MAX_PICKLE and not begin else None
-    if data is None:
-        return pickle_at(file, begin, None, inert, _TABLE)
-    return machine.unpickle(data, _TABLE, partial(read_persistent_id, storages=None), path=file.path, inert=inert)
-
-
-def _mapped(file: WeightFile) -> Any:
-    """Map a local file; None if the system or the store cannot."""
-    store = file.store
-    if not isinstance(store, LocalStore) or os.name == "nt":
-        return None
-    try:
-        return store.use(partial(mmap.mmap, access=mmap.ACCESS_READ), 0)
-    except (OSError, ValueError):
-        return None
+    store, data = file.store, None
+    if file.size > machine.MAX_PICKLE and not begin and isinstance(store, LocalStore) and os.name != "nt":
+        with suppress(OSError, ValueError):
+            data = store.use(partial(mmap.mmap, access=mmap.ACCESS_READ), 0)
+    if data is not None:
+        return machine.unpickle(data, _TABLE, partial(read_persistent_id, storages=None), path=file.path, inert=inert)
+    return pickle_at(file, begin, None, inert, _TABLE)
 
 
 def _unpickle(file: WeightFile, request: OpenRequest, begin: int) -> Unpickled:
@@ -154,11 +148,6 @@ _SUFFIXES = (".pdparams", ".pdopt")
 
 # The file of an array, and its position in the table.
 _Place: TypeAlias = tuple[WeightFile, int]
-
-
-def _is_paddle(value: Any, path: str) -> bool:
-    """Return True if Paddle has written a pickle, judging by its keys or its suffix."""
-    return type(value) is dict and (NAMES in value or PARTS in value or path.endswith(_SUFFIXES))
 
 
 def _plain(value: Any) -> None:

@@ -143,7 +143,9 @@ def _signed(document: _Document, signature: Signature, path: str, files: Files) 
 
 def _beside(path: str, files: Files) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
-    if path.startswith("hf://") or (not files.remote and _is_snapshot(path)):
+    steps = [] if files.remote else os.path.abspath(path).split(os.sep)
+    snapshots = [k for k, step in enumerate(steps[:-1]) if step == "snapshots"]  # of the Hub's cache
+    if path.startswith("hf://") or any(os.path.isdir(os.sep.join([*steps[:k], "blobs"])) for k in snapshots):
         return Expected(_HUB)
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
@@ -153,7 +155,7 @@ def _beside(path: str, files: Files) -> Expected:
     signature = signature_beside(path)
     if os.path.lexists(signature):
         return _signed(_read(signature, LOCAL), Signature(signature), path, files)
-    manifests = manifests_in(path if os.path.isdir(path) else os.path.dirname(path))
+    manifests = list(_manifests_in(path if os.path.isdir(path) else os.path.dirname(path)))
     if len(manifests) == 1:
         return _listed(_read(manifests[0], LOCAL), path, files)
     text = (
@@ -176,29 +178,17 @@ def signature_beside(path: str) -> str:
     return alone if os.path.lexists(alone) else os.path.join(os.path.dirname(path), SIGNATURE_NAME)
 
 
-def manifests_in(folder: str) -> list[str]:
-    """Return the manifests by safeload in a local folder."""
-    try:
-        names = [name for name in sorted(os.listdir(folder or ".")) if name.endswith(".json")]
-    except OSError:
-        return []
-    return [path for name in names[:_MOST_BESIDE] if starts_as_manifest(path := os.path.join(folder, name))]
-
-
-def starts_as_manifest(path: str) -> bool:
-    """Return True if a local file is a manifest by safeload, judging by its first bytes."""
+def _manifests_in(folder: str) -> Iterator[str]:
+    """Iterate over the manifests by safeload in a local folder, judging by their first bytes."""
     with suppress(OSError):
-        if os.path.isfile(path):  # a pipe could block
-            with open(path, "rb") as file:
-                return is_manifest(file.read(_START))
-    return False
-
-
-def _is_snapshot(path: str) -> bool:
-    """Return True if a local path leads into a snapshot of the Hub's cache, or to a file in it."""
-    parts = os.path.abspath(path).split(os.sep)
-    snapshots = [k for k, part in enumerate(parts[:-1]) if part == "snapshots"]
-    return any(os.path.isdir(os.sep.join([*parts[:k], "blobs"])) for k in snapshots)
+        names = [name for name in sorted(os.listdir(folder or ".")) if name.endswith(".json")]
+        for path in (os.path.join(folder, name) for name in names[:_MOST_BESIDE]):
+            with suppress(OSError):
+                if os.path.isfile(path):  # a pipe could block
+                    with open(path, "rb") as file:
+                        start = file.read(_START)
+                    if is_manifest(start):
+                        yield path
 
 
 def walk(
@@ -248,8 +238,16 @@ def digests_of(
     else:
         folder = os.path.dirname(path)
         places = [(name_below(folder, place, LOCAL), place) for place in {path, *read} if not is_same(place, document)]
-    entries = each(lambda item: _entry(item[1]), places, max(1, threads))
-    return {name: entry for (name, _), entry in sorted(zip(places, entries, strict=True))}
+
+    def entry(item: tuple[str, str]) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        with closing(LOCAL.open(item[1])) as store:
+            for piece in pieces_of(store, item[1]):
+                digest.update(piece)
+            return {"size": store.size, "sha256": digest.hexdigest()}
+
+    places.sort()
+    return {name: found for (name, _), found in zip(places, each(entry, places, max(1, threads)), strict=True)}
 
 
 def is_same(path: str, document: str | None) -> bool:
@@ -268,11 +266,3 @@ def name_below(folder: str, path: str, files: Files) -> str:
             return files.shown(path)
         parent, name = above, f"{part}/{name}"
     return name
-
-
-def _entry(path: str) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with closing(LOCAL.open(path)) as store:
-        for piece in pieces_of(store, path):
-            digest.update(piece)
-        return {"size": store.size, "sha256": digest.hexdigest()}

@@ -181,17 +181,15 @@ class Tree:
 
     def _text(self, step: Any) -> str:
         """Return a step as part of a name. The text is cached, because many containers have the same steps."""
-        if type(step) is str:
-            return step
+        if type(step) is str or type(step) is int:  # an integer can be an index made here, and its id is reused
+            return str(step)
         text = self._texts.get(id(step))
         if text is None:
-            text = str(self._leaf(step))
-            if type(step) is not int:  # an integer can be an index made here, and its id is reused
-                self._texts[id(step)] = text
-                self._text_size += len(text)
-                limit, unit = self._limits[-1]
-                if self._text_size > limit:  # for example keys that hold one long value in many tuples
-                    raise self._too_many(limit, unit)
+            text = self._texts[id(step)] = str(self._leaf(step))
+            self._text_size += len(text)
+            limit, unit = self._limits[-1]
+            if self._text_size > limit:  # for example keys that hold one long value in many tuples
+                raise self._too_many(limit, unit)
         return text
 
     def _leaf(self, value: Any) -> Any:
@@ -277,22 +275,18 @@ class Tree:
                     return child
                 if rest.startswith(text + "."):
                     waiting.append((child, rest[len(text) + 1 :]))
-        containers = list(islice(self._containers(), _LISTED + 1))
+        containers: list[str] = []  # with tensors, outermost first
+        inner = deque([("", self._root)] if id(self._root) in self._nodes else [])
+        while inner and len(containers) <= _LISTED:
+            prefix, value = inner.popleft()
+            for step, child in self._nodes[id(value)].links:
+                if type(child) in _CONTAINERS:
+                    name, count = prefix + self._text(step)[:_SHOWN], self._nodes[id(child)].tensors
+                    containers.append(f"{show(name)[1:-1]} ({count} tensor{'s' * (count > 1)})")
+                    inner.append((f"{name}.", child))
         containers[_LISTED:] = ["..."] * (len(containers) > _LISTED)
         text = f"no container {show(root)}; containers with tensors: {', '.join(containers) or 'none'}"
         raise error_about(TensorNotFoundError, text, path=self._path)
-
-    def _containers(self) -> Iterator[str]:
-        """Iterate over the containers with tensors, outermost first."""
-        waiting = deque([("", self._root)] if id(self._root) in self._nodes else [])
-        while waiting:
-            prefix, value = waiting.popleft()
-            for step, child in self._nodes[id(value)].links:
-                if type(child) in _CONTAINERS:
-                    name = prefix + self._text(step)[:_SHOWN]
-                    count = self._nodes[id(child)].tensors
-                    yield f"{show(name)[1:-1]} ({count} tensor{'s' * (count > 1)})"
-                    waiting.append((f"{name}.", child))
 
     def tensors(self, root: Any = None) -> Iterator[tuple[str, PickledTensor | NumpyArray]]:
         """Iterate over names, relative to ``root``, and tensors in the order of the pickle."""

@@ -107,15 +107,13 @@ class TensorPlaces:
         """Check a tensor against its storage and describe it."""
         storage, offset = tensor.storage, tensor.offset
         if type(tensor.pending) is str:
-            try:
+            shape: tuple[int, ...] = ()
+            with suppress(FormatError):
                 shape = self._integers(tensor.shape, "the shape", name)
-            except FormatError:
-                shape = ()
             if len(shape) > MAX_RANK or not array_fits(shape, 1):
                 shape = ()
             reason = "makes the tensor, and is unknown to safeload; save the values as a plain tensor"
-            if type(storage) is str:
-                reason = storage
+            reason = storage if type(storage) is str else reason
             return unreadable(name, tensor.pending, shape, reason, is_missing=reason.startswith("has no values"))
         type_ = tensor.dtype or storage.type
         if type_.code is None or tensor.pending is not None:
@@ -142,11 +140,9 @@ class TensorPlaces:
             return self._logical(Listing(name, row, shape, begin, begin))
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         if (last + 1) * itemsize > size:
-            raise self._refusal(
-                name,
-                f"shape {list(shape)} with strides {list(strides)} from element {offset} uses "
-                f"{(last + 1) * itemsize} bytes of storage {show(storage.key)}, which has {size}",
-            )
+            text = f"shape {list(shape)} with strides {list(strides)} from element {offset} uses "
+            text += f"{(last + 1) * itemsize} bytes of storage {show(storage.key)}, which has {size}"
+            raise self._refusal(name, text)
         full = prod(shape) * itemsize
         if full > max(size, MAX_REPEATED):
             text = f": shape {list(shape)} repeats {size} bytes to {full}, the limit is {MAX_REPEATED}"
@@ -156,9 +152,8 @@ class TensorPlaces:
             raise self._refusal(name, f"strides {list(strides)} need more bytes than any memory has")
         begin += offset * itemsize
         end = begin + (last + 1 - offset) * itemsize
-        return self._logical(
-            Listing(name, row, shape, begin, end, None if steps == c_strides(shape, itemsize) else steps)
-        )
+        in_order = steps == c_strides(shape, itemsize)
+        return self._logical(Listing(name, row, shape, begin, end, None if in_order else steps))
 
     def _locate(self, name: str, storage: Storage) -> int:
         try:
