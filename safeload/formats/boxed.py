@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -285,7 +286,9 @@ class AssembledStore(RemoteStore):
             stored = self._located.setdefault(id(box), box.locate())
         if isinstance(stored, Region):
             strides = c_strides(sizes, 1) if stored.strides is None else (*stored.strides, 1)
-            if _in_rows(sizes, strides):
+            long = [(count, stride) for count, stride in zip(sizes, strides, strict=True) if count > 1]
+            # By rows if the axes are in the order of the tensor, and rows are apart.
+            if all(stride >= count * below for (_, stride), (count, below) in pairwise([*long, (1, 1)])):
                 _copy(stored.store, stored.begin + sum(map(int.__mul__, first, strides)), strides, target)
                 return
         whole = self._whole(tensor, box, stored).reshape(sizes)
@@ -323,17 +326,6 @@ def _divided(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tup
         sizes = (*(1,) * axis, count, *shape[axis + 1 :])
         yield tuple(index), sizes
         begin += count * strides[axis]
-
-
-def _in_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return True if a box can be read by rows: its axes are in the order of the tensor, and rows are apart."""
-    reach = 1
-    for count, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if count > 1:
-            if stride < reach:
-                return False
-            reach = count * stride
-    return True
 
 
 def _gathered(region: Region, shape: tuple[int, ...]) -> Array:

@@ -298,11 +298,16 @@ def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
             file.close()
         text = f"{len(beside):,} of its files must be unpacked: extract {printable(path) or 'them'} first"
         raise error_about(UnsupportedError, text, path=container.path)
-    listings = [
-        _listing(name, file, index, file.store.begin)
-        for name, (file, index) in opened.places.items()
-        if isinstance(file.store, MemberStore)
-    ]
+    listings: list[Listing] = []
+    for name, (file, index) in opened.places.items():
+        if not isinstance(file.store, MemberStore):
+            continue
+        table = file.table  # the place of a member is in the container
+        if table.scale(index) is not None or table.packed(index) is not None:
+            raise FormatError("a member has scales before they were looked for", file.path)
+        begin, end = (byte + file.store.begin for byte in table.byte_range(index))
+        row, shape, strides = table.row(index), table.shape(index), table.strides(index)
+        listings.append(Listing(name, row, shape, begin, end, strides, big_endian=table.big_endian(index)))
     tables = [file.table for file in opened.files]
     named = {name: harmless for table in tables for name, harmless in table.named_globals.items()}
     container.table = ListedTable(listings, opened.metadata, named_globals=named)
@@ -314,13 +319,3 @@ def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
     files = [container, *beside]
     where = registry.joined_places(files, opened.places) if beside else None
     return opened._replace(title=container.path, files=files, where=where, index_file=None)
-
-
-def _listing(name: str, file: WeightFile, index: int, shift: int) -> Listing:
-    """Describe a tensor of a member by its place in the container."""
-    table = file.table
-    if table.scale(index) is not None or table.packed(index) is not None:
-        raise FormatError("a member has scales before they were looked for", file.path)
-    begin, end = (byte + shift for byte in table.byte_range(index))
-    row, shape, strides = table.row(index), table.shape(index), table.strides(index)
-    return Listing(name, row, shape, begin, end, strides, big_endian=table.big_endian(index))

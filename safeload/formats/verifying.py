@@ -73,10 +73,6 @@ class _Document(NamedTuple):
     content: bytes
     folder: str  # absolute path
 
-    def error(self, text: str) -> VerificationError:
-        """Return the error for a document that cannot be used."""
-        return refused(text, self.source)
-
     def is_ours(self) -> bool:
         """Return True for a manifest by safeload, whatever its first key, and False for a model signature."""
         if is_manifest(self.content[:_START]):
@@ -89,7 +85,7 @@ class _Document(NamedTuple):
         if MANIFEST_KEY in fields or SIGNATURE_KEY in fields:
             return MANIFEST_KEY in fields
         text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), nor "
-        raise self.error(f"{text}an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}")
+        raise refused(f"{text}an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}", self.source)
 
 
 def _read(path: str, files: Files) -> _Document:
@@ -123,13 +119,13 @@ def _listed(document: _Document, path: str, files: Files) -> Expected:
     try:
         manifest = parse_json(document.content, "the manifest", document.source)
     except FormatError as error:
-        raise document.error(f"not a manifest: {error}") from None
+        raise refused(f"not a manifest: {error}", document.source) from None
     if manifest.get(MANIFEST_KEY) != MANIFEST_VERSION:
-        raise document.error(f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}")
+        raise refused(f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}", document.source)
     listed = files_of_manifest(manifest, document.source)
     if listed is None:
         text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
-        raise document.error(f"{text}, or compare tensors with safeload check --manifest")
+        raise refused(f"{text}, or compare tensors with safeload check --manifest", document.source)
     root = _root(path, files, document.folder, listed)
     return Expected(document.source, _MANIFEST_PROOF, root, listed, GIT_PATHS)
 

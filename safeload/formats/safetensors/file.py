@@ -300,8 +300,11 @@ class FileWriter:
         # `room` spaces follow the header; 0 gives the bytes of upstream.
         self._head, self._order, sizes = head(names, numbers, shapes, metadata, room=room)
         for name, source, size in zip(names, sources, sizes, strict=True):
-            if isinstance(source.data, Memory):
-                _check_memory(name, source.data, size)
+            memory = source.data
+            if isinstance(memory, Memory) and (memory.nbytes != size or (size and memory.address == 0)):
+                fault = f"data_len is {memory.nbytes}, but {memory.row.code} {list(memory.shape)} needs {size} bytes"
+                fault = "data_ptr is null" if memory.nbytes == size else fault
+                raise SafetensorError(f"Error while serializing: tensor {show(name)}: {fault}", tensor=name)
         self.size: int = len(self._head) + sum(sizes)
 
     def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
@@ -372,14 +375,3 @@ class FileWriter:
 def _joined(arrays: list[Any]) -> tuple[Any, int, int, bool]:
     joined = b"".join(arrays)
     return joined, pointer(ffi.from_buffer(joined)), len(joined), True
-
-
-def _check_memory(name: str, memory: Memory, size: int) -> None:
-    if memory.nbytes != size:
-        raise SafetensorError(
-            f"Error while serializing: tensor {show(name)}: data_len is {memory.nbytes}, but {memory.row.code} "
-            f"{list(memory.shape)} needs {size} bytes",
-            tensor=name,
-        )
-    if size and memory.address == 0:
-        raise SafetensorError(f"Error while serializing: tensor {show(name)}: data_ptr is null", tensor=name)

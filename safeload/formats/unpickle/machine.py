@@ -53,6 +53,8 @@ MAX_INT_BYTES = 255
 # copy fewer bytes than they have.
 MAX_COPIED = 50
 _COPIED_FREE = 1 << 16
+# An upper bound for the bytes of a copied item, which can become an entry of a dict.
+_COPIED_BYTES: dict[type[Any], int] = {str: 4, bytes: 4, list: 100, tuple: 100, dict: 100}
 # Bytes of a mapped pickle that are not copied.
 _LARGE = 1 << 16
 # Bytes of arguments, for opcodes with a case in `_run`.
@@ -454,16 +456,13 @@ class Builder(Machine):
     def new(self, kind: type, items: list[Any]) -> Any:
         if kind is list:
             return items
-        if kind is dict:
-            pairs: dict[Any, Any] = {}
-            if items:
-                put_items(pairs, items, self.watched)
-            return pairs
-        if kind is frozenset:
-            elements: set[Any] = set()
-            add_elements(elements, items, {})
-            return frozenset(elements) if elements else _NO_ELEMENTS
-        return kind(items)
+        made: Any = {} if kind is dict else set()
+        if kind is dict and items:
+            put_items(made, items, self.watched)
+        elif kind is frozenset:
+            add_elements(made, items, {})
+            made = frozenset(made) if made else _NO_ELEMENTS
+        return tuple(items) if kind is tuple else made
 
     def extend(self, values: list[Any], kind: type = list) -> None:
         into = self.stack[-1]
@@ -521,7 +520,7 @@ class Builder(Machine):
             raise Fault(f"arguments must be a tuple, got {describe(args)}")
         if type(function) is Global and function.build is not None:
             if function.copies and args:
-                self.charge(_copied_size(args))
+                self.charge(sum(_COPIED_BYTES[type(arg)] * len(arg) for arg in args if type(arg) in _COPIED_BYTES))
             return function.build(args)
         if type(function) in (Foreign, Inert):
             return Inert(function.name, args)
@@ -546,17 +545,6 @@ def _python2(text: bytes) -> str | bytes:
         return text.decode()
     except UnicodeDecodeError:
         return text
-
-
-def _copied_size(args: tuple[Any, ...]) -> int:
-    """Return an upper bound for the bytes of copied arguments: 100 per item, which can become a dict entry."""
-    size = 0
-    for arg in args:
-        if type(arg) is str or type(arg) is bytes:
-            size += 4 * len(arg)
-        elif type(arg) in (list, tuple, dict):
-            size += 100 * len(arg)
-    return size
 
 
 class TruncatedError(FormatError):
@@ -591,12 +579,11 @@ def unpickle(
     try:
         with paused(len(data)):  # a pickle can make an object per byte
             value = _run(machine, path, base)
-    except TruncatedError:
-        if complete:
-            check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, ", and is cut off")
-        raise
     except (FormatError, LimitError, UnsupportedError) as error:
-        check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, f", and is malformed after that: {error}")
+        cut = isinstance(error, TruncatedError)
+        if complete or not cut:
+            fault = ", and is cut off" if cut else f", and is malformed after that: {error}"
+            check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, fault)
         raise
     harmless, foreign = sorted(machine.harmless), sorted(machine.foreign)
     check_foreign(foreign, path, inert, _CLAUSE)
@@ -812,44 +799,28 @@ class KeyTable:
         self._steps = before
 
 
-def check_key(value: Any) -> bool:
+def _check_key(key: Any) -> bool:
     """Return True if the hash of a key or set element is predictable; raise `Fault` if the value cannot be a key."""
-    kind = type(value)
-    if kind is str or kind is bytes or kind is bool or value is None:
-        return False
-    if kind is int:
-        if not -(1 << 63) <= value < 1 << 64:
-            raise Fault("an integer of more than 64 bits as a key", LimitError)
-        return True
-    if kind is float or kind is complex:
-        return True
-    if kind is tuple or kind is frozenset:
-        _check_nested(value)
-        return True
-    if kind in (list, dict, set, bytearray):
-        raise Fault(f"a {kind.__name__} as a key")
-    return False  # an object of this package, hashed by its id
-
-
-def _check_nested(value: Any) -> None:
-    left, waiting = MAX_KEY_VALUES, [value]
+    left, waiting = MAX_KEY_VALUES, [key]
     while waiting:
-        inner = waiting.pop()
-        left -= len(inner)
-        if left < 0:
-            raise Fault(f"a key of more than {MAX_KEY_VALUES} values", LimitError)
-        for item in inner:
-            if type(item) is tuple or type(item) is frozenset:
-                left -= 1
-                waiting.append(item)
-            else:
-                check_key(item)
+        value = waiting.pop()
+        kind = type(value)
+        if kind is tuple or kind is frozenset:
+            left -= len(value) + (value is not key)
+            if left < 0:
+                raise Fault(f"a key of more than {MAX_KEY_VALUES} values", LimitError)
+            waiting += value
+        elif kind is int and not -(1 << 63) <= value < 1 << 64:
+            raise Fault("an integer of more than 64 bits as a key", LimitError)
+        elif kind in (list, dict, set, bytearray):
+            raise Fault(f"a {kind.__name__} as a key")
+    return type(key) in (int, float, complex, tuple, frozenset)  # objects of this package are hashed by their id
 
 
 def _watch(items: Any, key: Any, watched: dict[int, KeyTable]) -> None:
     """Check a key before it is put into a dict or set."""
     in_order = type(key) is int and 0 <= key < len(items) + 8
-    predictable = not in_order and check_key(key)
+    predictable = not in_order and _check_key(key)
     table = watched.get(id(items))
     if table is None:
         if not predictable or len(items) < MAX_UNWATCHED:
