@@ -417,12 +417,6 @@ class _Folder(NamedTuple):
     def shown(self) -> str:
         return self.files.shown(self.path)
 
-    @property
-    def suffixes(self) -> list[str]:
-        """The accepted suffixes of transformers' and diffusers' files."""
-        torch = TORCH_ZIP in self.formats or TORCH_LEGACY in self.formats
-        return [".safetensors"] * (SAFETENSORS in self.formats) + [".bin"] * torch
-
     def unsupported(self, text: str) -> UnsupportedError:
         """Return the error for a folder whose files safeload does not choose among, or does not read."""
         return error_about(UnsupportedError, text, path=self.shown)
@@ -434,7 +428,7 @@ class _Folder(NamedTuple):
     def only(self, names: Sequence[str], kind: str) -> list[str]:
         """Return at most one name; several files of a kind are refused."""
         if len(names) > 1:
-            raise self.unsupported(f"{len(names)} {kind}: {_listed(names)}; open one of them")
+            raise self.unsupported(f"{len(names)} {kind}: {listed(names)}; open one of them")
         return [*names]
 
 
@@ -557,7 +551,7 @@ def choose_whole(
         return equal[0].files if equal else None
     files = [name for each in equal for name in each.files]
     if equal[0].kind == INDEXED:
-        raise FormatError(f"more than one index: {_listed(files)}; open one of them", path)
+        raise FormatError(f"more than one index: {listed(files)}; open one of them", path)
     if equal[0].kind == FILE and MLX_ADAPTER in files and _ADAPTER in names:
         return [MLX_ADAPTER]
     files = [name for name in names if name.endswith(equal[0].suffix)]
@@ -566,7 +560,7 @@ def choose_whole(
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
     raise error_about(
         UnsupportedError,
-        f"{len(files)} {equal[0].suffix} files and no index: {_listed(files)}. {advice}, or open several together with "
+        f"{len(files)} {equal[0].suffix} files and no index: {listed(files)}. {advice}, or open several together with "
         f"safeload.open([{shown}])",
         path=path,
     )
@@ -595,7 +589,7 @@ def _refuse_incomplete(
         if folder is not None and folder.files.is_folder((folder / RESUME).path):
             message = "shards are there; repeat the conversion with resume=True to continue it"
             raise MissingShardError(f"an unfinished conversion: {present:,} of {total:,} {message}", path)
-        missing = _listed(numbered.missing(5), 5) + (", ..." if total - present > 5 else "")
+        missing = listed(numbered.missing(5), 5) + (", ..." if total - present > 5 else "")
         text = f"{present:,} of {total:,} shards are there, {total - present:,} missing: {missing}"
         raise MissingShardError(text, path)
 
@@ -608,7 +602,10 @@ def _dcp_shards(folder: _Folder) -> list[str]:
 
 
 def _whole(folder: _Folder, location: Location | None) -> list[str]:
-    return choose_whole(folder.names, folder.shown, folder.suffixes, location) or []
+    """Choose the files of transformers or diffusers."""
+    suffixes = [".safetensors"] * (SAFETENSORS in folder.formats)
+    suffixes += [".bin"] * (not set(_TORCH).isdisjoint(folder.formats))
+    return choose_whole(folder.names, folder.shown, suffixes, location) or []
 
 
 def _consolidated(folder: _Folder) -> list[str]:
@@ -616,7 +613,7 @@ def _consolidated(folder: _Folder) -> list[str]:
     parts = [name for name in folder.names if fnmatchcase(name, "consolidated.*.pth")]
     if len(parts) > 1:
         raise folder.unsupported(
-            f"{len(parts)} files {_listed(parts[:1])} to {_listed(parts[-1:])} are model-parallel: each holds a slice "
+            f"{len(parts)} files {listed(parts[:1])} to {listed(parts[-1:])} are model-parallel: each holds a slice "
             "of every tensor. Open them one by one, or convert them to a single file first"
         )
     return parts
@@ -792,7 +789,8 @@ def is_weight_file(name: str) -> bool:
     return _WEIGHT_FILE.fullmatch(name) is not None
 
 
-def _listed(names: Sequence[str], limit: int = _MAX_LISTED) -> str:
+def listed(names: Sequence[str], limit: int = _MAX_LISTED) -> str:
+    """Return the first names as text for messages."""
     return ", ".join(map(_shown, names[:limit])) + (" ..." if len(names) > limit else "")
 
 
@@ -811,15 +809,15 @@ def _no_weights(folder: _Folder, tried: Sequence[str]) -> str:
     path, names, folders, request, _ = folder
     inner = _with_weights(path, folders, request.files)
     if _PIPELINE in names and inner:
-        return f"this is a diffusers pipeline with weights in {_listed(inner)}: open one of them"
+        return f"this is a diffusers pipeline with weights in {listed(inner)}: open one of them"
     if path.rstrip("/").endswith(".mlpackage"):
         return "this is a Core ML package: coremltools.models.MLModel(folder) reads it"
     kind = next((kind for mark, kind in _FOREIGN if any(re.fullmatch(mark, name) for name in names)), None)
     if kind is not None:
         return f"this is {kind}"
-    text = f"no weights here; found {_listed(sorted([*names, *folders])) or 'nothing'}"
+    text = f"no weights here; found {listed(sorted([*names, *folders])) or 'nothing'}"
     text += f"; looked for {', '.join(filter(None, tried))}"
-    return f"{text}. Subfolders with weights: {_listed(inner)}; open one of them" if inner else text
+    return f"{text}. Subfolders with weights: {listed(inner)}; open one of them" if inner else text
 
 
 def _not_an_index(path: str, content: Mapping[str, Any], files: Files) -> str | None:
@@ -858,12 +856,12 @@ def _notes(folder: _Folder, used: set[str], *, adapted: bool = False) -> list[st
     if _ADAPTER in names and (adapted or any(name.startswith("adapter") and name != _ADAPTER for name in used)):
         notes.append(adapter_note(_adapter(request.files.join(path, _ADAPTER), request.files)))
     if _PIPELINE in names:
-        inner = _listed(_with_weights(path, folders, request.files)) or "no folder"
+        inner = listed(_with_weights(path, folders, request.files)) or "no folder"
         notes.append(f"a diffusers pipeline, with more weights in {inner}")
     unused = (name for name in names if name not in used and not name.startswith(TRAINING_STATE))
     skipped = [name for name in unused if is_weight_file(name)]
     if skipped:
-        notes.append(f"skipped: {_listed(skipped)}")
+        notes.append(f"skipped: {listed(skipped)}")
     if any(name.startswith("consolidated") for name in skipped):
         notes.append("consolidated files hold the same weights under their publisher's own names: open them by path")
     return notes

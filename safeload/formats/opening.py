@@ -14,7 +14,7 @@ from ..base import hub_cache, log
 from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing
-from ..base.text import clip, plural, printable, show
+from ..base.text import plural, printable, show
 from ..engine.read.load import LoadOptions
 from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
 from ..engine.run.weight_file import WeightFile
@@ -224,8 +224,6 @@ def _logged(title: str, recipe: Recipe, opened: Opened) -> Opened:
 
 # ---- the weights in an archive ----
 
-# Most names in a message.
-_SHOWN = 20
 # Suffixes of files that are read with others, or that describe them.
 _PARTS = (".distcp", ".json")
 
@@ -252,7 +250,7 @@ def open_members(container: WeightFile, files: MemberFiles, request: OpenRequest
 
 def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kind: str) -> tuple[str, OpenRequest]:
     """Return the path of the weights, and the request for it."""
-    from .folder import is_weight_file
+    from .folder import is_weight_file, listed
     from .numbered import is_set
 
     unsupported = partial(error_about, UnsupportedError, path=container.path)
@@ -268,24 +266,21 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
         if is_weight_file(name):
             weights.setdefault(folder, []).append(name)
     if not weights:
-        names_inside = _listed([files.join(*place) for place in inside])
+        names_inside = listed([files.join(*place) for place in inside]) or "nothing"
         raise unsupported(f"this is {kind} without weights: it holds {names_inside}")
     depths = {folder: folder.count("/") + 1 if folder else 0 for folder in weights}
-    folder, *rest = nearest = [folder for folder, depth in depths.items() if depth == min(depths.values())]
+    top = min(depths.values())
+    folder, *rest = nearest = [folder for folder, depth in depths.items() if depth == top]
     if rest:
-        raise unsupported(f"weights in {len(nearest):,} folders: {_listed(nearest)}; choose one with root=")
+        shown = listed([name or "." for name in nearest])
+        raise unsupported(f"weights in {len(nearest):,} folders: {shown}; choose one with root=")
     names = weights[folder]
     if len(names) == 1 and not names[0].endswith(_PARTS):
         return files.join(folder, names[0]), request
     if all(name.endswith(".gguf") for name in names) and not is_set(names):
-        shown = _listed([files.join(folder, name) for name in names])
+        shown = listed([files.join(folder, name) for name in names])
         raise unsupported(f"it holds {len(names):,} GGUF files: {shown}; choose one with root=")
     return folder, request
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(clip(printable(name or "."), 100) for name in names[:_SHOWN]) or "nothing"
-    return f"{shown} ..." if len(names) > _SHOWN else shown
 
 
 def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
