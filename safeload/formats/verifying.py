@@ -243,7 +243,7 @@ def digests_of(
             return {"size": store.size, "sha256": digest.hexdigest()}
 
     places.sort()
-    return {name: found for (name, _), found in zip(places, each(entry, places, max(1, threads)), strict=True)}
+    return {name: digest for (name, _), digest in zip(places, each(entry, places, max(1, threads)), strict=True)}
 
 
 def is_same(path: str, document: str | None) -> bool:

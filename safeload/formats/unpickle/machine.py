@@ -456,13 +456,13 @@ class Builder(Machine):
     def new(self, kind: type, items: list[Any]) -> Any:
         if kind is list:
             return items
-        made: Any = {} if kind is dict else set()
+        value: Any = {} if kind is dict else set()
         if kind is dict and items:
-            put_items(made, items, self.watched)
+            put_items(value, items, self.watched)
         elif kind is frozenset:
-            add_elements(made, items, {})
-            made = frozenset(made) if made else _NO_ELEMENTS
-        return tuple(items) if kind is tuple else made
+            add_elements(value, items, {})
+            value = frozenset(value) if value else _NO_ELEMENTS
+        return tuple(items) if kind is tuple else value
 
     def extend(self, values: list[Any], kind: type = list) -> None:
         into = self.stack[-1]

@@ -341,9 +341,9 @@ class _Tracer(Machine):
             self.names.setdefault(f"{COMPUTED}.{into.name}", self.start)
         if isinstance(into, _Computed):
             into.state = state if into.state is None else _UNKNOWN
-            made = into.args[0] if into.args else None  # by copyreg._reconstructor, in protocols 0 and 1
+            first = into.args[0] if into.args else None  # by copyreg._reconstructor, in protocols 0 and 1
             # joblib's description of an array, after which come BUILD and the bytes.
-            if into.name.endswith(_WRAPPER) or (isinstance(made, Foreign) and made.name.endswith(_WRAPPER)):
+            if into.name.endswith(_WRAPPER) or (isinstance(first, Foreign) and first.name.endswith(_WRAPPER)):
                 self.has_arrays = True
                 if self.joblib:
                     _skip_array(self, into.state)
