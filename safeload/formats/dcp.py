@@ -63,10 +63,9 @@ from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from .registry import Candidate, Content, OpenRequest
 from .safetensors import file as safetensors
 from .torch import zip_file
-from .torch.flatten import Tree
 from .torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
 from .torch.legacy_file import pickle_at
-from .torch.tensors import STAND_INS
+from .torch.tensors import STAND_INS, Tree
 from .unpickle.machine import Built, Fault, Global, describe
 from .zip import Archive
 

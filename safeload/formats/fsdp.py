@@ -30,8 +30,8 @@ from .boxed import MAX_RANK, Box, BoxedListing
 from .numbered import FSDP_RANK, in_order
 from .rank_files import RankFile, RankFolder
 from .registry import Candidate, Content, OpenRequest
-from .torch.flatten import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, Tree
 from .torch.globals import PickledTensor
+from .torch.tensors import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, Tree
 from .unpickle.machine import FROM_TYPE, Foreign, Inert, describe
 
 # Globals outside the allowlist that these files name; they become placeholders.

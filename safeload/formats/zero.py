@@ -40,8 +40,8 @@ from .boxed import MAX_RANK, BoxedListing, Region, in_one_box, in_pieces
 from .numbered import ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
 from .rank_files import RankFile, RankFolder
 from .registry import Candidate, Content, OpenRequest
-from .torch.flatten import Tree
 from .torch.globals import PickledTensor
+from .torch.tensors import Tree
 from .unpickle.machine import Inert, describe
 
 # Files of model parallelism other than ZeRO: experts, pipeline stages.

@@ -39,9 +39,8 @@ from ..registry import Candidate, Content, OpenRequest, check_whole
 from ..unpickle import machine as unpickler
 from ..unpickle.machine import Fault, Foreign, Global, Inert, Unpickled, check_foreign, describe, unpickle
 from ..zip import DEFLATED, MAX_INFLATED, STORED, Archive
-from .flatten import SCRIPT
 from .globals import ALLOWED, Storage, read_persistent_id
-from .tensors import TensorPlaces, content_of, make_tables
+from .tensors import SCRIPT, TensorPlaces, content_of, make_tables
 
 # A class of TorchScript in its source, with the names of its parameters and buffers, and a name without escapes.
 _CLASS = re.compile(rb"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE)
