@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
@@ -118,10 +118,11 @@ class _ReplacedError(FormatError):
     """Another program replaced a folder while it was opened."""
 
 
-def _settled(function: Callable[[], _Result], seen: _Seen, files: Files) -> _Result:
-    """Return the result of a function, unless its error is due to a file that has been replaced."""
+@contextmanager
+def _settled(seen: _Seen, files: Files) -> Iterator[None]:
+    """Report a file that has been replaced instead of the error that this led to."""
     try:
-        return function()
+        yield
     except (FormatError, FileNotFoundError):
         _check_same(seen, files)
         raise
@@ -259,42 +260,15 @@ def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> O
     Of a remote folder, the shards that the names ``beside`` the index imply are opened while it is read, so that fewer
     answers follow each other; those that it does not list are closed, and their errors are ignored.
     """
-    files, (folder, base) = request.files, request.files.split(path)
+    files, shown = request.files, request.files.shown(path)
+    folder, base = files.split(path)
+    keras = base.endswith(KERAS_INDEX_SUFFIX)
     config = partial(read_config, folder, files)
     early: dict[str, Callable[[], Opened]] = {}  # by name: returns the open shard, or raises its error
 
     def open_early(name: str) -> None:
         opening = partial(open_file, files.join(folder, name), request._replace(window=EARLY_WINDOW))
         early[name] = attempt(opening)
-
-    try:
-        tasks: list[Callable[[], Any]] = [partial(read_version, path, "index.json", files)]
-        if names := implied_shards(base, beside) if files.remote else []:
-            tasks += [partial(attempt, config), *(partial(open_early, name) for name in names)]
-        index, *rest = files.each(lambda task: task(), tasks)
-        seen = [(path, index[1])]
-        opening = partial(_open_listed, path, index, request, early, rest[0] if rest else config)
-        shards = _settled(opening, seen, files)
-    finally:
-        for unlisted in early.values():
-            with suppress(Exception):  # it could not be opened
-                for file in unlisted().files:
-                    file.close()
-    _check_same(seen, files, shards.files)
-    return shards
-
-
-def _open_listed(
-    path: str,
-    index: tuple[dict[str, Any], tuple[Any, ...]],  # and its version
-    request: OpenRequest,
-    early: dict[str, Callable[[], Opened]],
-    config: Callable[[], dict[str, Any] | None],
-) -> Opened:
-    files, shown = request.files, request.files.shown(path)
-    folder, base = files.split(path)
-    keras = base.endswith(KERAS_INDEX_SUFFIX)
-    names, metadata = (_parse_keras_index if keras else parse_index)(index[0], path, files)
 
     def open_shard(file_name: str) -> Opened:
         try:
@@ -307,8 +281,37 @@ def _open_listed(
             text = f"No such file or directory: {subject}; {base} lists it: was the download finished?"
             raise missing_file(error.filename, text) from None
 
-    tasks: list[Callable[[], Any]] = [partial(open_shard, file_name) for file_name in sorted(names)]
-    *shards, parsed = files.each(lambda task: task(), [*tasks, (lambda: None) if keras else config])
+    try:
+        tasks: list[Callable[[], Any]] = [partial(read_version, path, "index.json", files)]
+        if implied := implied_shards(base, beside) if files.remote else []:
+            tasks += [partial(attempt, config), *(partial(open_early, name) for name in implied)]
+        (content, version), *rest = files.each(lambda task: task(), tasks)
+        seen = [(path, version)]
+        with _settled(seen, files):
+            names, metadata = (_parse_keras_index if keras else parse_index)(content, path, files)
+            tasks = [partial(open_shard, file_name) for file_name in sorted(names)]
+            tasks.append((lambda: None) if keras else [*rest, config][0])
+            *shards, parsed = files.each(lambda task: task(), tasks)
+            where = _listed_places(names, shards, shown, keras=keras)
+            if keras:
+                below = names_below({name: name.split(".") for name in where}, request.root, shown)
+                where = {known: where[name] for name, known in below.items()}
+    finally:
+        for unlisted in early.values():
+            with suppress(Exception):  # it could not be opened
+                for file in unlisted().files:
+                    file.close()
+    opened = [file for shard in shards for file in shard.files]
+    _check_same(seen, files, opened)
+    format, place = shards[0].format if shards else SAFETENSORS, (files.absolute(path), version)
+    merged = _metadata((*(shard.metadata for shard in shards), metadata))
+    return Opened(shown, format, opened, where, merged, parsed, place)
+
+
+def _listed_places(
+    names: Mapping[str, Sequence[str]], shards: Sequence[Opened], path: str, *, keras: bool
+) -> dict[str, tuple[WeightFile, int]]:
+    """Return the places of the tensors that an index lists for each shard; each must be there."""
     where: dict[str, tuple[WeightFile, int]] = {}
     for file_name, shard in zip(sorted(names), shards, strict=True):
         places, expected = shard.places, set(names[file_name])
@@ -316,24 +319,13 @@ def _open_listed(
         if absent:
             missing = next(filter(absent.__contains__, names[file_name])) if keras else min(absent)
             text = "should have variables in {}, but has none there" if keras else "should be in {}, but is not there"
-            raise error_about(FormatError, text.format(show(file_name)[1:-1]), path=shown, tensor=missing)
+            raise error_about(FormatError, text.format(show(file_name)[1:-1]), path=path, tensor=missing)
         if keras:
             add(where, places)
         else:
             whole = len(places) == len(expected)
             where.update(places if whole else {name: place for name, place in places.items() if name in expected})
-    if keras:
-        below = names_below({name: name.split(".") for name in where}, request.root, shown)
-        where = {known: where[name] for name, known in below.items()}
-    return Opened(
-        shown,
-        shards[0].format if shards else SAFETENSORS,
-        [file for shard in shards for file in shard.files],
-        where,
-        _metadata((*(shard.metadata for shard in shards), metadata)),
-        parsed,
-        (files.absolute(path), index[1]),
-    )
+    return where
 
 
 def _parse_keras_index(
@@ -486,17 +478,13 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
             return open_parts(open_file(files.join(path, chosen[0]), accepted), accepted)
         return _union(files.shown(path), files.each(lambda name: open_file(files.join(path, name), accepted), chosen))
 
-    def together() -> tuple[Opened, Callable[[], dict[str, Any] | None]]:
-        if not files.remote:  # nothing to gain from both at once
-            return opening(), config
-        tasks: list[Callable[[], Any]] = [opening, partial(attempt, config)]
-        shards, read = files.each(lambda task: task(), tasks)
-        return shards, read
-
     if chosen[0].endswith(".json") and format is None:
         shards = open_index(files.join(path, chosen[0]), request, names)
     else:
-        shards, config = _settled(together, [(files.join(path, name), None) for name in chosen if name in names], files)
+        with _settled([(files.join(path, name), None) for name in chosen if name in names], files):
+            tasks: list[Callable[[], Any]] = [opening, *[partial(attempt, config)] * files.remote]
+            shards, *rest = files.each(lambda task: task(), tasks)  # remote files at once
+            config = [*rest, config][0]
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     if shards.format == DCP:  # one file stands for all
         used.update(folder.ending(DCP_SUFFIX))
