@@ -66,7 +66,7 @@ from .registry import (
     plugin_rows,
     row_of,
 )
-from .safetensors.header import EARLY_WINDOW, window_for
+from .safetensors.file import EARLY_WINDOW, window_for
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -16,8 +16,7 @@ from ...base.text import show
 from ...engine.run.atomic_file import AtomicFile, check_place
 from ...errors import unsaved
 from ...formats.registry import SAFETENSORS, WEIGHT_SUFFIXES, WRITTEN
-from ...formats.safetensors.file import FileWriter
-from ...formats.safetensors.header import ROOM
+from ...formats.safetensors.file import ROOM, FileWriter
 from ...formats.safetensors.quantized import pack
 from ...stores.files import Location
 from .destinations import Destination, check_free, file_in_store, is_folder, sink_of, where

@@ -23,8 +23,7 @@ from ...engine.run.weight_file import open_without_table
 from ...errors import FormatError, TensorNotFoundError, UnsupportedError, exported, public, unsaved
 from ...formats.gguf import read as gguf_reading
 from ...formats.gguf.write import data_begin, head_with
-from ...formats.safetensors.file import TensorToWrite, open_file, source_of
-from ...formats.safetensors.header import ROOM, Header, text
+from ...formats.safetensors.file import ROOM, Header, TensorToWrite, open_file, source_of, text
 from ...formats.safetensors.quantized import CODES_SUFFIX, KEY, QUANTIZED, SCALE_SUFFIX
 from ...stores.edit_journal import Locked, remove, replace_header
 from ...stores.local import BLOCK

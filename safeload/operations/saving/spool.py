@@ -11,8 +11,7 @@ from ...base import dtypes
 from ...base.native import ffi
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import address_of
-from ...formats.safetensors.file import TensorToWrite
-from ...formats.safetensors.header import ROOM, Header
+from ...formats.safetensors.file import ROOM, Header, TensorToWrite
 
 # First byte of the tensors in a file with an unknown number of them.
 _BEGIN = 128 << 10

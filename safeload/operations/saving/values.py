@@ -12,7 +12,7 @@ from ...base.messages import error_about
 from ...base.packing import CONFIG_KEY
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import SafetensorError
-from ...formats.safetensors.header import text
+from ...formats.safetensors.file import text
 from ...formats.safetensors.quantized import KEY, pack
 
 # The key of the header for metadata, which cannot name a tensor.

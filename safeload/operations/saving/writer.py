@@ -16,8 +16,7 @@ from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import UnsupportedError, exported, public, unsaved
 from ...formats.folder import INDEX, SINGLE
-from ...formats.safetensors.file import TensorToWrite, source_of
-from ...formats.safetensors.header import text
+from ...formats.safetensors.file import TensorToWrite, source_of, text
 from ..folders import journal
 from ..folders.destinations import limit_of
 from ..folders.shards import index_text
