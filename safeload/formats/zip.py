@@ -4,7 +4,7 @@ All readers must see the same contents, so the archive is the whole file, names 
 the local header of each entry in use agrees with the directory.
 
 The standard library's zipfile decides how to read a directory, but makes an object of many fields for each entry. If a
-directory has nothing unusual, every reader agrees on it, and its fields are read as columns instead.
+directory has nothing unusual, every reader agrees on it, and it is read here instead.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice, pairwise
 from operator import attrgetter, le
 from typing import Any, NamedTuple, Protocol, TypeAlias
-
-import numpy as np
 
 from ..base.messages import error_about
 from ..base.text import show
@@ -40,20 +39,9 @@ _DEFLATE_RATIO = 1032
 # Flags of an entry.
 _ENCRYPTED, _UTF8 = 0x1, 0x800
 
-# The fields of an entry in the directory; its name follows, then an extra field and a comment.
-_FIELDS = np.dtype(
-    {
-        "names": ["magic", "version", "flags", "method", "crc", "packed", "size", "extra", "at"],
-        "formats": ["<u4", "u1", "<u2", "<u2", "<u4", "<u4", "<u4", "<u2", "<u4"],
-        "offsets": [0, 6, 8, 10, 16, 20, 24, 30, 42],
-        "itemsize": 46,
-    }
-)
-_MAGIC = int.from_bytes(b"PK\x01\x02", "little")
-_LENGTHS = struct.Struct("<3H").unpack_from  # of name, extra field and comment
-_LENGTHS_AT = 28
-# The other fields as well: flags, method, CRC, sizes, the lengths, and the offset of the local header.
-_CENTRAL = struct.Struct("<8x2H4x3I3H8xI").unpack_from
+# An entry of the directory: magic number, version, flags, method, CRC, sizes, lengths of name, extra field and comment,
+# and the offset of the local header; then the name, the extra field and the comment.
+_CENTRAL = struct.Struct("<4s2xBx2H4x3I3H8xI")
 # Newest version that zipfile reads.
 _NEWEST = 63
 
@@ -161,25 +149,17 @@ def _read_end(file: WeightFile) -> End | None:
 
 def _read_plain(data: bytes) -> list[ZipEntry] | None:
     """Return the entries of a directory, or None if an entry is unusual."""
-    text = str(data, "latin-1")
-    names, begins, at = [], [], 0
-    try:
+    text, entries, at = str(data, "latin-1"), [], 0
+    with suppress(struct.error):
         while at < len(data):
-            name, extra, comment = _LENGTHS(data, at + _LENGTHS_AT)
-            begins.append(at)
-            at += _FIELDS.itemsize
-            names.append(text[at : at + name])
-            at += name + extra + comment
-    except struct.error:
-        return None
-    if not begins or at != len(data) or not all(map(str.isascii, names)):
-        return None
-    rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), _FIELDS.itemsize)[begins]
-    fields = rows.view(_FIELDS)[:, 0]
-    if (fields["magic"] != _MAGIC).any() or (fields["version"] > _NEWEST).any() or fields["extra"].any():
-        return None
-    columns = (fields[name].tolist() for name in ("flags", "method", "crc", "packed", "size", "at"))
-    return list(map(ZipEntry, names, *columns))
+            magic, version, *fields, length, extra, comment, local = _CENTRAL.unpack_from(data, at)
+            at += _CENTRAL.size
+            name = text[at : at + length]
+            if magic != b"PK\x01\x02" or version > _NEWEST or extra or not name.isascii():
+                return None
+            entries.append(ZipEntry(name, *fields, local))
+            at += length + comment
+    return entries if entries and at == len(data) else None
 
 
 def _read_any(file: WeightFile, end: End | None) -> _Directory:
@@ -473,15 +453,16 @@ def _listed(content: Readable, end: int, listed: set[str], most: int) -> Iterato
         for at, shift in ((last - size, last - size - offset), (offset, 0)):
             while at >= 0 and (key := f"{at} {shift}") not in listed and len(listed) <= most:
                 listed.add(key)
-                head = content.read_at(min(at, content.size), _FIELDS.itemsize)
-                if len(head) < _FIELDS.itemsize or head[:4] != b"PK\x01\x02":
+                head = content.read_at(min(at, content.size), _CENTRAL.size)
+                if len(head) < _CENTRAL.size or head[:4] != b"PK\x01\x02":
                     break
-                flags, method, crc, packed, full, name_size, extra_size, comment_size, local = _CENTRAL(head)
-                rest = content.read_at(at + _FIELDS.itemsize, name_size + extra_size)
+                *_, flags, method, crc, packed, full, name_size, extra_size, comment_size, local = _CENTRAL.unpack(head)
+                at += _CENTRAL.size
+                rest = content.read_at(at, name_size + extra_size)
                 name = rest[:name_size].decode("utf-8", "backslashreplace")
                 packed, local = _zip64(rest[name_size:], full, packed, local)
                 yield ZipEntry(name, flags, method, crc, packed, full, local + shift)
-                at += _FIELDS.itemsize + name_size + extra_size + comment_size
+                at += name_size + extra_size + comment_size
 
 
 def _zip64(extra: bytes, full: int, packed: int, local: int) -> tuple[int, int]:

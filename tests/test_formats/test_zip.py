@@ -141,7 +141,7 @@ def test_entries_in_another_order_than_the_directory(tmp_path, monkeypatch):
     """The directory of two entries, exchanged."""
     content = archive({"a": b"1", "b": b"22"})
     start = content.index(b"PK\x01\x02")
-    size = zips._FIELDS.itemsize + 1
+    size = zips._CENTRAL.size + 1
     first, second = content[start : start + size], content[start + size : start + 2 * size]
     columns, single = both(
         opened(tmp_path / "a.zip", content[:start] + second + first + content[start + 2 * size :]), monkeypatch
