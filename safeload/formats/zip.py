@@ -157,7 +157,7 @@ def _read_plain(data: bytes) -> list[ZipEntry] | None:
             name = text[at : at + length]
             if magic != b"PK\x01\x02" or version > _NEWEST or extra or not name.isascii():
                 return None
-            entries.append(ZipEntry(name, *fields, local))
+            entries.append(ZipEntry._make((name, *fields, local)))
             at += length + comment
     return entries if entries and at == len(data) else None
 
