@@ -609,15 +609,8 @@ class TensorPlaces:
 def _plain_count(tensor: PickledTensor) -> int:
     """Return the number of elements of a tensor in C order, as nearly all are; 0 if it has anything unusual."""
     shape, strides, offset = tensor.shape, tensor.strides, tensor.offset
-    if type(shape) is not tuple or type(strides) is not tuple or not len(shape) == len(strides) <= MAX_RANK:
+    if type(shape) is not tuple or type(strides) is not tuple or len(shape) > MAX_RANK:
         return 0
-    if type(offset) is not int or offset < 0:
-        return 0
-    count, axis = 1, len(shape)
-    while axis:
-        axis -= 1
-        n, stride = shape[axis], strides[axis]
-        if type(n) is not int or n <= 0 or type(stride) is not int or stride != count:
-            return 0
-        count *= n
-    return count
+    values = (offset, *shape, *strides)
+    plain = set(map(type, values)) == {int} and min(values) >= 0 and strides == c_strides(shape, 1)
+    return prod(shape) if plain else 0
