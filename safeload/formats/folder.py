@@ -24,48 +24,12 @@ from ..stores.json_file import read_if_there, read_json, read_version
 from ..stores.local import identity_of
 from ..stores.store import read_at
 from ..stores.thread_group import HEADS
+from . import numbered, registry
 from .foreign import DCP_SUFFIX
 from .gguf import read as gguf
 from .metadata import names_below
-from .numbered import (
-    DCP_METADATA,
-    DCP_RANK,
-    DCP_SHARD,
-    FILE,
-    FSDP_RANK,
-    INDEX_NAME,
-    INDEXED,
-    ORBAX_METADATA,
-    SET,
-    STEMS,
-    TRAINING_STATE,
-    ZERO_OPTIMIZER,
-    NumberedFiles,
-    in_order,
-    sets_of,
-    whole_checkpoints,
-    zero_models,
-)
-from .registry import (
-    DCP,
-    DEEPSPEED,
-    FSDP,
-    GGUF,
-    KERAS,
-    ORBAX,
-    PICKLE,
-    ROWS,
-    SAFETENSORS,
-    TORCH_LEGACY,
-    TORCH_ZIP,
-    WEIGHT_SUFFIXES,
-    Format,
-    Opened,
-    OpenRequest,
-    open_file,
-    plugin_rows,
-    row_of,
-)
+from .numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
+from .registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, open_file
 from .safetensors.file import EARLY_WINDOW, window_for
 
 INDEX = "model.safetensors.index.json"
@@ -90,11 +54,11 @@ _STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})", re.ASCII | re.DOTALL)
 _FLAX_INDEX = ".msgpack.index.json"
 
 # Suffixes of files, as opposed to folders.
-_FILE_SUFFIXES = (".json", *sorted(WEIGHT_SUFFIXES))
+_FILE_SUFFIXES = (".json", *sorted(registry.WEIGHT_SUFFIXES))
 
 # Files of processes in training checkpoints.
 _RANK_FILE = re.compile(
-    rf"{DCP_SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
+    rf"{numbered.DCP_SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
     re.ASCII | re.DOTALL,
 )
 
@@ -248,9 +212,9 @@ def attempt(function: Callable[[], _Result]) -> Callable[[], _Result]:
 
 def implied_shards(base: str, beside: Sequence[str]) -> list[str]:
     """Return the shards that an index of this name should list: a complete set, small enough to be opened at once."""
-    for numbered in sets_of(beside):
-        if base == f"{numbered.stem}{numbered.suffix}.index.json":
-            return numbered.in_order if numbered.complete and len(numbered.files) <= HEADS - 2 else []
+    for shards in sets_of(beside):
+        if base == f"{shards.stem}{shards.suffix}.index.json":
+            return shards.in_order if shards.complete and len(shards.files) <= HEADS - 2 else []
     return []
 
 
@@ -457,7 +421,7 @@ def open_folder(path: str, request: OpenRequest) -> Opened:
 def _layouts(formats: Sequence[str] | None) -> Iterator[FolderLayout]:
     """Iterate over all layouts in the order of preference, those of formats' rows last."""
     yield from LAYOUTS
-    for row in chain(ROWS, plugin_rows()) if formats is None else map(row_of, formats):
+    for row in chain(registry.ROWS, registry.plugin_rows()) if formats is None else map(registry.row_of, formats):
         if row.chooses is not None:
             opening = partial(_open_files, format=row.name) if row.source else _open_files
             suffixes = ", ".join(f"*{suffix}" for suffix in row.suffixes)
@@ -526,7 +490,7 @@ def choose_whole(
     folder: Location | None = None,
 ) -> list[str] | None:
     """Choose the files of a checkpoint, see `whole_checkpoints`; by names alone without ``folder``."""
-    whole = whole_checkpoints(names, suffixes)
+    whole = numbered.whole_checkpoints(names, suffixes)
     usual = [each for each in whole if each.kind == SET or (each.kind == FILE and each.stem in STEMS[each.suffix])]
     # Without the index, several files of other names would be refused: do not read it for that.
     if folder is not None and (usual or sum(each.kind == FILE for each in whole) < 2):
@@ -556,7 +520,7 @@ def choose_whole(
 
 def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
     """Return True if none of the shards of an index is in its folder; its name usually tells without reading it."""
-    if any(numbered.stem.split(".")[0] == index.split(".")[0] for numbered in sets_of(names)):
+    if any(shards.stem.split(".")[0] == index.split(".")[0] for shards in sets_of(names)):
         return False
     try:
         shards = listed_shards(folder.path, index, folder.files).names
@@ -569,24 +533,24 @@ def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
 def _refuse_incomplete(
     sets: Sequence[NumberedFiles], path: str, folder: Location | None = None, waiting: bool = False
 ) -> None:
-    for numbered in sets:
-        if numbered.complete and not waiting:
+    for shards in sets:
+        if shards.complete and not waiting:
             continue
-        total = int(numbered.total)
-        present = sum(1 <= number <= total for number in numbered.files)
+        total = int(shards.total)
+        present = sum(1 <= number <= total for number in shards.files)
         if folder is not None and folder.files.is_folder((folder / RESUME).path):
             message = "shards are there; repeat the conversion with resume=True to continue it"
             raise MissingShardError(f"an unfinished conversion: {present:,} of {total:,} {message}", path)
-        missing = listed(numbered.missing(5), 5) + (", ..." if total - present > 5 else "")
+        missing = listed(shards.missing(5), 5) + (", ..." if total - present > 5 else "")
         text = f"{present:,} of {total:,} shards are there, {total - present:,} missing: {missing}"
         raise MissingShardError(text, path)
 
 
 def _dcp_shards(folder: _Folder) -> list[str]:
     """Choose the sharded safetensors of torch.distributed, unless the folder has a model of transformers."""
-    usual = (name == SINGLE or (name.endswith(".json") and INDEX_NAME.fullmatch(name)) for name in folder.names)
-    shards = in_order(DCP_SHARD, folder.names, 1, 2)
-    return shards if shards and not any(usual) else []
+    is_index = numbered.INDEX_NAME.fullmatch
+    usual = any(name == SINGLE or (name.endswith(".json") and is_index(name)) for name in folder.names)
+    return [] if usual else in_order(numbered.DCP_SHARD, folder.names, 1, 2)
 
 
 def _whole(folder: _Folder, location: Location | None) -> list[str]:
@@ -621,15 +585,15 @@ def _zero_step(folder: _Folder) -> list[str]:
 
 def _zero(folder: _Folder) -> list[str]:
     """Choose ZeRO's model states if the folder also has the optimizer's."""
-    return zero_models(folder.names) if any(map(ZERO_OPTIMIZER.fullmatch, folder.names)) else []
+    return numbered.zero_models(folder.names) if any(map(numbered.ZERO_OPTIMIZER.fullmatch, folder.names)) else []
 
 
 def _gguf(folder: _Folder) -> list[str]:
     """Choose the only GGUF file of a folder, or the first part of the only split file."""
     files = folder.ending(".gguf")
     sets = sets_of(files)
-    single = set(files) - {name for numbered in sets for name in numbered.files.values()}
-    firsts = sorted([*single, *(numbered.files[min(numbered.files)] for numbered in sets)])
+    single = set(files) - {name for shards in sets for name in shards.files.values()}
+    firsts = sorted([*single, *(shards.files[min(shards.files)] for shards in sets)])
     folder.only(firsts, "GGUF files")
     _refuse_incomplete(sets, folder.shown)
     return firsts
@@ -695,32 +659,32 @@ def _by_row(row: Format, folder: _Folder) -> list[str]:
     return files if len(files) < 2 else folder.only(sorted(files), f"files of {row.title}")
 
 
-_TORCH = (TORCH_ZIP, TORCH_LEGACY)
+_TORCH = ("torch zip", "torch legacy")
 # Formats to look for if the caller names none.
-_USUAL_FORMATS = (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, ORBAX, GGUF, KERAS, PICKLE)
+_USUAL_FORMATS = ("safetensors", "torch zip", "dcp", "deepspeed", "fsdp", "orbax", "gguf", "keras", "pickle")
 
 # The first row that chooses files wins.
 # fmt: off
 LAYOUTS = (
-    FolderLayout((DCP,), "shard-*-model-*.safetensors", _dcp_shards, partial(_open_training, format=DCP)),
-    FolderLayout((SAFETENSORS, *_TORCH), "*.safetensors, pytorch_model*.bin",
+    FolderLayout(("dcp",), "shard-*-model-*.safetensors", _dcp_shards, partial(_open_training, format="dcp")),
+    FolderLayout(("safetensors", *_TORCH), "*.safetensors, pytorch_model*.bin",
                  lambda folder: _whole(folder, Location(folder.files, folder.path)), _open_files),
     FolderLayout(_TORCH, "consolidated.*.pth", _consolidated, _open_files),
-    FolderLayout((DCP,), "*.distcp", lambda folder: folder.ending(DCP_SUFFIX) and (
-                 in_order(DCP_RANK, folder.names, 1)[:1] or [DCP_METADATA]), _open_files),
-    FolderLayout((DEEPSPEED,), "latest", _zero_step, partial(_open_step, config=True)),
-    FolderLayout((DEEPSPEED,), "*_model_states.pt", _zero, partial(_open_training, format=DEEPSPEED)),
-    FolderLayout((FSDP,), "model_world_size_*.pt", lambda folder: in_order(FSDP_RANK, folder.names, 1, 2),
-                 partial(_open_training, format=FSDP)),
-    FolderLayout((ORBAX,), ORBAX_METADATA, lambda folder: [ORBAX_METADATA] * (ORBAX_METADATA in folder.names),
-                 partial(_open_training, format=ORBAX)),
-    FolderLayout((GGUF,), "*.gguf", _gguf, _open_files),
-    FolderLayout((KERAS,), "*.keras, *.h5", lambda folder: folder.only(
+    FolderLayout(("dcp",), "*.distcp", lambda folder: folder.ending(DCP_SUFFIX) and (
+                 in_order(numbered.DCP_RANK, folder.names, 1)[:1] or [numbered.DCP_METADATA]), _open_files),
+    FolderLayout(("deepspeed",), "latest", _zero_step, partial(_open_step, config=True)),
+    FolderLayout(("deepspeed",), "*_model_states.pt", _zero, partial(_open_training, format="deepspeed")),
+    FolderLayout(("fsdp",), "model_world_size_*.pt", lambda folder: in_order(numbered.FSDP_RANK, folder.names, 1, 2),
+                 partial(_open_training, format="fsdp")),
+    FolderLayout(("orbax",), ORBAX_METADATA, lambda folder: [ORBAX_METADATA] * (ORBAX_METADATA in folder.names),
+                 partial(_open_training, format="orbax")),
+    FolderLayout(("gguf",), "*.gguf", _gguf, _open_files),
+    FolderLayout(("keras",), "*.keras, *.h5", lambda folder: folder.only(
                  folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(*_KERAS_SUFFIXES), "Keras files"), _open_files),
-    FolderLayout((PICKLE,), "*.pdparams", _paddle, _open_files),
+    FolderLayout(("pickle",), "*.pdparams", _paddle, _open_files),
     FolderLayout((), "*.nemo, *.llamafile",
                  lambda folder: names if len(names := folder.ending(*_ARCHIVES)) == 1 else [], _open_files),
-    FolderLayout((ORBAX,), "STEP/_METADATA", _orbax_step, partial(_open_step, config=False)),
+    FolderLayout(("orbax",), "STEP/_METADATA", _orbax_step, partial(_open_step, config=False)),
 )
 # fmt: on
 
@@ -738,7 +702,7 @@ _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 _SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "lora": "LoRA", "dora": "DoRA"}
 
 # Names of weight files.
-_SUFFIXES = {*WEIGHT_SUFFIXES, DCP_SUFFIX}
+_SUFFIXES = {*registry.WEIGHT_SUFFIXES, DCP_SUFFIX}
 _WEIGHT_FILE = re.compile(
     rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)",
     re.DOTALL,
@@ -846,7 +810,7 @@ def _notes(folder: _Folder, used: set[str], *, adapted: bool = False) -> list[st
     if _PIPELINE in names:
         inner = listed(_with_weights(path, folders, request.files)) or "no folder"
         notes.append(f"a diffusers pipeline, with more weights in {inner}")
-    unused = (name for name in names if name not in used and not name.startswith(TRAINING_STATE))
+    unused = (name for name in names if name not in used and not name.startswith(numbered.TRAINING_STATE))
     skipped = [name for name in unused if is_weight_file(name)]
     if skipped:
         notes.append(f"skipped: {listed(skipped)}")

@@ -420,8 +420,7 @@ FormatName: TypeAlias = Literal[
 
 BY_NAME = {row.name: row for row in ROWS}
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "torch legacy", "gguf", "npz"
-DCP, DEEPSPEED, FSDP, ORBAX = "dcp", "deepspeed", "fsdp", "orbax"
-KERAS, PICKLE = "keras", "pickle"
+DCP, KERAS = "dcp", "keras"
 
 
 # The names of the formats for each value of ``format=``.

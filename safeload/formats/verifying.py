@@ -11,17 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError, LimitError, SafeloadError, VerificationError
-from ..stores.digests import (
-    GIT_PATHS,
-    MANIFEST_KEY,
-    MANIFEST_VERSION,
-    SIGNATURE_NAME,
-    Expected,
-    digest_in_cache,
-    files_of_manifest,
-    is_manifest,
-    refused,
-)
+from ..stores import digests
+from ..stores.digests import GIT_PATHS, MANIFEST_KEY, Expected, is_manifest, refused
 from ..stores.files import LOCAL, Files
 from ..stores.json_file import MAX_JSON, parse_json
 from ..stores.places import places_of
@@ -120,9 +111,9 @@ def _listed(document: _Document, path: str, files: Files) -> Expected:
         manifest = parse_json(document.content, "the manifest", document.source)
     except FormatError as error:
         raise refused(f"not a manifest: {error}", document.source) from None
-    if manifest.get(MANIFEST_KEY) != MANIFEST_VERSION:
-        raise refused(f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}", document.source)
-    listed = files_of_manifest(manifest, document.source)
+    if manifest.get(MANIFEST_KEY) != digests.MANIFEST_VERSION:
+        raise refused(f"a manifest must have {MANIFEST_KEY!r}: {digests.MANIFEST_VERSION}", document.source)
+    listed = digests.files_of_manifest(manifest, document.source)
     if listed is None:
         text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
         raise refused(f"{text}, or compare tensors with safeload check --manifest", document.source)
@@ -146,7 +137,7 @@ def _beside(path: str, files: Files) -> Expected:
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
         raise refused(text, files.shown(path))
-    if digest_in_cache(path) is not None:
+    if digests.digest_in_cache(path) is not None:
         return Expected(_OLLAMA)
     signature = signature_beside(path)
     if os.path.lexists(signature):
@@ -154,10 +145,8 @@ def _beside(path: str, files: Files) -> Expected:
     manifests = list(_manifests_in(path if os.path.isdir(path) else os.path.dirname(path)))
     if len(manifests) == 1:
         return _listed(_read(manifests[0], LOCAL), path, files)
-    text = (
-        f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it. To write a manifest "
-        "of trusted files, run `safeload check PATH --write-manifest FILE`"
-    )
+    text = f"nothing to verify against: no {digests.SIGNATURE_NAME}, manifest or cache has digests of it. "
+    text += "To write a manifest of trusted files, run `safeload check PATH --write-manifest FILE`"
     if manifests:
         names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
         text = f"{len(manifests)} manifests beside it: {names}; pass one of them"
@@ -167,11 +156,11 @@ def _beside(path: str, files: Files) -> Expected:
 def signature_beside(path: str) -> str:
     """Return where the signature of a model stands: ``model.sig`` in its folder, or beside a file of the same name."""
     if "://" in path:
-        return f"{path.rstrip('/')}/{SIGNATURE_NAME}"
+        return f"{path.rstrip('/')}/{digests.SIGNATURE_NAME}"
     if os.path.isdir(path):
-        return os.path.join(path, SIGNATURE_NAME)
+        return os.path.join(path, digests.SIGNATURE_NAME)
     alone = f"{path}.sig"
-    return alone if os.path.lexists(alone) else os.path.join(os.path.dirname(path), SIGNATURE_NAME)
+    return alone if os.path.lexists(alone) else os.path.join(os.path.dirname(path), digests.SIGNATURE_NAME)
 
 
 def _manifests_in(folder: str) -> Iterator[str]:

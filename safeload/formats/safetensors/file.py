@@ -14,28 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...base import dtypes
+from ...base import dtypes, native
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
 from ...base.gc_pause import paused
 from ...base.messages import encode
-from ...base.native import (
-    HEADER_AT,
-    LOADED_COLUMNS,
-    LONE_NAME,
-    BriefHeader,
-    Error,
-    Loaded,
-    Lone,
-    check,
-    content_buffer,
-    failure,
-    ffi,
-    lib,
-    loaded_fields,
-    lone_numbers,
-    pointer,
-    short,
-)
+from ...base.native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
 from ...base.paths import PathLike, native_path
 from ...base.table import Table
 from ...base.text import show, tensor_named
@@ -86,7 +69,9 @@ _LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
 def open_file(path: PathLike, *, brief: bool = False, folders: str = "safeload.load") -> WeightFile:
     """Open a file and validate its header, without reading tensors; ``folders`` names the loader for folders."""
     text, fields = _loaded(path, 0, folders)
-    return WeightFile(text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[LOADED_COLUMNS:]))
+    return WeightFile(
+        text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[native.LOADED_COLUMNS :])
+    )
 
 
 class Resident(NamedTuple):
@@ -103,11 +88,11 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
     # One read even for "mmap": a mapping and its first page fault take longer.
     text, fields = _loaded(path, _SMALL[backend], folders)
     _, size, _, _, _, address, content, *_ = fields
-    table = Table(address, fields[LOADED_COLUMNS:])
+    table = Table(address, fields[native.LOADED_COLUMNS :])
     if not content:
         return WeightFile(text, LocalStore(text, fields[:5], brief=True), table)
     # Like a mapping, the memory is private and lives as long as the last array over it.
-    return Resident(table, delivery.views_of(table, content_buffer(ffi.cast("void *", content), size)))
+    return Resident(table, delivery.views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
 
 
 def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, tuple[Any, ...]]:
@@ -121,7 +106,7 @@ def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, tuple[Any,
 
 
 def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> None:
-    """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
+    """Call ``sl_safetensors_load`` again if its native.failure may pass, or raise its error."""
     loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
     if status == lib.SL_E_OS:
         status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
@@ -135,7 +120,7 @@ def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> 
             if status != lib.SL_E_FORMAT:
                 break
     if status == lib.SL_E_FORMAT:
-        raise interrupted(text) or explain(text) or failure(status, loaded.error, text)
+        raise interrupted(text) or explain(text) or native.failure(status, loaded.error, text)
     check(status, loaded.error, text)
 
 
@@ -193,7 +178,7 @@ def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
         numbers = lone_numbers(lone)
         if numbers[0]:
             _, dtype, begin, length, rank = numbers[:5]
-            name = lone[LONE_NAME : LONE_NAME + length].decode()
+            name = lone[native.LONE_NAME : native.LONE_NAME + length].decode()
             return {name: delivery.lone(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
     columns = _table(table, (address, size))  # unaligned tensors are copied in any case
     return delivery.copies_of(columns, view) if copy else delivery.views_of(columns, view), columns
@@ -216,7 +201,7 @@ def _header(
     except UnicodeEncodeError:
         encoded = None  # `Header` explains it
     if encoded is not None:
-        count, memory = len(names), BriefHeader()
+        count, memory = len(names), native.BriefHeader()
         dims = plain_array("Q", chain.from_iterable(shapes)).tobytes()
         dim_ends = plain_array("Q", accumulate(map(len, shapes))).tobytes()
         texts = [] if metadata is None else _metadata_texts(metadata)
@@ -226,7 +211,7 @@ def _header(
         )
         if size:  # else it is too long, or there is none
             places = _PLACES[count](memory)
-            return memory[HEADER_AT : HEADER_AT + size], places[:count], places[count:]
+            return memory[native.HEADER_AT : native.HEADER_AT + size], places[:count], places[count:]
     header = Header(names, numbers, shapes, metadata, room=room)
     return ffi.buffer(header.memory, header.nbytes), header.order.tolist(), header.sizes.tolist()
 
