@@ -156,11 +156,7 @@ def reopen(recipe: Recipe, seen: Seen) -> Opened:
     for path, identity in seen:
         recipe.files.check_unchanged(path, identity)
     with rather_changed(recipe.files, seen):
-        if recipe.files is LOCAL:
-            paths, listed, format, root, unknown_globals, stored, _ = recipe
-            opened = open_paths(list(paths) if listed else paths[0], format, root, unknown_globals, stored)
-        else:
-            opened = _open_all(recipe.paths, recipe)
+        opened = _open_all(recipe.paths, recipe)
     try:
         again = seen_of(opened.files, opened.index_file)
         if [path for path, _ in again] != [path for path, _ in seen]:

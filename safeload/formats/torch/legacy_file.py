@@ -58,21 +58,20 @@ def pickle_at(
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an open file; see `read_tables`."""
-    return content_of(candidate.file, request, lambda request: read_tables(candidate.file, request))
-
-
-def read_tables(file: WeightFile, request: OpenRequest) -> Content:
     """Run the pickles of a file."""
-    pickled, begins = _parse(file, request.inert)
+    file = candidate.file
 
-    def locate(storage: Storage) -> int:
-        begin = begins.get(storage.key)
-        if begin is None:
-            raise FormatError(f"storage {show(storage.key)} is not in the file's list of storages", file.path)
-        return begin
+    def read_tables(request: OpenRequest) -> Content:
+        pickled, begins = _parse(file, request.inert)
 
-    return make_tables(pickled, request, file, locate)
+        def locate(storage: Storage) -> int:
+            if storage.key not in begins:
+                raise FormatError(f"storage {show(storage.key)} is not in the file's list of storages", file.path)
+            return begins[storage.key]
+
+        return make_tables(pickled, request, file, locate)
+
+    return content_of(file, request, read_tables)
 
 
 def storage_in(content: bytes, path: str) -> Storage:

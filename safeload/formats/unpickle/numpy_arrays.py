@@ -258,9 +258,7 @@ class ArrayPlaces:
         if not array_fits(array.shape, dtype.itemsize):
             text = "elements need more bytes than any memory has"
             return unreadable(name, dtype.name, array.shape, text)
-        strides = None
-        if array.order is not None:
-            strides = _strides(array, dtype.itemsize)
+        strides = None if array.order is None else _strides(array, dtype.itemsize)
         swapped = dtype.itemsize > 1 and len(array.raw) > 0
         begin = None if swapped and dtype.big_endian != self._big_endian else self._in_file(array.raw)
         if begin is not None:
