@@ -21,13 +21,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import Array, array_fits, c_strides
+from ..base.arrays import Array, array_fits, c_strides, index_of
 from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.messages import error_about
@@ -131,19 +132,16 @@ def checked(
     distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
     for box in boxes:
         offsets, sizes = box.offsets, box.sizes
-        inside = len(offsets) == len(sizes) == len(shape) and all(
-            offset >= 0 and count >= 0 and offset + count <= n
-            for offset, count, n in zip(offsets, sizes, shape, strict=True)
-        )
-        if not inside:
+        edges = zip(offsets, sizes, shape, strict=False)
+        outside = any(offset < 0 or count < 0 or offset + count > n for offset, count, n in edges)
+        if outside or not len(offsets) == len(sizes) == len(shape):
             raise error(FormatError, f": a chunk of {list(sizes)} at {list(offsets)} is not inside shape {list(shape)}")
         if 0 not in sizes:
             distinct.setdefault((offsets, sizes), box)
     if len(distinct) > 1:
-        edges = np.array([(*offsets, *sizes) for offsets, sizes in distinct], np.int64)
-        begins = edges[:, : len(shape)]
+        begins, lengths = (np.array(column, np.int64) for column in zip(*distinct, strict=True))
         text = f": more than {MAX_INTERLOCKED:,} of its chunks interlock, so no cut along an axis separates them"
-        clash = _overlapping(begins, begins + edges[:, len(shape) :], partial(error, LimitError, text))
+        clash = _overlapping(begins, begins + lengths, partial(error, LimitError, text))
         if clash is not None:
             (first, size_a), (second, size_b) = (list(distinct)[k] for k in clash)
             text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
@@ -285,7 +283,9 @@ class AssembledStore(RemoteStore):
             stored = self._located.setdefault(id(box), box.locate())
         if isinstance(stored, Region):
             strides = c_strides(sizes, 1) if stored.strides is None else (*stored.strides, 1)
-            if _in_rows(sizes, strides):
+            long = [(count, stride) for count, stride in zip(sizes, strides, strict=True) if count > 1]
+            # By rows if the axes are in the order of the tensor, and rows are apart.
+            if all(stride >= count * below for (_, stride), (count, below) in pairwise([*long, (1, 1)])):
                 _copy(stored.store, stored.begin + sum(map(int.__mul__, first, strides)), strides, target)
                 return
         whole = self._whole(tensor, box, stored).reshape(sizes)
@@ -311,29 +311,15 @@ def _divided(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tup
     """Divide consecutive bytes of a tensor into boxes in order: the first element and the sizes of each."""
     strides = c_strides(shape, 1)
     while begin < end:
-        index, rest = [], begin
-        for stride in strides:
-            position, rest = divmod(rest, stride)
-            index.append(position)
+        index = index_of(begin, shape)
         # The outermost axis such that whole steps along it begin here and do not reach beyond the end.
         axis = len(shape) - 1
         while axis and index[axis] == 0 and begin + strides[axis - 1] <= end:
             axis -= 1
         count = min(shape[axis] - index[axis], (end - begin) // strides[axis])
         sizes = (*(1,) * axis, count, *shape[axis + 1 :])
-        yield tuple(index), sizes
+        yield index, sizes
         begin += count * strides[axis]
-
-
-def _in_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return True if a box can be read by rows: its axes are in the order of the tensor, and rows are apart."""
-    reach = 1
-    for count, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if count > 1:
-            if stride < reach:
-                return False
-            reach = count * stride
-    return True
 
 
 def _gathered(region: Region, shape: tuple[int, ...]) -> Array:

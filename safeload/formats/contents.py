@@ -30,7 +30,7 @@ from .keras_code import MAX_CONFIG, configs
 from .npy import HEADER_ERRORS, find_header, parse_header
 from .tar import is_header, number, records
 from .torch.globals import ALLOWED, replaced_modules
-from .unpickle.trace import DANGEROUS, HARMLESS, MAX_TRACED, Traced, judge, trace
+from .unpickle.trace import DANGEROUS, HARMLESS, MAX_TRACED, Traced, Verdict, judge, trace
 from .zip import Readable, ZipEntry, every_entry, local_readings
 
 # Bytes of an unpacked content, of all unpacked contents of a file, levels of nesting, and members of a file.
@@ -162,14 +162,12 @@ class PickleFinder:
         if self._unsearched:
             count = plural(self._unsearched, "member")
             yield file.fault(f"not searched for pickles: {count} after these {MAX_SEARCHED:,} bytes")
-        if self._left() <= 0:
-            yield file.fault(f"its pickles have more than {self._most():,} opcodes; the rest was not followed")
+        if self._opcodes >= self._most:
+            yield file.fault(f"its pickles have more than {self._most:,} opcodes; the rest was not followed")
 
+    @property
     def _most(self) -> int:
         return min(MAX_OPCODES, _PER_BYTE * (self._content.size + self._unpacked) + 4096)
-
-    def _left(self) -> int:
-        return self._most() - self._opcodes
 
     def _is_new(self, content: _Member, kind: int) -> bool:
         """Return True if a range was not entered as this kind, or only a part of it from its beginning or end."""
@@ -257,7 +255,7 @@ class PickleFinder:
             if not (certain or traced.limited or (plain and at == 0 and not traced.fault)):
                 is_text = all(byte >= 32 or byte in b"\t\r\n" for byte in head)
                 traced = traced._replace(names=_counted(traced, called=not (binary or expected) and is_text))
-                if traced.fault and (not traced.names or (not plain and _is_harmless(traced))):
+                if traced.fault and (not traced.names or (not plain and _verdicts(traced, traced.names) <= {HARMLESS})):
                     break
             calls = {(name, name in traced.called) for name in traced.names}
             # A zip archive can be a pickle by chance.
@@ -293,7 +291,7 @@ class PickleFinder:
             yield from self._search(content, at)
 
     def _trace(self, content: Readable, at: int, *, strict: bool = False) -> Traced:
-        traced = trace(content, at, max(1, min(MAX_TRACED, self._left())), strict=strict)
+        traced = trace(content, at, max(1, min(MAX_TRACED, self._most - self._opcodes)), strict=strict)
         self._opcodes += traced.opcodes + _ATTEMPT
         return traced
 
@@ -314,14 +312,19 @@ class PickleFinder:
                 for text, pattern in enumerate((_PROTOCOL, _TEXT_GLOBAL)):
                     for match in pattern.finditer(data):
                         start = at + match.start()
-                        if start < beyond or start in followed[text] or match.start() >= size or self._left() <= 0:
+                        if start < beyond or start in followed[text] or match.start() >= size:
                             continue
+                        if self._opcodes >= self._most:
+                            break
                         traced = self._trace(content, start, strict=not text)
                         followed[text] = traced.globals_at if text else traced.heads
-                        if traced.limited or (_attacks(traced) if text and traced.fault else _counted(traced)):
+                        names: Any = _counted(traced)
+                        if text and traced.fault:  # calls of something dangerous before the fault
+                            names = DANGEROUS in _verdicts(traced, traced.called & traced.names.keys())
+                        if traced.limited or names:
                             beyond = max(traced.end, start + 1)
                             yield from self._found(content, start, traced, traced.fault if traced.limited else "")
-                if self._left() <= 0:
+                if self._opcodes >= self._most:
                     break
                 at += size
             if at < end:
@@ -479,9 +482,8 @@ class PickleFinder:
             return packed.size
         fault, used = "", packed.size
         if entry.method != 0:
-            machine = _ENTRY_UNPACKERS.get(entry.method)
             data, fault = b"", f"its compression method {entry.method} is not supported"
-            if machine is not None:
+            if machine := _ENTRY_UNPACKERS.get(entry.method):
                 data, fault, used = self._unpack(packed, machine, members=False)
             content = _Member(MemoryContent(data), packed.place, packed.level)
         entered: Iterable[PickleSite] = self._enter(content, entry.name) if content.size else ()
@@ -501,9 +503,8 @@ class PickleFinder:
                 data = content.read_at(at, _CHUNK)
                 self._searched += len(data)
                 if self._searched > MAX_SEARCHED:
-                    yield content.fault(
-                        f"it was searched for members up to byte {at:,}; the rest was not looked at", at
-                    )
+                    text = f"it was searched for members up to byte {at:,}; the rest was not looked at"
+                    yield content.fault(text, at)
                     return
                 zeros = len(data) - len(data.lstrip(b"\0"))
                 at += max(512, zeros - zeros % 512)
@@ -556,13 +557,8 @@ def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
     }
 
 
-def _is_harmless(traced: Traced) -> bool:
-    return all(judge(name, ALLOWED, called=name in traced.called)[0] == HARMLESS for name in traced.names)
-
-
-def _attacks(traced: Traced) -> bool:
-    """Return True if a pickle calls something dangerous before its fault."""
-    return any(judge(name, ALLOWED, called=True)[0] == DANGEROUS for name in traced.called & traced.names.keys())
+def _verdicts(traced: Traced, names: Iterable[str]) -> set[Verdict]:
+    return {judge(name, ALLOWED, called=name in traced.called)[0] for name in names}
 
 
 def _unpacker(head: bytes) -> tuple[Callable[[], Any], bool] | None:
@@ -580,10 +576,7 @@ def _unpacker(head: bytes) -> tuple[Callable[[], Any], bool] | None:
     return None
 
 
-_ENTRY_UNPACKERS: dict[int, Callable[[], Any]] = {
-    8: lambda: zlib.decompressobj(-15),
-    12: bz2.BZ2Decompressor,
-}
+_ENTRY_UNPACKERS: dict[int, Callable[[], Any]] = {8: lambda: zlib.decompressobj(-15), 12: bz2.BZ2Decompressor}
 
 
 def _pax_size(description: bytes, kind: bytes) -> tuple[int, str]:

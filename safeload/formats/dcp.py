@@ -63,10 +63,9 @@ from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from .registry import Candidate, Content, OpenRequest
 from .safetensors import file as safetensors
 from .torch import zip_file
-from .torch.flatten import Tree
 from .torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
 from .torch.legacy_file import pickle_at
-from .torch.tensors import STAND_INS
+from .torch.tensors import STAND_INS, Tree
 from .unpickle.machine import Built, Fault, Global, describe
 from .zip import Archive
 
@@ -581,12 +580,12 @@ def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None
     """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
     window = WeightFile(path, store, ListedTable([]))
     try:
-        tables = zip_file.read_tables(Archive(window), window, OpenRequest())
+        _, others, names, _ = zip_file.read_tables(Archive(window), window, OpenRequest())
     except FormatError as error:
         raise _moved(error, offset) from None
-    if len(tables.names) != 1 or tables.beside is not None:
-        raise chunk.fault(f": its chunk must hold a single tensor, got {len(tables.names)}", path, offset)
-    table = tables.table
+    if len(names) != 1 or others:
+        raise chunk.fault(f": its chunk must hold a single tensor, got {len(names)}", path, offset)
+    table = window.table
     chunk.check(table, 0, path, offset)
     if table.big_endian(0):
         raise error_about(UnsupportedError, "has big-endian chunks", path=path, tensor=chunk.name)
@@ -640,4 +639,4 @@ def check_transforms(transforms: Sequence[str], path: str, name: str) -> None:
             shown = ", ".join(map(show, transforms[:5]))
             text = f"is stored with {shown}; of transforms safeload reads a single {_ZSTD}/{_ZSTD_VERSION}"
             raise error_about(UnsupportedError, text, path=path, tensor=name)
-        zstd.check_available()
+        zstd.reader()

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
@@ -20,53 +20,17 @@ from ..engine.run.weight_file import WeightFile, places_in
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
 from ..models.module_names import adapter_note, refuse_adapters
 from ..stores.files import LOCAL, Files, Location
-from ..stores.json_file import read_if_there, read_json
+from ..stores.json_file import read_if_there, read_json, read_version
 from ..stores.local import identity_of
 from ..stores.store import read_at
-from .early import Listed, read_with_shards, together
+from ..stores.thread_group import HEADS
+from . import numbered, registry
 from .foreign import DCP_SUFFIX
 from .gguf import read as gguf
 from .metadata import names_below
-from .numbered import (
-    DCP_METADATA,
-    DCP_RANK,
-    DCP_SHARD,
-    FILE,
-    FSDP_RANK,
-    INDEX_NAME,
-    INDEXED,
-    ORBAX_METADATA,
-    SET,
-    STEMS,
-    TRAINING_STATE,
-    ZERO_OPTIMIZER,
-    NumberedFiles,
-    in_order,
-    sets_of,
-    whole_checkpoints,
-    zero_models,
-)
-from .registry import (
-    DCP,
-    DEEPSPEED,
-    FSDP,
-    GGUF,
-    KERAS,
-    ORBAX,
-    PICKLE,
-    ROWS,
-    SAFETENSORS,
-    TORCH_LEGACY,
-    TORCH_ZIP,
-    WEIGHT_SUFFIXES,
-    Format,
-    Opened,
-    OpenRequest,
-    open_file,
-    plugin_rows,
-    row_of,
-)
-from .safetensors.header import window_for
+from .numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
+from .registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, open_file
+from .safetensors.file import EARLY_WINDOW, window_for
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -90,11 +54,11 @@ _STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})", re.ASCII | re.DOTALL)
 _FLAX_INDEX = ".msgpack.index.json"
 
 # Suffixes of files, as opposed to folders.
-_FILE_SUFFIXES = (".json", *sorted(WEIGHT_SUFFIXES))
+_FILE_SUFFIXES = (".json", *sorted(registry.WEIGHT_SUFFIXES))
 
 # Files of processes in training checkpoints.
 _RANK_FILE = re.compile(
-    rf"{DCP_SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
+    rf"{numbered.DCP_SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
     re.ASCII | re.DOTALL,
 )
 
@@ -118,10 +82,11 @@ class _ReplacedError(FormatError):
     """Another program replaced a folder while it was opened."""
 
 
-def _settled(function: Callable[[], _Result], seen: _Seen, files: Files) -> _Result:
-    """Return the result of a function, unless its error is due to a file that has been replaced."""
+@contextmanager
+def _settled(seen: _Seen, files: Files) -> Iterator[None]:
+    """Report a file that has been replaced instead of the error that this led to."""
     try:
-        return function()
+        yield
     except (FormatError, FileNotFoundError):
         _check_same(seen, files)
         raise
@@ -217,41 +182,62 @@ def _union(title: str, opened: Sequence[Opened]) -> Opened:
     where: dict[str, tuple[WeightFile, int]] = {}
     for each in opened:
         add(where, each.places)
-    return Opened(title, opened[0].format, [file for each in opened for file in each.files], where, _metadata(opened))
+    files = [file for each in opened for file in each.files]
+    return Opened(title, opened[0].format, files, where, _metadata(each.metadata for each in opened))
 
 
-def _metadata(opened: Sequence[Opened]) -> Mapping[Any, Any]:
-    metadata: Mapping[Any, Any] = {}
-    for each in opened:
-        metadata = {**metadata, **each.metadata} if metadata else each.metadata
-    return metadata
+def _metadata(parts: Iterable[Mapping[Any, Any]]) -> Mapping[Any, Any]:
+    merged: Mapping[Any, Any] = {}
+    for part in filter(None, parts):
+        merged = {**merged, **part} if merged else part
+    return merged
 
 
 # ---- an index ----
 
 
+def attempt(function: Callable[[], _Result]) -> Callable[[], _Result]:
+    """Call a function, and return a function that returns its result, or raises its error."""
+    try:
+        result = function()
+    except Exception as error:
+        failure = [error]
+
+        def fail() -> _Result:
+            raise failure.pop()  # the traceback refers to this frame
+
+        return fail
+    return lambda: result
+
+
+def implied_shards(base: str, beside: Sequence[str]) -> list[str]:
+    """Return the shards that an index of this name should list: a complete set, small enough to be opened at once."""
+    for shards in sets_of(beside):
+        if base == f"{shards.stem}{shards.suffix}.index.json":
+            return shards.in_order if shards.complete and len(shards.files) <= HEADS - 2 else []
+    return []
+
+
 def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> Opened:
-    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored."""
-    config = partial(read_config, request.files.split(path)[0], request.files)
-    listed = read_with_shards(path, beside, request, config)  # remote shards that `beside` implies open at once
-    seen = [(path, listed.version)]
-    with closing(listed):
-        shards = _settled(partial(_open_listed, listed, path, request), seen, request.files)
-    _check_same(seen, request.files, shards.files)
-    return shards
+    """Open every shard of an ``index.json``. The index is authoritative: tensors that it omits are ignored.
 
-
-def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
+    Of a remote folder, the shards that the names ``beside`` the index imply are opened while it is read, so that fewer
+    answers follow each other; those that it does not list are closed, and their errors are ignored.
+    """
     files, shown = request.files, request.files.shown(path)
     folder, base = files.split(path)
     keras = base.endswith(KERAS_INDEX_SUFFIX)
-    names, metadata = (_parse_keras_index if keras else parse_index)(listed.content, path, files)
+    config = partial(read_config, folder, files)
+    early: dict[str, Callable[[], Opened]] = {}  # by name: returns the open shard, or raises its error
+
+    def open_early(name: str) -> None:
+        opening = partial(open_file, files.join(folder, name), request._replace(window=EARLY_WINDOW))
+        early[name] = attempt(opening)
 
     def open_shard(file_name: str) -> Opened:
-        early = listed.shards.pop(file_name, None)
         try:
-            if early is not None:
-                return early()
+            if file_name in early:
+                return early.pop(file_name)()
             window, root = window_for(file_name, names[file_name]), None if keras else request.root
             return open_file(files.join(folder, file_name), request._replace(window=window, root=root))
         except FileNotFoundError as error:
@@ -259,44 +245,51 @@ def _open_listed(listed: Listed, path: str, request: OpenRequest) -> Opened:
             text = f"No such file or directory: {subject}; {base} lists it: was the download finished?"
             raise missing_file(error.filename, text) from None
 
-    def config() -> dict[str, Any] | None:
-        if keras:
-            return None
-        return read_config(folder, files) if listed.config is None else listed.config()
+    try:
+        tasks: list[Callable[[], Any]] = [partial(read_version, path, "index.json", files)]
+        if implied := implied_shards(base, beside) if files.remote else []:
+            tasks += [partial(attempt, config), *(partial(open_early, name) for name in implied)]
+        (content, version), *rest = files.each(lambda task: task(), tasks)
+        seen = [(path, version)]
+        with _settled(seen, files):
+            names, metadata = (_parse_keras_index if keras else parse_index)(content, path, files)
+            tasks = [partial(open_shard, file_name) for file_name in sorted(names)]
+            tasks.append((lambda: None) if keras else [*rest, config][0])
+            *shards, parsed = files.each(lambda task: task(), tasks)
+            where = _listed_places(names, shards, shown, keras=keras)
+            if keras:
+                below = names_below({name: name.split(".") for name in where}, request.root, shown)
+                where = {known: where[name] for name, known in below.items()}
+    finally:
+        for unlisted in early.values():
+            with suppress(Exception):  # it could not be opened
+                for file in unlisted().files:
+                    file.close()
+    opened = [file for shard in shards for file in shard.files]
+    _check_same(seen, files, opened)
+    format, place = shards[0].format if shards else SAFETENSORS, (files.absolute(path), version)
+    merged = _metadata((*(shard.metadata for shard in shards), metadata))
+    return Opened(shown, format, opened, where, merged, parsed, place)
 
-    tasks: list[Callable[[], Any]] = [*(partial(open_shard, file_name) for file_name in sorted(names)), config]
-    *shards, parsed = files.each(lambda task: task(), tasks)
+
+def _listed_places(
+    names: Mapping[str, Sequence[str]], shards: Sequence[Opened], path: str, *, keras: bool
+) -> dict[str, tuple[WeightFile, int]]:
+    """Return the places of the tensors that an index lists for each shard; each must be there."""
     where: dict[str, tuple[WeightFile, int]] = {}
     for file_name, shard in zip(sorted(names), shards, strict=True):
-        places, holder = shard.places, show(file_name)[1:-1]
-        if keras:
-            groups = {tensor.rpartition(".")[0] for tensor in places}
-            missing = next((group for group in names[file_name] if group not in groups), None)
-            text = f"should have variables in {holder}, but has none there"
-        else:
-            expected = set(names[file_name])
-            missing = min(expected - places.keys(), default=None)
-            text = f"should be in {holder}, but is not there"
-        if missing is not None:
-            raise error_about(FormatError, text, path=shown, tensor=missing)
+        places, expected = shard.places, set(names[file_name])
+        absent = expected - ({tensor.rpartition(".")[0] for tensor in places} if keras else places.keys())
+        if absent:
+            missing = next(filter(absent.__contains__, names[file_name])) if keras else min(absent)
+            text = "should have variables in {}, but has none there" if keras else "should be in {}, but is not there"
+            raise error_about(FormatError, text.format(show(file_name)[1:-1]), path=path, tensor=missing)
         if keras:
             add(where, places)
         else:
             whole = len(places) == len(expected)
             where.update(places if whole else {name: place for name, place in places.items() if name in expected})
-    if keras:
-        below = names_below({name: name.split(".") for name in where}, request.root, shown)
-        where = {known: where[name] for name, known in below.items()}
-    merged = _metadata(shards)
-    return Opened(
-        shown,
-        shards[0].format if shards else SAFETENSORS,
-        [file for shard in shards for file in shard.files],
-        where,
-        {**merged, **metadata} if metadata else merged,
-        parsed,
-        (files.absolute(path), listed.version),
-    )
+    return where
 
 
 def _parse_keras_index(
@@ -380,12 +373,6 @@ class _Folder(NamedTuple):
     def shown(self) -> str:
         return self.files.shown(self.path)
 
-    @property
-    def suffixes(self) -> list[str]:
-        """The accepted suffixes of transformers' and diffusers' files."""
-        torch = TORCH_ZIP in self.formats or TORCH_LEGACY in self.formats
-        return [".safetensors"] * (SAFETENSORS in self.formats) + [".bin"] * torch
-
     def unsupported(self, text: str) -> UnsupportedError:
         """Return the error for a folder whose files safeload does not choose among, or does not read."""
         return error_about(UnsupportedError, text, path=self.shown)
@@ -397,7 +384,7 @@ class _Folder(NamedTuple):
     def only(self, names: Sequence[str], kind: str) -> list[str]:
         """Return at most one name; several files of a kind are refused."""
         if len(names) > 1:
-            raise self.unsupported(f"{len(names)} {kind}: {_listed(names)}; open one of them")
+            raise self.unsupported(f"{len(names)} {kind}: {listed(names)}; open one of them")
         return [*names]
 
 
@@ -423,22 +410,18 @@ def open_folder(path: str, request: OpenRequest) -> Opened:
             if chosen:
                 return layout.open(folder, chosen)
             tried.append(layout.files)
-    _refuse_waiting(folder)
+    files, place = request.files, Location(request.files, path)
+    unfinished = place / RESUME  # its shards wait for the end of a conversion
+    for call, is_folder in files.listing(unfinished.path) if files.is_folder(unfinished.path) else ():
+        waiting = [name for name, _ in files.listing((unfinished / call).path)] if is_folder else []
+        _refuse_incomplete(sets_of(waiting), folder.shown, place, waiting=True)
     raise folder.unsupported(_no_weights(folder, tried))
-
-
-def _refuse_waiting(folder: _Folder) -> None:
-    """Refuse a folder whose shards wait for the end of a conversion."""
-    files, place = folder.files, Location(folder.files, folder.path) / RESUME
-    for call, is_folder in files.listing(place.path) if files.is_folder(place.path) else ():
-        waiting = [name for name, _ in files.listing((place / call).path)] if is_folder else []
-        _refuse_incomplete(sets_of(waiting), folder.shown, Location(files, folder.path), waiting=True)
 
 
 def _layouts(formats: Sequence[str] | None) -> Iterator[FolderLayout]:
     """Iterate over all layouts in the order of preference, those of formats' rows last."""
     yield from LAYOUTS
-    for row in chain(ROWS, plugin_rows()) if formats is None else map(row_of, formats):
+    for row in chain(registry.ROWS, registry.plugin_rows()) if formats is None else map(registry.row_of, formats):
         if row.chooses is not None:
             opening = partial(_open_files, format=row.name) if row.source else _open_files
             suffixes = ", ".join(f"*{suffix}" for suffix in row.suffixes)
@@ -452,12 +435,20 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
     path, names, _, request, _ = folder
     files = request.files
     config: Callable[[], dict[str, Any] | None] = partial(read_config, path, files)
+    accepted = request if format is None else request._replace(formats=(format,))
+
+    def opening() -> Opened:
+        if len(chosen) == 1 or chosen[0].endswith(".gguf"):
+            return open_parts(open_file(files.join(path, chosen[0]), accepted), accepted)
+        return _union(files.shown(path), files.each(lambda name: open_file(files.join(path, name), accepted), chosen))
+
     if chosen[0].endswith(".json") and format is None:
         shards = open_index(files.join(path, chosen[0]), request, names)
     else:
-        accepted = request if format is None else request._replace(formats=(format,))
-        opening = partial(together, files, partial(_open_chosen, chosen, path, accepted), config)
-        shards, config = _settled(opening, [(files.join(path, name), None) for name in chosen if name in names], files)
+        with _settled([(files.join(path, name), None) for name in chosen if name in names], files):
+            tasks: list[Callable[[], Any]] = [opening, *[partial(attempt, config)] * files.remote]
+            shards, *rest = files.each(lambda task: task(), tasks)  # remote files at once
+            config = [*rest, config][0]
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
     if shards.format == DCP:  # one file stands for all
         used.update(folder.ending(DCP_SUFFIX))
@@ -467,15 +458,6 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
         _check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
     notes = _notes(folder, used, adapted=any(".lora_" in tensor for tensor in shards.places))
     return shards._replace(config=parsed, notes=[*shards.notes, *notes])
-
-
-def _open_chosen(chosen: Sequence[str], path: str, request: OpenRequest) -> Opened:
-    """Open the weight files of a folder that has no index."""
-    files = request.files
-    if len(chosen) == 1 or chosen[0].endswith(".gguf"):
-        return open_parts(open_file(files.join(path, chosen[0]), request), request)
-    opened = files.each(lambda name: open_file(files.join(path, name), request), chosen)
-    return _union(files.shown(path), opened)
 
 
 def _open_training(folder: _Folder, chosen: Sequence[str], format: str) -> Opened:
@@ -508,7 +490,7 @@ def choose_whole(
     folder: Location | None = None,
 ) -> list[str] | None:
     """Choose the files of a checkpoint, see `whole_checkpoints`; by names alone without ``folder``."""
-    whole = whole_checkpoints(names, suffixes)
+    whole = numbered.whole_checkpoints(names, suffixes)
     usual = [each for each in whole if each.kind == SET or (each.kind == FILE and each.stem in STEMS[each.suffix])]
     # Without the index, several files of other names would be refused: do not read it for that.
     if folder is not None and (usual or sum(each.kind == FILE for each in whole) < 2):
@@ -521,7 +503,7 @@ def choose_whole(
         return equal[0].files if equal else None
     files = [name for each in equal for name in each.files]
     if equal[0].kind == INDEXED:
-        raise FormatError(f"more than one index: {_listed(files)}; open one of them", path)
+        raise FormatError(f"more than one index: {listed(files)}; open one of them", path)
     if equal[0].kind == FILE and MLX_ADAPTER in files and _ADAPTER in names:
         return [MLX_ADAPTER]
     files = [name for name in names if name.endswith(equal[0].suffix)]
@@ -530,7 +512,7 @@ def choose_whole(
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
     raise error_about(
         UnsupportedError,
-        f"{len(files)} {equal[0].suffix} files and no index: {_listed(files)}. {advice}, or open several together with "
+        f"{len(files)} {equal[0].suffix} files and no index: {listed(files)}. {advice}, or open several together with "
         f"safeload.open([{shown}])",
         path=path,
     )
@@ -538,7 +520,7 @@ def choose_whole(
 
 def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
     """Return True if none of the shards of an index is in its folder; its name usually tells without reading it."""
-    if any(numbered.stem.split(".")[0] == index.split(".")[0] for numbered in sets_of(names)):
+    if any(shards.stem.split(".")[0] == index.split(".")[0] for shards in sets_of(names)):
         return False
     try:
         shards = listed_shards(folder.path, index, folder.files).names
@@ -551,28 +533,31 @@ def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
 def _refuse_incomplete(
     sets: Sequence[NumberedFiles], path: str, folder: Location | None = None, waiting: bool = False
 ) -> None:
-    for numbered in sets:
-        if numbered.complete and not waiting:
+    for shards in sets:
+        if shards.complete and not waiting:
             continue
-        total = int(numbered.total)
-        present = sum(1 <= number <= total for number in numbered.files)
+        total = int(shards.total)
+        present = sum(1 <= number <= total for number in shards.files)
         if folder is not None and folder.files.is_folder((folder / RESUME).path):
             message = "shards are there; repeat the conversion with resume=True to continue it"
             raise MissingShardError(f"an unfinished conversion: {present:,} of {total:,} {message}", path)
-        missing = _listed(numbered.missing(5), 5) + (", ..." if total - present > 5 else "")
+        missing = listed(shards.missing(5), 5) + (", ..." if total - present > 5 else "")
         text = f"{present:,} of {total:,} shards are there, {total - present:,} missing: {missing}"
         raise MissingShardError(text, path)
 
 
 def _dcp_shards(folder: _Folder) -> list[str]:
     """Choose the sharded safetensors of torch.distributed, unless the folder has a model of transformers."""
-    usual = (name == SINGLE or (name.endswith(".json") and INDEX_NAME.fullmatch(name)) for name in folder.names)
-    shards = in_order(DCP_SHARD, folder.names, 1, 2)
-    return shards if shards and not any(usual) else []
+    is_index = numbered.INDEX_NAME.fullmatch
+    usual = any(name == SINGLE or (name.endswith(".json") and is_index(name)) for name in folder.names)
+    return [] if usual else in_order(numbered.DCP_SHARD, folder.names, 1, 2)
 
 
 def _whole(folder: _Folder, location: Location | None) -> list[str]:
-    return choose_whole(folder.names, folder.shown, folder.suffixes, location) or []
+    """Choose the files of transformers or diffusers."""
+    suffixes = [".safetensors"] * (SAFETENSORS in folder.formats)
+    suffixes += [".bin"] * (not set(_TORCH).isdisjoint(folder.formats))
+    return choose_whole(folder.names, folder.shown, suffixes, location) or []
 
 
 def _consolidated(folder: _Folder) -> list[str]:
@@ -580,7 +565,7 @@ def _consolidated(folder: _Folder) -> list[str]:
     parts = [name for name in folder.names if fnmatchcase(name, "consolidated.*.pth")]
     if len(parts) > 1:
         raise folder.unsupported(
-            f"{len(parts)} files {_listed(parts[:1])} to {_listed(parts[-1:])} are model-parallel: each holds a slice "
+            f"{len(parts)} files {listed(parts[:1])} to {listed(parts[-1:])} are model-parallel: each holds a slice "
             "of every tensor. Open them one by one, or convert them to a single file first"
         )
     return parts
@@ -600,15 +585,15 @@ def _zero_step(folder: _Folder) -> list[str]:
 
 def _zero(folder: _Folder) -> list[str]:
     """Choose ZeRO's model states if the folder also has the optimizer's."""
-    return zero_models(folder.names) if any(map(ZERO_OPTIMIZER.fullmatch, folder.names)) else []
+    return numbered.zero_models(folder.names) if any(map(numbered.ZERO_OPTIMIZER.fullmatch, folder.names)) else []
 
 
 def _gguf(folder: _Folder) -> list[str]:
     """Choose the only GGUF file of a folder, or the first part of the only split file."""
     files = folder.ending(".gguf")
     sets = sets_of(files)
-    single = set(files) - {name for numbered in sets for name in numbered.files.values()}
-    firsts = sorted([*single, *(numbered.files[min(numbered.files)] for numbered in sets)])
+    single = set(files) - {name for shards in sets for name in shards.files.values()}
+    firsts = sorted([*single, *(shards.files[min(shards.files)] for shards in sets)])
     folder.only(firsts, "GGUF files")
     _refuse_incomplete(sets, folder.shown)
     return firsts
@@ -674,32 +659,32 @@ def _by_row(row: Format, folder: _Folder) -> list[str]:
     return files if len(files) < 2 else folder.only(sorted(files), f"files of {row.title}")
 
 
-_TORCH = (TORCH_ZIP, TORCH_LEGACY)
+_TORCH = ("torch zip", "torch legacy")
 # Formats to look for if the caller names none.
-_USUAL_FORMATS = (SAFETENSORS, TORCH_ZIP, DCP, DEEPSPEED, FSDP, ORBAX, GGUF, KERAS, PICKLE)
+_USUAL_FORMATS = ("safetensors", "torch zip", "dcp", "deepspeed", "fsdp", "orbax", "gguf", "keras", "pickle")
 
 # The first row that chooses files wins.
 # fmt: off
 LAYOUTS = (
-    FolderLayout((DCP,), "shard-*-model-*.safetensors", _dcp_shards, partial(_open_training, format=DCP)),
-    FolderLayout((SAFETENSORS, *_TORCH), "*.safetensors, pytorch_model*.bin",
+    FolderLayout(("dcp",), "shard-*-model-*.safetensors", _dcp_shards, partial(_open_training, format="dcp")),
+    FolderLayout(("safetensors", *_TORCH), "*.safetensors, pytorch_model*.bin",
                  lambda folder: _whole(folder, Location(folder.files, folder.path)), _open_files),
     FolderLayout(_TORCH, "consolidated.*.pth", _consolidated, _open_files),
-    FolderLayout((DCP,), "*.distcp", lambda folder: folder.ending(DCP_SUFFIX) and (
-                 in_order(DCP_RANK, folder.names, 1)[:1] or [DCP_METADATA]), _open_files),
-    FolderLayout((DEEPSPEED,), "latest", _zero_step, partial(_open_step, config=True)),
-    FolderLayout((DEEPSPEED,), "*_model_states.pt", _zero, partial(_open_training, format=DEEPSPEED)),
-    FolderLayout((FSDP,), "model_world_size_*.pt", lambda folder: in_order(FSDP_RANK, folder.names, 1, 2),
-                 partial(_open_training, format=FSDP)),
-    FolderLayout((ORBAX,), ORBAX_METADATA, lambda folder: [ORBAX_METADATA] * (ORBAX_METADATA in folder.names),
-                 partial(_open_training, format=ORBAX)),
-    FolderLayout((GGUF,), "*.gguf", _gguf, _open_files),
-    FolderLayout((KERAS,), "*.keras, *.h5", lambda folder: folder.only(
+    FolderLayout(("dcp",), "*.distcp", lambda folder: folder.ending(DCP_SUFFIX) and (
+                 in_order(numbered.DCP_RANK, folder.names, 1)[:1] or [numbered.DCP_METADATA]), _open_files),
+    FolderLayout(("deepspeed",), "latest", _zero_step, partial(_open_step, config=True)),
+    FolderLayout(("deepspeed",), "*_model_states.pt", _zero, partial(_open_training, format="deepspeed")),
+    FolderLayout(("fsdp",), "model_world_size_*.pt", lambda folder: in_order(numbered.FSDP_RANK, folder.names, 1, 2),
+                 partial(_open_training, format="fsdp")),
+    FolderLayout(("orbax",), ORBAX_METADATA, lambda folder: [ORBAX_METADATA] * (ORBAX_METADATA in folder.names),
+                 partial(_open_training, format="orbax")),
+    FolderLayout(("gguf",), "*.gguf", _gguf, _open_files),
+    FolderLayout(("keras",), "*.keras, *.h5", lambda folder: folder.only(
                  folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(*_KERAS_SUFFIXES), "Keras files"), _open_files),
-    FolderLayout((PICKLE,), "*.pdparams", _paddle, _open_files),
+    FolderLayout(("pickle",), "*.pdparams", _paddle, _open_files),
     FolderLayout((), "*.nemo, *.llamafile",
                  lambda folder: names if len(names := folder.ending(*_ARCHIVES)) == 1 else [], _open_files),
-    FolderLayout((ORBAX,), "STEP/_METADATA", _orbax_step, partial(_open_step, config=False)),
+    FolderLayout(("orbax",), "STEP/_METADATA", _orbax_step, partial(_open_step, config=False)),
 )
 # fmt: on
 
@@ -717,7 +702,7 @@ _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 _SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "lora": "LoRA", "dora": "DoRA"}
 
 # Names of weight files.
-_SUFFIXES = {*WEIGHT_SUFFIXES, DCP_SUFFIX}
+_SUFFIXES = {*registry.WEIGHT_SUFFIXES, DCP_SUFFIX}
 _WEIGHT_FILE = re.compile(
     rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)",
     re.DOTALL,
@@ -756,7 +741,8 @@ def is_weight_file(name: str) -> bool:
     return _WEIGHT_FILE.fullmatch(name) is not None
 
 
-def _listed(names: Sequence[str], limit: int = _MAX_LISTED) -> str:
+def listed(names: Sequence[str], limit: int = _MAX_LISTED) -> str:
+    """Return the first names as text for messages."""
     return ", ".join(map(_shown, names[:limit])) + (" ..." if len(names) > limit else "")
 
 
@@ -775,15 +761,15 @@ def _no_weights(folder: _Folder, tried: Sequence[str]) -> str:
     path, names, folders, request, _ = folder
     inner = _with_weights(path, folders, request.files)
     if _PIPELINE in names and inner:
-        return f"this is a diffusers pipeline with weights in {_listed(inner)}: open one of them"
+        return f"this is a diffusers pipeline with weights in {listed(inner)}: open one of them"
     if path.rstrip("/").endswith(".mlpackage"):
         return "this is a Core ML package: coremltools.models.MLModel(folder) reads it"
     kind = next((kind for mark, kind in _FOREIGN if any(re.fullmatch(mark, name) for name in names)), None)
     if kind is not None:
         return f"this is {kind}"
-    text = f"no weights here; found {_listed(sorted([*names, *folders])) or 'nothing'}"
+    text = f"no weights here; found {listed(sorted([*names, *folders])) or 'nothing'}"
     text += f"; looked for {', '.join(filter(None, tried))}"
-    return f"{text}. Subfolders with weights: {_listed(inner)}; open one of them" if inner else text
+    return f"{text}. Subfolders with weights: {listed(inner)}; open one of them" if inner else text
 
 
 def _not_an_index(path: str, content: Mapping[str, Any], files: Files) -> str | None:
@@ -822,12 +808,12 @@ def _notes(folder: _Folder, used: set[str], *, adapted: bool = False) -> list[st
     if _ADAPTER in names and (adapted or any(name.startswith("adapter") and name != _ADAPTER for name in used)):
         notes.append(adapter_note(_adapter(request.files.join(path, _ADAPTER), request.files)))
     if _PIPELINE in names:
-        inner = _listed(_with_weights(path, folders, request.files)) or "no folder"
+        inner = listed(_with_weights(path, folders, request.files)) or "no folder"
         notes.append(f"a diffusers pipeline, with more weights in {inner}")
-    unused = (name for name in names if name not in used and not name.startswith(TRAINING_STATE))
+    unused = (name for name in names if name not in used and not name.startswith(numbered.TRAINING_STATE))
     skipped = [name for name in unused if is_weight_file(name)]
     if skipped:
-        notes.append(f"skipped: {_listed(skipped)}")
+        notes.append(f"skipped: {listed(skipped)}")
     if any(name.startswith("consolidated") for name in skipped):
         notes.append("consolidated files hold the same weights under their publisher's own names: open them by path")
     return notes

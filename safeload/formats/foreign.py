@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import re
+import struct
 from contextlib import closing
 from typing import NamedTuple
 
@@ -130,16 +133,12 @@ def is_text_pickle(head: bytes) -> bool:
     """Return True if a file begins with a container in a pickle of protocol 0 or 1, which has no magic number."""
     if head[:1] not in (b"(", b"}", b"]", b"c"):
         return False
-    import re
-
     globals_ = rb"c(?:collections|numpy[\w.]*|torch[\w.]*|joblib[\w.]*|copy_?reg|sklearn[\w.]*)\r?\n\w+\r?\n"
     return re.match(rb"\([dlt]p[0-9]+\n|\((?:[dl][(VSIFgc(]|dp)|[}\]][q(.]|\(?" + globals_, head) is not None
 
 
 def is_onnx(head: bytes) -> bool:
     """Return True if a file begins like an ONNX model."""
-    import re
-
     # Field 1 of ModelProto (ir_version) is a small integer; then come texts (fields 2, 3, 4 and 6: producer, version,
     # domain, doc_string), numbers (field 5) and messages (fields 7 and 8: graph and opset_import).
     first_text = rb"[\x12\x1a\x22][\x01-\x7f][\w.+-]"
@@ -160,8 +159,6 @@ _FLAX_EXTENSION = rb"(?s:[\xd4-\xd8]|\xc7.|\xc8..|\xc9....)(?:[\x01\x03]\x93[\x9
 
 def is_flax(head: bytes) -> bool:
     """Return True if a file begins with a MessagePack map, or an array of Flax's, followed by such values."""
-    import re
-
     if re.match(_FLAX_EXTENSION, head):
         return True
     if not re.match(rb"(?s:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.|\xda..)[^\x00-\x1f\x80-\xbf]", head):
@@ -201,8 +198,6 @@ def describe(head: bytes, path: str = "") -> Kind | None:
         return Kind("an XML page (a failed download?)")
     if path.endswith(".aria2"):
         return Kind("a control file of aria2: the download beside it is not finished", damaged=True)
-    import re  # only here: most files have a magic number
-
     if re.match(rb"x[\x01\x5e\x9c\xda]", head) and describe_text(head) is None:  # RFC 1950
         return Kind("zlib-compressed", "joblib writes such files, and joblib.load reads them")
     # SavedModel of tensorflow/core/protobuf/saved_model.proto: version 1, then a MetaGraphDef, beginning with field 1.
@@ -217,7 +212,7 @@ def _is_llama2(head: bytes) -> bool:
     """Return True if a file begins with seven plausible model sizes, as written by legacy_export of llama2.c."""
     if len(head) < 32:
         return False
-    sizes = [int.from_bytes(head[k : k + 4], "little", signed=True) for k in range(0, 28, 4)]
+    sizes: tuple[int, ...] = struct.unpack_from("<7i", head)
     dim, hidden, layers, heads, kv_heads, vocabulary, length = sizes
     return (
         32 <= dim < hidden <= 1 << 17
@@ -231,8 +226,6 @@ def _is_llama2(head: bytes) -> bool:
 
 def describe_text(head: bytes) -> Kind | None:
     """Describe a text file, such as a server's error page; None for any other file."""
-    import codecs
-
     wide = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     decode = codecs.utf_16_decode if wide else codecs.utf_8_decode  # C functions, because bytes.decode imports a codec
     try:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -30,8 +30,8 @@ from .boxed import MAX_RANK, Box, BoxedListing
 from .numbered import FSDP_RANK, in_order
 from .rank_files import RankFile, RankFolder
 from .registry import Candidate, Content, OpenRequest
-from .torch.flatten import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, Tree
 from .torch.globals import PickledTensor
+from .torch.tensors import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, Tree
 from .unpickle.machine import FROM_TYPE, Foreign, Inert, describe
 
 # Globals outside the allowlist that these files name; they become placeholders.
@@ -48,23 +48,17 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Open the checkpoint that a rank file belongs to."""
     with RankFolder(candidate.file, _KNOWN, request) as folder:
         names = in_order(FSDP_RANK, folder.names, 1, 2)
-        _check_complete(names, folder.path)
+        numbers = [tuple(map(int, match.groups())) for name in names if (match := FSDP_RANK.fullmatch(name))]
+        sizes, present = sorted({size for size, _ in numbers}), {rank for _, rank in numbers}
+        if len(sizes) != 1:
+            text = f"rank files of jobs with {' and '.join(map(str, sizes[:5]))} processes: keep those of one job"
+            raise error_about(UnsupportedError, text, path=folder.path)
+        missing = [rank for rank in range(min(sizes[0], len(names) + 1)) if rank not in present]
+        if missing or len(names) != sizes[0]:
+            first = missing[0] if missing else max(present)
+            text = f"{len(names)} of {sizes[0]} rank files are there; the first problem is rank {first}"
+            raise MissingShardError(text, folder.path)
         return folder.content(*_join([folder.open(name) for name in names], request.root, folder.path))
-
-
-def _check_complete(names: Sequence[str], path: str) -> None:
-    """Refuse a folder if it lacks the file of a process, or has files of several jobs."""
-    matches = [match for name in names if (match := FSDP_RANK.fullmatch(name)) is not None]
-    sizes = sorted({int(match[1]) for match in matches})
-    if len(sizes) != 1:
-        text = f"rank files of jobs with {' and '.join(map(str, sizes[:5]))} processes: keep those of one job"
-        raise error_about(UnsupportedError, text, path=path)
-    present = {int(match[2]) for match in matches}
-    missing = [rank for rank in range(min(sizes[0], len(matches) + 1)) if rank not in present]
-    if missing or len(matches) != sizes[0]:
-        first = missing[0] if missing else max(present)
-        text = f"{len(matches)} of {sizes[0]} rank files are there; the first problem is rank {first}"
-        raise MissingShardError(text, path)
 
 
 def _join(
@@ -81,9 +75,10 @@ def _join(
             if name in names:
                 raise FormatError(f"two values are named {show(name)}", rank.file.path)
             names.add(name)
-            if not number and not _is_sharded(value):
+            listings = _parts(name, value, rank)
+            if listings is None and not number:
                 rest[name] = value
-            for listing in _parts(name, value, rank):
+            for listing in listings or ():
                 parts += 1
                 if parts > limit:  # each takes a byte at least, unless tensors share a list
                     text = f"with {show(name)} its tensors have more than {limit:,} parts"
@@ -107,12 +102,18 @@ def _items(value: dict[Any, Any], rank: RankFile, root: str | None) -> Iterator[
     """Iterate over dotted names and values, below a container."""
     waiting: list[tuple[str, Any, int]] = [("", value, 0)]
     prefix = "" if root is None else f"{root}."
-    values = text = 0
+    values, text, size = 0, 0, rank.pickled.size  # shared dicts are unfolded wherever they occur
     while waiting:
         name, item, depth = waiting.pop()
         if type(item) is dict and (item or not depth):
             values, text = values + len(item), text + len(item) * (len(name) + 1)
-            _check_limits(depth, values, text, rank)
+            for count, limit, unit in (
+                (depth, MAX_DEPTH, "levels of dicts"),
+                (values, VALUES_FREE + size, "values when shared dicts are unfolded"),
+                (text, NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE, "characters in the names of values"),
+            ):
+                if count > limit:
+                    raise error_about(LimitError, f"the pickle has more than {limit:,} {unit}", path=rank.file.path)
             for key, child in reversed(item.items()):
                 if type(key) is not str and type(key) is not int:
                     raise FormatError(f"a name must be text, got {describe(key)}", rank.file.path)
@@ -121,34 +122,18 @@ def _items(value: dict[Any, Any], rank: RankFile, root: str | None) -> Iterator[
             yield name[len(prefix) :], item
 
 
-def _check_limits(depth: int, values: int, text: int, rank: RankFile) -> None:
-    """Refuse dicts that are nested too deep, and shared dicts, each of which is unfolded wherever it occurs."""
-    size = rank.pickled.size
-    for count, limit, unit in (
-        (depth, MAX_DEPTH, "levels of dicts"),
-        (values, VALUES_FREE + size, "values when shared dicts are unfolded"),
-        (text, NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE, "characters in the names of values"),
-    ):
-        if count > limit:
-            raise error_about(LimitError, f"the pickle has more than {limit:,} {unit}", path=rank.file.path)
-
-
-def _is_sharded(value: Any) -> bool:
-    return type(value) is PickledTensor or (type(value) is Inert and value.name == FROM_TYPE)
-
-
-def _parts(name: str, value: Any, rank: RankFile) -> Iterator[BoxedListing]:
-    """Yield the parts of a tensor in the file of a process; nothing for other values."""
+def _parts(name: str, value: Any, rank: RankFile) -> Iterable[BoxedListing] | None:
+    """Return the parts of a tensor in the file of a process; None for other values."""
     if type(value) is PickledTensor:
-        yield rank.whole(rank.listing(name, value))
-    elif type(value) is Inert and value.name == FROM_TYPE:
-        kind = _kind(value.args[1])
-        if kind == "DTensor":
-            yield _dtensor(name, value, rank)
-        elif kind == "ShardedTensor":
-            yield from _sharded_tensor(name, value, rank)
-        else:
-            raise rank.unsupported(name, f"is a {show(kind or describe(value))}, which safeload does not know")
+        return [rank.whole(rank.listing(name, value))]
+    if type(value) is not Inert or value.name != FROM_TYPE:
+        return None
+    kind = _kind(value.args[1])
+    if kind == "DTensor":
+        return [_dtensor(name, value, rank)]
+    if kind == "ShardedTensor":
+        return _sharded_tensor(name, value, rank)
+    raise rank.unsupported(name, f"is a {show(kind or describe(value))}, which safeload does not know")
 
 
 def _kind(value: Any) -> str:
@@ -220,13 +205,9 @@ def _mesh_sizes(mesh: Mapping[Any, Any], name: str, rank: RankFile) -> tuple[int
 def _check_order(order: Any, name: str, rank: RankFile) -> None:
     """Refuse an order of placements other than from left to right."""
     for entry in order[: MAX_RANK + 1] if isinstance(order, (tuple, list)) else ():
-        axes = entry.args[1] if type(entry) is Inert and len(entry.args) == 2 and len(order) <= MAX_RANK else None
-        if (
-            not isinstance(axes, tuple)
-            or len(axes) > MAX_RANK
-            or any(type(axis) is not int for axis in axes)
-            or list(axes) != sorted(axes)
-        ):
+        axes: Any = entry.args[1] if type(entry) is Inert and len(entry.args) == 2 and len(order) <= MAX_RANK else None
+        ordered = isinstance(axes, tuple) and len(axes) <= MAX_RANK and all(type(axis) is int for axis in axes)
+        if not ordered or list(axes) != sorted(axes):
             raise rank.unsupported(name, "divides an axis in another order than its mesh, which safeload does not join")
 
 

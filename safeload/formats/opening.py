@@ -14,12 +14,12 @@ from ..base import hub_cache, log
 from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing
-from ..base.text import clip, plural, printable, show
+from ..base.text import plural, printable, show
 from ..engine.read.load import LoadOptions
 from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, UnsupportedError
-from ..stores.files import LOCAL, Files, rather_changed
+from ..stores.files import LOCAL, rather_changed
 from ..stores.local import compare
 from ..stores.ollama import is_name
 from ..stores.places import Located, places_of
@@ -71,6 +71,8 @@ def open_paths(
     recipe = Recipe((), isinstance(path, (list, tuple)), format, root, unknown_globals, stored)
     paths: Any = path if recipe.listed else (path,)
     texts, files = places_of(paths, storage_options)
+    if not texts:
+        raise ValueError("the list of paths is empty; pass at least one")
     if not recipe.listed and files is not LOCAL and is_name(texts[0]):
         return _open_ollama(texts[0], recipe, verify)
     if verify is not None and verify is not False:
@@ -78,17 +80,15 @@ def open_paths(
         from .verifying import expected_of
 
         files = VerifiedFiles(files, expected_of(texts, files, verify, storage_options))  # type: ignore[assignment]
-    recipe = recipe._replace(files=files)
-    if recipe.listed:
-        _check_heads(files)
-        return _open_list(texts, recipe)
-    (text,) = texts
-    recipe = recipe._replace(paths=(files.absolute(text),))
-    if files is not LOCAL:
-        _check_heads(files)
-        return _open_shards(text, recipe)
+    recipe = recipe._replace(files=files, paths=tuple(map(files.absolute, texts)))
+    text = texts[0]
+    if recipe.listed or files is not LOCAL:
+        heads = getattr(files, "heads", None)  # of file objects only
+        for name, head in () if heads is None else heads(foreign.HEAD_SIZE):
+            registry.check_head(head, name)  # before pipes are read to their end, which may never come
+        return _open_all(texts, recipe)
     if text.endswith(".json") and not foreign.is_safetensors(foreign.read_head(text)):
-        return _open_shards(text, recipe)
+        return _open_all(texts, recipe)
     opened = None
     with suppress(IsADirectoryError):  # errors of a folder must not have this error as their context
         opened = registry.open_file(text, recipe.options)
@@ -96,7 +96,7 @@ def open_paths(
         snapshot = hub_cache.snapshot_of(text)
         if snapshot is not None:
             recipe = recipe._replace(paths=(files.absolute(snapshot),))
-        return _open_shards(snapshot or text, recipe)
+        return _open_all((snapshot or text,), recipe)
     if opened.format == registry.GGUF:
         from .gguf.read import is_part
 
@@ -137,13 +137,6 @@ def _close(*opened: Opened) -> None:
             file.close()
 
 
-def _check_heads(files: Files) -> None:
-    """Refuse pipes with unknown content before they are read to their end, which may never come."""
-    heads = getattr(files, "heads", None)  # of file objects only
-    for name, head in () if heads is None else heads(foreign.HEAD_SIZE):
-        registry.check_head(head, name)
-
-
 def seen_of(files: Iterable[WeightFile], index_file: tuple[str, tuple[Any, ...]] | None) -> Seen:
     """Return the paths and identities to compare in `reopen`."""
     seen = tuple((file.place, file.identity) for file in files)
@@ -163,11 +156,7 @@ def reopen(recipe: Recipe, seen: Seen) -> Opened:
     for path, identity in seen:
         recipe.files.check_unchanged(path, identity)
     with rather_changed(recipe.files, seen):
-        if recipe.files is LOCAL:
-            paths, listed, format, root, unknown_globals, stored, _ = recipe
-            opened = open_paths(list(paths) if listed else paths[0], format, root, unknown_globals, stored)
-        else:
-            opened = _open_list(recipe.paths, recipe) if recipe.listed else _open_shards(recipe.paths[0], recipe)
+        opened = _open_all(recipe.paths, recipe)
     try:
         again = seen_of(opened.files, opened.index_file)
         if [path for path, _ in again] != [path for path, _ in seen]:
@@ -206,24 +195,18 @@ def reopen_subset(
     return Opened(title, shards[0].format, files, where, {}, config, recipe=recipe)
 
 
-def _open_list(texts: Sequence[str], recipe: Recipe) -> Opened:
-    if not texts:
-        raise ValueError("the list of paths is empty; pass at least one")
-    from . import folder
+def _open_all(texts: Sequence[str], recipe: Recipe) -> Opened:
+    """Open a list, a folder, an ``index.json`` or another file."""
+    from . import folder  # json and pathlib would slow down every `import safeload`
 
-    first = recipe.files.shown(texts[0])
-    title = first if len(texts) == 1 else f"{first} and {len(texts) - 1} more"
-    recipe = recipe._replace(paths=tuple(map(recipe.files.absolute, texts)))
-    return _logged(title, recipe, folder.open_list(texts, recipe.options))
-
-
-def _open_shards(path: str, recipe: Recipe) -> Opened:
-    """Open a folder, an ``index.json`` or another file."""
-    kept = getattr(recipe.files, "kept", None)  # of files behind URLs only
-    with nullcontext() if kept is None else kept(path):
-        from . import folder  # json and pathlib would slow down every `import safeload`
-
-        return _logged(recipe.files.shown(path), recipe, folder.open_path(path, recipe.options))
+    files, options = recipe.files, recipe.options
+    title = files.shown(texts[0])
+    if recipe.listed:
+        title += f" and {len(texts) - 1} more" * (len(texts) > 1)
+        return _logged(title, recipe, folder.open_list(texts, options))
+    kept = getattr(files, "kept", None)  # of files behind URLs only
+    with nullcontext() if kept is None else kept(texts[0]):
+        return _logged(title, recipe, folder.open_path(texts[0], options))
 
 
 def _logged(title: str, recipe: Recipe, opened: Opened) -> Opened:
@@ -237,8 +220,6 @@ def _logged(title: str, recipe: Recipe, opened: Opened) -> Opened:
 
 # ---- the weights in an archive ----
 
-# Most names in a message.
-_SHOWN = 20
 # Suffixes of files that are read with others, or that describe them.
 _PARTS = (".distcp", ".json")
 
@@ -265,7 +246,7 @@ def open_members(container: WeightFile, files: MemberFiles, request: OpenRequest
 
 def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kind: str) -> tuple[str, OpenRequest]:
     """Return the path of the weights, and the request for it."""
-    from .folder import is_weight_file
+    from .folder import is_weight_file, listed
     from .numbered import is_set
 
     unsupported = partial(error_about, UnsupportedError, path=container.path)
@@ -281,26 +262,21 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
         if is_weight_file(name):
             weights.setdefault(folder, []).append(name)
     if not weights:
-        names_inside = _listed([files.join(*place) for place in inside])
+        names_inside = listed([files.join(*place) for place in inside]) or "nothing"
         raise unsupported(f"this is {kind} without weights: it holds {names_inside}")
-    by_depth: dict[int, list[str]] = {}
-    for folder in weights:
-        by_depth.setdefault(folder.count("/") + 1 if folder else 0, []).append(folder)
-    folder, *rest = nearest = by_depth[min(by_depth)]
+    depths = {folder: folder.count("/") + 1 if folder else 0 for folder in weights}
+    top = min(depths.values())
+    folder, *rest = nearest = [folder for folder, depth in depths.items() if depth == top]
     if rest:
-        raise unsupported(f"weights in {len(nearest):,} folders: {_listed(nearest)}; choose one with root=")
+        shown = listed([name or "." for name in nearest])
+        raise unsupported(f"weights in {len(nearest):,} folders: {shown}; choose one with root=")
     names = weights[folder]
     if len(names) == 1 and not names[0].endswith(_PARTS):
         return files.join(folder, names[0]), request
     if all(name.endswith(".gguf") for name in names) and not is_set(names):
-        shown = _listed([files.join(folder, name) for name in names])
+        shown = listed([files.join(folder, name) for name in names])
         raise unsupported(f"it holds {len(names):,} GGUF files: {shown}; choose one with root=")
     return folder, request
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(clip(printable(name or "."), 100) for name in names[:_SHOWN]) or "nothing"
-    return f"{shown} ..." if len(names) > _SHOWN else shown
 
 
 def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
@@ -313,11 +289,16 @@ def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
             file.close()
         text = f"{len(beside):,} of its files must be unpacked: extract {printable(path) or 'them'} first"
         raise error_about(UnsupportedError, text, path=container.path)
-    listings = [
-        _listing(name, file, index, file.store.begin)
-        for name, (file, index) in opened.places.items()
-        if isinstance(file.store, MemberStore)
-    ]
+    listings: list[Listing] = []
+    for name, (file, index) in opened.places.items():
+        if not isinstance(file.store, MemberStore):
+            continue
+        table = file.table  # the place of a member is in the container
+        if table.scale(index) is not None or table.packed(index) is not None:
+            raise FormatError("a member has scales before they were looked for", file.path)
+        begin, end = (byte + file.store.begin for byte in table.byte_range(index))
+        row, shape, strides = table.row(index), table.shape(index), table.strides(index)
+        listings.append(Listing(name, row, shape, begin, end, strides, big_endian=table.big_endian(index)))
     tables = [file.table for file in opened.files]
     named = {name: harmless for table in tables for name, harmless in table.named_globals.items()}
     container.table = ListedTable(listings, opened.metadata, named_globals=named)
@@ -329,13 +310,3 @@ def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
     files = [container, *beside]
     where = registry.joined_places(files, opened.places) if beside else None
     return opened._replace(title=container.path, files=files, where=where, index_file=None)
-
-
-def _listing(name: str, file: WeightFile, index: int, shift: int) -> Listing:
-    """Describe a tensor of a member by its place in the container."""
-    table = file.table
-    if table.scale(index) is not None or table.packed(index) is not None:
-        raise FormatError("a member has scales before they were looked for", file.path)
-    begin, end = (byte + shift for byte in table.byte_range(index))
-    row, shape, strides = table.row(index), table.shape(index), table.strides(index)
-    return Listing(name, row, shape, begin, end, strides, big_endian=table.big_endian(index))

@@ -14,7 +14,8 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any, TypeAlias
@@ -31,11 +32,10 @@ from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
 from .torch.globals import ALLOWED, TENSOR, Storage, read_persistent_id
 from .torch.legacy_file import pickle_at, storage_in
-from .torch.tensors import PickleTables, content_of, make_tables
-from .unpickle import run
-from .unpickle.machine import Fault, Foreign, Global, Inert, describe
+from .torch.tensors import content_of, make_tables
+from .unpickle import machine
+from .unpickle.machine import Fault, Foreign, Global, Inert, Unpickled, check_foreign, describe
 from .unpickle.numpy_arrays import NumpyArray
-from .unpickle.run import Unpickled, check_foreign
 
 # The function that pickle calls for the storage of a tensor: its argument is a torch file of the format before 1.6.
 _LOAD = "torch.storage._load_from_bytes"
@@ -43,7 +43,7 @@ _LOAD = "torch.storage._load_from_bytes"
 
 def _load_from_bytes(args: tuple[Any, ...]) -> Any:
     if len(args) != 1 or type(args[0]) is not bytes:
-        raise Fault(f"{_LOAD} takes bytes of at most {run.MAX_PICKLE} bytes, got {describe(args)}")
+        raise Fault(f"{_LOAD} takes bytes of at most {machine.MAX_PICKLE} bytes, got {describe(args)}")
     try:
         return storage_in(args[0], _LOAD)
     except SafeloadError as error:
@@ -68,20 +68,21 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     return content_of(candidate.file, request, lambda request: read_tables(candidate.file, request))
 
 
-def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> PickleTables:
+def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> Content:
     """Return the arrays of the pickle at ``begin``; bytes before it belong to an object array of `numpy.save`."""
     path = file.path
     pickled = _unpickle(file, request, begin)
     if type(pickled.value) is NumpyArray and pickled.value.items is not None:
         items, shape = pickled.value.items, pickled.value.shape
         pickled = pickled._replace(value=items[0] if shape == () and len(items) == 1 else items)
-    is_paddle = _is_paddle(pickled.value, path)
+    value = pickled.value
+    is_paddle = type(value) is dict and (NAMES in value or PARTS in value or path.endswith(_SUFFIXES))
     if is_paddle:
         _plain(pickled.value)
-    tables = make_tables(pickled, request, path, _locate)
+    content = make_tables(pickled, request, file, _locate)
     if is_paddle:
-        tables = _adapt(pickled.value, tables, file, whole=request.root is None)
-    if not tables.names:
+        content = _adapt(pickled.value, content, whole=request.root is None)
+    if not content.names:
         raise error_about(
             UnsupportedError,
             f"this is a pickle that torch.save did not write (it holds {describe(pickled.value)}), without NumPy "
@@ -96,26 +97,18 @@ def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> Pickl
             "pickles are not supported",
             path=path,
         )
-    return tables
+    return content
 
 
 def _run(file: WeightFile, begin: int, *, inert: bool) -> Unpickled:
     """Run the pickle of a file. A pickle that is too large for memory is mapped, and its arrays stay where they are."""
-    data = _mapped(file) if file.size > run.MAX_PICKLE and not begin else None
-    if data is None:
-        return pickle_at(file, begin, None, inert, _TABLE)
-    return run.unpickle(data, _TABLE, partial(read_persistent_id, storages=None), path=file.path, inert=inert)
-
-
-def _mapped(file: WeightFile) -> Any:
-    """Map a local file; None if the system or the store cannot."""
-    store = file.store
-    if not isinstance(store, LocalStore) or os.name == "nt":
-        return None
-    try:
-        return store.use(partial(mmap.mmap, access=mmap.ACCESS_READ), 0)
-    except (OSError, ValueError):
-        return None
+    store, data = file.store, None
+    if file.size > machine.MAX_PICKLE and not begin and isinstance(store, LocalStore) and os.name != "nt":
+        with suppress(OSError, ValueError):
+            data = store.use(partial(mmap.mmap, access=mmap.ACCESS_READ), 0)
+    if data is not None:
+        return machine.unpickle(data, _TABLE, partial(read_persistent_id, storages=None), path=file.path, inert=inert)
+    return pickle_at(file, begin, None, inert, _TABLE)
 
 
 def _unpickle(file: WeightFile, request: OpenRequest, begin: int) -> Unpickled:
@@ -157,11 +150,6 @@ _SUFFIXES = (".pdparams", ".pdopt")
 _Place: TypeAlias = tuple[WeightFile, int]
 
 
-def _is_paddle(value: Any, path: str) -> bool:
-    """Return True if Paddle has written a pickle, judging by its keys or its suffix."""
-    return type(value) is dict and (NAMES in value or PARTS in value or path.endswith(_SUFFIXES))
-
-
 def _plain(value: Any) -> None:
     """Put arrays in the place of tensors, which `paddle.save` writes as tuples of a name and an array."""
     todo, seen = [value], set[int]()
@@ -177,29 +165,27 @@ def _plain(value: Any) -> None:
                 todo.append(item)
 
 
-def _adapt(value: Mapping[Any, Any], tables: PickleTables, file: WeightFile, *, whole: bool) -> PickleTables:
-    """Return the tables of a dict as Paddle means them: bfloat16 by its name, and large arrays joined."""
+def _adapt(value: Mapping[Any, Any], content: Content, *, whole: bool) -> Content:
+    """Return the content of a dict as Paddle means it: bfloat16 by its name, and large arrays joined."""
     # A container selected in the dict is not `whole` and has no parts to join.
-    for table in (tables.table, None if tables.beside is None else tables.beside.table):
-        if isinstance(table, ListedTable):
-            table.replace_rows(dtypes.BY_CODE["U16"], dtypes.BY_CODE["BF16"])
+    file, others, names, notes = content
+    sources = (file, *others)
+    for source in sources:
+        if isinstance(source.table, ListedTable):
+            source.table.replace_rows(dtypes.BY_CODE["U16"], dtypes.BY_CODE["BF16"])
     if not whole or PARTS not in value:
-        return tables
-    sources = [file] if tables.beside is None else [file, tables.beside]
-    places: dict[str, _Place] = {}
-    for source, table in zip(sources, [tables.table, *(s.table for s in sources[1:])], strict=True):
-        places.update({name: (source, position) for position, name in enumerate(table.names)})
-    file.table = tables.table
-    listings = dict(_joined(value[PARTS], places, tables.names, file.path))
+        return content
+    places = {name: (source, k) for source in sources for k, name in enumerate(source.table.names)}
+    listings = dict(_joined(value[PARTS], places, names, file.path))
     beside = boxed_file(file, listings, [source.store for source in sources])
-    named = tables.table.named_globals
-    metadata = {key: value for key, value in (tables.table.metadata() or {}).items() if key != PARTS}
-    table = ListedTable([], metadata, named_globals=named)
-    return PickleTables(table, beside, list(listings), tables.notes)
+    beside.stand_for(file)
+    metadata = {key: value for key, value in (file.table.metadata() or {}).items() if key != PARTS}
+    file.table = ListedTable([], metadata, named_globals=file.table.named_globals)
+    return Content(file, (beside,), list(listings), notes)
 
 
 def _joined(
-    about: Any, places: Mapping[str, _Place], names: list[str], path: str
+    about: Any, places: Mapping[str, _Place], names: Sequence[str], path: str
 ) -> Iterator[tuple[str, BoxedListing]]:
     """Yield all tensors: large ones in the place of their first part."""
     if type(about) is not dict:

@@ -16,8 +16,7 @@ from .registry import Content, OpenRequest
 from .torch.globals import SUBCLASS, PickledTensor
 from .torch.tensors import TensorPlaces
 from .torch.zip_file import read_tensors
-from .unpickle.machine import describe
-from .unpickle.run import Unpickled, check_foreign
+from .unpickle.machine import Unpickled, check_foreign, describe
 from .zip import Archive
 
 

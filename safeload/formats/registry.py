@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
 from importlib import import_module
@@ -420,21 +420,14 @@ FormatName: TypeAlias = Literal[
 
 BY_NAME = {row.name: row for row in ROWS}
 SAFETENSORS, TORCH_ZIP, TORCH_LEGACY, GGUF, NPZ = "safetensors", "torch zip", "torch legacy", "gguf", "npz"
-DCP, DEEPSPEED, FSDP, ORBAX = "dcp", "deepspeed", "fsdp", "orbax"
-KERAS, PICKLE = "keras", "pickle"
+DCP, KERAS = "dcp", "keras"
 
 
-def _choices() -> dict[str, tuple[str, ...]]:
-    """Return the names of the formats for each value of ``format=``."""
-    choices: dict[str, tuple[str, ...]] = {}
-    for row in ROWS:
-        if row.family is not None:
-            choices[row.family] = (*choices.get(row.family, ()), row.name)
-        choices[row.name] = (row.name,)
-    return choices
-
-
-FORMATS = _choices()
+# The names of the formats for each value of ``format=``.
+FORMATS: dict[str, tuple[str, ...]] = {}
+for _row in ROWS:
+    for _value in filter(None, (_row.family, _row.name)):
+        FORMATS[_value] = (*FORMATS.get(_value, ()), _row.name)
 
 # Usual suffixes of weight files.
 WEIGHT_SUFFIXES = frozenset(suffix for row in ROWS for suffix in row.suffixes)
@@ -507,7 +500,8 @@ def _enabled() -> dict[str, list[EntryPoint]]:
 def _load(name: str) -> Format | str:
     """Return the format of a plug-in, or why it cannot be used."""
     points = _entry_points()[name]
-    sources = [_source(point) for point in points]
+    dists = [point.dist for point in points]
+    sources = [f"{dist.metadata['Name']} {dist.version}" if dist else "an unknown distribution" for dist in dists]
     subject = f"the plug-in {show(name)} of {' and '.join(sources)} cannot be used"
     if name in FORMATS:
         return f"{subject}: safeload has a format of this name"
@@ -525,11 +519,6 @@ def _load(name: str) -> Format | str:
     if row.name != name:
         return f"{subject}: its format has another name, {show(row.name)}"
     return row._replace(source=sources[0], family=None, public=False, parts=None, extra_suffixes=())
-
-
-def _source(point: EntryPoint) -> str:
-    dist = point.dist
-    return "an unknown distribution" if dist is None else f"{dist.metadata['Name']} {dist.version}"
 
 
 def _plugin(name: str) -> Format | None:
@@ -572,24 +561,17 @@ def _claiming(recognise: Callable[[Format], bool]) -> Format | None:
 class Container(NamedTuple):
     """A kind of archive whose members are weight files.
 
-    The module has ``enter(candidate, request) -> Opened`` and, without ``holds``, ``claims(candidate) -> bool``.
+    The module has ``enter(candidate, request) -> Opened``.
     """
 
     kind: str  # completes "this is ..."
     matches: Callable[[bytes], bool]  # True if a file with these first bytes can be one
     module: str  # relative to this package
-    # True for the entries of such a zip archive: most zip archives are torch's, which need no module.
-    holds: Callable[[Collection[str]], bool] | None = None
-
-    def claims(self, candidate: Candidate) -> bool:
-        """Return True if a file with these first bytes is a container of this kind."""
-        holds = self.holds
-        return bool(
-            module_of(self.module).claims(candidate) if holds is None else holds(candidate.archive.entries.keys())
-        )
+    claims: Callable[[Candidate], bool] = lambda _: True  # True if a file with these first bytes is one
 
 
-def _holds_gguf(names: Collection[str]) -> bool:
+def _holds_gguf(candidate: Candidate) -> bool:
+    names = candidate.archive.entries
     torch = next(iter(names), "").endswith("/data.pkl")  # with as many names as tensors
     return not torch and any(name.lower().endswith(".gguf") for name in names)
 
@@ -598,13 +580,18 @@ def _holds_gguf(names: Collection[str]) -> bool:
 _PROGRAM = _begins(b"MZ", b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 CONTAINERS = (
     Container("a tar archive", foreign.is_tar, ".tar"),
-    Container("a program with a zip archive (llamafile)", _PROGRAM, ".llamafile"),
+    Container(
+        "a program with a zip archive (llamafile)",
+        _PROGRAM,
+        ".llamafile",
+        lambda candidate: bool(module_of(".llamafile").claims(candidate)),
+    ),
     Container("a zip archive with a GGUF file", foreign.is_zip, ".llamafile", _holds_gguf),
     Container(
         "a zip archive of Keras",
         foreign.is_zip,
         ".keras",
-        lambda names: "model.weights.h5" in names or "model.weights.npz" in names,
+        lambda candidate: not candidate.archive.entries.keys().isdisjoint(("model.weights.h5", "model.weights.npz")),
     ),
 )
 
@@ -682,24 +669,33 @@ _TABLE_ONLY = (SAFETENSORS, GGUF)
 
 def open_file(path: str, request: OpenRequest) -> Opened:
     """Open a file without reading its tensors."""
-    formats, _, _, files, window = request
+    formats, root, _, files, window = request
+    fault: FormatError | None = None  # of the parser of safeload's first format
     if files is LOCAL and (formats is None or SAFETENSORS in formats):
-        opened = _open_safetensors(path, request)
-        if opened is not None:
-            return opened
+        try:
+            file: WeightFile = module_of(_OPENED_BY_PATH).open_file(path)
+        except FormatError as error:
+            fault = error
+        else:
+            if root is not None:
+                file.close()
+                raise error_about(UnsupportedError, _no_containers(SAFETENSORS), path=path)
+            return opened_file(SAFETENSORS, Content(file))
     file = open_without_table(path, files=files, window=window)
     candidate = None
     try:
         if file.verified:
             file.store.begin()  # type: ignore[attr-defined]
         candidate = Candidate(file)
-        opened = _open_candidate(candidate, request)
+        opened = _open_candidate(candidate, request, fault)
         file.settle()
     except BaseException as error:
         with closing(candidate or file):
             if file.verified and isinstance(error, SafeloadError):
                 file.store.verify()  # type: ignore[attr-defined]  # a file that differs is the better reason
         raise
+    finally:
+        fault = None  # it refers to this frame
     return opened
 
 
@@ -712,12 +708,17 @@ def reopen_file(path: str, identity: tuple[Any, ...], request: OpenRequest) -> O
     return opened
 
 
-def _open_candidate(candidate: Candidate, request: OpenRequest) -> Opened:
-    """Open a file by the container or the row that it is."""
-    file = candidate.file
-    own = request.formats is None or not FORMATS.keys().isdisjoint(request.formats)  # else a plug-in was asked for
+def _open_candidate(candidate: Candidate, request: OpenRequest, fault: FormatError | None) -> Opened:
+    """Open a file by the container or the row that it is; ``fault`` is why it is not safetensors, if that was tried."""
+    file, formats = candidate.file, request.formats
+    if fault is not None and (
+        foreign.is_safetensors(candidate.head)
+        or (formats is not None and not _PROGRAM(candidate.head) and not foreign.is_tar(candidate.head))
+    ):
+        raise fault
+    own = formats is None or not FORMATS.keys().isdisjoint(formats)  # else a plug-in was asked for
     container = _container(candidate) if own else None
-    row = find_row(candidate, request) if container is None else None
+    row = find_row(candidate, request, fault) if container is None else None
     if file.verified and (row is None or row.name not in _TABLE_ONLY):
         file.store.verify()  # type: ignore[attr-defined]  # before anything is unpacked
     if row is None:
@@ -726,28 +727,6 @@ def _open_candidate(candidate: Candidate, request: OpenRequest) -> Opened:
     if not row.ranges:
         check_whole(file, f"{row.kind} must be read as a whole")
     return opened_file(row.name, row.read(candidate, request))
-
-
-def _open_safetensors(path: str, request: OpenRequest) -> Opened | None:
-    """Open a local safetensors file; None if it begins like another supported format."""
-    try:
-        file: WeightFile = module_of(_OPENED_BY_PATH).open_file(path)
-    except FormatError:
-        with closing(open_without_table(path)) as again:  # not `read_head`, which would hide a failing disk
-            head = again.read_at(0, foreign.HEAD_SIZE)
-            if foreign.is_safetensors(head):
-                raise
-            if not any(row.matches(head) for row in CONTAINERS if row.holds is None):
-                if request.formats is not None:
-                    raise
-                if not any(_matching(head)) and _claimed(Candidate(again)) is None:
-                    _refuse(head, path, again, always=False)
-                    raise
-        return None
-    if request.root is not None:
-        file.close()
-        raise error_about(UnsupportedError, _no_containers(SAFETENSORS), path=path)
-    return opened_file(SAFETENSORS, Content(file))
 
 
 def _no_containers(format: str) -> str:
@@ -771,11 +750,6 @@ def _matching(head: bytes) -> Iterator[Format]:
     return (row for row in _BY_HEAD if row.matches(head))
 
 
-def _claimed(candidate: Candidate) -> Format | None:
-    """Return the first plug-in that accepts a file."""
-    return _claiming(lambda row: row.accepts(candidate))
-
-
 def _container(candidate: Candidate) -> Container | None:
     """Return the kind of container that a file is, or None."""
     head, file = candidate.head, candidate.file
@@ -791,27 +765,27 @@ def _container(candidate: Candidate) -> Container | None:
     return container
 
 
-def find_row(candidate: Candidate, request: OpenRequest) -> Format:
+def find_row(candidate: Candidate, request: OpenRequest, fault: FormatError | None = None) -> Format:
     """Return the row of a file, which ``request`` must accept."""
-    path, head = candidate.file.path, candidate.head
+    path, head = candidate.path, candidate.head
     local, formats = candidate.file.files is LOCAL, request.formats
     if path.endswith(foreign.DCP_SUFFIX):
         raise error_about(UnsupportedError, foreign.DCP_PART.sentence(), path=path)
     row = next((row for row in _matching(head) if not row.ambiguous or row.load().claims(candidate)), None)
-    safetensors = (row is None or not local) and foreign.is_safetensors(head)
     required = row_of(formats[0]) if formats is not None and len(formats) == 1 else None
     if required is not None and (
         required.accepts(candidate) if required.source else required.parts is not None and required.parts(head)
     ):
         row = required
-    elif safetensors and not local:
+    elif foreign.is_safetensors(head) and (row is None or not local):
         row = BY_NAME[SAFETENSORS]  # its first bytes, the header's size, can equal the magic number of another format
-    if row is None and not safetensors:
-        row = _claimed(candidate) if formats is None else None
-        if row is None:
-            _refuse(head, path, candidate.file, always=local)
+    elif row is None and formats is None:
+        row = _claiming(lambda row: row.accepts(candidate))
     if row is None:
-        row = BY_NAME[SAFETENSORS]
+        error = _refusal(head, path, candidate.file, always=local and (fault is None or _PROGRAM(head))) or fault
+        if error is not None:
+            raise error
+        row = BY_NAME[SAFETENSORS]  # whose parser says more
     if formats is not None and row.name not in formats:
         kind = _describe(head, path) or foreign.Kind(row.kind)
         raise FormatError(kind.sentence(formats[0]), path, 0)
@@ -845,24 +819,15 @@ def explain(path: str) -> FormatError | None:
 _BROKEN = b"\xff" * 8
 
 
-def _refuse(head: bytes, path: str, file: WeightFile | None = None, *, always: bool = True) -> None:
-    """Raise if the file is recognisably of another format; if ``always``, raise for any file."""
-    error = _refusal(head, path, file, always=always)
-    if error is not None:
-        try:
-            raise error from None
-        finally:
-            del error  # it refers to this frame
-
-
 def _refusal(head: bytes, path: str, file: WeightFile | None, *, always: bool) -> SafeloadError | None:
+    """Return the error for a file that is recognisably of another format; if ``always``, for any file."""
     kind = _describe(head, path)
     if kind is not None and kind.damaged:
         return FormatError(kind.sentence(), path, 0)
     if kind is not None:
         text = kind.sentence() if kind.advice else f"{kind.sentence()}; this version reads {titles()}"
         return error_about(UnsupportedError, text, path=path)
-    error = None if file is None else foreign.unfinished(file)
+    error: SafeloadError | None = None if file is None else foreign.unfinished(file)
     if error is not None or not (always or (head.strip() and not path.endswith(".safetensors"))):
         return error
     if head.startswith(_BROKEN):
@@ -876,5 +841,9 @@ def check_head(head: bytes, path: str) -> None:
     """Refuse a file by its first `foreign.HEAD_SIZE` bytes if it cannot have a supported format."""
     containers = any(row.matches(head) for row in CONTAINERS)
     known = foreign.is_safetensors(head) or any(_matching(head)) or containers
-    if not known and _claiming(lambda row: row.matches(head)) is None:
-        _refuse(head, path)
+    if (
+        not known
+        and _claiming(lambda row: row.matches(head)) is None
+        and (error := _refusal(head, path, None, always=True))
+    ):
+        raise error

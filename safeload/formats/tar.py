@@ -54,11 +54,6 @@ _SIZE, _PATH = b"size", b"path"
 _SPARSE, _CHARSET = b"GNU.sparse.", b"hdrcharset"
 
 
-def claims(candidate: Candidate) -> bool:
-    """Return True: the magic number tells."""
-    return True
-
-
 def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     """Open the weights in an archive; see `open_members`."""
     file = candidate.file
@@ -110,14 +105,33 @@ def _headers(file: WeightFile) -> Iterator[tuple[int, str, bytes, int]]:
         if not block.strip(b"\0"):
             if pax or long_name is not None:
                 raise FormatError("the tar archive ends after the description of a member", file.path, at)
-            _check_end(file, at)
+            left = file.size - at  # such as another archive, which some readers see and others do not
+            if left > MAX_END:
+                text = f"{left:,} bytes follow the end of the tar archive, the limit is {MAX_END:,}"
+                raise FormatError(text, file.path, at)
+            if left < 2 * _BLOCK:
+                text = "the tar archive is cut off: two blocks of zeros must end it"
+                raise FormatError(text, file.path, file.size)
+            if file.read_at(at, left).strip(b"\0"):
+                raise FormatError("bytes other than zeros follow the end of the tar archive", file.path, at)
             return
         if count == MAX_MEMBERS:
             raise error_about(LimitError, f"the tar archive has more than {MAX_MEMBERS:,} members", path=file.path)
-        size = _checked_size(block, file.path, at)
-        kind = block[156:157]
+        if block[257:262] != b"ustar":
+            raise FormatError("a tar header has no magic number: the archive is damaged or cut off", file.path, at)
+        checksum, sums = _number(block[148:156], "checksum", file.path, at + 148), _sums(block)
+        if checksum not in sums:
+            text = f"the checksum of a tar header is {checksum}, expected {sums[0]}"
+            raise FormatError(text, file.path, at + 148)
+        size, kind = _number(block[124:136], "size", file.path, at + 124), block[156:157]
         if kind in (b"x", b"g", b"L", b"K"):
-            content = _extended(file, at, size)
+            if size > MAX_EXTENDED:
+                text = f"the description of a tar member has {size:,} bytes, the limit is {MAX_EXTENDED:,}"
+                raise error_about(LimitError, text, path=file.path)
+            content = file.read_at(at + _BLOCK, size)
+            if len(content) < size:
+                text = "the tar archive is cut off within the description of a member"
+                raise FormatError(text, file.path, file.size)
             if kind == b"x":
                 pax = records(content, file.path, at)
             elif kind == b"g":
@@ -161,17 +175,6 @@ def is_header(block: bytes) -> bool:
     return len(block) >= _BLOCK and bool(checksum) and checksum in _sums(block)
 
 
-def _checked_size(block: bytes, path: str, at: int) -> int:
-    """Return the size in a header, after checking its magic number and its checksum."""
-    if block[257:262] != b"ustar":
-        raise FormatError("a tar header has no magic number: the archive is damaged or cut off", path, at)
-    checksum = _number(block[148:156], "checksum", path, at + 148)
-    sums = _sums(block)
-    if checksum not in sums:
-        raise FormatError(f"the checksum of a tar header is {checksum}, expected {sums[0]}", path, at + 148)
-    return _number(block[124:136], "size", path, at + 124)
-
-
 def _number(field: bytes, label: str, path: str, at: int) -> int:
     value = number(field)
     if value is None:
@@ -195,17 +198,6 @@ def _name(block: bytes, pax: Mapping[bytes, bytes], long_name: bytes | None, pat
     return name.decode("utf-8", "surrogateescape")
 
 
-def _extended(file: WeightFile, at: int, size: int) -> bytes:
-    """Return the content of a pax or GNU header."""
-    if size > MAX_EXTENDED:
-        text = f"the description of a tar member has {size:,} bytes, the limit is {MAX_EXTENDED:,}"
-        raise error_about(LimitError, text, path=file.path)
-    content = file.read_at(at + _BLOCK, size)
-    if len(content) < size:
-        raise FormatError("the tar archive is cut off within the description of a member", file.path, file.size)
-    return content
-
-
 def records(content: bytes, path: str, at: int) -> dict[bytes, bytes]:
     """Parse the records of a pax header."""
     parsed: dict[bytes, bytes] = {}
@@ -223,15 +215,3 @@ def records(content: bytes, path: str, at: int) -> dict[bytes, bytes]:
         parsed[key] = value
         begin = end
     return parsed
-
-
-def _check_end(file: WeightFile, at: int) -> None:
-    """Refuse bytes after the end, such as another archive, which some readers see and others do not."""
-    left = file.size - at
-    if left > MAX_END:
-        text = f"{left:,} bytes follow the end of the tar archive, the limit is {MAX_END:,}"
-        raise FormatError(text, file.path, at)
-    if left < 2 * _BLOCK:
-        raise FormatError("the tar archive is cut off: two blocks of zeros must end it", file.path, file.size)
-    if file.read_at(at, left).strip(b"\0"):
-        raise FormatError("bytes other than zeros follow the end of the tar archive", file.path, at)

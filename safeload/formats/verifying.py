@@ -11,16 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError, LimitError, SafeloadError, VerificationError
+from ..stores import digests
 from ..stores.digests import (
     GIT_PATHS,
     MANIFEST_KEY,
-    MANIFEST_VERSION,
     SIGNATURE_KEY,
-    SIGNATURE_NAME,
     Expected,
     Signature,
-    digest_in_cache,
-    files_of_manifest,
     is_manifest,
     refused,
     signed_files,
@@ -75,10 +72,6 @@ class _Document(NamedTuple):
     content: bytes
     folder: str  # absolute path
 
-    def error(self, text: str) -> VerificationError:
-        """Return the error for a document that cannot be used."""
-        return refused(text, self.source)
-
     def is_ours(self) -> bool:
         """Return True for a manifest by safeload, whatever its first key, and False for a model signature."""
         if is_manifest(self.content[:_START]):
@@ -91,7 +84,7 @@ class _Document(NamedTuple):
         if MANIFEST_KEY in fields or SIGNATURE_KEY in fields:
             return MANIFEST_KEY in fields
         text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), nor "
-        raise self.error(f"{text}an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}")
+        raise refused(f"{text}an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}", self.source)
 
 
 def _read(path: str, files: Files) -> _Document:
@@ -125,13 +118,13 @@ def _listed(document: _Document, path: str, files: Files) -> Expected:
     try:
         manifest = parse_json(document.content, "the manifest", document.source)
     except FormatError as error:
-        raise document.error(f"not a manifest: {error}") from None
-    if manifest.get(MANIFEST_KEY) != MANIFEST_VERSION:
-        raise document.error(f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}")
-    listed = files_of_manifest(manifest, document.source)
+        raise refused(f"not a manifest: {error}", document.source) from None
+    if manifest.get(MANIFEST_KEY) != digests.MANIFEST_VERSION:
+        raise refused(f"a manifest must have {MANIFEST_KEY!r}: {digests.MANIFEST_VERSION}", document.source)
+    listed = digests.files_of_manifest(manifest, document.source)
     if listed is None:
         text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
-        raise document.error(f"{text}, or compare tensors with safeload check --manifest")
+        raise refused(f"{text}, or compare tensors with safeload check --manifest", document.source)
     root = _root(path, files, document.folder, listed)
     return Expected(document.source, _MANIFEST_PROOF, root, listed, GIT_PATHS)
 
@@ -145,23 +138,23 @@ def _signed(document: _Document, signature: Signature, path: str, files: Files) 
 
 def _beside(path: str, files: Files) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
-    if path.startswith("hf://") or (not files.remote and _is_snapshot(path)):
+    steps = [] if files.remote else os.path.abspath(path).split(os.sep)
+    snapshots = [k for k, step in enumerate(steps[:-1]) if step == "snapshots"]  # of the Hub's cache
+    if path.startswith("hf://") or any(os.path.isdir(os.sep.join([*steps[:k], "blobs"])) for k in snapshots):
         return Expected(_HUB)
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
         raise refused(text, files.shown(path))
-    if digest_in_cache(path) is not None:
+    if digests.digest_in_cache(path) is not None:
         return Expected(_OLLAMA)
     signature = signature_beside(path)
     if os.path.lexists(signature):
         return _signed(_read(signature, LOCAL), Signature(signature), path, files)
-    manifests = manifests_in(path if os.path.isdir(path) else os.path.dirname(path))
+    manifests = list(_manifests_in(path if os.path.isdir(path) else os.path.dirname(path)))
     if len(manifests) == 1:
         return _listed(_read(manifests[0], LOCAL), path, files)
-    text = (
-        f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it. To write a manifest "
-        "of trusted files, run `safeload check PATH --write-manifest FILE`"
-    )
+    text = f"nothing to verify against: no {digests.SIGNATURE_NAME}, manifest or cache has digests of it. "
+    text += "To write a manifest of trusted files, run `safeload check PATH --write-manifest FILE`"
     if manifests:
         names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
         text = f"{len(manifests)} manifests beside it: {names}; pass one of them"
@@ -171,36 +164,24 @@ def _beside(path: str, files: Files) -> Expected:
 def signature_beside(path: str) -> str:
     """Return where the signature of a model stands: ``model.sig`` in its folder, or beside a file of the same name."""
     if "://" in path:
-        return f"{path.rstrip('/')}/{SIGNATURE_NAME}"
+        return f"{path.rstrip('/')}/{digests.SIGNATURE_NAME}"
     if os.path.isdir(path):
-        return os.path.join(path, SIGNATURE_NAME)
+        return os.path.join(path, digests.SIGNATURE_NAME)
     alone = f"{path}.sig"
-    return alone if os.path.lexists(alone) else os.path.join(os.path.dirname(path), SIGNATURE_NAME)
+    return alone if os.path.lexists(alone) else os.path.join(os.path.dirname(path), digests.SIGNATURE_NAME)
 
 
-def manifests_in(folder: str) -> list[str]:
-    """Return the manifests by safeload in a local folder."""
-    try:
-        names = [name for name in sorted(os.listdir(folder or ".")) if name.endswith(".json")]
-    except OSError:
-        return []
-    return [path for name in names[:_MOST_BESIDE] if starts_as_manifest(path := os.path.join(folder, name))]
-
-
-def starts_as_manifest(path: str) -> bool:
-    """Return True if a local file is a manifest by safeload, judging by its first bytes."""
+def _manifests_in(folder: str) -> Iterator[str]:
+    """Iterate over the manifests by safeload in a local folder, judging by their first bytes."""
     with suppress(OSError):
-        if os.path.isfile(path):  # a pipe could block
-            with open(path, "rb") as file:
-                return is_manifest(file.read(_START))
-    return False
-
-
-def _is_snapshot(path: str) -> bool:
-    """Return True if a local path leads into a snapshot of the Hub's cache, or to a file in it."""
-    parts = os.path.abspath(path).split(os.sep)
-    snapshots = [k for k, part in enumerate(parts[:-1]) if part == "snapshots"]
-    return any(os.path.isdir(os.sep.join([*parts[:k], "blobs"])) for k in snapshots)
+        names = [name for name in sorted(os.listdir(folder or ".")) if name.endswith(".json")]
+        for path in (os.path.join(folder, name) for name in names[:_MOST_BESIDE]):
+            with suppress(OSError):
+                if os.path.isfile(path):  # a pipe could block
+                    with open(path, "rb") as file:
+                        start = file.read(_START)
+                    if is_manifest(start):
+                        yield path
 
 
 def walk(
@@ -250,8 +231,9 @@ def digests_of(
     else:
         folder = os.path.dirname(path)
         places = [(name_below(folder, place, LOCAL), place) for place in {path, *read} if not is_same(place, document)]
+    places.sort()
     entries = each(lambda item: entry_of(item[1]), places, max(1, threads))
-    return {name: entry for (name, _), entry in sorted(zip(places, entries, strict=True))}
+    return {name: digest for (name, _), digest in zip(places, entries, strict=True)}
 
 
 def is_same(path: str, document: str | None) -> bool:

@@ -20,12 +20,11 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -37,12 +36,12 @@ from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
 from ..stores.store import ByteStore
-from .boxed import MAX_RANK, Box, BoxedListing, Region, in_one_box, in_pieces
+from .boxed import MAX_RANK, BoxedListing, Region, in_one_box, in_pieces
 from .numbered import ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
 from .rank_files import RankFile, RankFolder
 from .registry import Candidate, Content, OpenRequest
-from .torch.flatten import Tree
 from .torch.globals import PickledTensor
+from .torch.tensors import Tree
 from .unpickle.machine import Inert, describe
 
 # Files of model parallelism other than ZeRO: experts, pipeline stages.
@@ -71,26 +70,22 @@ def _ranks_of(names: Sequence[str]) -> list[int]:
     return [int(match[1] or 0) for match in matches if match is not None]
 
 
-class _Vector:
-    """A vector of float32 in pieces, one after another."""
+# Consecutive elements of float32: the store, the first byte in it, the number of elements.
+_Piece: TypeAlias = tuple[ByteStore, int, int]
 
-    def __init__(self, pieces: Sequence[tuple[ByteStore, int, int]]) -> None:
-        self._pieces = pieces  # the store, the first byte in it, the number of elements
-        self._starts = [0, *accumulate(count for *_, count in pieces)]
-        self.count = self._starts.pop()
 
-    def boxes(self, first: int, count: int, at: int = 0) -> Iterator[Box]:
-        """Yield the boxes of elements [first, first + count) of the vector; elements beyond its end have none."""
-        end = first + count  # `at` is the position of `first` in the parameter
-        for k in range(max(0, bisect_right(self._starts, first) - 1), len(self._pieces)):
-            store, begin, size = self._pieces[k]
-            skipped = first - self._starts[k]
-            part = min(end - first, size - skipped)
-            if part > 0:
-                yield Box((at,), (part,), Region(store, begin + skipped * 4))
-                first, at = first + part, at + part
-            if first >= end:
-                break
+def _take(vector: deque[_Piece], count: int) -> list[tuple[Region, int]]:
+    """Remove elements from the beginning of a vector in pieces, and return their places; fewer at its end."""
+    taken: list[tuple[Region, int]] = []
+    while count and vector:
+        store, begin, size = vector.popleft()
+        part = min(count, size)
+        if part:
+            taken.append((Region(store, begin), part))
+        if part < size:
+            vector.appendleft((store, begin + part * 4, size - part))
+        count -= part
+    return taken
 
 
 class _Zero(RankFolder):
@@ -209,17 +204,50 @@ class _Zero(RankFolder):
             raise MissingShardError(text + ", ".join(map(str, numbers[:20])), self.path)
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         vectors = [_pieces(rank, key, state) for rank, state in zip(ranks, states, strict=True)]
+        tensors: dict[str, BoxedListing] = {}
         if stage == 3:
             joined = {name: shape for shapes in groups for name, shape in shapes.items()}
-            return dict(self._divided(joined, list(map(_Vector, vectors))))
+            at = self._divide(tensors, joined, list(map(deque, vectors)), (0,) * len(joined))
+            totals = [_length(pieces) for pieces in vectors]
+            if any(total != at for total in totals):
+                text = f"a process holds {at:,} elements of all parameters, but its vectors have {totals[:8]}"
+                raise FormatError(text, self.path)
+            return tensors
         if any(len(pieces) != len(groups) for pieces in vectors):
             text = f"{key} has {[len(pieces) for pieces in vectors[:8]]} vectors for {len(groups)} groups of parameters"
             raise FormatError(text, self.path)
-        tensors: dict[str, BoxedListing] = {}
         for k, shapes in enumerate(groups):
             paddings = self._paddings(states[0].get("param_alignment_paddings"), k, len(shapes))
-            tensors.update(self._joined(shapes, _Vector([pieces[k] for pieces in vectors]), paddings, len(ranks)))
+            vector = deque(pieces[k] for pieces in vectors)
+            total, multiple = _length(vector), 2 * len(ranks)
+            at = self._divide(tensors, shapes, [vector], paddings)
+            if -(-at // multiple) != -(-total // multiple):
+                raise FormatError(f"the parameters have {at:,} elements, their partitions {total:,}", self.path)
         return tensors
+
+    def _divide(
+        self,
+        tensors: dict[str, BoxedListing],
+        shapes: Mapping[str, tuple[int, ...]],
+        parts: Sequence[deque[_Piece]],
+        paddings: Sequence[int],
+    ) -> int:
+        """Add parameters that follow each other, each divided among all parts; return the elements of a part."""
+        at, shortest = 0, min(map(_length, parts))
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+            count = prod(shape)
+            share = -(-count // len(parts))
+            if at + share > shortest:
+                text = f": its {share:,} elements at {at:,} reach beyond the partitions, which have {shortest:,}"
+                raise error_about(FormatError, text, path=self.path, tensor=name)
+            pieces: list[tuple[Region, int]] = []
+            for k, part in enumerate(parts):
+                size = max(0, min(share, count - k * share))
+                pieces += _take(part, size)
+                _take(part, share + padding - size)
+            tensors[name] = in_pieces(_F32, shape, pieces)
+            at += share + padding
+        return at
 
     def _paddings(self, paddings: Any, group: int, count: int) -> Sequence[int]:
         if paddings is None:
@@ -230,44 +258,6 @@ class _Zero(RankFolder):
             text = f"param_alignment_paddings of group {group} must be {count} numbers, got {describe(values)}"
             raise FormatError(text, self.path)
         return list(values)
-
-    def _joined(
-        self, shapes: Mapping[str, tuple[int, ...]], vector: _Vector, paddings: Sequence[int], processes: int
-    ) -> Iterator[tuple[str, BoxedListing]]:
-        """Yield the parameters of a group (ZeRO 1 and 2)."""
-        at = 0
-        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            count = prod(shape)
-            if at + count > vector.count:
-                raise self._too_short(name, count, at, vector.count)
-            yield name, BoxedListing(_F32, shape, list(vector.boxes(at, count)), flat=True)
-            at += count + padding
-        multiple = 2 * processes
-        if -(-at // multiple) != -(-vector.count // multiple):
-            raise FormatError(f"the parameters have {at:,} elements, their partitions {vector.count:,}", self.path)
-
-    def _divided(
-        self, shapes: Mapping[str, tuple[int, ...]], parts: Sequence[_Vector]
-    ) -> Iterator[tuple[str, BoxedListing]]:
-        """Yield parameters divided among all processes (ZeRO 3)."""
-        at, shortest = 0, min(part.count for part in parts)
-        for name, shape in shapes.items():
-            count = prod(shape)
-            share = -(-count // len(parts))
-            if at + share > shortest:
-                raise self._too_short(name, share, at, shortest)
-            boxes: list[Box] = []
-            for part, (begin, size) in zip(parts, _shares(count, len(parts)), strict=False):
-                boxes += part.boxes(at, size, begin)
-            yield name, BoxedListing(_F32, shape, boxes, flat=True)
-            at += share
-        if any(part.count != at for part in parts):
-            text = f"a process holds {at:,} elements of all parameters, but its vectors have "
-            raise FormatError(f"{text}{[part.count for part in parts[:8]]}", self.path)
-
-    def _too_short(self, name: str, count: int, at: int, total: int) -> FormatError:
-        text = f": its {count:,} elements at {at:,} reach beyond the partitions, which have {total:,}"
-        return error_about(FormatError, text, path=self.path, tensor=name)
 
     # ---- frozen parameters of ZeRO 3 ----
 
@@ -290,17 +280,15 @@ class _Zero(RankFolder):
                     text = f": its fragment must be {share} elements of {row.code}, got {list(listing.shape)}"
                     raise rank.fault(name, text)
             stored = (rank.stored(listing) for rank, listing in zip(ranks, listings, strict=True))
-            sizes = (size for _, size in _shares(count, processes))
+            sizes = (min(share, count - begin) for begin in range(0, count, share or 1))
             yield name, in_pieces(listings[0].row, shape, zip(stored, sizes, strict=False))
 
 
-def _shares(count: int, processes: int) -> Iterator[tuple[int, int]]:
-    """Yield the first element and the number of elements of each process that has some."""
-    share = -(-count // processes)
-    return ((begin, min(share, count - begin)) for begin in range(0, count, share or 1))
+def _length(pieces: Iterable[_Piece]) -> int:
+    return sum(count for *_, count in pieces)
 
 
-def _pieces(rank: RankFile, key: str, state: Any) -> list[tuple[ByteStore, int, int]]:
+def _pieces(rank: RankFile, key: str, state: Any) -> list[_Piece]:
     """Return the flat vectors of a process."""
     pieces = []
     for k, vector in enumerate(rank.field(key, (list, tuple), state)):

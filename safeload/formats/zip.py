@@ -4,7 +4,7 @@ All readers must see the same contents, so the archive is the whole file, names 
 the local header of each entry in use agrees with the directory.
 
 The standard library's zipfile decides how to read a directory, but makes an object of many fields for each entry. If a
-directory has nothing unusual, every reader agrees on it, and its fields are read as columns instead.
+directory has nothing unusual, every reader agrees on it, and it is read here instead.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice, pairwise
-from operator import le
+from operator import attrgetter, le
 from typing import Any, NamedTuple, Protocol, TypeAlias
-
-import numpy as np
 
 from ..base.messages import error_about
 from ..base.text import show
@@ -40,37 +39,15 @@ _DEFLATE_RATIO = 1032
 # Flags of an entry.
 _ENCRYPTED, _UTF8 = 0x1, 0x800
 
-# The fields of an entry in the directory; its name follows, then an extra field and a comment.
-_FIELDS = np.dtype(
-    {
-        "names": ["magic", "version", "flags", "method", "crc", "packed", "size", "extra", "at"],
-        "formats": ["<u4", "u1", "<u2", "<u2", "<u4", "<u4", "<u4", "<u2", "<u4"],
-        "offsets": [0, 6, 8, 10, 16, 20, 24, 30, 42],
-        "itemsize": 46,
-    }
-)
-Columns: TypeAlias = np.ndarray[Any, Any]  # of `_FIELDS`
-_MAGIC = int.from_bytes(b"PK\x01\x02", "little")
-_LENGTHS = struct.Struct("<3H").unpack_from  # of name, extra field and comment
-_LENGTHS_AT = 28
-# The other fields as well: flags, method, CRC, sizes, the lengths, and the offset of the local header.
-_CENTRAL = struct.Struct("<8x2H4x3I3H8xI").unpack_from
+# An entry of the directory: magic number, version, flags, method, CRC, sizes, lengths of name, extra field and comment,
+# and the offset of the local header; then the name, the extra field and the comment.
+_CENTRAL = struct.Struct("<4s2xBx2H4x3I3H8xI")
 # Newest version that zipfile reads.
 _NEWEST = 63
 
 # The local header: flags, method, compressed and full size, lengths of name and extra field; then the name.
 _LOCAL = struct.Struct("<6x2H8x2I2H").unpack_from
 _LOCAL_SIZE = 30
-# The local header as columns.
-_LOCAL_FIELDS = np.dtype(
-    {
-        "names": ["magic", "flags", "method", "packed", "size", "name", "extra"],
-        "formats": ["<u4", "<u2", "<u2", "<u4", "<u4", "<u2", "<u2"],
-        "offsets": [0, 6, 8, 18, 22, 26, 28],
-        "itemsize": _LOCAL_SIZE,
-    }
-)
-_LOCAL_MAGIC = int.from_bytes(b"PK\x03\x04", "little")
 # Marks a size that is stored in a ZIP64 field instead.
 _LARGE = 0xFFFFFFFF
 
@@ -81,10 +58,8 @@ _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 
-# Bytes to read for a local header: a page, because the system reads a page anyway.
-_WINDOW = 4096
-# Bytes to read for the local headers of small entries.
-_BLOCK = 1 << 20
+# Bytes to read for a local header: a page, because the system reads a page anyway; more if entries are small.
+_WINDOW, _BLOCK = 4096, 1 << 16
 # Bytes to read over the network: a local header and the header of the array that follows.
 _NEAR = 512
 # Bytes of an entry to inflate at a time.
@@ -125,16 +100,11 @@ class End(NamedTuple):
     usual: bool = True  # one disk, and a ZIP64 record of the usual size: every reader agrees
 
 
-class Directory(NamedTuple):
-    """The directory of an archive."""
-
-    entries: list[ZipEntry]  # in order; names can occur several times
-    begin: int  # first byte of the directory in the file
-    end: End | None  # None if no record ends with the file
-    columns: Columns | None  # the entries' fields; None if a name is not ASCII or a field is outside the entry itself
+# Entries of a directory in order, its first byte in the file, and the end record; None if no record ends with the file.
+_Directory: TypeAlias = tuple[list[ZipEntry], int, End | None]
 
 
-def read_directory(file: WeightFile) -> Directory:
+def _read_directory(file: WeightFile) -> _Directory:
     """Read the directory of an archive."""
     end = _read_end(file)
     if end is not None:
@@ -144,7 +114,7 @@ def read_directory(file: WeightFile) -> Directory:
         if end.usual and end.offset + end.size == end.at:
             plain = _read_plain(file.read_at(end.offset, end.size))
             if plain is not None:
-                return Directory(plain[0], end.offset, end, plain[1])
+                return plain, end.offset, end
     return _read_any(file, end)
 
 
@@ -177,43 +147,26 @@ def _read_end(file: WeightFile) -> End | None:
     return End(record_at, large[0], large[1], large[2], disk == 0 and disks <= 1 and record[1] == _END64.size - 12)
 
 
-def _read_plain(data: bytes) -> tuple[list[ZipEntry], Columns] | None:
+def _read_plain(data: bytes) -> list[ZipEntry] | None:
     """Return the entries of a directory, or None if an entry is unusual."""
-    text = str(data, "latin-1")
-    names, begins, at = [], [], 0
-    try:
+    text, entries, at = str(data, "latin-1"), [], 0
+    with suppress(struct.error):
         while at < len(data):
-            name, extra, comment = _LENGTHS(data, at + _LENGTHS_AT)
-            begins.append(at)
-            at += _FIELDS.itemsize
-            names.append(text[at : at + name])
-            at += name + extra + comment
-    except struct.error:
-        return None
-    if not begins or at != len(data) or not all(map(str.isascii, names)):
-        return None
-    rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), _FIELDS.itemsize)[begins]
-    fields = rows.view(_FIELDS)[:, 0]
-    if (fields["magic"] != _MAGIC).any() or (fields["version"] > _NEWEST).any() or fields["extra"].any():
-        return None
-    columns = (fields[name].tolist() for name in ("flags", "method", "crc", "packed", "size", "at"))
-    return list(map(ZipEntry, names, *columns)), fields
+            magic, version, *fields, length, extra, comment, local = _CENTRAL.unpack_from(data, at)
+            at += _CENTRAL.size
+            name = text[at : at + length]
+            if magic != b"PK\x01\x02" or version > _NEWEST or extra or not name.isascii():
+                return None
+            entries.append(ZipEntry._make((name, *fields, local)))
+            at += length + comment
+    return entries if entries and at == len(data) else None
 
 
-def _read_any(file: WeightFile, end: End | None) -> Directory:
+def _read_any(file: WeightFile, end: End | None) -> _Directory:
     """Read the directory of any archive with zipfile."""
     import zipfile  # takes milliseconds, and few archives need it
 
-    errors = (
-        zipfile.BadZipFile,
-        zipfile.LargeZipFile,
-        NotImplementedError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        EOFError,
-        OverflowError,
-    )
+    errors = zipfile.BadZipFile, zipfile.LargeZipFile, RuntimeError, ValueError, LookupError, EOFError, OverflowError
     stream = FileStream(file)
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -229,12 +182,8 @@ def _read_any(file: WeightFile, end: End | None) -> Directory:
         at = file.size if end is None else min(end.offset, file.size)
         hint = "" if end is not None else ": the file is truncated, or its end was never written"
         raise FormatError(f"the zip archive's directory cannot be read: {cause}{hint}", file.path, at) from None
-    return Directory(list(map(_entry_of, infos)), begin, end, None)
-
-
-def _entry_of(info: Any) -> ZipEntry:
-    fields = info.flag_bits, info.compress_type, info.CRC, info.compress_size, info.file_size, info.header_offset
-    return ZipEntry(info.orig_filename, *fields)
+    fields = ("orig_filename", "flag_bits", "compress_type", "CRC", "compress_size", "file_size", "header_offset")
+    return [ZipEntry(*attrgetter(*fields)(info)) for info in infos], begin, end
 
 
 class FileStream(io.RawIOBase):
@@ -286,24 +235,20 @@ class Archive:
 
     def __init__(self, file: WeightFile, *, appended: bool = False) -> None:
         self._file = file
-        self._appended = appended  # True if other bytes, such as a program, can precede the first entry
         self._used: dict[str, int] = {}  # first byte of each located entry
-        self._sound: dict[str, int] = {}  # first byte of each entry, its local header checked by `prefetch`
         self._window, self._window_at = b"", 0
-        self._step = _NEAR if file.remote else _WINDOW
-        entries, self._directory, end, self._fields = read_directory(file)
+        entries, self._directory, end = _read_directory(file)
         self.entries = {entry.name: entry for entry in entries}
+        small = self._directory <= len(self.entries) * _WINDOW
+        self._step = _NEAR if file.remote else _BLOCK if small else _WINDOW
         if len(self.entries) < len(entries):
             seen: set[str] = set()
             for name, *_, at in entries:
                 if name in seen:
                     raise FormatError(f"duplicate zip entry {show(name)}", file.path, min(max(0, at), file.size))
                 seen.add(name)
-        self._check_whole(end)
-
-    def _check_whole(self, end: End | None) -> None:
-        """Refuse overlapping entries and archives that are not the whole file, because readers differ."""
-        path = self._file.path
+        # Overlapping entries and archives that are not the whole file are refused, because readers differ.
+        path = file.path
         if end is None:
             raise FormatError("the file continues after the zip archive's end", path)
         # zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
@@ -313,22 +258,17 @@ class Archive:
         if end.entries != len(self.entries):
             message = f"the zip archive's directory has {len(self.entries)} entries, but its end says {end.entries}"
             raise FormatError(message, path, end.at)
-        entries = self.entries.values()
         for entry in entries:
             if not 0 <= entry.at < end.offset:
                 raise self._fault(entry.name, "no local header at its offset", 0)
         begins = [entry.at for entry in entries]
         begin = min(begins, default=end.offset)
-        if begin and not self._appended:
+        if begin and not appended:  # else other bytes, such as a program, can precede the first entry
             raise FormatError(f"the zip archive's first entry begins at byte {begin}, not at 0", path, 0)
         self._check_apart(list(self.entries), begins, [entry.at + _LOCAL_SIZE + entry.packed for entry in entries])
 
     def locate(self, name: str) -> int:
         """Return the offset of the first byte of an entry."""
-        sound = self._sound.get(name)
-        if sound is not None:
-            self._used[name] = sound
-            return sound
         info = self.entries[name]
         at = info.at
         encoded = name.encode("utf-8" if info.flags & _UTF8 else "cp437", "surrogateescape")
@@ -357,38 +297,10 @@ class Archive:
         return begin
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Read local headers for `locate`, many at a time, if the file is remote or its entries are small."""
+        """Read local headers for `locate`, many at a time, if the file is remote."""
         if isinstance(self._file.store, RemoteStore):
             begins = [self.entries[name].at for name in names]
             self._file.store.prefetch((begin, begin + self._step) for begin in begins)
-        elif self._fields is not None and self._directory <= len(self.entries) * _WINDOW:
-            self._check_heads(self._fields)
-
-    def _check_heads(self, fields: Columns) -> None:
-        """Locate all usual entries; `locate` takes the rest."""
-        names = list(self.entries)
-        lengths = np.array(list(map(len, names)))
-        order = np.argsort(fields["at"], kind="stable")
-        fields, lengths = fields[order], lengths[order]
-        begins = fields["at"].astype(np.int64)
-        at = 0
-        while at < len(begins):
-            start = int(begins[at])
-            block = self._file.read_at(start, _BLOCK)
-            # Up to the last entry with a whole local header in the block; skip an entry if its header is too long.
-            end = int(np.searchsorted(begins, start + len(block) - _LOCAL_SIZE, "right"))
-            while end > at and begins[end - 1] + _LOCAL_SIZE + lengths[end - 1] > start + len(block):
-                end -= 1
-            if end > at:
-                part = slice(at, end)
-                heads = begins[part] - start
-                contents = start + _contents(block, heads, fields[part], lengths[part])
-                contents[contents + fields[part]["packed"] > self._directory] = -1
-                text = str(block, "latin-1")
-                for k, head, begin in zip(order[part].tolist(), heads.tolist(), contents.tolist(), strict=True):
-                    if begin >= start and text.startswith(names[k], head + _LOCAL_SIZE):
-                        self._sound[names[k]] = begin
-            at = max(end, at + 1)
 
     def _head(self, at: int, size: int) -> bytes:
         """Return bytes of a local header, from the last read if possible: small storages lie close together."""
@@ -494,18 +406,6 @@ class Archive:
             raise FormatError(message, self._file.path, self._place(name))
 
 
-def _contents(block: bytes, heads: Any, fields: Columns, lengths: Any) -> Any:
-    """Return the positions of entries' contents; far below 0 if a local header differs from the directory."""
-    rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(block, np.uint8), _LOCAL_SIZE)[heads]
-    # Of the names, only the lengths are compared.
-    local = rows.view(_LOCAL_FIELDS)[:, 0]
-    sound = (local["magic"] == _LOCAL_MAGIC) & (local["method"] == fields["method"]) & (local["name"] == lengths)
-    sound &= (local["flags"] | fields["flags"]) & _ENCRYPTED == 0
-    for size in ("packed", "size"):
-        sound &= (local[size] == fields[size]) | (local[size] == 0) | (local[size] == _LARGE)
-    return np.where(sound, heads + _LOCAL_SIZE + lengths + local["extra"], -(1 << 62))
-
-
 # ---- every reading of an archive, for judging it ----
 
 
@@ -553,15 +453,16 @@ def _listed(content: Readable, end: int, listed: set[str], most: int) -> Iterato
         for at, shift in ((last - size, last - size - offset), (offset, 0)):
             while at >= 0 and (key := f"{at} {shift}") not in listed and len(listed) <= most:
                 listed.add(key)
-                head = content.read_at(min(at, content.size), _FIELDS.itemsize)
-                if len(head) < _FIELDS.itemsize or head[:4] != b"PK\x01\x02":
+                head = content.read_at(min(at, content.size), _CENTRAL.size)
+                if len(head) < _CENTRAL.size or head[:4] != b"PK\x01\x02":
                     break
-                flags, method, crc, packed, full, name_size, extra_size, comment_size, local = _CENTRAL(head)
-                rest = content.read_at(at + _FIELDS.itemsize, name_size + extra_size)
+                *_, flags, method, crc, packed, full, name_size, extra_size, comment_size, local = _CENTRAL.unpack(head)
+                at += _CENTRAL.size
+                rest = content.read_at(at, name_size + extra_size)
                 name = rest[:name_size].decode("utf-8", "backslashreplace")
                 packed, local = _zip64(rest[name_size:], full, packed, local)
                 yield ZipEntry(name, flags, method, crc, packed, full, local + shift)
-                at += _FIELDS.itemsize + name_size + extra_size + comment_size
+                at += name_size + extra_size + comment_size
 
 
 def _zip64(extra: bytes, full: int, packed: int, local: int) -> tuple[int, int]:

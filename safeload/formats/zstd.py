@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.arrays import Array
 from ..base.forking import ProcessLock
 from ..base.messages import error_about
@@ -54,13 +54,8 @@ class _FrameBytes:
         return data
 
 
-def check_available() -> None:
-    """Raise ImportError if frames cannot be read, because the package is not installed."""
-    _reader()
-
-
-def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
-    """Return a function from a stream to its decompressed stream, and the errors of that stream."""
+def reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
+    """Return a function from a stream to its decompressed stream, and its errors; ImportError without the package."""
     try:
         if sys.version_info >= (3, 14):
             from compression.zstd import ZstdError, ZstdFile
@@ -68,11 +63,7 @@ def _reader() -> tuple[Callable[[Any], Any], tuple[type[Exception], ...]]:
             return ZstdFile, (ZstdError, EOFError)
     except ImportError:
         pass  # a Python built without zstd
-    try:
-        import zstandard
-    except ImportError as error:
-        text = "checkpoints compressed with zstd need zstandard, which is not installed: pip install zstandard"
-        raise not_installed(error, text, "zstandard") from None
+    zstandard = needed("zstandard", "checkpoints compressed with zstd need zstandard")
     return lambda stream: zstandard.ZstdDecompressor().stream_reader(stream), (zstandard.ZstdError,)
 
 
@@ -80,7 +71,7 @@ def decompressed(
     store: ByteStore, begin: int, size: int, limit: int, path: str, *, name: str | None = None
 ) -> bytearray:
     """Return the content of a frame."""
-    read, errors = _reader()
+    read, errors = reader()
     content = bytearray()
     try:
         stream = read(_FrameBytes(store, begin, size))
@@ -169,38 +160,33 @@ class FrameStore:
         if self._kept is not None:
             self._kept.use(self)
         target = memoryview(memory).cast("B")  # type: ignore[arg-type]
-        reader = self._own
-        reader.enter(offset)
+        own = self._own
+        own.enter(offset)
         done = False
         try:
-            self._fill(reader, offset, target)
+            self._fill(own, offset, target)
             done = True
         finally:
-            reader.leave(reset=not done or reader.at == self.size)
+            own.leave(reset=not done or own.at == self.size)
 
-    def _fill(self, reader: _FrameReader, offset: int, target: memoryview) -> None:
-        read, errors = _reader()
+    def _fill(self, own: _FrameReader, offset: int, target: memoryview) -> None:
+        read, errors = reader()
         path, begin = self._path, self._frame[1]
         try:
-            if reader.stream is None or offset < reader.at:
-                reader.stream, reader.at = read(_FrameBytes(*self._frame)), 0
-            while reader.at < offset:
-                self._advance(reader, len(reader.stream.read(min(_STEP, offset - reader.at))))
-            filled = 0
-            while filled < len(target):
-                count = reader.stream.readinto(target[filled : filled + _STEP])
-                self._advance(reader, count)
-                filled += count
-            if reader.at == self.size and reader.stream.read(1):
+            if own.stream is None or offset < own.at:
+                own.stream, own.at = read(_FrameBytes(*self._frame)), 0
+            skipped = memoryview(bytearray(min(_STEP, max(0, offset - own.at))))
+            while (filled := own.at - offset) < len(target):
+                into = skipped[:-filled] if filled < 0 else target[filled : filled + _STEP]
+                count = own.stream.readinto(into)
+                if not count:
+                    text = f"its zstd frame ends after {own.at:,} of {self.size:,} bytes"
+                    raise FormatError(text, path, begin)
+                own.at += count
+            if own.at == self.size and own.stream.read(1):
                 raise FormatError(f"its zstd frame holds more than {self.size:,} bytes", path, begin)
         except errors as error:
             raise _malformed(error, path, begin, None) from None
-
-    def _advance(self, reader: _FrameReader, count: int) -> None:
-        if not count:
-            text = f"its zstd frame ends after {reader.at:,} of {self.size:,} bytes"
-            raise FormatError(text, self._path, self._frame[1])
-        reader.at += count
 
 
 class KeptFrames:

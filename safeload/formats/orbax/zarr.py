@@ -40,7 +40,7 @@ from ...base.text import show
 from ...errors import FormatError, LimitError, UnsupportedError
 from ...stores.store import ByteStore, Unpacked
 from ..boxed import MAX_RANK, Box, BoxedListing, Region, Stored
-from ..zstd import MAX_RATIO, FrameStore, KeptFrames, check_available, content_of, decompressed
+from ..zstd import MAX_RATIO, FrameStore, KeptFrames, content_of, decompressed, reader
 from .ocdbt import Value, crc32c
 
 V2, V3 = ".zarray", "zarr.json"
@@ -534,7 +534,7 @@ class ChunkFinder:
         """Return a tensor with its boxes; the files of ``places`` must be open."""
         layout = array.chunk
         if ZSTD in layout.steps:
-            check_available()
+            reader()
         tensor_bytes = prod(array.shape) * layout.itemsize
         if tensor_bytes and layout.nbytes > 4 * tensor_bytes + MAX_PADDING:
             text = f": chunks of {layout.nbytes:,} bytes are mostly padding of its {tensor_bytes:,} bytes"

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import errno
 import sys
+from array import array as plain_array
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate, chain
+from operator import add
+from struct import Struct
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...base import dtypes
+from ...base import dtypes, native
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
 from ...base.gc_pause import paused
-from ...base.native import (
-    LOADED_COLUMNS,
-    LONE_NAME,
-    Error,
-    Loaded,
-    Lone,
-    check,
-    content_buffer,
-    failure,
-    ffi,
-    lib,
-    loaded_fields,
-    lone_numbers,
-    pointer,
-    short,
-)
+from ...base.messages import encode
+from ...base.native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
 from ...base.paths import PathLike, native_path
 from ...base.table import Table
 from ...base.text import show, tensor_named
@@ -39,14 +29,32 @@ from ...engine.run.threads import thread_count
 from ...engine.run.weight_file import WeightFile
 from ...errors import SafetensorError, folder_given, unsaved
 from ...stores.local import LocalStore, with_room
+from ...stores.store import WINDOW
 from ..registry import Candidate, Content, OpenRequest, explain
-from .header import MAX_HEADER, ROOM, head, text
 
 if TYPE_CHECKING:
     from ...engine.ahead.staging import StagedBytes
 
-# Bytes of the size of the header.
-_LENGTH = 8
+_NEWLINE = ord("\n")
+# Bytes of the length before the header, and the unit of its padding.
+_LENGTH = _UNIT = 8
+# Spaces that editable files have after their header, so that `safeload.edit` can change metadata without a new file.
+ROOM = 4096
+# The largest header that csrc/formats/safetensors.c accepts, without its length.
+MAX_HEADER = 100_000_000
+# For `window_for`: room and metadata, bytes of a tensor besides its name, and the largest estimate.
+_BASE, _ENTRY, _MOST = 2 * ROOM, 112, 1 << 20
+# The first request for a shard before its index has been read. With the head of the response it fits in ten TCP
+# segments, which a server sends at once over a new connection.
+EARLY_WINDOW = 12 << 10
+
+# The bytes of a header; the tensors in the order of their bytes; bytes of each tensor, in the order of the names.
+Head: TypeAlias = tuple[Any, Sequence[int], Sequence[int]]
+
+# Up to this many tensors, a single call builds a header in a buffer of fixed size.
+_FEW = lib.SL_BRIEF
+# Order and sizes in such a buffer, by number of tensors.
+_PLACES = [Struct(f"={2 * count}Q").unpack_from for count in range(_FEW + 1)]
 
 # The largest file to read whole, by backend. For "mmap" the limit is the size from which glibc's malloc may map new
 # memory, 128 KiB, because that would be as slow as mapping the file.
@@ -61,7 +69,9 @@ _LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
 def open_file(path: PathLike, *, brief: bool = False, folders: str = "safeload.load") -> WeightFile:
     """Open a file and validate its header, without reading tensors; ``folders`` names the loader for folders."""
     text, fields = _loaded(path, 0, folders)
-    return WeightFile(text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[LOADED_COLUMNS:]))
+    return WeightFile(
+        text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[native.LOADED_COLUMNS :])
+    )
 
 
 class Resident(NamedTuple):
@@ -78,11 +88,11 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
     # One read even for "mmap": a mapping and its first page fault take longer.
     text, fields = _loaded(path, _SMALL[backend], folders)
     _, size, _, _, _, address, content, *_ = fields
-    table = Table(address, fields[LOADED_COLUMNS:])
+    table = Table(address, fields[native.LOADED_COLUMNS :])
     if not content:
         return WeightFile(text, LocalStore(text, fields[:5], brief=True), table)
     # Like a mapping, the memory is private and lives as long as the last array over it.
-    return Resident(table, delivery.views_of(table, content_buffer(ffi.cast("void *", content), size)))
+    return Resident(table, delivery.views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
 
 
 def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, tuple[Any, ...]]:
@@ -96,7 +106,7 @@ def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, tuple[Any,
 
 
 def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> None:
-    """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
+    """Call ``sl_safetensors_load`` again if its native.failure may pass, or raise its error."""
     loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
     if status == lib.SL_E_OS:
         status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
@@ -110,7 +120,7 @@ def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> 
             if status != lib.SL_E_FORMAT:
                 break
     if status == lib.SL_E_FORMAT:
-        raise interrupted(text) or explain(text) or failure(status, loaded.error, text)
+        raise interrupted(text) or explain(text) or native.failure(status, loaded.error, text)
     check(status, loaded.error, text)
 
 
@@ -168,10 +178,161 @@ def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
         numbers = lone_numbers(lone)
         if numbers[0]:
             _, dtype, begin, length, rank = numbers[:5]
-            name = lone[LONE_NAME : LONE_NAME + length].decode()
+            name = lone[native.LONE_NAME : native.LONE_NAME + length].decode()
             return {name: delivery.lone(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
     columns = _table(table, (address, size))  # unaligned tensors are copied in any case
     return delivery.copies_of(columns, view) if copy else delivery.views_of(columns, view), columns
+
+
+# ---- headers from columns; csrc/formats/safetensors.c writes their JSON ----
+
+
+def _header(
+    names: Sequence[str],
+    numbers: bytes,
+    shapes: Sequence[Sequence[int]],
+    metadata: Mapping[str, str] | None,
+    *,
+    room: int = 0,
+) -> Head:
+    """Return a header with upstream's order, and order and sizes as lists; see `Header`."""
+    try:
+        encoded = "\n".join([*names, ""]).encode() if not room and len(names) <= _FEW else None
+    except UnicodeEncodeError:
+        encoded = None  # `Header` explains it
+    if encoded is not None:
+        count, memory = len(names), native.BriefHeader()
+        dims = plain_array("Q", chain.from_iterable(shapes)).tobytes()
+        dim_ends = plain_array("Q", accumulate(map(len, shapes))).tobytes()
+        texts = [] if metadata is None else _metadata_texts(metadata)
+        text_ends = None if metadata is None else plain_array("Q", accumulate(map(len, texts))).tobytes()
+        size = short.sl_safetensors_brief_header(
+            count, encoded, len(encoded), numbers, dims, dim_ends, b"".join(texts), text_ends, len(texts) // 2, memory
+        )
+        if size:  # else it is too long, or there is none
+            places = _PLACES[count](memory)
+            return memory[native.HEADER_AT : native.HEADER_AT + size], places[:count], places[count:]
+    header = Header(names, numbers, shapes, metadata, room=room)
+    return ffi.buffer(header.memory, header.nbytes), header.order.tolist(), header.sizes.tolist()
+
+
+class Header:
+    """A header, and the order of the tensors' bytes after it."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        numbers: bytes,  # of the dtypes
+        shapes: Sequence[Sequence[int]],  # logical
+        metadata: Mapping[str, str] | None,
+        *,
+        keeps_order: bool = False,  # bytes in the order of the names, not in upstream's
+        room: int = 0,  # least number of spaces after the header
+    ) -> None:
+        columns = ffi.new("sl_columns *")
+        columns.keeps_order = keeps_order
+        encoded, name_ends = _encoded(names)
+        columns.count = count = len(names)
+        values: dict[str, Any] = {
+            "names": encoded,
+            "name_ends": name_ends,
+            "dtypes": numbers,
+            "dims": plain_array("Q", chain.from_iterable(shapes)),
+            "dim_ends": plain_array("Q", accumulate(map(len, shapes))),
+        }
+        if metadata is not None:
+            texts = _metadata_texts(metadata)
+            columns.has_metadata = 1
+            columns.metadata_count = len(texts) // 2
+            values["metadata_text"] = b"".join(texts)
+            values["metadata_ends"] = plain_array("Q", accumulate(map(len, texts)))
+        alive: list[Any] = []  # the memory of the columns
+        for field, column in values.items():
+            if len(column):
+                alive.append(ffi.from_buffer(_ARRAYS[field], column))
+                setattr(columns, field, alive[-1])
+        self.order: Array = np.empty(count, np.uint32)  # the tensors in the order of their bytes
+        self.sizes: Array = np.empty(count, np.uint64)  # bytes of each tensor, in the order of the names
+        memory, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
+        check(
+            lib.sl_safetensors_header(
+                columns,
+                ffi.from_buffer("uint32_t[]", self.order),
+                ffi.from_buffer("uint64_t[]", self.sizes),
+                memory,
+                size,
+                error,
+            ),
+            error,
+            subject="Error while serializing",
+        )
+        self.memory = ffi.gc(memory[0], lib.sl_free)  # the length of the header and the header itself
+        self.address = pointer(self.memory)
+        self.nbytes: int = size[0]
+        if room:
+            self.pad_to(min(self.nbytes + -(-room // _UNIT) * _UNIT, max(self.nbytes, MAX_HEADER + _LENGTH)))
+
+    def pad_to(self, nbytes: int) -> None:
+        """Extend the header with spaces to this size, a multiple of 8."""
+        text = ffi.buffer(self.memory, self.nbytes)[_LENGTH:]
+        head = (nbytes - _LENGTH).to_bytes(_LENGTH, "little")
+        self.memory = ffi.from_buffer(head + text + b" " * (nbytes - self.nbytes))
+        self.address, self.nbytes = pointer(self.memory), nbytes
+
+
+# Each column as an array in C.
+_ARRAYS = {
+    name: ffi.typeof(f"{field.type.item.cname.removeprefix('const ')}[]")
+    for name, field in ffi.typeof("sl_columns").fields
+    if field.type.kind == "pointer"
+}
+
+# Up to this many names, encoding each by itself is faster.
+_ONE_BY_ONE = 64
+
+
+def _encoded(names: Sequence[str]) -> tuple[bytes, plain_array[int] | Array]:
+    """Return the names, each with a newline behind it, and their ends."""
+    try:
+        encoded = "\n".join([*names, ""]).encode()
+    except (TypeError, UnicodeEncodeError):
+        for name in names:
+            text(name, "a tensor name", tensor=name)
+        raise
+    if len(names) > _ONE_BY_ONE and encoded.count(b"\n") == len(names):
+        ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == _NEWLINE)
+        return encoded, ends.astype(np.uint64)
+    lengths = [len(name.encode()) for name in names]
+    return encoded, plain_array("Q", map(add, accumulate(lengths), range(len(names))))
+
+
+def window_for(file_name: str, names: Sequence[str]) -> int:
+    """Return the size of the first request for a shard that an index lists: its header should fit."""
+    if not file_name.endswith(".safetensors"):
+        return WINDOW
+    # A small request spares the round trips in which a new connection reaches its speed; a header that does not fit
+    # takes a second request.
+    return min(_BASE + len(names) * _ENTRY + sum(map(len, names)), _MOST)
+
+
+def _metadata_texts(metadata: Mapping[str, str]) -> list[bytes]:
+    """Return keys and values alternately, in ascending order of keys."""
+    pairs = [*metadata.items()]
+    try:
+        if all(type(key) is str is type(value) for key, value in pairs):
+            return [part.encode() for pair in sorted(pairs) for part in pair]
+    except UnicodeEncodeError:
+        pass  # refused below, with the name of the key
+    pairs = sorted((text(key, "a metadata key"), text(value, f"metadata {show(key)}")) for key, value in pairs)
+    return [part.encode() for pair in pairs for part in pair]
+
+
+def text(value: Any, subject: str, *, tensor: str | None = None) -> str:
+    """Check that a value is a text that UTF-8 can write, and return it."""
+    if not isinstance(value, str):
+        raise TypeError(f"{subject} must be str, got {type(value).__name__}")
+    encode(value, subject, tensor=tensor)
+    return value
 
 
 # ---- write ----
@@ -298,10 +459,13 @@ class FileWriter:
         shapes = [source.shape for source in sources]
         numbers = bytes([source.row.number for source in sources])
         # `room` spaces follow the header; 0 gives the bytes of upstream.
-        self._head, self._order, sizes = head(names, numbers, shapes, metadata, room=room)
+        self._head, self._order, sizes = _header(names, numbers, shapes, metadata, room=room)
         for name, source, size in zip(names, sources, sizes, strict=True):
-            if isinstance(source.data, Memory):
-                _check_memory(name, source.data, size)
+            memory = source.data
+            if isinstance(memory, Memory) and (memory.nbytes != size or (size and memory.address == 0)):
+                fault = f"data_len is {memory.nbytes}, but {memory.row.code} {list(memory.shape)} needs {size} bytes"
+                fault = "data_ptr is null" if memory.nbytes == size else fault
+                raise SafetensorError(f"Error while serializing: tensor {show(name)}: {fault}", tensor=name)
         self.size: int = len(self._head) + sum(sizes)
 
     def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
@@ -372,14 +536,3 @@ class FileWriter:
 def _joined(arrays: list[Any]) -> tuple[Any, int, int, bool]:
     joined = b"".join(arrays)
     return joined, pointer(ffi.from_buffer(joined)), len(joined), True
-
-
-def _check_memory(name: str, memory: Memory, size: int) -> None:
-    if memory.nbytes != size:
-        raise SafetensorError(
-            f"Error while serializing: tensor {show(name)}: data_len is {memory.nbytes}, but {memory.row.code} "
-            f"{list(memory.shape)} needs {size} bytes",
-            tensor=name,
-        )
-    if size and memory.address == 0:
-        raise SafetensorError(f"Error while serializing: tensor {show(name)}: data_ptr is null", tensor=name)

@@ -123,7 +123,14 @@ def unpack(file: WeightFile) -> dict[str, str]:
     text = metadata.get(KEY)
     if text is None:
         return {}
-    described = _parse(text, file.path)
+    import json  # as in `texts_with`
+
+    try:
+        described = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{KEY} is not JSON: {error}", file.path) from None
+    if not isinstance(described, dict):
+        raise FormatError(f"{KEY} must be a JSON object, got {type(described).__name__}", file.path)
     listings = {}
     scales = set()
     named: dict[str, str] = {}  # only tensors with another name than their codes
@@ -138,9 +145,8 @@ def unpack(file: WeightFile) -> dict[str, str]:
             raise FormatError(f"{KEY} describes {show(codes)}, which is not in the file", file.path)
         if codes != name:
             if name in listings:
-                raise FormatError(
-                    f"{KEY}: {show(codes)} holds the codes of {show(name)}, which is stored too", file.path
-                )
+                text = f"{KEY}: {show(codes)} holds the codes of {show(name)}, which is stored too"
+                raise FormatError(text, file.path)
             named[codes] = name
         try:
             data, scale = storage_of(scheme, shape, axis)
@@ -165,18 +171,6 @@ def unpack(file: WeightFile) -> dict[str, str]:
     return named
 
 
-def _parse(text: str, path: str) -> dict[str, Any]:
-    import json  # as in `texts_with`
-
-    try:
-        described = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{KEY} is not JSON: {error}", path) from None
-    if not isinstance(described, dict):
-        raise FormatError(f"{KEY} must be a JSON object, got {type(described).__name__}", path)
-    return described
-
-
 def _entry(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int | None, str]:
     """Return scheme, shape, axis and the stored name of the codes."""
     valid = isinstance(entry, dict) and isinstance(entry.get("scheme"), str)
@@ -195,10 +189,8 @@ def _expect(stored: Listing, expected: tuple[np.dtype[Any], tuple[int, ...]], na
     row, shape = dtypes.row_of(expected[0]), expected[1]
     assert row is not None
     if (stored.row, stored.shape) != (row, shape):
-        text = (
-            f"is {stored.row.code} {show(list(stored.shape))}, but its description needs {row.code} "
-            f"{show(list(shape))} ({KEY})"
-        )
+        needed = f"{row.code} {show(list(shape))} ({KEY})"
+        text = f"is {stored.row.code} {show(list(stored.shape))}, but its description needs {needed}"
         raise error_about(FormatError, text, path=path, tensor=name)
 
 

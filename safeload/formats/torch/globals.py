@@ -18,9 +18,8 @@ from ...base import dtypes
 from ...base.data import read_data
 from ...base.text import show
 from ...errors import LimitError, UnsupportedError
-from ..unpickle.machine import FROM_TYPE, Fault, Foreign, Global, Inert, describe
+from ..unpickle.machine import FROM_TYPE, Fault, Foreign, Global, Inert, add_elements, describe, put_items
 from ..unpickle.numpy_arrays import ROWS
-from ..unpickle.run import add_elements, put_items
 
 # Python attributes of a tensor. Real ones have two or three, and tensors can share a dict of attributes.
 MAX_ATTRIBUTES = 100
@@ -269,8 +268,7 @@ def _allowed(name: str, row: dict[str, Any]) -> Global:
     if row.keys() - {"kind"} != _FIELDS[kind] or (code is not None and code not in dtypes.BY_CODE):
         raise ValueError(f"{name} is not a row of an allowed global: {row}")
     function = None if build is None else _FUNCTIONS[build]
-    copies = build is not None and kind != TENSOR
-    return Global(name, kind, function, code=code, itemsize=row.get("itemsize", 0), copies=copies)
+    return Global(name, kind, function, code, row.get("itemsize", 0), copies=build is not None and kind != TENSOR)
 
 
 # Built once for all threads, because rows are compared by identity.
@@ -289,10 +287,8 @@ def read_persistent_id(value: Any, storages: dict[str, Storage] | None) -> Any:
     element, elements) of a part. Ids of one key must agree; ``storages`` has those so far, None for files without.
     """
     if storages is None:
-        raise Fault(
-            "unexpected persistent id: the storages are not in this file; if the pickle was extracted from a torch "
-            "checkpoint, open the checkpoint instead, which is a zip file"
-        )
+        text = "unexpected persistent id: the storages are not in this file; if the pickle was extracted from a torch "
+        raise Fault(f"{text}checkpoint, open the checkpoint instead, which is a zip file")
     if type(value) is tuple and len(value) == 4 and value[0] == "module":
         return value[1]
     if type(value) is not tuple or len(value) not in (5, 6) or value[0] != "storage":
@@ -313,10 +309,8 @@ def read_persistent_id(value: Any, storages: dict[str, Storage] | None) -> Any:
     if first is None:
         first = storages[key] = Storage(type_, key, count)
     elif first.type is not type_ or first.count != count:
-        raise Fault(
-            f"storage {describe(key)} has {count} elements of {type_.name}, but had {first.count} of "
-            f"{first.type.name} before"
-        )
+        text = f"storage {describe(key)} has {count} elements of {type_.name}, but had {first.count} of "
+        raise Fault(f"{text}{first.type.name} before")
     if part is None:
         return first
     if type(part) is not tuple or len(part) != 3 or any(type(x) is not int for x in part[1:]):

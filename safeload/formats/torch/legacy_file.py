@@ -12,6 +12,7 @@ Strings can come from Python 2. Bytes after the last storage are ignored, as in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +21,10 @@ from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError
 from ..registry import Candidate, Content, OpenRequest
-from ..unpickle import run as unpickler
-from ..unpickle.machine import Global, describe
-from ..unpickle.run import TruncatedError, Unpickled, unpickle
+from ..unpickle import machine as unpickler
+from ..unpickle.machine import Global, TruncatedError, Unpickled, describe, unpickle
 from .globals import ALLOWED, Storage, read_persistent_id
-from .tensors import PickleTables, content_of, make_tables
+from .tensors import content_of, make_tables
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
@@ -41,10 +41,7 @@ def pickle_at(
     table: Mapping[str, Global] = ALLOWED,
 ) -> Unpickled:
     """Run the pickle at an offset of the file; `Unpickled.size` tells where it ends."""
-
-    def persistent(value: Any) -> Any:
-        return read_persistent_id(value, storages)
-
+    persistent = partial(read_persistent_id, storages=storages)
     size = _WINDOW
     while True:
         data = file.read_at(offset, size)
@@ -61,21 +58,20 @@ def pickle_at(
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an open file; see `read_tables`."""
-    return content_of(candidate.file, request, lambda request: read_tables(candidate.file, request))
+    """Run the pickles of a file."""
+    file = candidate.file
 
+    def read_tables(request: OpenRequest) -> Content:
+        pickled, begins = _parse(file, request.inert)
 
-def read_tables(file: WeightFile, request: OpenRequest) -> PickleTables:
-    """Return the tensors of a file."""
-    pickled, begins = _parse(file, request.inert)
+        def locate(storage: Storage) -> int:
+            if storage.key not in begins:
+                raise FormatError(f"storage {show(storage.key)} is not in the file's list of storages", file.path)
+            return begins[storage.key]
 
-    def locate(storage: Storage) -> int:
-        begin = begins.get(storage.key)
-        if begin is None:
-            raise FormatError(f"storage {show(storage.key)} is not in the file's list of storages", file.path)
-        return begin
+        return make_tables(pickled, request, file, locate)
 
-    return make_tables(pickled, request, file.path, locate)
+    return content_of(file, request, read_tables)
 
 
 def storage_in(content: bytes, path: str) -> Storage:

@@ -36,13 +36,11 @@ from ...engine.run.weight_file import WeightFile, open_temporary
 from ...errors import ForbiddenError, FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from ..foreign import is_binary_pickle
 from ..registry import Candidate, Content, OpenRequest, check_whole
-from ..unpickle import run as unpickler
-from ..unpickle.machine import Fault, Foreign, Global, Inert, describe
-from ..unpickle.run import Unpickled, check_foreign, unpickle
+from ..unpickle import machine as unpickler
+from ..unpickle.machine import Fault, Foreign, Global, Inert, Unpickled, check_foreign, describe, unpickle
 from ..zip import DEFLATED, MAX_INFLATED, STORED, Archive
-from .flatten import SCRIPT
 from .globals import ALLOWED, Storage, read_persistent_id
-from .tensors import PickleTables, TensorPlaces, content_of, make_tables
+from .tensors import SCRIPT, TensorPlaces, content_of, make_tables
 
 # A class of TorchScript in its source, with the names of its parameters and buffers, and a name without escapes.
 _CLASS = re.compile(rb"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE)
@@ -54,7 +52,10 @@ _MAX_SOURCES = 16 << 20
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the table of an archive, or unpack it into a temporary file; see `read_tables`."""
     archive, file = candidate.archive, candidate.file
-    if not _is_compressed(archive, file.path):
+    # Another program may have compressed storages of a checkpoint; torch compresses only code.
+    packed = [name for name, entry in archive.entries.items() if entry.method == DEFLATED and "data/" in name]
+    prefix = f"{_find_pickle(archive, file.path)[1]}data/" if packed and top_of(archive) is None else None
+    if prefix is None or not any(name.startswith(prefix) and not name.endswith("/") for name in packed):
         return content_of(file, request, lambda request: read_tables(archive, file, request))
     check_whole(file, "a compressed torch checkpoint must be unpacked as a whole")
     unpacked = _unpacked(archive, file)
@@ -69,15 +70,6 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         beside.stand_for(file)
     file.close()
     return content
-
-
-def _is_compressed(archive: Archive, path: str) -> bool:
-    """Return True if another program has compressed storages of a checkpoint; torch compresses only code."""
-    packed = [name for name, entry in archive.entries.items() if entry.method == DEFLATED and "data/" in name]
-    if not packed or top_of(archive) is not None:
-        return False
-    _, prefix = _find_pickle(archive, path)
-    return any(name.startswith(f"{prefix}data/") and not name.endswith("/") for name in packed)
 
 
 def _unpacked(archive: Archive, file: WeightFile) -> WeightFile:
@@ -103,21 +95,20 @@ def _unpacked(archive: Archive, file: WeightFile) -> WeightFile:
     return open_temporary("safeload-torch-", write, shown=file.path)
 
 
-def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> PickleTables:
-    """Return the tensors of an archive."""
-    prefix = top_of(archive)
-    if prefix is None:
+def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> Content:
+    """Run the pickles of an archive."""
+    top = top_of(archive)
+    if top is None:
         pickled, prefix = run_pickle(archive, file, inert=request.inert)
-        entry_of = partial(_storage_entry, prefix)
     else:
-        pickled, root = Package(archive, file, prefix).read(request.root, request.inert)
-        request = request._replace(root=root)
-        entry_of = partial(_package_entry, archive, prefix)
+        pickled, root = Package(archive, file, top).read(request.root, request.inert)
+        request, prefix = request._replace(root=root), top
     archive.prefetch(archive.entries)
     big_endian = _is_big_endian(archive, prefix, file.path)
-    tables = make_tables(pickled, request, file.path, _locator(archive, file.path, entry_of), big_endian=big_endian)
+    locate = _locator(archive, file.path, prefix, package=top is not None)
+    content = make_tables(pickled, request, file, locate, big_endian=big_endian)
     archive.check_overlap()
-    return tables
+    return content
 
 
 def read_tensors(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpickled, TensorPlaces]:
@@ -125,7 +116,7 @@ def read_tensors(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Un
     pickled, prefix = run_pickle(archive, file, inert=inert)
     if _is_big_endian(archive, prefix, file.path):
         raise error_about(UnsupportedError, "the tensors are big-endian", path=file.path)
-    return pickled, TensorPlaces(file.path, _locator(archive, file.path, partial(_storage_entry, prefix)))
+    return pickled, TensorPlaces(file.path, _locator(archive, file.path, prefix))
 
 
 def run_pickle(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpickled, str]:
@@ -135,18 +126,14 @@ def run_pickle(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpi
         text = f"the pickle {show(name)} has more than {unpickler.MAX_PICKLE} bytes"
         raise error_about(LimitError, text, path=file.path)
     data, base = archive.read(name)
-    storages: dict[str, Storage] = {}
-
-    def persistent(value: Any) -> Any:
-        return read_persistent_id(value, storages)
-
+    persistent = partial(read_persistent_id, storages={})
     try:
         pickled = unpickle(data, ALLOWED, persistent, path=file.path, base=base, inert=inert)
         if any(name.startswith(SCRIPT) for name in pickled.foreign):
             pickled = pickled._replace(members=_members_of(archive, f"{prefix}code/"))
         return pickled, prefix
     except ForbiddenError as error:
-        if not _is_script(archive, prefix):
+        if not any(name.startswith(f"{prefix}code/") or name == f"{prefix}constants.pkl" for name in archive.entries):
             raise
         text = f"this is a TorchScript archive: {str(error).removeprefix(file.path + ': ')}"
         raise error_about(UnsupportedError, text, path=file.path) from None
@@ -184,20 +171,14 @@ def _find_pickle(archive: Archive, path: str) -> tuple[str, str]:
     raise error_about(UnsupportedError, text, path=path)
 
 
-def _is_script(archive: Archive, prefix: str) -> bool:
-    return any(name.startswith(f"{prefix}code/") or name == f"{prefix}constants.pkl" for name in archive.entries)
-
-
-def _storage_entry(prefix: str, storage: Storage) -> str:
-    return f"{prefix}data/{storage.key}"
-
-
-def _locator(archive: Archive, path: str, entry_of: Callable[[Storage], str]) -> Callable[[Storage], int]:
+def _locator(archive: Archive, path: str, prefix: str, *, package: bool = False) -> Callable[[Storage], int]:
     """Return a function that finds the first byte of a storage in its entry."""
 
     @cache
     def locate(storage: Storage) -> int:
-        name = entry_of(storage)
+        name = f"{prefix}.data/{storage.key}.storage" if package else f"{prefix}data/{storage.key}"
+        if package and name not in archive.entries and storage.key.endswith(".storage"):  # in a script
+            name = name.removesuffix(".storage")
         info = archive.entries.get(name)
         if info is None:
             raise FormatError(f"the archive has no entry for storage {show(storage.key)}", path)
@@ -205,12 +186,8 @@ def _locator(archive: Archive, path: str, entry_of: Callable[[Storage], str]) ->
         if info.method != STORED or info.packed != info.size:
             archive.check_stored(name)
         if info.size != storage.nbytes:
-            raise FormatError(
-                f"storage {show(storage.key)} has {info.size} bytes, but {storage.count} elements of "
-                f"{storage.type.name} have {storage.nbytes}",
-                path,
-                begin,
-            )
+            text = f"storage {show(storage.key)} has {info.size} bytes, but {storage.count} elements of "
+            raise FormatError(f"{text}{storage.type.name} have {storage.nbytes}", path, begin)
         return begin
 
     return locate
@@ -320,8 +297,7 @@ class Package:
         """Run a pickle; return None if the bytes only begin like a pickle."""
         whole = self._top + name
         info = self._archive.entries[whole]
-        stored = info.method == STORED
-        self._read[stored] += info.size
+        self._read[info.method == STORED] += info.size
         for size, limit in zip(self._read, (MAX_INFLATED, unpickler.MAX_PICKLE), strict=True):
             if size > limit:
                 text = f"the pickles of the package have more than {limit} bytes"
@@ -373,11 +349,3 @@ class Package:
                 else:
                     placeholder.state = value
             yield script
-
-
-def _package_entry(zipped: Archive, top: str, storage: Storage) -> str:
-    """Return the name of a storage's entry, even if the entry does not exist."""
-    name = f"{top}.data/{storage.key}.storage"
-    if name not in zipped.entries and storage.key.endswith(".storage"):  # in a script
-        name = name.removesuffix(".storage")
-    return name

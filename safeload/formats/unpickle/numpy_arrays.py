@@ -19,8 +19,7 @@ from ...base import dtypes
 from ...base.arrays import array_fits, c_strides
 from ...base.table import ListedTable, Listing, unreadable
 from ...engine.run.weight_file import WeightFile, open_temporary
-from .machine import Built, Fault, Global, Inert, LargeBytes, describe
-from .run import Unpickled
+from .machine import Built, Fault, Global, Inert, LargeBytes, Unpickled, describe
 
 ARRAY, TYPE, BYTES = "array", "type", "bytes"
 
@@ -101,7 +100,7 @@ class NumpyArray(Built):
             raise Fault(f"an array of {len(shape)} axes, the limit is 64")
         if order not in ("C", "F", "K"):
             raise Fault(f"an array's order must be C, F or K, got {describe(order)}")
-        if order == "K" and (type(axes) is not tuple or sorted(map(_count, axes)) != list(range(len(shape)))):
+        if order == "K" and (type(axes) is not tuple or sorted(_counts(axes)) != list(range(len(shape)))):
             raise Fault(f"an array's axes must list each of its {len(shape)} axes once, got {_kind(axes)}")
         if type(raw) is str:  # written by Python 2, which has no bytes
             raw = raw.encode("utf-8", "surrogatepass")
@@ -123,8 +122,8 @@ class NumpyArray(Built):
         self.shape, self.raw = shape, raw
 
 
-def _count(value: Any) -> int:
-    return value if type(value) is int else -1
+def _counts(values: Any) -> list[int]:
+    return [value if type(value) is int else -1 for value in values]
 
 
 def _kind(value: Any) -> str:
@@ -247,7 +246,7 @@ class ArrayPlaces:
         self._chunks: list[bytes] = []
         self._size = 64  # leading zeros: the temporary file must not look like another format
         self._begins: dict[tuple[int, int], int] = {}
-        self._listings: list[Listing] = []
+        self.listings: list[Listing] = []  # of the temporary file
 
     def place(self, name: str, array: NumpyArray) -> Listing | None:
         """Describe an array in the file; None if it goes into the temporary file."""
@@ -259,15 +258,13 @@ class ArrayPlaces:
         if not array_fits(array.shape, dtype.itemsize):
             text = "elements need more bytes than any memory has"
             return unreadable(name, dtype.name, array.shape, text)
-        strides = None
-        if array.order is not None:
-            strides = _strides(array, dtype.itemsize)
+        strides = None if array.order is None else _strides(array, dtype.itemsize)
         swapped = dtype.itemsize > 1 and len(array.raw) > 0
         begin = None if swapped and dtype.big_endian != self._big_endian else self._in_file(array.raw)
         if begin is not None:
             return Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides)
         begin = self.put(array.raw, dtype.row.swap if swapped and dtype.big_endian else 1)
-        self._listings.append(Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides))
+        self.listings.append(Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides))
         return None
 
     def _in_file(self, raw: bytes | bytearray | LargeBytes) -> int | None:
@@ -283,10 +280,6 @@ class ArrayPlaces:
         if at is None or self._pickled.data[at : at + len(raw)] != raw:  # the id may have been reused
             return None
         return base + at
-
-    def add(self, listing: Listing) -> None:
-        """Add a tensor in the temporary file."""
-        self._listings.append(listing)
 
     def put(self, raw: bytes | bytearray | LargeBytes, width: int) -> int:
         """Add bytes to the temporary file, once, and return their offset; numbers of ``width`` bytes are swapped."""
@@ -305,15 +298,16 @@ class ArrayPlaces:
 
     def beside(self) -> WeightFile | None:
         """Return the temporary file with its table; None if no array needs it."""
-        if not self._listings:
+        if not self.listings:
             return None
-        file = open_temporary("safeload-pickle-", self._write, shown=self._path)
-        file.table = ListedTable(self._listings)
-        return file
 
-    def _write(self, out: BinaryIO, path: str) -> None:
-        out.write(bytes(64))
-        out.writelines(self._chunks)
+        def write(out: BinaryIO, path: str) -> None:
+            out.write(bytes(64))
+            out.writelines(self._chunks)
+
+        file = open_temporary("safeload-pickle-", write, shown=self._path)
+        file.table = ListedTable(self.listings)
+        return file
 
 
 def _strides(array: NumpyArray, itemsize: int) -> tuple[int, ...] | None:

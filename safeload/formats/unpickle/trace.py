@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...errors import FormatError, LimitError
@@ -342,7 +341,9 @@ class _Tracer(Machine):
             self.names.setdefault(f"{COMPUTED}.{into.name}", self.start)
         if isinstance(into, _Computed):
             into.state = state if into.state is None else _UNKNOWN
-            if _wraps(into):
+            first = into.args[0] if into.args else None  # by copyreg._reconstructor, in protocols 0 and 1
+            # joblib's description of an array, after which come BUILD and the bytes.
+            if into.name.endswith(_WRAPPER) or (isinstance(first, Foreign) and first.name.endswith(_WRAPPER)):
                 self.has_arrays = True
                 if self.joblib:
                     _skip_array(self, into.state)
@@ -425,14 +426,6 @@ def _updated(into: dict[Any, Any], pairs: list[Any]) -> dict[Any, Any]:
 # ---- joblib ----
 
 
-def _wraps(value: _Computed) -> bool:
-    """Return True if a call makes joblib's description of an array, after which come BUILD and the bytes."""
-    if value.name.endswith(_WRAPPER):
-        return True
-    made = value.args[0] if value.args else None  # by copyreg._reconstructor, in protocols 0 and 1
-    return isinstance(made, Foreign) and made.name.endswith(_WRAPPER)
-
-
 def _skip_array(t: _Tracer, state: Any) -> None:
     """Skip the bytes of an array, or enter the pickle of an array of objects."""
     plain = type(state) is dict and None not in state
@@ -507,7 +500,7 @@ _FILES, _NETWORK = "reads or writes files", "reaches the network"
 _LOADS = "loads another pickle or library"
 
 # Modules and names by reason; a module stands for everything in it. Names that sound files use stay unknown.
-_TABLE = {
+_DANGEROUS = {
     _RUNS: (
         "_aix_support _osx_support _posixsubprocess _pyrepl _winapi antigravity asyncio commands.getoutput "
         "commands.getstatusoutput distutils.core distutils.dir_util distutils.file_util distutils.spawn "
@@ -554,17 +547,12 @@ _TABLE = {
         "torch.utils.data.datapipes.utils.decoder"
     ),
 }
+_REASONS = {name: reason for reason, names in _DANGEROUS.items() for name in names.split()}
 _BUILTINS = frozenset(("__builtin__", "__builtins__"))
 # Parts of a name that lead from any object to any other.
 _ATTRIBUTES = frozenset(
     ("__globals__", "__subclasses__", "__builtins__", "__code__", "__loader__", "__getattribute__", "__reduce_ex__")
 )
-
-
-@cache
-def _dangerous() -> dict[str, str]:
-    """Return the reason of each dangerous module and name."""
-    return {name: reason for reason, names in _TABLE.items() for name in names.split()}
 
 
 def judge(name: str, allowed: Mapping[str, Global], *, called: bool) -> tuple[Verdict, str]:
@@ -586,11 +574,10 @@ def judge(name: str, allowed: Mapping[str, Global], *, called: bool) -> tuple[Ve
 
 def _reason(parts: list[str]) -> str | None:
     """Return why a name is dangerous, or None."""
-    table = _dangerous()
     if parts[0] in _BUILTINS:
         parts = ["builtins", *parts[1:]]
     for size in range(1, len(parts) + 1):
-        reason = table.get(".".join(parts[:size]))
+        reason = _REASONS.get(".".join(parts[:size]))
         if reason is not None:
             return reason
     for k, part in enumerate(parts[1:], 1):

@@ -33,7 +33,7 @@ from ...errors import RangeError, UnsupportedError
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.metadata import as_texts
 from ...formats.registry import SAFETENSORS, row_of
-from ...formats.safetensors.header import ROOM, Header
+from ...formats.safetensors.file import ROOM, Header
 from ...formats.safetensors.quantized import texts_with
 from ...models.layout import Layout, StackedTensor
 from ...packed.families import presets

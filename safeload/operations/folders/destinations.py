@@ -22,8 +22,7 @@ from ...engine.run.atomic_file import AtomicFile, check_place
 from ...errors import unsaved
 from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
-from ...formats.safetensors.file import FileWriter
-from ...formats.safetensors.header import ROOM
+from ...formats.safetensors.file import ROOM, FileWriter
 from ...formats.safetensors.quantized import pack
 from ...stores.files import LOCAL, Files, Location
 from ...stores.places import Located, is_file_object, places_of

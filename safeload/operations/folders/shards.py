@@ -21,8 +21,7 @@ from ...errors import RemotePermissionError, SafetensorError, UnsupportedError
 from ...formats import registry
 from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import WEIGHT_SUFFIXES
-from ...formats.safetensors.file import FileWriter, open_file
-from ...formats.safetensors.header import ROOM
+from ...formats.safetensors.file import ROOM, FileWriter, open_file
 from ...formats.safetensors.quantized import pack
 from ...models.config_dtype import with_dtype
 from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization

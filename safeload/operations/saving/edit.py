@@ -28,8 +28,7 @@ from ...formats.folder import INDEX, SINGLE, parse_index
 from ...formats.gguf import read as gguf_reading
 from ...formats.gguf.write import data_begin, head_with
 from ...formats.numbered import PART
-from ...formats.safetensors.file import TensorToWrite, open_file, source_of
-from ...formats.safetensors.header import ROOM, Header, text
+from ...formats.safetensors.file import ROOM, Header, TensorToWrite, open_file, source_of, text
 from ...formats.safetensors.quantized import CODES_SUFFIX, KEY, QUANTIZED, SCALE_SUFFIX
 from ...stores.edit_journal import Locked, recover, remove, replace_header
 from ...stores.files import LOCAL

@@ -24,8 +24,7 @@ from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import address_of
 from ...errors import SafetensorError, UnsupportedError, exported, public, unsaved
 from ...formats.folder import INDEX, SINGLE
-from ...formats.safetensors.file import TensorToWrite, source_of
-from ...formats.safetensors.header import ROOM, Header, text
+from ...formats.safetensors.file import ROOM, Header, TensorToWrite, source_of, text
 from ...formats.safetensors.quantized import KEY, pack, texts_with
 from ..folders import journal
 from ..folders.destinations import FileSink, SaveDestination, limit_of, target_of
