@@ -41,7 +41,7 @@ from ..metadata import depth_of, names_below, nested
 from ..numbered import ORBAX_METADATA
 from ..registry import Candidate, Content, OpenRequest
 from .ocdbt import MANIFEST, Value, read_tree
-from .zarr import V2, V3, WHOLE_FILE, ChunkFinder, StoredBytes, ZarrArray, parse, unreadable
+from .zarr import V2, V3, WHOLE_FILE, ChunkFinder, StoredBytes, ZarrArray, unreadable
 
 # Bytes of the metadata of an array. It has a few hundred.
 MAX_ARRAY_METADATA = 1 << 20
@@ -149,14 +149,14 @@ def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], ro
     described = dict(zip(arrays, _described(folder, arrays, version, values if ocdbt else None), strict=True))
     readable = {name: array for name, array in described.items() if isinstance(array, ZarrArray)}
     finder = ChunkFinder(values, folder.opened, folder.shown, filled=not metadata.get(_COMPLETE))
-    places = {name: finder.find(name, array) for name, array in readable.items()}
+    places = {name: finder.find(array) for name, array in readable.items()}
     needed = {value.file for chunks in places.values() for _, value in chunks if value.file}
     folder.files.each(folder.open, sorted(needed - folder.opened.keys()))
     listings: dict[str, BoxedListing] = {}
     for name, array in described.items():
         if isinstance(array, ZarrArray):
             try:
-                listings[names[name]] = finder.listing(name, array, places[name])
+                listings[names[name]] = finder.listing(array, places[name])
                 continue
             except UnsupportedError as error:
                 array = Unknown(array.row.name, array.shape, str(error))
@@ -166,7 +166,7 @@ def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], ro
     custom = metadata.get(_CUSTOM)
     if custom is not None and rest.setdefault(_CUSTOM, custom) is not custom:
         notes.append(f"{_CUSTOM} is left out: the tree has a leaf of this name")
-    narrow = [name for name, array in readable.items() if array.chunk.bits is not None]
+    narrow = [name for name, array in readable.items() if array.bits is not None]
     notes += _note(narrow, "opened as I8, with the same values")
     unknown = [name for name in metadata if name not in (_TREE, _CUSTOM, _UNREAD, *_SWITCHES)]
     notes += _note(unknown, f"fields of {ORBAX_METADATA} that safeload does not know")
@@ -339,7 +339,7 @@ def _described(
 
     def parsed(name: str, key: str, content: Mapping[str, Any]) -> ZarrArray | Unknown:
         try:
-            return parse(content, folder.path_of(key), name, version)
+            return ZarrArray(content, folder.path_of(key), name, version)
         except UnsupportedError as error:
             return unreadable(content, str(error))
 
