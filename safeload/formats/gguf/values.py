@@ -57,31 +57,15 @@ class F64(float):
     """Stored as f64."""
 
 
+_KINDS = (U8, I8, U16, I16, U32, I32, F32, U64, I64, F64)
 # Classes of numbers and dtypes of arrays by type in GGUF. Bools are plain `bool`.
-NUMBERS: dict[int, type[int] | type[float]] = {
-    lib.SL_GGUF_U8: U8,
-    lib.SL_GGUF_I8: I8,
-    lib.SL_GGUF_U16: U16,
-    lib.SL_GGUF_I16: I16,
-    lib.SL_GGUF_U32: U32,
-    lib.SL_GGUF_I32: I32,
-    lib.SL_GGUF_F32: F32,
-    lib.SL_GGUF_U64: U64,
-    lib.SL_GGUF_I64: I64,
-    lib.SL_GGUF_F64: F64,
-}
+NUMBERS: dict[int, type[int] | type[float]] = {getattr(lib, f"SL_GGUF_{kind.__name__}"): kind for kind in _KINDS}
 DTYPES: dict[int, np.dtype[np.generic]] = {
-    lib.SL_GGUF_U8: np.dtype("<u1"),
-    lib.SL_GGUF_I8: np.dtype("<i1"),
-    lib.SL_GGUF_U16: np.dtype("<u2"),
-    lib.SL_GGUF_I16: np.dtype("<i2"),
-    lib.SL_GGUF_U32: np.dtype("<u4"),
-    lib.SL_GGUF_I32: np.dtype("<i4"),
-    lib.SL_GGUF_F32: np.dtype("<f4"),
     lib.SL_GGUF_BOOL: np.dtype("?"),
-    lib.SL_GGUF_U64: np.dtype("<u8"),
-    lib.SL_GGUF_I64: np.dtype("<i8"),
-    lib.SL_GGUF_F64: np.dtype("<f8"),
+    **{
+        number: np.dtype(f"<{kind.__name__[0].lower()}{int(kind.__name__[1:]) // 8}")
+        for number, kind in NUMBERS.items()
+    },
 }
 
 _SIZE = struct.Struct("<Q")  # length of a string
