@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...base import log
@@ -78,15 +78,19 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         )
     catalog.refuse_codes(catalog, "convert for llama.cpp")
     config = ModelConfig(catalog.config or {}, catalog.title, form.keys)
-    settings = settings_of(config, form)
+    settings, factors = settings_of(config, form)
     recipes, experts = ToLlamaCpp(catalog, config, form).run()
     rows = _rows_of_embedding(recipes.get("token_embd.weight"), catalog.title)
-    files = TokenizerFiles(_home_of(catalog))
+    home = catalog.folder  # with the files beside the weights
+    if home is None:
+        file = catalog.weight_files[0]
+        home = Location(file.files, file.files.split(file.place)[0])
+    files = TokenizerFiles(home)
     vocabulary = vocabulary_of(files, rows)
     if not form.adds_space and files.model is not None:
-        vocabulary = vocabulary._replace(add_space_prefix=False)
+        vocabulary.add_space_prefix = False
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
-    shapes.update((name, array.shape) for name, array in settings.tensors.items())
+    shapes.update((name, array.shape) for name, array in factors.items())
     ends = {}
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
         ends["tokenizer.ggml.eot_token_id"] = values.U32(vocabulary.texts.index(form.end_of_turn))
@@ -94,7 +98,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         ARCHITECTURE: form.architecture,
         "general.type": "model",
         **_general_keys(files.folder, shapes, config),
-        **settings.metadata,
+        **settings,
         mixtures.FILE_TYPE: values.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
         **dict(vocabulary.keys()),
@@ -104,9 +108,9 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         **({} if experts is None else {_EXPERTS: experts}),
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
-    check_tensors(shapes, settings.metadata, rows, catalog.title, form)
+    check_tensors(shapes, settings, rows, catalog.title, form)
     kept = [name for name in recipes if is_kept_f32(name)]
-    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in settings.tensors.items()}
+    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
 
 
@@ -120,45 +124,30 @@ def _rows_of_embedding(recipe: TensorRecipe | None, title: str) -> int:
     return recipe.shape[0]
 
 
-def _home_of(catalog: Catalog) -> Location:
-    """Return the folder with the files beside the weights."""
-    if catalog.folder is not None:
-        return catalog.folder
-    file = catalog.weight_files[0]
-    return Location(file.files, file.files.split(file.place)[0])
-
-
 # ---- name, size and settings of sampling ----
 
 
 def _general_keys(folder: Location, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Any]:
-    """Return the general keys of a model."""
+    """Return the general keys of a model, with its name for people as llama.cpp's converter writes it."""
     name = folder.shown.replace("\\", "/").rstrip("/").rpartition("/")[2]
     named = config.values.get("_name_or_path")
     if isinstance(named, str) and named and named.count("/") <= 1:
         name = named.rpartition("/")[2]
     content = read_if_there((folder / _GENERATION).path, _GENERATION, folder.files) or {}
-    keys = dict(_sampling(content, folder))
-    if name.strip(". "):
-        keys["general.name"] = _title_of(name[:_LONGEST])
-    return {**keys, "general.size_label": _size_label(shapes)}
-
-
-def _sampling(content: Mapping[str, Any], folder: Location) -> Iterator[tuple[str, Any]]:
+    keys: dict[str, Any] = {}
     for key, (names, kind) in _SAMPLING.items():
         value = next((value for name in names if (value := content.get(name)) is not None), None)
+        numbers = int if kind is values.I32 else (int, float)
         if value is None:
             continue
-        whole = kind is values.I32
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not abs(value) < 1 << 31:
+        if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
             raise FormatError(f"{_GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
-        yield f"general.sampling.{key}", kind(value)
-
-
-def _title_of(name: str) -> str:
-    """Return a model's name for people, as llama.cpp's converter writes it."""
-    words = name.strip().replace("-", " ").split()
-    return " ".join(word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
+        keys[f"general.sampling.{key}"] = kind(value)
+    if name.strip(". "):
+        words = name[:_LONGEST].strip().replace("-", " ").split()
+        titled = (word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
+        keys["general.name"] = " ".join(titled)
+    return {**keys, "general.size_label": _size_label(shapes)}
 
 
 def _size_label(shapes: Mapping[str, tuple[int, ...]]) -> str:
