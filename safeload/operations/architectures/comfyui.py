@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -36,15 +35,8 @@ _LONGEST_AXIS = (1 << 31) - 1
 _WIDE = ("F32", "BF16")
 
 
-class DiffusionNames(NamedTuple):
-    """An architecture that was recognised by names."""
-
-    architecture: str
-    prefix: str  # of the names of the model's tensors
-
-
-def recognized(catalog: Catalog) -> DiffusionNames | None:
-    """Return the architecture of a checkpoint that is not a GGUF file, or None if it is no diffusion model."""
+def recognized(catalog: Catalog) -> tuple[str, str] | None:
+    """Return the architecture of a diffusion model that is not a GGUF file, and the prefix of its names, or None."""
     if catalog.format == "gguf":
         return None
     names = dict.fromkeys(catalog).keys()
@@ -57,20 +49,29 @@ def recognized(catalog: Catalog) -> DiffusionNames | None:
                 "the tensors as they are"
             )
         if has_marks(names, model, prefix):
-            return DiffusionNames(architecture, prefix)
+            return architecture, prefix
     return None
 
 
-def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
+def to_comfyui(catalog: Catalog, diffusion: tuple[str, str]) -> Catalog:
     """Return the tensors and the metadata of a diffusion model as ComfyUI needs them."""
-    model = diffusion_models()[diffusion.architecture]
-    names = {name: name.removeprefix(diffusion.prefix) for name in catalog if name.startswith(diffusion.prefix)}
+    architecture, prefix = diffusion
+    model = diffusion_models()[architecture]
+    names = {name: name.removeprefix(prefix) for name in catalog if name.startswith(prefix)}
     names = {name: bare for name, bare in names.items() if not any(part in bare for part in model.left_out)}
     catalog.refuse_codes(names, "convert for ComfyUI")
-    _warn_of_rest(catalog, names, diffusion)
+    rest = [name for name in catalog if name not in names]
+    if rest:
+        log.warning(
+            "%s: only the diffusion model (%s) is converted, without %s, such as %s",
+            catalog.title,
+            architecture,
+            plural(len(rest), "other tensor"),
+            show(rest[0]),
+        )
     recipes: dict[str, TensorRecipe] = {}
     metadata = {
-        ARCHITECTURE: diffusion.architecture,
+        ARCHITECTURE: architecture,
         mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
         mixtures.FILE_TYPE: values.U32(1),  # replaced once types are decided
     }
@@ -82,19 +83,6 @@ def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
             metadata[SHAPE_KEY + bare] = np.array(original, np.int32)
     kept = [name for name, recipe in recipes.items() if recipe.dtype == "F32"]
     return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
-
-
-def _warn_of_rest(catalog: Catalog, names: dict[str, str], diffusion: DiffusionNames) -> None:
-    """Warn of tensors that are left out."""
-    rest = [name for name in catalog if name not in names]
-    if rest:
-        log.warning(
-            "%s: only the diffusion model (%s) is converted, without %s, such as %s",
-            catalog.title,
-            diffusion.architecture,
-            plural(len(rest), "other tensor"),
-            show(rest[0]),
-        )
 
 
 def _shape_of(about: TensorDescription, model: DiffusionModel) -> tuple[int, ...]:
@@ -135,10 +123,7 @@ def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
         raise error_about(FormatError, text, path=catalog.title, tensor=name) from None
     recipes = {name: TensorRecipe(shape, (Move(name),)) for name, shape in shapes.items()}
     # Without the keys about the types and shapes of the GGUF file.
-    keys = {
-        key for key in metadata if isinstance(key, str) and (key.startswith(SHAPE_KEY) or key in mixtures.FILE_KEYS)
-    }
-    general = {key: value for key, value in metadata.items() if key not in keys}
+    general = {k: v for k, v in metadata.items() if k not in mixtures.FILE_KEYS and not str(k).startswith(SHAPE_KEY)}
     bf16 = any(not (about := catalog.about(name)).quantized and about.row.code == "BF16" for name in catalog)
     restored = dtypes.BY_CODE["BF16" if bf16 else "F16"]
     return RestructuredCatalog(catalog, recipes, metadata=general, restored=restored)

@@ -21,7 +21,7 @@ from ...stores.files import Location
 from ...stores.json_file import read_if_there
 from ..sources.catalog import Catalog
 from ..sources.restructured import RestructuredCatalog, TensorRecipe
-from .layouts import SINGLE, ToLlamaCpp, check_tensors, published_recipes
+from .layouts import SINGLE, check_tensors, llama_cpp_recipes, published_recipes
 from .sentencepiece import MAX_PIECES
 from .settings import ModelConfig, config_of, form_of, settings_of
 from .special_tokens import SpecialTokens, skeleton
@@ -79,7 +79,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     catalog.refuse_codes(catalog, "convert for llama.cpp")
     config = ModelConfig(catalog.config or {}, catalog.title, form.keys)
     settings, factors = settings_of(config, form)
-    recipes, experts = ToLlamaCpp(catalog, config, form).run()
+    recipes, experts = llama_cpp_recipes(catalog, config, form)
     rows = _rows_of_embedding(recipes.get("token_embd.weight"), catalog.title)
     home = catalog.folder  # with the files beside the weights
     if home is None:
