@@ -44,16 +44,6 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], int]] = {
 }
 
 
-# The arguments that functions expect.
-_KINDS = {
-    "len": "a list or an object",
-    "item": "an integer, or a list of integers with item {}",
-    "contains": f"a list of at most {_ITEMS} items",
-    "starts": "a string",
-    "times": "a number",
-}
-
-
 class ConfigError(ValueError):
     """A config lacks a key of a schema, or has a value there from which no size follows."""
 
@@ -147,33 +137,34 @@ class Config:
     def _function(self, node: Any, layer: int | None) -> int:
         function, key, argument = node.func.id, _name(node.args[0]), node.args[1]
         value = self.value(key, layer)
-        other = argument.id if function == "starts" else self._run(argument, layer)
-        result = _call(function, value, other)
-        if result is None:
-            expected = _KINDS[function].format(other)
-            raise _NoValueError(f"{show(key)} in the config is {show(value)}, expected {expected}")
-        return int(result)
+        other: Any = argument.id if function == "starts" else self._run(argument, layer)
+        listed = isinstance(value, (list, tuple))
+        if value is None and function not in ("item", "times"):
+            return int(other) if function == "len" else 0
+        if function == "len":
+            expected = "a list or an object"
+            if listed or isinstance(value, Mapping):
+                return len(value)
+        elif function == "item":
+            expected = f"an integer, or a list of integers with item {other}"
+            item = value[other] if listed and other < len(value) else value
+            if isinstance(item, int):
+                return int(item)
+        elif function == "contains":
+            expected = f"a list of at most {_ITEMS} items"
+            if listed and len(value) <= _ITEMS:
+                return int(other in value)
+        elif function == "starts":
+            expected = "a string"
+            if isinstance(value, str):
+                return int(value.startswith(other))
+        else:
+            expected = "a number"
+            if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+                # A product of large numbers is refused as a value beyond 64 bits, before it overflows.
+                return int(value * other) if -_LIMIT < value < _LIMIT else _LIMIT
+        raise _NoValueError(f"{show(key)} in the config is {show(value)}, expected {expected}")
 
 
 def _name(node: Any) -> str:
     return node.id if isinstance(node, ast.Name) else f"{_name(node.value)}.{node.attr}"
-
-
-def _call(function: str, value: Any, other: Any) -> int | None:
-    """Return the value of a function of a key's value, or None for a value of the wrong kind."""
-    listed = isinstance(value, (list, tuple))
-    if value is None and function not in ("item", "times"):
-        return other if function == "len" else 0
-    if function == "len":
-        return len(value) if listed or isinstance(value, Mapping) else None
-    if function == "item":
-        item = value[other] if listed and other < len(value) else value
-        return item if isinstance(item, int) else None
-    if function == "contains":
-        return other in value if listed and len(value) <= _ITEMS else None
-    if function == "starts":
-        return value.startswith(other) if isinstance(value, str) else None
-    if not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
-        return None
-    # A product of large numbers is refused as a value beyond 64 bits, before it overflows.
-    return int(value * other) if -_LIMIT < value < _LIMIT else _LIMIT

@@ -245,21 +245,21 @@ class _Expansion:
                 del expected[tensor.name]
         return expected
 
-    def _required(self, entry: SchemaEntry) -> bool | None:
-        """Return False for an optional tensor, and None for one that the architecture does not have."""
-        if not entry.architectures:
-            return not entry.optional
-        if _in(entry, self._architecture):
-            return True
-        # An architecture outside the schema can have the usual head.
-        usual = self._architecture is None and _in(entry, next(iter(self._schema.architectures), None))
-        return False if entry.optional or usual else None
-
     def _tensors(self, entry: SchemaEntry) -> Iterator[ExpectedTensor]:
-        required, slots = self._required(entry), _slots(entry)
-        if required is None:
-            return
-        layers = [layer for layer in self._layers(slots) if self._holds(entry.when, layer)]
+        required, slots = not entry.optional, _slots(entry)
+        if not _in(entry, self._architecture):
+            # An architecture outside the schema can have the usual head.
+            usual = self._architecture is None and _in(entry, next(iter(self._schema.architectures), None))
+            if not entry.optional and not usual:
+                return
+            required = False
+        elif entry.architectures:
+            required = True
+        layers: Iterable[int | None] = (None,)
+        if slots:
+            count = self._count(self._counts[slots[0]])
+            layers = range(count + (self._count(self._schema.more_layers) if slots[0] == "" else 0))
+        layers = [layer for layer in layers if self._holds(entry.when, layer)]
         inner = self._count(self._counts[slots[1]]) if len(slots) > 1 and layers else 1
         self._total += len(layers) * inner
         if self._total > MAX_TENSORS:
@@ -276,18 +276,9 @@ class _Expansion:
         stack = spellings[0][0] if slots else ""
         for layer in layers:
             for number in range(inner):
-                name = _spell(spellings[0], layer, number)
-                if len(spellings) > 1:
-                    names = (_spell(parts, layer, number) for parts in spellings)
-                    name = next((text for text in names if text in self._known), name)
+                names = [_spell(parts, layer, number) for parts in spellings]
+                name = names[0] if len(names) == 1 else next((text for text in names if text in self._known), names[0])
                 yield ExpectedTensor(name, shape, stack, layer, required and tied is None, entry, tied)
-
-    def _layers(self, slots: list[str]) -> Iterable[int | None]:
-        """Return the numbers of the first placeholder; a single None for a name without placeholders."""
-        if not slots:
-            return (None,)
-        count = self._count(self._counts[slots[0]])
-        return range(count + (self._count(self._schema.more_layers) if slots[0] == "" else 0))
 
     def _holds(self, condition: str | None, layer: int | None) -> bool:
         if condition is None:
