@@ -126,12 +126,12 @@ def file_types() -> Mapping[str, FileType]:
 
 
 def _type_in(
-    cells: Mapping[str, Any], kind: str, base: str, place: tuple[int, int], sizes: ModelSizes, imatrix: bool
+    cells: Iterable[Mapping[str, Any]], base: str, place: tuple[int, int], sizes: ModelSizes, imatrix: bool
 ) -> str:
-    """Return the type in the first cell of a kind whose conditions hold at a place: a number, and the total."""
+    """Return the type in the first cell whose conditions hold at a place: a number, and the total."""
     number, total = place
     eighth = total // 8
-    for cell in cells.get(kind, ()):
+    for cell in cells:
         if (
             number < cell.get("first", math.inf)
             and ("first_part" not in cell or number < total // cell["first_part"])
@@ -245,7 +245,7 @@ def choose(
         if kind == _EMBEDDING:
             return row.embedding or row.base
         cells = row.falcon if sizes.architecture == _FALCON and kind in row.falcon else row.cells
-        chosen = _type_in(cells, kind, row.base, place(name, kind), sizes, imatrix)
+        chosen = _type_in(cells.get(kind, ()), row.base, place(name, kind), sizes, imatrix)
         if kind == _VALUE and sizes.is_70b and chosen in ("q3_k", "q4_k"):
             chosen = "q5_k"
         return "q8_0" if kind in (_VALUE, _KEY) and sizes.experts == 8 else chosen
@@ -328,7 +328,8 @@ def choose_for_image(file_type: str, shapes: Mapping[str, tuple[int, ...]], arch
         kind = next((kind for kind, parts in data["kinds"].items() if any(part in name for part in parts)), "")
         place = counters[kind], len(shapes)
         counters[kind] += 1
-        chosen = _type_in(data["cells"].get(file_type, {}), kind, row.base, place, ModelSizes(architecture, 0), False)
+        cells = data["cells"].get(file_type, {}).get(kind, ())
+        chosen = _type_in(cells, row.base, place, ModelSizes(architecture, 0), False)
         whole = shape[-1] % SCHEMES[chosen].block == 0
         requires = whole and row.requires_imatrix and chosen == row.base
         types[name] = TensorType(chosen if whole else FLOAT16, None, requires)
