@@ -39,6 +39,7 @@ https://protobuf.dev/programming-guides/encoding/
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -107,29 +108,25 @@ class WireReader(ByteReader):
                     begin = first if wire == BYTES else begin
                 if not first and len(data) < rest and low:
                     break  # the field continues beyond the block
-                stop = self._end_of(tag, first, value, message, (at + low, rest))
+                number = tag >> 3
+                if not first:
+                    self.position = at + low
+                    raise self.fault(f"a number in {message} is cut off, or has more than {MAX_VARINT} bytes")
+                if not 0 < number < 1 << 29:
+                    raise self.fault(f"a field of {message} has the number {number}", at + low)
+                if wire not in _SIZES:
+                    text = f"field {number} of {message} has the wire type {wire}, which is not in use"
+                    raise self.fault(text, at + low)
+                stop = first + (value if wire == BYTES else _SIZES[wire])
+                if stop > rest:
+                    needs = f"needs {stop - first} bytes, but {rest - first} are left"
+                    raise self.fault(f"field {number} of {message} {needs}", at + low)
                 self._fields += 1
                 if self._fields > MAX_FIELDS:
                     raise self.limit(f"the file has more than {MAX_FIELDS:,} fields", at + low)
-                yield Field(tag >> 3, wire, value, at + begin, at + stop)
+                yield Field(number, wire, value, at + begin, at + stop)
                 low = stop
             at += low
-
-    def _end_of(self, tag: int, first: int, value: int, message: str, block: tuple[int, int]) -> int:
-        """Return the end of a field in its block, after checking the field."""
-        position, rest = block  # the field's byte in the file; bytes from the block's start to the message's end
-        number, wire = tag >> 3, tag & 7
-        if not first:  # else the first byte of the content in the block
-            self.position = position
-            raise self.fault(f"a number in {message} is cut off, or has more than {MAX_VARINT} bytes")
-        if not 0 < number < 1 << 29:
-            raise self.fault(f"a field of {message} has the number {number}", position)
-        if wire not in _SIZES:
-            raise self.fault(f"field {number} of {message} has the wire type {wire}, which is not in use", position)
-        size = value if wire == BYTES else _SIZES[wire]
-        if first + size > rest:
-            raise self.fault(f"field {number} of {message} needs {size} bytes, but {rest - first} are left", position)
-        return first + size
 
     def text(self, field: Field, what: str) -> str:
         """Return the text of a field."""
@@ -225,21 +222,20 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared by tensors: a file 
 ByteSpan: TypeAlias = tuple[int, int]  # the first byte of numbers in the file, and one past the last
 
 
+@dataclasses.dataclass(slots=True)
 class TensorProto:
     """A tensor as the file describes it."""
 
-    __slots__ = ("at", "data_type", "dims", "external", "location", "name", "pieces", "raw", "segment", "strings")
-
-    def __init__(self, at: int) -> None:
-        self.at = at  # first byte
-        self.name = ""
-        self.dims: tuple[int, ...] = ()
-        self.data_type = 0
-        self.location = 0  # 1 if the elements are in another file
-        self.raw: ByteSpan | None = None
-        self.pieces: Mapping[str, list[ByteSpan]] = _NOTHING  # by name of the field
-        self.external: Mapping[str, str] = _NOTHING
-        self.segment = self.strings = False
+    at: int  # first byte
+    name: str = ""
+    dims: tuple[int, ...] = ()
+    data_type: int = 0
+    location: int = 0  # 1 if the elements are in another file
+    raw: ByteSpan | None = None
+    pieces: Mapping[str, list[ByteSpan]] = dataclasses.field(default_factory=lambda: _NOTHING)  # by name of the field
+    external: Mapping[str, str] = dataclasses.field(default_factory=lambda: _NOTHING)
+    segment: bool = False
+    strings: bool = False
 
     @property
     def file(self) -> str:
@@ -328,7 +324,13 @@ class OnnxModel:
                     raise self._reader.fault("an initializer has no name", field.begin)
                 self._add(self.initializers, f"{prefix}{tensor.name}", tensor)
             elif field.number == 15:
-                self._refuse_sparse(field, prefix)
+                names = [
+                    self._tensor(values, "the values of a sparse initializer").name
+                    for values in self._messages(field, "a sparse initializer")
+                    if values.number == 1
+                ]
+                name, text = f"{prefix}{names[-1] if names else ''}", "is sparse, which safeload does not read"
+                raise error_about(UnsupportedError, text, path=self._file.path, offset=field.begin, tensor=name)
             elif field.number == 1:
                 self._node(field, nodes, prefix, depth)
                 nodes += 1
@@ -342,15 +344,6 @@ class OnnxModel:
             raise self._reader.limit(f"the model has more than {MAX_TENSORS:,} tensors", tensor.at)
         tensor.name = name
         tensors[name] = tensor
-
-    def _refuse_sparse(self, message: Field, prefix: str) -> None:
-        name = ""
-        for field in self._messages(message, "a sparse initializer"):
-            if field.number == 1:
-                name = self._tensor(field, "the values of a sparse initializer").name
-        text = "is sparse, which safeload does not read"
-        name = f"{prefix}{name}"
-        raise error_about(UnsupportedError, text, path=self._file.path, offset=message.begin, tensor=name)
 
     def _node(self, message: Field, number: int, prefix: str, depth: int) -> None:
         """Walk the attributes of a node, if any has a tensor or a graph."""
@@ -508,9 +501,17 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     try:
         for tensor in tensors.values():
             places.add(tensor)
-        return places.content(model, list(tensors), notes)
+        for holder, listings in places.listings.items():
+            holder.table = ListedTable(listings, model.metadata if holder is file else None)
+        files = list(places.external.values())
+        for holder in files:
+            holder.stand_for(file, unpacked=False)
+        if places.boxed:
+            files.append(boxed_file(file, places.boxed, [file.store, *(holder.store for holder in files)]))
+        return Content(file, files, list(tensors) if files else (), notes)
     except BaseException:
-        places.close()
+        for holder in places.external.values():
+            holder.close()
         raise
 
 
@@ -519,27 +520,10 @@ class TensorPlacer:
 
     def __init__(self, file: WeightFile) -> None:
         self._file = file
-        self._listings: dict[WeightFile, list[Listing]] = {file: []}
-        self._boxed: dict[str, BoxedListing] = {}
-        self._external: dict[str, WeightFile] = {}
+        self.listings: dict[WeightFile, list[Listing]] = {file: []}
+        self.boxed: dict[str, BoxedListing] = {}
+        self.external: dict[str, WeightFile] = {}  # files of external data
         self._missing: dict[str, str] = {}  # why a file of external data cannot be opened
-
-    def close(self) -> None:
-        """Close the files of external data."""
-        for file in self._external.values():
-            file.close()
-
-    def content(self, model: OnnxModel, names: Sequence[str], notes: Sequence[str]) -> Content:
-        """Return the content with all tensors."""
-        for file, listings in self._listings.items():
-            file.table = ListedTable(listings, model.metadata if file is self._file else None)
-        files = list(self._external.values())
-        for file in files:
-            file.stand_for(self._file, unpacked=False)
-        if self._boxed:
-            stores = [self._file.store, *(file.store for file in files)]
-            files.append(boxed_file(self._file, self._boxed, stores))
-        return Content(self._file, files, names if files else (), notes)
 
     def add(self, tensor: TensorProto) -> None:
         """Check a tensor against its elements and list it."""
@@ -556,9 +540,9 @@ class TensorPlacer:
                 tensor.name, label, tensor.dims, str(error), is_tensor=is_tensor, is_missing=is_missing
             )
         if isinstance(listing, Listing):
-            self._listings.setdefault(file, []).append(listing)
+            self.listings.setdefault(file, []).append(listing)
         else:
-            self._boxed[tensor.name] = listing
+            self.boxed[tensor.name] = listing
 
     def _listed(self, tensor: TensorProto, type_: ElementType) -> tuple[WeightFile, Listing | BoxedListing]:
         """Return the file and the place of a tensor."""
@@ -627,7 +611,7 @@ class TensorPlacer:
         location = tensor.file
         if location in self._missing:
             raise UnsupportedError(self._missing[location])
-        file = self._external.get(location) or self._open(location, tensor)
+        file = self.external.get(location) or self._open(location, tensor)
         begin, length = self._number(tensor, "offset") or 0, self._number(tensor, "length")
         if length is not None and length != nbytes:
             text = f": {list(tensor.dims)} needs {nbytes} bytes, but external_data says length {length}"
@@ -648,10 +632,10 @@ class TensorPlacer:
         path = place_beside(self._file, location)
         if path is None:
             raise self._fault(f": its location must be a file in the model's folder, got {show(location)}", tensor)
-        if len(self._external) + len(self._missing) == MAX_FILES:
+        if len(self.external) + len(self._missing) == MAX_FILES:
             raise self._fault(f": external data in more than {MAX_FILES:,} files", tensor)
         try:
-            file = self._external[location] = open_without_table(path, files=self._file.files)
+            file = self.external[location] = open_without_table(path, files=self._file.files)
         except FileNotFoundError as error:
             self._missing[location] = f"is stored in {error.filename}, which is missing: was the download finished?"
             raise UnsupportedError(self._missing[location]) from None
