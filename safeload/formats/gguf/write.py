@@ -59,12 +59,7 @@ _OF_DTYPE = {dtype: number for number, dtype in DTYPES.items()}
 
 
 def save(
-    tensors: Mapping[str, Any],
-    path: PathLike,
-    metadata: Mapping[str, Any] | None = None,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
+    tensors: Mapping[str, Any], path: PathLike, metadata: Mapping[str, Any] | None, *, overwrite: bool, durable: bool
 ) -> None:
     """Write a GGUF file in the order of ``tensors``; see `safeload.gguf.save_file`."""
     metadata = {} if metadata is None else metadata
