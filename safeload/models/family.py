@@ -147,18 +147,16 @@ def load(name: Any) -> Schema:
         raise ValueError(f"schema must be the name of a built-in schema, got {show(name)}; expected one of {listed}")
     if name in with_schema():
         return family_files()[name].schema
-    is_path = name.endswith(".json") or not {"/", "\\"}.isdisjoint(name)
-    advice = ": only built-in schemas are supported, no files" if is_path else _nearest(name)
+    advice = ""
+    if name.endswith(".json") or not {"/", "\\"}.isdisjoint(name):
+        advice = ": only built-in schemas are supported, no files"
+    else:
+        import difflib  # imported here, because few calls need it
+
+        plain = name.lower().replace("-", "_").replace(".", "_")
+        for close in difflib.get_close_matches(plain[:100], with_schema(), n=1):
+            advice = f", did you mean {show(close)}?"
     raise ValueError(f"unknown schema {show(name)}{advice}; expected one of {listed}")
-
-
-def _nearest(text: str) -> str:
-    """Suggest the schema with the nearest name, as a question."""
-    import difflib  # imported here, because few calls need it
-
-    plain = text.lower().replace("-", "_").replace(".", "_")
-    close = difflib.get_close_matches(plain[:100], with_schema(), n=1)
-    return f", did you mean {show(close[0])}?" if close else ""
 
 
 # ---- engines ----

@@ -200,32 +200,27 @@ def _leaves(entries: Any, path: str) -> dict[str, _Leaf]:
         raise FormatError(f"{_TREE} must be an object, got {show(entries)[:100]}", path)
     leaves: dict[str, _Leaf] = {}
     for text, entry in entries.items():
-        leaf = _leaf(text, entry, path)
-        name = ".".join(map(str, leaf.steps))
+        keys, value = (entry.get(f"{kind}_metadata") if type(entry) is dict else None for kind in ("key", "value"))
+        if type(keys) is not list or type(value) is not dict:
+            raise FormatError(f"leaf {show(text)} must have key_metadata and value_metadata", path)
+        if len(keys) > MAX_STEPS:
+            deep = f"a leaf is nested {len(keys):,} levels deep, more than {MAX_STEPS}"
+            raise error_about(LimitError, deep, path=path)
+        steps: list[str | int] = []
+        for key in keys:
+            step, kind = (key.get("key"), key.get("key_type")) if type(key) is dict else (None, None)
+            index = kind == 1 and type(step) is str and step.isascii() and step.isdecimal() and len(step) < 19
+            if type(step) is not str or kind not in (1, 2) or (kind == 1 and not index) or type(kind) is not int:
+                raise FormatError(f"leaf {show(text)} has a malformed key: {show(key)[:100]}", path)
+            steps.append(int(step) if kind == 1 and str(int(step)) == step else step)
+        kind, skipped = value.get("value_type"), value.get("skip_deserialize", False)
+        if type(kind) is not str or type(skipped) is not bool:
+            raise FormatError(f"leaf {show(text)} has a malformed value_metadata: {show(value)[:100]}", path)
+        name = ".".join(map(str, steps))
         if name in leaves:
             raise FormatError(f"two leaves of the tree are named {show(name)}", path)
-        leaves[name] = leaf
+        leaves[name] = _Leaf(tuple(steps), kind, skipped)
     return leaves
-
-
-def _leaf(text: str, entry: Any, path: str) -> _Leaf:
-    keys = entry.get("key_metadata") if type(entry) is dict else None
-    value = entry.get("value_metadata") if type(entry) is dict else None
-    if type(keys) is not list or type(value) is not dict:
-        raise FormatError(f"leaf {show(text)} must have key_metadata and value_metadata", path)
-    if len(keys) > MAX_STEPS:
-        raise error_about(LimitError, f"a leaf is nested {len(keys):,} levels deep, more than {MAX_STEPS}", path=path)
-    steps: list[str | int] = []
-    for key in keys:
-        name, kind = (key.get("key"), key.get("key_type")) if type(key) is dict else (None, None)
-        index = kind == 1 and type(name) is str and name.isascii() and name.isdecimal() and len(name) < 19
-        if type(name) is not str or kind not in (1, 2) or (kind == 1 and not index) or type(kind) is not int:
-            raise FormatError(f"leaf {show(text)} has a malformed key: {show(key)[:100]}", path)
-        steps.append(int(name) if kind == 1 and str(int(name)) == name else name)
-    kind, skipped = value.get("value_type"), value.get("skip_deserialize", False)
-    if type(kind) is not str or type(skipped) is not bool:
-        raise FormatError(f"leaf {show(text)} has a malformed value_metadata: {show(value)[:100]}", path)
-    return _Leaf(tuple(steps), kind, skipped)
 
 
 def _rest(folder: _OpenFolder, leaves: Mapping[str, _Leaf], root: str | None, notes: list[str]) -> dict[str, Any]:
@@ -356,20 +351,15 @@ def _described(
     if total > MAX_JSON:
         text = f"the metadata of its arrays has {total:,} bytes, but the limit is {MAX_JSON:,}"
         raise error_about(LimitError, text, path=folder.shown)
-    _prefetch(folder, [values[key] for key in keys])
+    places: dict[str, list[tuple[int, int]]] = {}  # fetched in a few requests
+    for value in map(values.__getitem__, keys):
+        if value.file and value.length <= MAX_ARRAY_METADATA:
+            places.setdefault(value.file, []).append((value.offset, value.offset + value.length))
+    for data_file, ranges in places.items():
+        store = folder.open(data_file).store
+        if isinstance(store, RemoteStore):
+            store.prefetch(ranges)
     return [
         parsed(name, key, parse_json(folder.content(key, values[key]), base, f"{folder.shown}/{key}"))
         for name, key in zip(arrays, keys, strict=True)
     ]
-
-
-def _prefetch(folder: _OpenFolder, values: Sequence[Value]) -> None:
-    """Fetch the metadata of all arrays in a few requests."""
-    places: dict[str, list[tuple[int, int]]] = {}
-    for value in values:
-        if value.file and value.length <= MAX_ARRAY_METADATA:
-            places.setdefault(value.file, []).append((value.offset, value.offset + value.length))
-    for name, ranges in places.items():
-        store = folder.open(name).store
-        if isinstance(store, RemoteStore):
-            store.prefetch(ranges)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, c_strides
+from ...base.arrays import Array, c_strides, index_of
 from ...base.cached import cached_property
 from ...base.messages import error_about
 from ...base.table import Unknown
@@ -266,14 +266,6 @@ class ZarrArray:
             step *= self.chunk[axis]
         return tuple(strides)
 
-    def index_of(self, number: int) -> tuple[int, ...]:
-        """Return the index of a chunk by its number in C order."""
-        index: list[int] = []
-        for count in reversed(self.counts):
-            number, k = divmod(number, count)
-            index.insert(0, k)
-        return tuple(index)
-
     def inside(self, shape: Sequence[int], offsets: Sequence[int]) -> tuple[int, ...]:
         """Return the sizes of the part of a chunk that is inside the array; none is positive beyond it."""
         return tuple(map(min, shape, map(int.__sub__, self.shape, offsets)))
@@ -435,8 +427,9 @@ class ChunkFinder:
             grid = product(*map(range, array.counts)) if total else ()
             indices = [index for index in grid if stem + array.key(index) in self._values]
         if len(indices) < total and not self._filled:
-            first = next((k for k, index in enumerate(indices) if index != array.index_of(k)), len(indices))
-            text = f": its chunk {array.key(array.index_of(first))} is missing; was the checkpoint copied as a whole?"
+            counts = tuple(array.counts)
+            first = next((k for k, index in enumerate(indices) if index != index_of(k, counts)), len(indices))
+            text = f": its chunk {array.key(index_of(first, counts))} is missing; was the checkpoint copied as a whole?"
             raise error_about(FormatError, text, path=self._path, tensor=array.name)
         places: list[tuple[tuple[int, ...], Value]] = []
         stored = 0
