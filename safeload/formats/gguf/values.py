@@ -16,57 +16,14 @@ from ...base.arrays import Array
 from ...base.native import ffi, kept, lib, short
 from ...base.table import Unknown
 
-
-class U8(int):
-    """Stored as u8."""
-
-
-class I8(int):
-    """Stored as i8."""
-
-
-class U16(int):
-    """Stored as u16."""
-
-
-class I16(int):
-    """Stored as i16."""
-
-
-class U32(int):
-    """Stored as u32."""
-
-
-class I32(int):
-    """Stored as i32."""
-
-
-class U64(int):
-    """Stored as u64."""
-
-
-class I64(int):
-    """Stored as i64."""
-
-
-class F32(float):
-    """Stored as f32."""
-
-
-class F64(float):
-    """Stored as f64."""
-
-
-_KINDS = (U8, I8, U16, I16, U32, I32, F32, U64, I64, F64)
 # Classes of numbers and dtypes of arrays by type in GGUF. Bools are plain `bool`.
-NUMBERS: dict[int, type[int] | type[float]] = {getattr(lib, f"SL_GGUF_{kind.__name__}"): kind for kind in _KINDS}
-DTYPES: dict[int, np.dtype[np.generic]] = {
-    lib.SL_GGUF_BOOL: np.dtype("?"),
-    **{
-        number: np.dtype(f"<{kind.__name__[0].lower()}{int(kind.__name__[1:]) // 8}")
-        for number, kind in NUMBERS.items()
-    },
-}
+NUMBERS: dict[int, Any] = {}
+DTYPES: dict[int, np.dtype[np.generic]] = {lib.SL_GGUF_BOOL: np.dtype("?")}
+for _name in ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F32", "F64"):
+    _number, _plain = getattr(lib, f"SL_GGUF_{_name}"), float if _name[0] == "F" else int
+    NUMBERS[_number] = type(_name, (_plain,), {"__doc__": f"Stored as {_name.lower()}."})
+    DTYPES[_number] = np.dtype(f"<{_name[0].lower()}{int(_name[1:]) // 8}")
+U8, I8, U16, I16, U32, I32, U64, I64, F32, F64 = NUMBERS.values()
 
 _SIZE = struct.Struct("<Q")  # length of a string
 _HEAD = 24  # bytes before the metadata: magic, version, number of tensors, number of keys
