@@ -122,7 +122,8 @@ def find_header(file: Readable, begin: int, size: int) -> tuple[bytes, int]:
         raise ValueError("it does not begin with the npy magic number")
     if head[6] not in (1, 2, 3) or head[7] != 0:
         raise ValueError(f"unknown npy version {head[6]}.{head[7]}")
-    end = _start(head) + int.from_bytes(head[8 : _start(head)], "little")
+    start = 10 if head[6] == 1 else 12
+    end = start + int.from_bytes(head[8:start], "little")
     if end > min(size, _HEADER_SIZE):
         raise ValueError(f"its size of {end} bytes exceeds the limit")
     if end > len(head):
@@ -130,16 +131,12 @@ def find_header(file: Readable, begin: int, size: int) -> tuple[bytes, int]:
     return head[:end], end
 
 
-def _start(head: bytes) -> int:
-    """Return the position of the text in a header."""
-    return 10 if head[6] == 1 else 12
-
-
 # Cached because archives hold many arrays of few shapes.
 @lru_cache(maxsize=256)
 def parse_header(head: bytes) -> tuple[np.dtype[Any], bool, tuple[Any, ...]]:
     """Return dtype, Fortran order and shape. Headers of Python 2, which numpy repairs with a warning, are refused."""
-    fields = ast.literal_eval(head[_start(head) :].decode("latin1" if head[6] < 3 else "utf-8"))
+    text = head[10 if head[6] == 1 else 12 :].decode("latin1" if head[6] < 3 else "utf-8")
+    fields = ast.literal_eval(text)
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("it must have the keys descr, fortran_order and shape")
     if not isinstance(fields["fortran_order"], bool) or not isinstance(fields["shape"], tuple):
@@ -181,17 +178,21 @@ def write(
 
 def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
     """Return the array to write, checked."""
+    array = plain_array(name, value, f', which {format} does not support: pass dtype="float32"')
+    if np.dtype(array.dtype.type).isbuiltin != 1 or array.dtype.kind not in "biufc":
+        advice = ': pass dtype="float32"' if dtypes.row_of(array.dtype) else ""
+        text = f"is {dtypes.shown(array.dtype)}, which {format} does not support{advice}"
+        raise error_about(UnsupportedError, text, tensor=name)
+    return array
+
+
+def plain_array(name: Any, value: Any, advice: str) -> Array | Lazy:
+    """Return the array to write; ``advice`` is for quantized tensors."""
     check_name(name)
-    if isinstance(value, np.generic):
-        value = np.asarray(value)
-    if not isinstance(value, (np.ndarray, Lazy)):
-        if not hasattr(value, "scheme"):
+    array: Array | Lazy = np.asarray(value) if isinstance(value, np.generic) else value
+    if not isinstance(array, (np.ndarray, Lazy)):
+        if not hasattr(array, "scheme"):
             raise not_an_array(tensor_named(name), value)
-        text = f'is {value.scheme}, which {format} does not support: pass dtype="float32"'
-        raise error_about(UnsupportedError, text, tensor=name)
-    refuse_masked(value, tensor_named(name))
-    if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
-        advice = ': pass dtype="float32"' if dtypes.row_of(value.dtype) else ""
-        text = f"is {dtypes.shown(value.dtype)}, which {format} does not support{advice}"
-        raise error_about(UnsupportedError, text, tensor=name)
-    return value
+        raise error_about(UnsupportedError, f"is {array.scheme}{advice}", tensor=name)
+    refuse_masked(array, tensor_named(name))
+    return array

@@ -136,19 +136,15 @@ def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> tuple[bytes, Ar
     if len(raw) > MAX_NAME:
         text = f"has a name of {len(raw)} bytes, but ggml reads at most {MAX_NAME}"
         raise error_about(SafeloadError, text, tensor=name)
-    if len(shape) > MAX_DIMS and not _is_image_model(metadata):
-        text = f"has {len(shape)} dims, but ggml reads at most {MAX_DIMS}, except in image and video models for ComfyUI"
-        raise error_about(SafeloadError, text, tensor=name)
+    if len(shape) > MAX_DIMS:
+        from ...models.family import gguf_architectures  # only tensors of 5 axes need the table
+
+        architecture = metadata.get(ARCHITECTURE)
+        if not isinstance(architecture, str) or architecture in gguf_architectures():
+            text = f"has {len(shape)} dims, but ggml reads at most {MAX_DIMS}"
+            raise error_about(SafeloadError, f"{text}, except in image and video models for ComfyUI", tensor=name)
     dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return _U64.pack(len(raw)) + raw + dims + _U32.pack(number), data
-
-
-def _is_image_model(metadata: Mapping[str, Any]) -> bool:
-    """Return True if the file names an architecture other than those of llama.cpp's models."""
-    from ...models.family import gguf_architectures  # only tensors of 5 axes need the table
-
-    architecture = metadata.get(ARCHITECTURE)
-    return isinstance(architecture, str) and architecture not in gguf_architectures()
 
 
 def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -265,15 +261,6 @@ def head_with(metadata: Metadata, changes: Mapping[str, Any]) -> bytes:
     return head + bytes(-len(head) % alignment) if metadata.tensor_count else head
 
 
-def can_hold(value: Any) -> bool:
-    """Return True if GGUF has a type for a metadata value."""
-    try:
-        _pack(value)
-    except (TypeError, SafeloadError):
-        return False
-    return True
-
-
 def _pack(value: Any) -> bytes:
     """Encode the type of a value, then its bytes."""
     if isinstance(value, str):
@@ -381,5 +368,14 @@ def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
     """Convert metadata to GGUF: values without a GGUF type become JSON; values that JSON cannot hold are dropped."""
     values: dict[str, Any] = {}
     for key, value in metadata.items():
-        values.update({str(key): value} if can_hold(value) else as_texts({key: value}))
+        values.update({str(key): value} if _can_hold(value) else as_texts({key: value}))
     return values
+
+
+def _can_hold(value: Any) -> bool:
+    """Return True if GGUF has a type for a metadata value."""
+    try:
+        _pack(value)
+    except (TypeError, SafeloadError):
+        return False
+    return True
