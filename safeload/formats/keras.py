@@ -385,22 +385,30 @@ class Structure:
         self._read(root)
 
     def _read(self, root: Any) -> None:
-        self._groups.add(self._h5py.h5o.get_info(root).addr)
-        levels = [iter(self._children((), root))]
-        while levels:  # a stack instead of recursion: files choose the depth
-            step = next(levels[-1], None)
-            if step is None:
-                levels.pop()
-                continue
-            path, item = step
+        h5l, h5o = self._h5py.h5l, self._h5py.h5o
+        waiting: list[tuple[tuple[str, ...], Any, bytes]] = [((), root, b"")]
+        while waiting:  # instead of recursion: files choose the depth
+            path, item, name = waiting.pop()
+            if name:
+                try:
+                    path = (*path, name.decode())
+                except UnicodeDecodeError:
+                    raise FormatError(f"the name of a link is not UTF-8: {show(name)}", self._path) from None
+                if sum(map(len, path)) + len(path) > MAX_PATH:
+                    raise self._limit(f"a path is longer than {MAX_PATH:,} characters")
+                kind = item.links.get_info(name).type
+                item = h5o.open(item, name) if kind == h5l.TYPE_HARD else None
+                if item is None:
+                    kinds = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
+                    self._links[path] = kinds.get(kind, "a link of an unknown kind")
             if isinstance(item, self._h5py.h5g.GroupID):
-                address = self._h5py.h5o.get_info(item).addr
+                address = h5o.get_info(item).addr
                 if address in self._groups:
                     raise self._unsupported(path, "is a group that is linked twice")
                 self._groups.add(address)
                 if len(path) > MAX_DEPTH:
                     raise self._limit(f"groups are nested more than {MAX_DEPTH} deep")
-                levels.append(iter(self._children(path, item)))
+                waiting += [(path, item, inner) for inner in reversed(self._names(path, item))]
             elif item is None or isinstance(item, self._h5py.h5d.DatasetID):
                 self.datasets[path] = self._dataset(path, item)
             elif not isinstance(item, self._h5py.h5t.TypeID):  # named types hold no values
@@ -417,8 +425,8 @@ class Structure:
 
     # ---- groups ----
 
-    def _children(self, path: tuple[str, ...], group: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """Yield the objects in a group: those that its lists name first."""
+    def _names(self, path: tuple[str, ...], group: Any) -> list[bytes]:
+        """Read the attributes of a group, and return its names: those that its lists name first."""
         names: list[bytes] = []
 
         def add(name: bytes) -> bool | None:
@@ -429,24 +437,6 @@ class Structure:
         group.links.iterate(add)
         if self._objects > MAX_OBJECTS:
             raise self._limit(f"the file has more than {MAX_OBJECTS:,} objects")
-        for name in self._in_order(path, group, names):
-            try:
-                text = name.decode()
-            except UnicodeDecodeError:
-                raise FormatError(f"the name of a link is not UTF-8: {show(name)}", self._path) from None
-            inner = (*path, text)
-            if sum(map(len, inner)) + len(inner) > MAX_PATH:
-                raise self._limit(f"a path is longer than {MAX_PATH:,} characters")
-            kind, h5l = group.links.get_info(name).type, self._h5py.h5l
-            if kind == h5l.TYPE_HARD:
-                yield inner, self._h5py.h5o.open(group, name)
-            else:
-                kinds = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
-                self._links[inner] = kinds.get(kind, "a link of an unknown kind")
-                yield inner, None
-
-    def _in_order(self, path: tuple[str, ...], group: Any, names: list[bytes]) -> list[bytes]:
-        """Read the attributes of a group, and return its names in the order of its list."""
         attributes = texts_of(self._file, self._h5py.h5o.get_info(group).addr, _GROUP_TEXTS)
         texts = {key: value.decode("utf-8", "replace") for key, value in attributes.items() if type(value) is bytes}
         if texts and len(path) < 2:
