@@ -177,24 +177,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return 0, 0
 
 
-def decode_varints(data: Array, what: str) -> Array:
-    """Return packed varints as u64."""
-    ends = np.flatnonzero(data < 0x80)
-    if len(data) and (not len(ends) or ends[-1] != len(data) - 1):
-        raise FormatError(f"{what}: the last number is cut off")
-    begins = np.concatenate([np.zeros(min(1, len(ends)), np.intp), ends[:-1] + 1])
-    sizes = ends - begins + 1
-    longest = int(sizes.max(initial=0))
-    if longest > MAX_VARINT:
-        raise FormatError(f"{what}: a number has {longest} bytes, the limit is {MAX_VARINT}")
-    values = np.zeros(len(ends), np.uint64)
-    for k in range(longest):
-        which = np.flatnonzero(sizes > k)
-        digits = (data[begins[which] + k] & 0x7F).astype(np.uint64)
-        values[which] |= digits << np.uint64(7 * k)
-    return values
-
-
 # Graphs in attributes of nodes of graphs; real models have two levels.
 MAX_DEPTH = 32
 # Maximum number of tensors; the largest real models have some ten thousand.
@@ -645,13 +627,24 @@ def _unpacked(file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, 
         file.store.read_into(begin, data[at : at + end - begin])
         at += end - begin
     if varints:
-        try:
-            values = decode_varints(data, type_.field)
-            expected = type_.numbers(count)
-            if len(values) != expected:
-                raise FormatError(f"{type_.field} has {len(values)} numbers, expected {expected}")
-        except FormatError as error:
-            raise FormatError(error.args[0], file.path, pieces[0][0]) from None
+        ends = np.flatnonzero(data < 0x80)
+        begins = np.concatenate([np.zeros(min(1, len(ends)), np.intp), ends[:-1] + 1])
+        sizes = ends - begins + 1
+        longest, expected = int(sizes.max(initial=0)), type_.numbers(count)
+        text = ""
+        if len(data) and (not len(ends) or ends[-1] != len(data) - 1):
+            text = ": the last number is cut off"
+        elif longest > MAX_VARINT:
+            text = f": a number has {longest} bytes, the limit is {MAX_VARINT}"
+        elif len(ends) != expected:
+            text = f" has {len(ends)} numbers, expected {expected}"
+        if text:
+            raise FormatError(f"{type_.field}{text}", file.path, pieces[0][0])
+        values = np.zeros(len(ends), np.uint64)
+        for k in range(longest):
+            which = np.flatnonzero(sizes > k)
+            digits = (data[begins[which] + k] & 0x7F).astype(np.uint64)
+            values[which] |= digits << np.uint64(7 * k)
         if type_.bits == 6:
             bits = np.unpackbits(values.astype(np.uint8)[:, None], axis=1, bitorder="little")[:, :6]
             return np.packbits(bits, bitorder="little")

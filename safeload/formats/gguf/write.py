@@ -167,7 +167,15 @@ def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[
         if metadata.get(FILE_TYPE) != _FILE_TYPE_I2_S:
             text = f"is I2_S of BitNet, so readers need {FILE_TYPE} {_FILE_TYPE_I2_S} in the metadata: "
             raise error_about(UnsupportedError, f"{text}keep it, or pass dtype=", tensor=name)
-        yield name, LazyQuantized(packing.numbers, packing.shape, _with_scale(codes, scale))
+
+        def make() -> Array:
+            data: Array = np.zeros(codes.nbytes + _TAIL, np.uint8)  # the scale follows the codes
+            data[: codes.nbytes] = materialize(codes).ravel()
+            data[codes.nbytes : codes.nbytes + 4] = materialize(scale).astype("<f4").reshape(1).view(np.uint8)
+            return data
+
+        both = Lazy(np.dtype(np.uint8), (codes.nbytes + _TAIL,), make)
+        yield name, LazyQuantized(packing.numbers, packing.shape, both)
         return
     beside = f"{name.removesuffix('.weight')}.scale"
     if not name.endswith(".weight") or beside in tensors:
@@ -181,19 +189,6 @@ def _lazy(array: Array | Lazy) -> Lazy:
     if isinstance(array, Lazy):
         return array
     return Lazy(array.dtype, array.shape, lambda: np.ascontiguousarray(array))
-
-
-def _with_scale(codes: Array | Lazy, scale: Array | Lazy) -> Lazy:
-    """Return codes followed by their scale in 32 bytes."""
-    size = codes.nbytes + _TAIL
-
-    def make() -> Array:
-        data: Array = np.zeros(size, np.uint8)
-        data[: codes.nbytes] = materialize(codes).ravel()
-        data[codes.nbytes : codes.nbytes + 4] = materialize(scale).astype("<f4").reshape(1).view(np.uint8)
-        return data
-
-    return Lazy(np.dtype(np.uint8), (size,), make)
 
 
 # ---- metadata ----

@@ -15,14 +15,12 @@ from ...formats.gguf import mixtures, values
 from ...models.diffusion import (
     ARCHITECTURE,
     SHAPE_KEY,
-    DiffusionModel,
     diffusion_models,
     has_marks,
     original_shape,
     prefix_of,
 )
 from ..sources.catalog import Catalog
-from ..sources.description import TensorDescription
 from ..sources.restructured import Move, RestructuredCatalog, TensorRecipe
 
 # Tensors with at most this many elements stay float32.
@@ -77,37 +75,22 @@ def to_comfyui(catalog: Catalog, diffusion: tuple[str, str]) -> Catalog:
     }
     for name, bare in names.items():
         about = catalog.about(name)
-        shape, original = _shape_of(about, model), tuple(about.shape)
-        recipes[bare] = TensorRecipe(shape, (Move(name),), dtype=_dtype_of(bare, about, model))
-        if shape != original:
-            metadata[SHAPE_KEY + bare] = np.array(original, np.int32)
+        shape, count = tuple(about.shape), math.prod(about.shape)
+        code = None if about.quantized else about.row.code
+        small = len(shape) == 1 or count <= _SMALL or any(part in bare for part in model.kept_f32)
+        dtype = "F32" if code in _WIDE and small else "BF16" if code == "BF16" else "F16"
+        if model.rearranged and len(shape) > 1 and count >= _DIVIDED and count % _ROW == 0 and shape[-1] % _ROW:
+            if max(shape) > _LONGEST_AXIS:
+                text = f"{list(shape)} cannot be divided into rows of {_ROW}, because its shape does not fit int32"
+                raise error_about(UnsupportedError, text, tensor=name)
+            metadata[SHAPE_KEY + bare] = np.array(shape, np.int32)
+            shape = (count // _ROW, _ROW)
+        if not about.quantized and (not about.floating or about.row.packed):
+            text = f"is {about.dtype}, but ComfyUI loads only floating-point numbers from GGUF"
+            raise error_about(UnsupportedError, f"{text}; raw=True writes the tensors as they are", tensor=name)
+        recipes[bare] = TensorRecipe(shape, (Move(name),), dtype=dtype)
     kept = [name for name, recipe in recipes.items() if recipe.dtype == "F32"]
     return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
-
-
-def _shape_of(about: TensorDescription, model: DiffusionModel) -> tuple[int, ...]:
-    """Return the shape in the file."""
-    shape, count = tuple(about.shape), math.prod(about.shape)
-    divides = model.rearranged and len(shape) > 1 and count >= _DIVIDED and count % _ROW == 0 and shape[-1] % _ROW
-    if divides and max(shape) > _LONGEST_AXIS:
-        text = f"{list(shape)} cannot be divided into rows of {_ROW}, because its shape does not fit int32"
-        raise error_about(UnsupportedError, text, tensor=about.name)
-    return (count // _ROW, _ROW) if divides else shape
-
-
-def _dtype_of(name: str, about: TensorDescription, model: DiffusionModel) -> str:
-    """Return the code of the dtype in the file."""
-    if not about.quantized and (not about.floating or about.row.packed):
-        text = (
-            f"is {about.dtype}, but ComfyUI loads only floating-point numbers from GGUF; raw=True writes the tensors "
-            "as they are"
-        )
-        raise error_about(UnsupportedError, text, tensor=about.name)
-    code = None if about.quantized else about.row.code
-    small = len(about.shape) == 1 or math.prod(about.shape) <= _SMALL or any(part in name for part in model.kept_f32)
-    if code in _WIDE and small:
-        return "F32"
-    return "BF16" if code == "BF16" else "F16"
 
 
 def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:

@@ -80,7 +80,12 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     config = ModelConfig(catalog.config or {}, catalog.title, form.keys)
     settings, factors = settings_of(config, form)
     recipes, experts = llama_cpp_recipes(catalog, config, form)
-    rows = _rows_of_embedding(recipes.get("token_embd.weight"), catalog.title)
+    embedding, rows = recipes.get("token_embd.weight"), 0
+    if embedding is not None:
+        if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
+            text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
+            raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
+        rows = embedding.shape[0]
     home = catalog.folder  # with the files beside the weights
     if home is None:
         file = catalog.weight_files[0]
@@ -112,16 +117,6 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     kept = [name for name in recipes if is_kept_f32(name)]
     recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
-
-
-def _rows_of_embedding(recipe: TensorRecipe | None, title: str) -> int:
-    """Return the number of tokens, 0 without an embedding."""
-    if recipe is None:
-        return 0
-    if len(recipe.shape) != 2 or recipe.shape[0] > MAX_PIECES:
-        text = f"has the shape {list(recipe.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
-        raise error_about(FormatError, text, path=title, tensor=next(iter(recipe.sources)))
-    return recipe.shape[0]
 
 
 # ---- name, size and settings of sampling ----
