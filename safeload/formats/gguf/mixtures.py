@@ -213,23 +213,15 @@ def choose(
     Shapes are needed of all tensors of the model, because types depend on a tensor's place among its kind.
     """
     row, architecture = file_types()[parse(file_type)], _architecture(sizes.architecture)
+    falcon, ends = sizes.architecture == _FALCON, (_OUTPUT_NAME, *EMBEDDINGS)
     names = sorted(shapes, key=sort_key)
-    kinds = {name: _kind_of(name, tied=_OUTPUT_NAME not in shapes) for name in names}
-    values = sum(kind == _VALUE for kind in kinds.values())
+    parts: Mapping[str, str] = _data()["kinds"]
+    kinds = {name: next((kind for part, kind in parts.items() if part in name), _REST) for name in names}
+    kinds.update((name, _EMBEDDING if _OUTPUT_NAME in shapes else _OUTPUT) for name in EMBEDDINGS if name in kinds)
+    if _OUTPUT_NAME in kinds:
+        kinds[_OUTPUT_NAME] = _OUTPUT
+    totals = {_VALUE: sum(kind == _VALUE for kind in kinds.values())}
     counters: Counter[str] = Counter()
-
-    def place(name: str, kind: str) -> tuple[int, int]:
-        """Return the index of a tensor among its kind, and their number."""
-        index = counters[kind]
-        counters[kind] += 1
-        if kind == _VALUE:
-            return index, values
-        if kind in _FEED_FORWARD and sizes.experts > 1:
-            index = _layer_of(name, -1)
-            if not 0 <= index < sizes.layers:
-                text = f"is in none of the {sizes.layers} layers, but llama.cpp's file types depend on the layer of an "
-                raise error_about(UnsupportedError, f"{text}expert's tensor", tensor=name)
-        return index, sizes.layers
 
     def type_of(name: str, kind: str, shape: tuple[int, ...]) -> str:
         """Return the type without regard to the length of rows."""
@@ -237,15 +229,23 @@ def choose(
             return "q8_0"
         if kind == _OUTPUT:
             whole = shape[-1] % SCHEMES[row.base].block == 0
-            eight = row.experts_only or sizes.architecture == _FALCON or not whole or row.base == "q8_0"
-            return "q8_0" if eight else "q6_k"
+            return "q8_0" if row.experts_only or falcon or not whole or row.base == "q8_0" else "q6_k"
         if row.experts_only:
             experts = len(shape) > 2 and shape[-3] > 1
-            return row.base if experts and (kind in _FEED_FORWARD or "stacks_attention" not in architecture) else "q8_0"
+            stacked = kind in _FEED_FORWARD or "stacks_attention" not in architecture
+            return row.base if experts and stacked else "q8_0"
         if kind == _EMBEDDING:
             return row.embedding or row.base
-        cells = row.falcon if sizes.architecture == _FALCON and kind in row.falcon else row.cells
-        chosen = _type_in(cells.get(kind, ()), row.base, place(name, kind), sizes, imatrix)
+        number = counters[kind]
+        counters[kind] += 1
+        if kind in _FEED_FORWARD and sizes.experts > 1:
+            number = _layer_of(name, -1)
+            if not 0 <= number < sizes.layers:
+                text = f"is in none of the {sizes.layers} layers, but llama.cpp's file types depend on the layer of an "
+                raise error_about(UnsupportedError, f"{text}expert's tensor", tensor=name)
+        cells = row.falcon if falcon and kind in row.falcon else row.cells
+        place = number, totals.get(kind, sizes.layers)
+        chosen = _type_in(cells.get(kind, ()), row.base, place, sizes, imatrix)
         if kind == _VALUE and sizes.is_70b and chosen in ("q3_k", "q4_k"):
             chosen = "q5_k"
         return "q8_0" if kind in (_VALUE, _KEY) and sizes.experts == 8 else chosen
@@ -258,19 +258,9 @@ def choose(
             continue
         chosen = type_of(name, kinds[name], shape)
         fallback = SCHEMES[chosen].of_rows(shape[-1]) or FLOAT16
-        ends = name == _OUTPUT_NAME or name in EMBEDDINGS
-        requires = row.requires_imatrix and fallback == row.base and not ends
+        requires = row.requires_imatrix and fallback == row.base and name not in ends
         types[name] = TensorType(fallback, None if fallback == chosen else chosen, requires)
     return types
-
-
-def _kind_of(name: str, *, tied: bool) -> str:
-    if name == _OUTPUT_NAME:
-        return _OUTPUT
-    if name in EMBEDDINGS:
-        return _OUTPUT if tied else _EMBEDDING
-    kinds: Mapping[str, str] = _data()["kinds"]
-    return next((kind for part, kind in kinds.items() if part in name), _REST)
 
 
 def with_file_type(metadata: Mapping[Any, Any], file_type: str, more: Iterable[tuple[str, Any]] = ()) -> dict[Any, Any]:
@@ -316,10 +306,12 @@ def choose_for_image(file_type: str, shapes: Mapping[str, tuple[int, ...]], arch
     if file_type in data["refused"]:
         listed = ", ".join(name for name in file_types() if name not in data["refused"])
         raise UnsupportedError(f"file type {file_type} has no rules for diffusion models, expected one of {listed}")
+    unquantized = diffusion_models()[architecture].unquantized or ()
     counters: Counter[str] = Counter()
     types: dict[str, TensorType] = {}
     for name, shape in shapes.items():
-        if not _is_quantized_image(name, shape, architecture):
+        excepted = any(name == part[1:] if part.startswith("=") else part in name for part in unquantized)
+        if excepted or axes_of(shape) != 2 or not is_quantized(name, shape, architecture):
             types[name] = TensorType(None)
             continue
         part = next((part for part in data["foreign"] if part in name), None)
@@ -334,10 +326,3 @@ def choose_for_image(file_type: str, shapes: Mapping[str, tuple[int, ...]], arch
         requires = whole and row.requires_imatrix and chosen == row.base
         types[name] = TensorType(chosen if whole else FLOAT16, None, requires)
     return types
-
-
-def _is_quantized_image(name: str, shape: tuple[int, ...], architecture: str) -> bool:
-    if axes_of(shape) != 2 or not is_quantized(name, shape, architecture):
-        return False
-    parts = diffusion_models()[architecture].unquantized or ()
-    return not any(name == part[1:] if part.startswith("=") else part in name for part in parts)
