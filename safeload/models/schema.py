@@ -27,9 +27,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, NamedTuple
 
 from ..base.cached import cached_property
@@ -197,7 +198,73 @@ class Schema:
             ConfigError: a size has no value in this config, or the model exceeds `MAX_TENSORS`.
         """
         known = names if isinstance(names, (Set, Mapping)) else set(names)
-        return _Expansion(self, config, known).run()
+        keys, prefix = Config(config, self.defaults, self.config), self.prefix_of(known)
+        architecture, usual = self.architecture(config), next(iter(self.architectures), None)
+        counts = {"": self.layers or "", **self.counts}  # expressions by placeholder
+
+        def count_of(text: str | None) -> int:
+            count = 0 if text is None else keys.evaluate(text)
+            if not 0 <= count <= MAX_LAYERS:
+                raise ConfigError(f"{text} must be 0 to {MAX_LAYERS}, got {count}")
+            return count
+
+        @cache
+        def holds(condition: str | None, layer: int | None) -> bool:
+            return condition is None or keys.evaluate(condition, layer) != 0
+
+        def size_of(text: str) -> int | None:
+            bare = text.removesuffix(ANY)
+            if bare != text and (not bare or any(keys.value(name) is None for name in names_in(bare))):
+                return None
+            value = keys.evaluate(bare)
+            if value < 0 and bare == text:
+                raise ConfigError(f"the size {text} must be >= 0, got {value}")
+            return value if value >= 0 else None
+
+        expected: dict[str, ExpectedTensor] = {}
+        total = 0
+        for entry in self.entries:
+            required, slots = not entry.optional, _slots(entry)
+            if not _in(entry, architecture):
+                # An architecture outside the schema can have the usual head.
+                if required and (architecture is not None or not _in(entry, usual)):
+                    continue
+                required = False
+            elif entry.architectures:
+                required = True
+            layers: Iterable[int | None] = (None,)
+            if slots:
+                layers = range(count_of(counts[slots[0]]) + (count_of(self.more_layers) if slots[0] == "" else 0))
+            layers = [layer for layer in layers if holds(entry.when, layer)]
+            inner = count_of(counts[slots[1]]) if len(slots) > 1 and layers else 1
+            total += len(layers) * inner
+            if total > MAX_TENSORS:
+                texts = " and ".join(f"{counts[slot]} is {count_of(counts[slot])}" for slot in slots) or "the schema"
+                raise ConfigError(f"{texts}: a model can have at most {MAX_TENSORS:,} tensors")
+            if not layers:
+                continue
+            shape = None if entry.shape is None else tuple(map(size_of, entry.shape))
+            tied = None if entry.tied is None else entry.tied.replace(PREFIX, prefix)
+            if tied is not None and not holds(entry.tied_when, None):
+                tied = None
+            spellings = [PLACEHOLDER.split(text.replace(PREFIX, prefix)) for text in (entry.name, *entry.also)]
+            stack = spellings[0][0] if slots else ""
+            for layer in layers:
+                for number in range(inner):
+                    spelled = [_spell(parts, layer, number) for parts in spellings]
+                    name = next((text for text in spelled if text in known), spelled[0]) if entry.also else spelled[0]
+                    needed = required and tied is None
+                    expected[name] = ExpectedTensor(name, shape, stack, layer, needed, entry, tied)
+        if self.more_layers is None:
+            return expected
+        # Additional layers without any tensor in the model are absent.
+        usual_layers = count_of(self.layers)
+        in_layers = [tensor for tensor in expected.values() if _slots(tensor.entry)[:1] == [""]]
+        present = {tensor.layer for tensor in in_layers if tensor.name in known}
+        for tensor in in_layers:
+            if tensor.layer is not None and tensor.layer >= usual_layers and tensor.layer not in present:
+                del expected[tensor.name]
+        return expected
 
     def prefix_of(self, names: Iterable[str]) -> str:
         """Return the prefix with the most matching names, or the first prefix."""
@@ -217,90 +284,6 @@ def _in(entry: SchemaEntry, architecture: str | None) -> bool:
     if not entry.architectures:
         return True
     return architecture is not None and any(fnmatchcase(architecture, text) for text in entry.architectures)
-
-
-class _Expansion:
-    """An expansion of a schema, see `Schema.expand`."""
-
-    def __init__(self, schema: Schema, config: Mapping[str, Any] | None, known: Collection[str]) -> None:
-        self._schema = schema
-        self._keys = Config(config, schema.defaults, schema.config)
-        self._known = known
-        self._architecture = schema.architecture(config)
-        self._prefix = schema.prefix_of(known)
-        self._counts = {"": schema.layers or "", **schema.counts}  # expressions by placeholder
-        self._conditions: dict[tuple[str, int | None], bool] = {}  # by expression and layer
-        self._total = 0
-
-    def run(self) -> dict[str, ExpectedTensor]:
-        expected = {tensor.name: tensor for entry in self._schema.entries for tensor in self._tensors(entry)}
-        if self._schema.more_layers is None:
-            return expected
-        # Additional layers without any tensor in the model are absent.
-        usual = self._count(self._schema.layers)
-        in_layers = [tensor for tensor in expected.values() if _slots(tensor.entry)[:1] == [""]]
-        present = {tensor.layer for tensor in in_layers if tensor.name in self._known}
-        for tensor in in_layers:
-            if tensor.layer is not None and tensor.layer >= usual and tensor.layer not in present:
-                del expected[tensor.name]
-        return expected
-
-    def _tensors(self, entry: SchemaEntry) -> Iterator[ExpectedTensor]:
-        required, slots = not entry.optional, _slots(entry)
-        if not _in(entry, self._architecture):
-            # An architecture outside the schema can have the usual head.
-            usual = self._architecture is None and _in(entry, next(iter(self._schema.architectures), None))
-            if not entry.optional and not usual:
-                return
-            required = False
-        elif entry.architectures:
-            required = True
-        layers: Iterable[int | None] = (None,)
-        if slots:
-            count = self._count(self._counts[slots[0]])
-            layers = range(count + (self._count(self._schema.more_layers) if slots[0] == "" else 0))
-        layers = [layer for layer in layers if self._holds(entry.when, layer)]
-        inner = self._count(self._counts[slots[1]]) if len(slots) > 1 and layers else 1
-        self._total += len(layers) * inner
-        if self._total > MAX_TENSORS:
-            texts = [self._counts[slot] for slot in slots]
-            counts = " and ".join(f"{text} is {self._count(text)}" for text in texts) or "the schema"
-            raise ConfigError(f"{counts}: a model can have at most {MAX_TENSORS:,} tensors")
-        if not layers:
-            return
-        shape = None if entry.shape is None else tuple(map(self._size, entry.shape))
-        tied = None if entry.tied is None else entry.tied.replace(PREFIX, self._prefix)
-        if tied is not None and not self._holds(entry.tied_when, None):
-            tied = None
-        spellings = [PLACEHOLDER.split(text.replace(PREFIX, self._prefix)) for text in (entry.name, *entry.also)]
-        stack = spellings[0][0] if slots else ""
-        for layer in layers:
-            for number in range(inner):
-                names = [_spell(parts, layer, number) for parts in spellings]
-                name = names[0] if len(names) == 1 else next((text for text in names if text in self._known), names[0])
-                yield ExpectedTensor(name, shape, stack, layer, required and tied is None, entry, tied)
-
-    def _holds(self, condition: str | None, layer: int | None) -> bool:
-        if condition is None:
-            return True
-        if (condition, layer) not in self._conditions:
-            self._conditions[condition, layer] = self._keys.evaluate(condition, layer) != 0
-        return self._conditions[condition, layer]
-
-    def _count(self, text: str | None) -> int:
-        count = 0 if text is None else self._keys.evaluate(text)
-        if not 0 <= count <= MAX_LAYERS:
-            raise ConfigError(f"{text} must be 0 to {MAX_LAYERS}, got {count}")
-        return count
-
-    def _size(self, text: str) -> int | None:
-        bare = text.removesuffix(ANY)
-        if bare != text and (not bare or any(self._keys.value(name) is None for name in names_in(bare))):
-            return None
-        value = self._keys.evaluate(bare)
-        if value < 0 and bare == text:
-            raise ConfigError(f"the size {text} must be >= 0, got {value}")
-        return value if value >= 0 else None
 
 
 def _spell(parts: list[str], layer: int | None, number: int) -> str:
