@@ -15,10 +15,9 @@ from ...base import dtypes
 from ...base.names import pattern_of
 from ...base.text import plural, show
 from ...models.choosing import Choice
-from ...models.expressions import Config, names_in
 from ...models.gguf import METADATA
 from ...models.module_names import unwrapped
-from ...models.schema import ANY, NUMBER, PLACEHOLDER, PREFIX, ExpectedTensor, Schema, SchemaMatch
+from ...models.schema import ANY, NUMBER, PLACEHOLDER, PREFIX, Config, ExpectedTensor, Schema, SchemaMatch, names_in
 from ...packed.finder import Codes
 from ...packed.quantization import Quantization
 from ..sources.description import TensorDescription
