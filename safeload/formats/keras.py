@@ -113,8 +113,8 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     boxed: dict[str, BoxedListing] = {}
     for full, name in names.items():
         dataset = structure.datasets[paths[full]]
-        if dataset.unknown is not None:
-            label, shape, reason, is_tensor, _ = dataset.unknown
+        if isinstance(dataset, Unknown):
+            label, shape, reason, is_tensor, _ = dataset
             direct.append(unreadable(name, label, shape, reason, is_tensor=is_tensor))
         elif dataset.begin is not None:
             end = dataset.begin + dataset.nbytes
@@ -332,7 +332,6 @@ class Dataset:
     chunk_shape: tuple[int, ...] = ()
     chunks: list[FileChunk] = field(default_factory=list)
     shuffled: int = 1  # bytes of an element, as the shuffle filter counts
-    unknown: Unknown | None = None  # the dataset cannot be read
 
     @property
     def itemsize(self) -> int:
@@ -375,12 +374,11 @@ class Structure:
     """The content of a file, found by a walk over its hard links."""
 
     def __init__(self, h5py: Any, file: WeightFile, root: Any) -> None:
-        self.datasets: dict[tuple[str, ...], Dataset] = {}  # by the names of a path
+        self.datasets: dict[tuple[str, ...], Dataset | Unknown] = {}  # by the names of a path
         self.attributes: dict[tuple[str, ...], dict[str, str]] = {}  # texts, by path of the group
         self._h5py, self._file, self._path = h5py, file, file.path
         self._groups: set[int] = set()  # addresses
-        self._known: dict[int, Dataset] = {}  # by address
-        self._links: dict[tuple[str, ...], str] = {}  # kinds of links, which are not followed
+        self._known: dict[int, Dataset | Unknown] = {}  # by address
         self._objects = self._chunks = self._stored = 0
         self._read(root)
 
@@ -397,10 +395,8 @@ class Structure:
                 if sum(map(len, path)) + len(path) > MAX_PATH:
                     raise self._limit(f"a path is longer than {MAX_PATH:,} characters")
                 kind = item.links.get_info(name).type
-                item = h5o.open(item, name) if kind == h5l.TYPE_HARD else None
-                if item is None:
-                    kinds = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
-                    self._links[path] = kinds.get(kind, "a link of an unknown kind")
+                kinds = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
+                item = h5o.open(item, name) if kind == h5l.TYPE_HARD else kinds.get(kind, "a link of an unknown kind")
             if isinstance(item, self._h5py.h5g.GroupID):
                 address = h5o.get_info(item).addr
                 if address in self._groups:
@@ -409,7 +405,9 @@ class Structure:
                 if len(path) > MAX_DEPTH:
                     raise self._limit(f"groups are nested more than {MAX_DEPTH} deep")
                 waiting += [(path, item, inner) for inner in reversed(self._names(path, item))]
-            elif item is None or isinstance(item, self._h5py.h5d.DatasetID):
+            elif isinstance(item, str):
+                self.datasets[path] = Unknown(item, (), "is not followed")
+            elif isinstance(item, self._h5py.h5d.DatasetID):
                 self.datasets[path] = self._dataset(path, item)
             elif not isinstance(item, self._h5py.h5t.TypeID):  # named types hold no values
                 raise self._unsupported(path, "is neither a group nor a dataset")
@@ -470,9 +468,7 @@ class Structure:
 
     # ---- datasets ----
 
-    def _dataset(self, path: tuple[str, ...], item: Any) -> Dataset:
-        if item is None:
-            return _unreadable(self._links[path], (), "is not followed")
+    def _dataset(self, path: tuple[str, ...], item: Any) -> Dataset | Unknown:
         address = self._h5py.h5o.get_info(item).addr
         dataset = self._known.get(address)
         if dataset is not None:
@@ -491,7 +487,7 @@ class Structure:
             self._locate(path, item, dataset)
         except UnsupportedError as error:
             self._stored, self._chunks = before
-            dataset = _unreadable(label, tuple(shape), str(error), is_tensor=kind.get_class() != self._h5py.h5t.STRING)
+            dataset = Unknown(label, tuple(shape), str(error), kind.get_class() != self._h5py.h5t.STRING)
         self._known[address] = dataset
         return dataset
 
@@ -598,10 +594,6 @@ class Structure:
             text = f"{show('/'.join(path))} reaches to byte {begin + size:,}, but the file has {self._file.size:,}"
             raise FormatError(text, self._path, min(begin, self._file.size))
         self._stored += size
-
-
-def _unreadable(label: str, shape: tuple[int, ...], reason: str, *, is_tensor: bool = True) -> Dataset:
-    return Dataset(dtypes.BY_CODE["U8"], (0,), 1, begin=0, unknown=Unknown(label, shape, reason, is_tensor))
 
 
 def _usual(h5t: Any, kind: Any) -> bool:
