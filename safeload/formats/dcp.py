@@ -53,11 +53,11 @@ from ..base.paths import is_bare
 from ..base.table import ListedTable, Table, Unknown
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
-from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, missing_file, public
+from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public
 from ..stores.files import Files
 from ..stores.store import ByteStore, StoreWindow, Unpacked, read_at
 from . import foreign, zstd
-from .boxed import MAX_RANK, Box, BoxedListing, Region, Stored, boxed_file, itemsize_of, logical_shape
+from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, boxed_file, itemsize_of, logical_shape
 from .metadata import depth_of, names_below, nested
 from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from .registry import Candidate, Content, OpenRequest
@@ -113,7 +113,7 @@ def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, re
         size = data.stores[holder].size
         if nbytes > size * ratio:
             text = f"its chunks need {nbytes:,} bytes, but it has {size:,}: chunks overlap in the file"
-            raise FormatError(text, data.path(holder))
+            raise FormatError(text, data.path_of(holder))
     paths = {full: description.paths[full] for full in names if full in description.values}
     metadata = _Values(paths, lambda name: read_value(data, description.values[name]), request.root, file.path)
     named, stores = description.named_globals, list(data.stores.values())
@@ -136,7 +136,7 @@ def _boxed(tensor: TensorRecord, data: DataFiles, needed: dict[str, tuple[int, i
     boxes = []
     for offsets, chunk in tensor.chunks:
         if 0 not in chunk.shape:
-            path = data.path(chunk.file)
+            path = data.path_of(chunk.file)
             chunk.check_place(data.stores[chunk.file], path)
             ratio = zstd.MAX_RATIO if chunk.transforms else 1
             if chunk.nbytes > chunk.length * ratio:
@@ -196,7 +196,7 @@ def _read_sharded(data: DataFiles, file: WeightFile, folder: str) -> dict[str, B
     tensors: dict[str, BoxedListing] = {}
     all_boxes: dict[str, list[Box]] = {}
     for name in names:
-        path = data.path(name)
+        path = data.path_of(name)
         table = data.table_at(name, 0)
         sharding = (table.metadata() or {}).get(SHARDING)
         if sharding is None:
@@ -499,42 +499,23 @@ MAX_VALUE = 1 << 30
 _ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
 
 
-class DataFiles:
-    """The files of a folder, opened on first use."""
+class DataFiles(DataFolder):
+    """The data files of a checkpoint."""
 
     def __init__(self, files: Files, folder: str) -> None:
-        self._files = files
-        self._folder = folder
+        super().__init__(files, folder, "the checkpoint's metadata lists it: was it copied?")
         self._parts: dict[tuple[str, int], Table] = {}
-        self.stores: dict[str, ByteStore] = {}  # the open files by name
-
-    def path(self, name: str) -> str:
-        """Return the path of a file for messages."""
-        return self._files.shown(self._files.join(self._folder, name))
 
     def open_all(self, names: Sequence[str]) -> None:
         """Open files, and keep them open."""
-        self.stores.update(zip(names, self._files.each(self.open, names), strict=True))
-
-    def open(self, name: str) -> ByteStore:
-        """Open a file."""
-        try:
-            return self._files.open(self._files.join(self._folder, name))
-        except FileNotFoundError as error:
-            message = f"No such file or directory: {error.filename}; the checkpoint's metadata lists it: was it copied?"
-            raise missing_file(error.filename, message) from None
-
-    def close(self) -> None:
-        """Close the files."""
-        for store in self.stores.values():
-            store.close()
+        self.stores.update(zip(names, self.files.each(self.open, names), strict=True))
 
     def table_at(self, name: str, offset: int) -> Table:
         """Return the table of the safetensors file that begins at an offset and reaches to the end of a file."""
         table = self._parts.get((name, offset))
         if table is None:
             store = self.stores[name]
-            path = self.path(name)
+            path = self.path_of(name)
             window = WeightFile(path, StoreWindow(store, offset, store.size - offset, path), ListedTable([]))
             try:
                 table = safetensors.read(Candidate(window), OpenRequest()).file.table
@@ -546,7 +527,7 @@ class DataFiles:
 
 def locate(data: DataFiles, chunk: DcpChunk) -> Stored:
     """Return the elements of a chunk."""
-    store, path, offset = data.stores[chunk.file], data.path(chunk.file), chunk.offset
+    store, path, offset = data.stores[chunk.file], data.path_of(chunk.file), chunk.offset
     window = StoreWindow(store, offset, chunk.length, path)
     if chunk.transforms:
         return partial(_unpacked, chunk, window, path)
@@ -602,7 +583,7 @@ def _moved(error: FormatError, by: int | None) -> FormatError:
 
 def read_value(data: DataFiles, value: DcpChunk) -> Any:
     """Return a value other than a tensor, without running code; unknown objects become placeholders."""
-    path = data.path(value.file)
+    path = data.path_of(value.file)
     with closing(data.open(value.file)) as store:
         value.check_place(store, path)
         source: ByteStore = StoreWindow(store, value.offset, value.length, path)

@@ -31,12 +31,12 @@ from ...base.paths import is_bare
 from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError, LimitError, UnsupportedError, missing_file
+from ...errors import FormatError, LimitError, UnsupportedError
 from ...stores.files import Files
 from ...stores.json_file import MAX_JSON, parse_json, read_json
 from ...stores.remote import RemoteStore
 from ...stores.store import read_at
-from ..boxed import MAX_RANK, BoxedListing, boxed_file
+from ..boxed import MAX_RANK, BoxedListing, DataFolder, boxed_file
 from ..metadata import depth_of, names_below, nested
 from ..numbered import ORBAX_METADATA
 from ..registry import Candidate, Content, OpenRequest
@@ -77,45 +77,26 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         raise
 
 
-class _OpenFolder:
+class _OpenFolder(DataFolder):
     """The folder of a checkpoint, and its open data files."""
 
     def __init__(self, files: Files, path: str) -> None:
-        self.files = files
-        self.path = path
+        super().__init__(files, path, "the checkpoint needs it: was it copied as a whole?")
         self.shown = files.shown(path)
-        self.opened: dict[str, StoredBytes] = {}  # by their paths in the folder
+        self.opened: dict[str, StoredBytes] = {}
 
-    def join(self, name: str) -> str:
-        """Return the path of a file in the folder."""
-        path = self.path
-        for part in name.split("/"):
-            path = self.files.join(path, part)
-        return path
-
-    def path_of(self, name: str) -> str:
-        """Return the path of a file for messages."""
-        return self.files.shown(self.join(name))
-
-    def open(self, name: str) -> StoredBytes:
+    def stored(self, name: str) -> StoredBytes:
         """Open a file, and keep it open."""
-        stored = self.opened.get(name)
-        if stored is None:
-            try:
-                store = self.files.open(self.join(name))
-            except FileNotFoundError as error:
-                text = (
-                    f"No such file or directory: {error.filename}; the checkpoint needs it: was it copied as a whole?"
-                )
-                raise missing_file(error.filename, text) from None
-            stored = self.opened[name] = StoredBytes(store, 0, store.size, self.path_of(name))
+        if name not in self.opened:
+            store = self.stores[name] = self.open(name)
+            self.opened[name] = StoredBytes(store, 0, store.size, self.path_of(name))
             if isinstance(store, RemoteStore):
                 store.settle()
-        return stored
+        return self.opened[name]
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Return a range of a file, fewer bytes at its end."""
-        return read_at(self.open(name).store, offset, length)
+        return read_at(self.stored(name).store, offset, length)
 
     def content(self, key: str, value: Value) -> bytes:
         """Return a value as a whole: the metadata of an array, or a small chunk."""
@@ -128,11 +109,6 @@ class _OpenFolder:
             text = f"the value of {show(key)} reaches beyond the end of the file; is it cut off?"
             raise FormatError(text, self.path_of(value.file), value.offset)
         return content
-
-    def close(self) -> None:
-        """Close the files."""
-        for stored in self.opened.values():
-            stored.store.close()
 
 
 def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) -> Content:
@@ -151,7 +127,7 @@ def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], ro
     finder = ChunkFinder(values, folder.opened, folder.shown, filled=not metadata.get(_COMPLETE))
     places = {name: finder.find(array) for name, array in readable.items()}
     needed = {value.file for chunks in places.values() for _, value in chunks if value.file}
-    folder.files.each(folder.open, sorted(needed - folder.opened.keys()))
+    folder.files.each(folder.stored, sorted(needed - folder.opened.keys()))
     listings: dict[str, BoxedListing] = {}
     for name, array in described.items():
         if isinstance(array, ZarrArray):
@@ -170,7 +146,7 @@ def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], ro
     notes += _note(narrow, "opened as I8, with the same values")
     unknown = [name for name in metadata if name not in (_TREE, _CUSTOM, _UNREAD, *_SWITCHES)]
     notes += _note(unknown, f"fields of {ORBAX_METADATA} that safeload does not know")
-    stores = [stored.store for stored in folder.opened.values()]
+    stores = list(folder.stores.values())
     return Content(boxed_file(file, listings, stores, folder=folder.path, metadata=rest), notes=notes)
 
 
@@ -247,7 +223,7 @@ def _rest(folder: _OpenFolder, leaves: Mapping[str, _Leaf], root: str | None, no
 def _uses_ocdbt(folder: _OpenFolder) -> bool:
     """Return True if there is a database, which metadata without ``use_ocdbt`` does not say."""
     try:
-        folder.open(MANIFEST)
+        folder.stored(MANIFEST)
     except FileNotFoundError:
         return False
     return True
@@ -270,15 +246,15 @@ def _database(folder: _OpenFolder, notes: list[str]) -> Mapping[str, Value]:
                 if other is not value and folder.content(key, other) != folder.content(key, value):
                     raise FormatError(f"two processes have stored {show(key)}, and their values differ", folder.shown)
         notes.append(f"{MANIFEST} is missing: joined the databases of {len(parts):,} processes")
-    for stored in folder.opened.values():
-        if isinstance(stored.store, RemoteStore):
-            stored.store.settle()
+    for store in folder.stores.values():
+        if isinstance(store, RemoteStore):
+            store.settle()
     return values
 
 
 def _values(folder: _OpenFolder, part: str) -> dict[str, Value]:
     """Return the values of the database in the folder ``part``: a path that ends with a slash, or an empty one."""
-    manifest = folder.open(part + MANIFEST)
+    manifest = folder.stored(part + MANIFEST)
     if manifest.length > MAX_MANIFEST:
         text = f"the manifest has {manifest.length:,} bytes, more than {MAX_MANIFEST:,}"
         raise error_about(LimitError, text, path=manifest.path)
@@ -356,7 +332,7 @@ def _described(
         if value.file and value.length <= MAX_ARRAY_METADATA:
             places.setdefault(value.file, []).append((value.offset, value.offset + value.length))
     for data_file, ranges in places.items():
-        store = folder.open(data_file).store
+        store = folder.stored(data_file).store
         if isinstance(store, RemoteStore):
             store.prefetch(ranges)
     return [
