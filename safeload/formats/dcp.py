@@ -376,8 +376,10 @@ class Description:
             raise FormatError(f"expected the Metadata of a checkpoint, got {describe(record)}", file.path, 0)
         self.named_globals |= dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
         fields = self._fields(record, METADATA, "the checkpoint")
-        names = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
-        places = self._places(self._dict(fields.get("storage_data"), "storage_data"))
+        for label in ("state_dict_metadata", "storage_data"):
+            if type(fields.get(label)) is not dict:
+                raise FormatError(f"{label} must be a dict, got {describe(fields.get(label))}", self._path)
+        names, places = fields["state_dict_metadata"], self._places(fields["storage_data"])
         planned = fields.get("planner_data")
         paths = planned if type(planned) is dict else {}
         for name, about in names.items():
@@ -469,11 +471,6 @@ class Description:
             what = record.kind if type(record) is Record else describe(record)
             raise FormatError(f"{show(subject)}: expected a {kind} with fields, got {what}", self._path)
         return record.state
-
-    def _dict(self, value: Any, label: str) -> dict[Any, Any]:
-        if type(value) is not dict:
-            raise FormatError(f"{label} must be a dict, got {describe(value)}", self._path)
-        return value
 
     def _integers(self, values: Any, label: str, name: str) -> tuple[int, ...]:
         if isinstance(values, (tuple, list)) and len(values) > MAX_RANK:

@@ -91,9 +91,12 @@ class ModelConfig:
         names = next((names for key in keys if self.find(names := self._keys[key].config) is not None), None)
         if names is None:
             raise self.fault(f"{self._keys[keys[-1]].config[0]} is missing")
-        value = self.find(names)
+        return self.positive(self.find(names), names[0])
+
+    def positive(self, value: Any, name: str) -> int:
+        """Check a size."""
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
-            raise self.fault(f"{names[0]} must be a positive integer, got {show(value)}")
+            raise self.fault(f"{name} must be a positive integer, got {show(value)}")
         return value
 
     @property
@@ -305,10 +308,7 @@ class _Rope:
 
     def _original(self) -> int:
         value = self.full.get(_ORIGINAL)
-        value = self.config.values.get(_ORIGINAL) if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
-            raise self.config.fault(f"{_ORIGINAL} must be a positive integer, got {show(value)}")
-        return value
+        return self.config.positive(self.config.values.get(_ORIGINAL) if value is None else value, _ORIGINAL)
 
     def _llama3(self) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
@@ -377,14 +377,9 @@ def _shortest(value: float) -> float:
 def form_of(catalog: Catalog) -> GgufForm:
     """Return the family of a foreign file: the one that a key of the file chooses, or the usual one."""
     architecture = str(catalog.metadata[ARCHITECTURE])
-    for form in gguf_forms().values():
-        if (
-            form.architecture == architecture
-            and form.chosen_by
-            and count_at(catalog, f"{architecture}.{form.chosen_by}")
-        ):
-            return form
-    return gguf_architectures()[architecture]
+    forms = (form for form in gguf_forms().values() if form.architecture == architecture and form.chosen_by)
+    chosen = (form for form in forms if count_at(catalog, f"{architecture}.{form.chosen_by}"))
+    return next(chosen, gguf_architectures()[architecture])
 
 
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
