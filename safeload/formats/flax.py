@@ -47,18 +47,20 @@ NAME = "tensor"
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _MAP, _LIST, _TEXT, _BYTES, _EXTENSION, _VALUE = "map", "array", "text", "bytes", "extension", "value"
 
-# Types with a length after the first byte: kind, bytes of the length.
+# Kind, bytes of the length that follows, and the length if none follows, by first byte.
 _SIZED = {
-    0xC4: (_BYTES, 1), 0xC5: (_BYTES, 2), 0xC6: (_BYTES, 4),
-    0xC7: (_EXTENSION, 1), 0xC8: (_EXTENSION, 2), 0xC9: (_EXTENSION, 4),
-    0xD9: (_TEXT, 1), 0xDA: (_TEXT, 2), 0xDB: (_TEXT, 4),
-    0xDC: (_LIST, 2), 0xDD: (_LIST, 4), 0xDE: (_MAP, 2), 0xDF: (_MAP, 4),
+    0xC4: (_BYTES, 1, 0), 0xC5: (_BYTES, 2, 0), 0xC6: (_BYTES, 4, 0),
+    0xC7: (_EXTENSION, 1, 0), 0xC8: (_EXTENSION, 2, 0), 0xC9: (_EXTENSION, 4, 0),
+    0xD9: (_TEXT, 1, 0), 0xDA: (_TEXT, 2, 0), 0xDB: (_TEXT, 4, 0),
+    0xDC: (_LIST, 2, 0), 0xDD: (_LIST, 4, 0), 0xDE: (_MAP, 2, 0), 0xDF: (_MAP, 4, 0),
+    **{0x80 + size: (_MAP, 0, size) for size in range(16)}, **{0x90 + size: (_LIST, 0, size) for size in range(16)},
+    **{0xA0 + size: (_TEXT, 0, size) for size in range(32)}, **{0xD4 + k: (_EXTENSION, 0, 1 << k) for k in range(5)},
 }  # fmt: skip
 _NUMBERS = {
     code: struct.Struct(f">{letter}")
     for code, letter in zip((0xCA, 0xCB, *range(0xCC, 0xD4)), "fdBHIQbhiq", strict=True)
 }
-_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True, **{number & 0xFF: number for number in range(-32, 128)}}
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
@@ -100,26 +102,15 @@ class MessagePackReader(ByteReader):
         """Return the next type byte with its number or length."""
         begin = self.position
         code = self.take(1, what)[0]
-        if code <= 0x7F or code >= 0xE0:
-            return _Token(_VALUE, 0, code if code <= 0x7F else code - 256)
-        if code <= 0x8F:
-            return _Token(_MAP, code & 15)
-        if code <= 0x9F:
-            return _Token(_LIST, code & 15)
-        if code <= 0xBF:
-            return _Token(_TEXT, code & 31)
-        if code in _SIZED:
-            kind, width = _SIZED[code]
-            size = int.from_bytes(self.take(width, f"the length of {what}"), "big")
-        elif code in _NUMBERS:
-            number = _NUMBERS[code]
-            return _Token(_VALUE, 0, number.unpack(self.take(number.size, what))[0])
-        elif code in _CONSTANTS:
+        if code in _NUMBERS:
+            return _Token(_VALUE, 0, _NUMBERS[code].unpack(self.take(_NUMBERS[code].size, what))[0])
+        if code in _CONSTANTS:
             return _Token(_VALUE, 0, _CONSTANTS[code])
-        elif 0xD4 <= code <= 0xD8:
-            kind, size = _EXTENSION, 1 << (code - 0xD4)
-        else:
+        if code not in _SIZED:
             raise self.fault(f"{what} begins with the byte 0x{code:02x}, which MessagePack does not use", begin)
+        kind, width, size = _SIZED[code]
+        if width:
+            size = int.from_bytes(self.take(width, f"the length of {what}"), "big")
         if kind is not _EXTENSION:
             return _Token(kind, size)
         return _Token(kind, size, int.from_bytes(self.take(1, f"the type of {what}"), "big", signed=True))
