@@ -40,7 +40,7 @@ https://protobuf.dev/programming-guides/encoding/
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -393,26 +393,21 @@ class OnnxModel(WireReader):
             elif field.number in (3, 4) or (field.number == 2 and not texts[2]):
                 texts[field.number] = self.text(field, "a name in a node")
         for attribute in attributes:
-            self._attribute(attribute, texts, lambda: f"{prefix}{texts[3] or texts[2] or number}.", prefix, depth)
-
-    def _attribute(
-        self, message: Field, texts: Mapping[int, str], inner: Callable[[], str], prefix: str, depth: int
-    ) -> None:
-        name, tensor = "", None
-        graphs: list[Field] = []
-        for field in self.fields(message, "an attribute"):
-            if field.number == 1:
-                name = self.text(field, "the name of an attribute")
-            elif field.number == 5:
-                tensor = field
-            elif field.number in (6, 11):
-                graphs.append(field)
-                self._check_count(len(graphs), MAX_ATTRIBUTES, "graphs in an attribute", field)
-        if tensor is not None and texts[4] == "Constant" and name == "value" and texts[2]:
-            self._add(self.constants, f"{prefix}{texts[2]}", self._tensor(tensor, "the value of a Constant"))
-        for k, graph in enumerate(graphs):
-            numbered = f"{k}." if len(graphs) > 1 else ""
-            self._graph(graph, f"{inner()}{name}.{numbered}", depth + 1)
+            name, tensor = "", None
+            graphs: list[Field] = []
+            for field in self.fields(attribute, "an attribute"):
+                if field.number == 1:
+                    name = self.text(field, "the name of an attribute")
+                elif field.number == 5:
+                    tensor = field
+                elif field.number in (6, 11):
+                    graphs.append(field)
+                    self._check_count(len(graphs), MAX_ATTRIBUTES, "graphs in an attribute", field)
+            if tensor is not None and texts[4] == "Constant" and name == "value" and texts[2]:
+                self._add(self.constants, f"{prefix}{texts[2]}", self._tensor(tensor, "the value of a Constant"))
+            for k, graph in enumerate(graphs):
+                inner = f"{prefix}{texts[3] or texts[2] or number}.{name}."
+                self._graph(graph, f"{inner}{k}." if len(graphs) > 1 else inner, depth + 1)
 
     # ---- tensors ----
 

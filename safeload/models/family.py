@@ -117,13 +117,11 @@ def _over(base: _Content, own: _Content) -> dict[str, Any]:
     for key, value in own.items():
         if value is None:
             result.pop(key, None)
-        else:
+        elif isinstance(value, Mapping):
             inherited = result.get(key)
-            result[key] = (
-                _over(inherited if isinstance(inherited, Mapping) else {}, value)
-                if isinstance(value, Mapping)
-                else value
-            )
+            result[key] = _over(inherited if isinstance(inherited, Mapping) else {}, value)
+        else:
+            result[key] = value
     return result
 
 
