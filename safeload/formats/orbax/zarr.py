@@ -260,11 +260,8 @@ class ZarrArray:
         """Bytes between neighbours in a chunk along each axis; None for C order."""
         if self.axes is None:
             return None
-        strides, step = [0] * len(self.chunk), self.itemsize
-        for axis in reversed(self.axes):
-            strides[axis] = step
-            step *= self.chunk[axis]
-        return tuple(strides)
+        stored = c_strides(tuple(self.chunk[axis] for axis in self.axes), self.itemsize)
+        return tuple(stored[self.axes.index(axis)] for axis in range(len(stored)))
 
     def inside(self, shape: Sequence[int], offsets: Sequence[int]) -> tuple[int, ...]:
         """Return the sizes of the part of a chunk that is inside the array; none is positive beyond it."""
