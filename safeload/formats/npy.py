@@ -86,8 +86,7 @@ def read_array(file: WeightFile, name: str, begin: int, size: int, *, entry: boo
         raw, header_size = find_header(file, begin, size)
         dtype, fortran, shape = parse_header(raw)
     except HEADER_ERRORS as error:
-        message = f"{subject}: its npy header cannot be read: {show(str(error))}"
-        raise FormatError(message, file.path, begin) from None
+        raise FormatError(f"{subject}: its npy header cannot be read: {show(str(error))}", file.path, begin) from None
     possible = all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
     if possible and 0 in shape:
         possible = array_fits(shape, dtype.itemsize)

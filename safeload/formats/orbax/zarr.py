@@ -95,8 +95,7 @@ class ZarrArray:
         else:
             self._read_version3(fields)
         if len(self.grid) != len(self.shape) or len(self.chunk) != len(self.shape):
-            text = f"chunks of shape {list(self.grid)} do not divide an array of shape {list(self.shape)}"
-            raise self._error(text)
+            raise self._error(f"chunks of shape {list(self.grid)} do not divide an array of shape {list(self.shape)}")
         if any(outer % inner for outer, inner in zip(self.grid, self.chunk, strict=True)):
             raise self._error(f"chunks of {list(self.chunk)} do not divide shards of {list(self.grid)}")
         self.itemsize = dtypes.array_dtype(self.row.number).itemsize
@@ -153,8 +152,7 @@ class ZarrArray:
         if compressor is not None:
             codec = compressor.get("id") if type(compressor) is dict else compressor
             if codec != ZSTD:
-                text = f"compressor {show(codec)[:100]}; safeload reads zstd and uncompressed chunks"
-                raise self._unsupported(text)
+                raise self._unsupported(f"compressor {show(codec)[:100]}; safeload reads zstd and uncompressed chunks")
             self.steps = (ZSTD,)
         if order == "F" and len(self.shape) > 1:
             self.axes = tuple(reversed(range(len(self.shape))))
@@ -225,8 +223,7 @@ class ZarrArray:
         steps = [self._extension(codec, "a codec of the index") for codec in codecs]
         names = [name for name, _ in steps]
         if names not in (["bytes"], ["bytes", CRC32C]) or steps[0][1].get("endian") != "little":
-            text = f"index_codecs {', '.join(map(show, names[:8]))}; safeload reads bytes and crc32c"
-            raise self._unsupported(text)
+            raise self._unsupported(f"index_codecs {', '.join(map(show, names[:8]))}; safeload reads bytes and crc32c")
         self.index_checked = len(names) == 2
 
     def missing_element(self, path: str) -> bytes:

@@ -102,8 +102,7 @@ def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
         for name in shapes.keys() & chosen:
             original_shape(metadata, name, shapes[name])
     except FormatError as error:
-        text = f": {error}; drop= leaves it out"
-        raise error_about(FormatError, text, path=catalog.title, tensor=name) from None
+        raise error_about(FormatError, f": {error}; drop= leaves it out", path=catalog.title, tensor=name) from None
     recipes = {name: TensorRecipe(shape, (Move(name),)) for name, shape in shapes.items()}
     # Without the keys about the types and shapes of the GGUF file.
     general = {k: v for k, v in metadata.items() if k not in mixtures.FILE_KEYS and not str(k).startswith(SHAPE_KEY)}

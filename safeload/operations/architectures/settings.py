@@ -122,8 +122,7 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
             metadata[f"{form.architecture}.{name}"] = values.F32(config.number(value, key.config[0]))
         elif key.config:
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SIZE:
-                text = f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}"
-                raise config.fault(text)
+                raise config.fault(f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
             metadata[f"{form.architecture}.{name}"] = values.U32(value)
     experts, used = (metadata.get(f"{form.architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
