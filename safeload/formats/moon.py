@@ -49,8 +49,7 @@ _F16 = dtypes.BY_CODE["F16"]
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the tensors of an open file in file order."""
-    file = candidate.file
-    reader = ByteReader(file)
+    reader = ByteReader(candidate.file)
     magic, version = _HEAD.unpack(reader.take(_HEAD.size, "the MOON header"))
     if magic != MAGIC:
         raise reader.fault(f"magic is {magic:#010x}, expected {MAGIC:#010x}", 0)

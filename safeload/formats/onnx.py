@@ -503,8 +503,7 @@ class OnnxModel(WireReader):
             text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but raw_data has {end - begin}"
             raise self.fault(text, tensor.at, tensor.name)
         if type_.small and count:
-            unpack = partial(_unpacked, file, [(begin, end)], type_, count, varints=False)
-            return file, in_one_box(row, shape, unpack)
+            return file, in_one_box(row, shape, partial(_unpacked, file, [(begin, end)], type_, count, varints=False))
         return file, Listing(tensor.name, row, shape, begin, end)
 
     def _of_numbers(self, tensor: TensorProto, type_: ElementType, count: int) -> Listing | BoxedListing:
@@ -638,8 +637,7 @@ def _unpacked(file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, 
         values = np.zeros(len(ends), np.uint64)
         for k in range(longest):
             which = np.flatnonzero(sizes > k)
-            digits = (data[begins[which] + k] & 0x7F).astype(np.uint64)
-            values[which] |= digits << np.uint64(7 * k)
+            values[which] |= (data[begins[which] + k] & 0x7F).astype(np.uint64) << np.uint64(7 * k)
         if type_.bits == 6:
             bits = np.unpackbits(values.astype(np.uint8)[:, None], axis=1, bitorder="little")[:, :6]
             return np.packbits(bits, bitorder="little")

@@ -136,5 +136,4 @@ class Layout:
 @cache
 def built_in() -> dict[str, Layout]:
     """Return the built-in layouts by name."""
-    paths = sorted((Path(__file__).parent / "layouts").glob("*.json"))
-    return {path.stem: Layout.from_json(path) for path in paths}
+    return {path.stem: Layout.from_json(path) for path in sorted((Path(__file__).parent / "layouts").glob("*.json"))}

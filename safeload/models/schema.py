@@ -415,8 +415,7 @@ class Schema:
                 for number in range(inner):
                     spelled = [_spell(parts, layer, number) for parts in spellings]
                     name = next((text for text in spelled if text in known), spelled[0]) if entry.also else spelled[0]
-                    needed = required and tied is None
-                    expected[name] = ExpectedTensor(name, shape, stack, layer, needed, entry, tied)
+                    expected[name] = ExpectedTensor(name, shape, stack, layer, required and tied is None, entry, tied)
         if self.more_layers is None:
             return expected
         # Additional layers without any tensor in the model are absent.

@@ -79,8 +79,7 @@ class ModelSizes(NamedTuple):
         """True if llama.cpp takes the model for a 70B model."""
         if _architecture(self.architecture).get("layers_of_70b") != self.layers - self.extra_layers:
             return False
-        of_llama = self.architecture.startswith("llama")
-        return not of_llama or (self.experts != 8 and self.heads != self.kv_heads)
+        return not self.architecture.startswith("llama") or (self.experts != 8 and self.heads != self.kv_heads)
 
     @classmethod
     def of(cls, metadata: Mapping[Any, Any]) -> ModelSizes | None:
@@ -102,8 +101,7 @@ class ModelSizes(NamedTuple):
             return None
         absent = f"{architecture}.attention.head_count_kv" not in metadata
         kv_heads = heads if absent else number("attention.head_count_kv")
-        extra = number("nextn_predict_layers")
-        return cls(architecture, layers, heads, kv_heads, number("expert_count"), extra)
+        return cls(architecture, layers, heads, kv_heads, number("expert_count"), number("nextn_predict_layers"))
 
 
 class FileType(NamedTuple):

@@ -234,8 +234,7 @@ def _database(folder: _OpenFolder, notes: list[str]) -> Mapping[str, Value]:
     if _uses_ocdbt(folder):
         values = _values(folder, "")
     else:
-        listing = folder.files.listing(folder.path)
-        parts = [name for name, is_folder in listing if is_folder and _PART.fullmatch(name)]
+        parts = [name for name, is_folder in folder.files.listing(folder.path) if is_folder and _PART.fullmatch(name)]
         if not parts:
             text = f"there is no {MANIFEST}, although the metadata says use_ocdbt; was the checkpoint finished?"
             raise FormatError(text, folder.shown)

@@ -180,8 +180,7 @@ class ZarrArray:
             self.sharded = True
             if len(codecs) > 1:
                 raise self._unsupported("codecs after sharding_indexed, which safeload does not read")
-            sizes = configuration.get("chunk_shape")
-            self.chunk = self._sizes(sizes, "chunk_shape of sharding_indexed", least=1)
+            self.chunk = self._sizes(configuration.get("chunk_shape"), "chunk_shape of sharding_indexed", least=1)
             codecs = configuration.get("codecs")
             self._read_index_codecs(configuration.get("index_codecs"))
             location = configuration.get("index_location", "end")
@@ -266,8 +265,7 @@ class ZarrArray:
 
     def key(self, index: Sequence[int]) -> str:
         """Return the key of a chunk, after the name of the array and a slash."""
-        parts = [*([self.prefix] if self.prefix else ()), *map(str, index)]
-        return self.separator.join(parts) or "0"
+        return self.separator.join([*([self.prefix] if self.prefix else ()), *map(str, index)]) or "0"
 
     def fault(self, text: str, stored: StoredBytes) -> FormatError:
         """Return the error for a malformed chunk."""
@@ -470,8 +468,7 @@ class ChunkFinder:
                 sizes = array.inside(array.chunk, offsets)
                 self._claim(array, stored, nbytes)
                 boxes.append(Box(offsets, sizes, locate=partial(_locate, stored, array, sizes)))
-        covered = len(places) == prod(array.counts)
-        fill = None if covered else array.missing_element(self._path)
+        fill = None if len(places) == prod(array.counts) else array.missing_element(self._path)
         return BoxedListing(array.row, array.shape, boxes, fill=fill)
 
     def check_claims(self) -> None:
