@@ -84,88 +84,6 @@ class Field(NamedTuple):
     end: int  # one past the last byte
 
 
-class WireReader(ByteReader):
-    """Reads the fields of messages in a file."""
-
-    def __init__(self, file: WeightFile) -> None:
-        super().__init__(file)
-        self._fields = self._text = 0
-
-    def fields(self, field: Field, message: str) -> Iterator[Field]:
-        """Iterate over the fields of a message in a field; the caller may read elsewhere in between."""
-        if field.wire != BYTES:
-            raise self.fault(f"{message} must be a message, got wire type {field.wire}", field.begin)
-        at, end = field.begin, field.end
-        while at < end:
-            self.position = at
-            data = self.peek(min(_BLOCK, end - at))
-            low, rest = 0, end - at
-            while low < len(data):
-                tag, first = data[low], low + 1  # most numbers have one byte
-                if tag >= 0x80:
-                    tag, first = _varint(data, low)
-                wire, value, begin = tag & 7, 0, first
-                if first and wire in (BYTES, VARINT):
-                    value, first = _varint(data, first)
-                    begin = first if wire == BYTES else begin
-                if not first and len(data) < rest and low:
-                    break  # the field continues beyond the block
-                number = tag >> 3
-                if not first:
-                    self.position = at + low
-                    raise self.fault(f"a number in {message} is cut off, or has more than {MAX_VARINT} bytes")
-                if not 0 < number < 1 << 29:
-                    raise self.fault(f"a field of {message} has the number {number}", at + low)
-                if wire not in _SIZES:
-                    text = f"field {number} of {message} has the wire type {wire}, which is not in use"
-                    raise self.fault(text, at + low)
-                stop = first + (value if wire == BYTES else _SIZES[wire])
-                if stop > rest:
-                    needs = f"needs {stop - first} bytes, but {rest - first} are left"
-                    raise self.fault(f"field {number} of {message} {needs}", at + low)
-                self._fields += 1
-                if self._fields > MAX_FIELDS:
-                    raise self.limit(f"the file has more than {MAX_FIELDS:,} fields", at + low)
-                yield Field(number, wire, value, at + begin, at + stop)
-                low = stop
-            at += low
-
-    def text(self, field: Field, what: str) -> str:
-        """Return the text of a field."""
-        if field.wire != BYTES:
-            raise self.fault(f"{what} must be text, got wire type {field.wire}", field.begin)
-        self._text += field.end - field.begin
-        if self._text > MAX_TEXT:
-            raise self.limit(f"names and metadata have more than {MAX_TEXT:,} bytes", field.begin)
-        self.position = field.begin
-        data = self.take(field.end - field.begin, what)
-        try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            raise self.fault(f"{what} is not UTF-8: {error.reason}", field.begin + error.start) from None
-
-    def varints(self, field: Field, what: str, most: int) -> list[int]:
-        """Return the numbers of a repeated field, packed or single, as u64."""
-        if field.wire == VARINT:
-            return [field.value]
-        if field.wire != BYTES:
-            raise self.fault(f"{what} must be numbers, got wire type {field.wire}", field.begin)
-        if field.end - field.begin > MAX_VARINT * most:
-            raise self.fault(f"{what} has more than {most} numbers", field.begin)
-        self.position = field.begin
-        data = self.take(field.end - field.begin, what)
-        numbers: list[int] = []
-        at = 0
-        while at < len(data):
-            value, at = _varint(data, at)
-            if not at:
-                raise self.fault(f"a number in {what} is cut off, or has more than {MAX_VARINT} bytes", field.begin)
-            numbers.append(value)
-        if len(numbers) > most:
-            raise self.fault(f"{what} has more than {most} numbers", field.begin)
-        return numbers
-
-
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """Return a varint and its end, which is 0 if the varint is cut off or too long."""
     value = shift = 0
@@ -283,7 +201,7 @@ class TensorProto:
         return self.external.get("location", "").removeprefix("./")
 
 
-class OnnxModel(WireReader):
+class OnnxModel(ByteReader):
     """The content of a file."""
 
     def __init__(self, file: WeightFile) -> None:
@@ -295,7 +213,7 @@ class OnnxModel(WireReader):
         self.boxed: dict[str, BoxedListing] = {}
         self.external: dict[str, WeightFile] = {}  # files of external data
         self._missing: dict[str, str] = {}  # why a file of external data cannot be opened
-        self._pieces = 0
+        self._fields = self._text = self._pieces = 0
         self._read()
 
     def _read(self) -> None:
@@ -325,6 +243,82 @@ class OnnxModel(WireReader):
                 self._function(field)
         if not graphs:
             raise self.fault("the model has no graph; is this an ONNX model?", 0)
+
+    # ---- fields ----
+
+    def fields(self, field: Field, message: str) -> Iterator[Field]:
+        """Iterate over the fields of a message in a field; the caller may read elsewhere in between."""
+        if field.wire != BYTES:
+            raise self.fault(f"{message} must be a message, got wire type {field.wire}", field.begin)
+        at, end = field.begin, field.end
+        while at < end:
+            self.position = at
+            data = self.peek(min(_BLOCK, end - at))
+            low, rest = 0, end - at
+            while low < len(data):
+                tag, first = data[low], low + 1  # most numbers have one byte
+                if tag >= 0x80:
+                    tag, first = _varint(data, low)
+                wire, value, begin = tag & 7, 0, first
+                if first and wire in (BYTES, VARINT):
+                    value, first = _varint(data, first)
+                    begin = first if wire == BYTES else begin
+                if not first and len(data) < rest and low:
+                    break  # the field continues beyond the block
+                number = tag >> 3
+                if not first:
+                    self.position = at + low
+                    raise self.fault(f"a number in {message} is cut off, or has more than {MAX_VARINT} bytes")
+                if not 0 < number < 1 << 29:
+                    raise self.fault(f"a field of {message} has the number {number}", at + low)
+                if wire not in _SIZES:
+                    text = f"field {number} of {message} has the wire type {wire}, which is not in use"
+                    raise self.fault(text, at + low)
+                stop = first + (value if wire == BYTES else _SIZES[wire])
+                if stop > rest:
+                    needs = f"needs {stop - first} bytes, but {rest - first} are left"
+                    raise self.fault(f"field {number} of {message} {needs}", at + low)
+                self._fields += 1
+                if self._fields > MAX_FIELDS:
+                    raise self.limit(f"the file has more than {MAX_FIELDS:,} fields", at + low)
+                yield Field(number, wire, value, at + begin, at + stop)
+                low = stop
+            at += low
+
+    def text(self, field: Field, what: str) -> str:
+        """Return the text of a field."""
+        if field.wire != BYTES:
+            raise self.fault(f"{what} must be text, got wire type {field.wire}", field.begin)
+        self._text += field.end - field.begin
+        if self._text > MAX_TEXT:
+            raise self.limit(f"names and metadata have more than {MAX_TEXT:,} bytes", field.begin)
+        self.position = field.begin
+        data = self.take(field.end - field.begin, what)
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise self.fault(f"{what} is not UTF-8: {error.reason}", field.begin + error.start) from None
+
+    def varints(self, field: Field, what: str, most: int) -> list[int]:
+        """Return the numbers of a repeated field, packed or single, as u64."""
+        if field.wire == VARINT:
+            return [field.value]
+        if field.wire != BYTES:
+            raise self.fault(f"{what} must be numbers, got wire type {field.wire}", field.begin)
+        if field.end - field.begin > MAX_VARINT * most:
+            raise self.fault(f"{what} has more than {most} numbers", field.begin)
+        self.position = field.begin
+        data = self.take(field.end - field.begin, what)
+        numbers: list[int] = []
+        at = 0
+        while at < len(data):
+            value, at = _varint(data, at)
+            if not at:
+                raise self.fault(f"a number in {what} is cut off, or has more than {MAX_VARINT} bytes", field.begin)
+            numbers.append(value)
+        if len(numbers) > most:
+            raise self.fault(f"{what} has more than {most} numbers", field.begin)
+        return numbers
 
     def _pair(self, message: Field, what: str) -> tuple[Any, Any]:
         """Return fields 1 and 2 of a message: text, or numbers."""
