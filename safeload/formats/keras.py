@@ -103,7 +103,7 @@ _MODEL_WEIGHTS = "model_weights"
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the structure of a file, without its datasets."""
     file = candidate.file
-    structure = read_structure(file)
+    structure = Structure(file)
     paths: dict[str, tuple[str, ...]] = {}
     for steps in structure.datasets:
         if paths.setdefault(".".join(steps), steps) is not steps:
@@ -285,6 +285,8 @@ MAX_CHUNKS = 2_000_000
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
 _FILTERS = {4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf", 32001: "blosc", 32015: "zstd"}
 
+# Errors of h5py for malformed files.
+_ERRORS = (SafeloadError, OSError, KeyError, ValueError, RuntimeError, TypeError, OverflowError, MemoryError)
 # Sizes and fields of floats: sign, exponent, bits of the exponent, mantissa, bits of the mantissa; bias.
 _FLOATS = {
     (2, (15, 10, 5, 0, 10), 15): "F16",
@@ -346,41 +348,37 @@ class Dataset:
         return prod(self.chunk_shape) * self.itemsize
 
 
-def read_structure(file: WeightFile) -> Structure:
-    """Return the groups and datasets of a file."""
-    try:
-        import h5py
-    except ImportError as error:
-        text = "Keras files (HDF5) need h5py, which is not installed: pip install h5py"
-        raise not_installed(error, text, "h5py") from None
-    stream = FileStream(file)
-    try:
-        with h5py.File(stream, "r") as opened:
-            plist = opened.id.get_create_plist()
-            if plist.get_userblock() or tuple(plist.get_sizes()) != (8, 8):
-                text = "the HDF5 file has a user block, or addresses of another size than 8 bytes"
-                raise error_about(UnsupportedError, text, path=file.path)
-            return Structure(h5py, file, opened.id)
-    except (SafeloadError, OSError, KeyError, ValueError, RuntimeError, TypeError, OverflowError, MemoryError) as error:
-        if stream.failures:
-            raise stream.failures.pop() from None
-        if isinstance(error, SafeloadError):
-            raise
-        cause = show(str(error))[1:-1] if str(error) else type(error).__name__
-        raise FormatError(f"this is an HDF5 file that libhdf5 cannot read: {cause}", file.path, 0) from None
-
-
 class Structure:
     """The content of a file, found by a walk over its hard links."""
 
-    def __init__(self, h5py: Any, file: WeightFile, root: Any) -> None:
+    def __init__(self, file: WeightFile) -> None:
         self.datasets: dict[tuple[str, ...], Dataset | Unknown] = {}  # by the names of a path
         self.attributes: dict[tuple[str, ...], dict[str, str]] = {}  # texts, by path of the group
-        self._h5py, self._file, self._path = h5py, file, file.path
+        self._file, self._path = file, file.path
         self._groups: set[int] = set()  # addresses
         self._known: dict[int, Dataset | Unknown] = {}  # by address
         self._objects = self._chunks = self._stored = 0
-        self._read(root)
+        try:
+            import h5py
+        except ImportError as error:
+            text = "Keras files (HDF5) need h5py, which is not installed: pip install h5py"
+            raise not_installed(error, text, "h5py") from None
+        self._h5py: Any = h5py
+        stream = FileStream(file)
+        try:
+            with h5py.File(stream, "r") as opened:
+                plist = opened.id.get_create_plist()
+                if plist.get_userblock() or tuple(plist.get_sizes()) != (8, 8):
+                    text = "the HDF5 file has a user block, or addresses of another size than 8 bytes"
+                    raise error_about(UnsupportedError, text, path=file.path)
+                self._read(opened.id)
+        except _ERRORS as error:
+            if stream.failures:
+                raise stream.failures.pop() from None
+            if isinstance(error, SafeloadError):
+                raise
+            cause = show(str(error))[1:-1] if str(error) else type(error).__name__
+            raise FormatError(f"this is an HDF5 file that libhdf5 cannot read: {cause}", file.path, 0) from None
 
     def _read(self, root: Any) -> None:
         h5l, h5o = self._h5py.h5l, self._h5py.h5o

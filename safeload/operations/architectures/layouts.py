@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...base.messages import error_about
@@ -112,45 +112,41 @@ def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[st
     recipes: dict[str, TensorRecipe] = {}
     unknown = []
     for name in catalog:
-        if name not in _SETTINGS:
-            placed = dict(_published(catalog, form, experts, name))
-            recipes.update(placed)
-            unknown += [] if placed else [name]
+        if name in _SETTINGS:
+            continue
+        pattern, numbers = without_numbers(name)
+        sources = [*form.layouts.get(pattern, {}).items()]
+        if not sources:
+            unknown.append(name)
+            continue
+        place, layout = sources[-1 if experts == FUSED else 0]  # of the published tensors that llama.cpp joins
+        full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
+        axes = 2 if name.endswith(".bias") else 3
+        if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
+            raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
+        if layout.stack:
+            for k in range(shape[0]):
+                recipes[full.replace(PLACE, str(k))] = TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
+        elif layout.part is not None:
+            parts = {other.replace(PLACE, numbers[0]): layout for other, layout in form.targets[place]}
+            recipes[full] = _whole(catalog, parts, layout)
+        elif layout.transposed:
+            moves = tuple(Move(name, TensorView(k), TensorView(k, transposed=True)) for k in range(shape[0]))
+            recipes[full] = TensorRecipe((shape[0], shape[2], shape[1]), moves)
+        elif layout.row and len(shape) == 1:
+            recipes[full] = TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
+        else:
+            keys = [f"{form.architecture}.{key}" for key in layout.heads]
+            counts = (count_at(catalog, key) for key in keys)
+            heads = next((count for count in counts if count is not None), None)
+            if keys and not heads:
+                raise FormatError(f"key {keys[-1]} must be a positive integer, got {heads}", catalog.title)
+            if heads and (not shape or shape[0] % (2 * heads)):
+                text = f"{list(shape)} does not have {heads} heads"
+                raise error_about(FormatError, text, path=catalog.title, tensor=name)
+            recipes[full] = TensorRecipe(shape, (Move(name),), heads or 0, inverse=True, shift=-layout.add)
     _refuse(unknown, catalog.title, "transformers")
     return recipes
-
-
-def _published(catalog: Catalog, form: GgufForm, experts: str, name: str) -> Iterator[tuple[str, TensorRecipe]]:
-    """Yield the published tensors that a tensor of a file becomes, or becomes a part of."""
-    pattern, numbers = without_numbers(name)
-    sources = [*form.layouts.get(pattern, {}).items()]
-    if not sources:
-        return
-    place, layout = sources[-1 if experts == FUSED else 0]  # of the published tensors that llama.cpp joins
-    full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
-    if "_exps." in name and (len(shape) != (2 if name.endswith(".bias") else 3) or not 0 < shape[0] <= MAX_EXPERTS):
-        raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
-    if layout.stack:
-        for k in range(shape[0]):
-            yield full.replace(PLACE, str(k)), TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
-    elif layout.part is not None:
-        parts = {other.replace(PLACE, numbers[0]): layout for other, layout in form.targets[place]}
-        yield full, _whole(catalog, parts, layout)
-    elif layout.transposed:
-        moves = tuple(Move(name, TensorView(k), TensorView(k, transposed=True)) for k in range(shape[0]))
-        yield full, TensorRecipe((shape[0], shape[2], shape[1]), moves)
-    elif layout.row and len(shape) == 1:
-        yield full, TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
-    else:
-        keys = [f"{form.architecture}.{key}" for key in layout.heads]
-        counts = (count_at(catalog, key) for key in keys)
-        heads = next((count for count in counts if count is not None), None)
-        if keys and not heads:
-            raise FormatError(f"key {keys[-1]} must be a positive integer, got {heads}", catalog.title)
-        if heads and (not shape or shape[0] % (2 * heads)):
-            text = f"{list(shape)} does not have {heads} heads"
-            raise error_about(FormatError, text, path=catalog.title, tensor=name)
-        yield full, TensorRecipe(shape, (Move(name),), heads or 0, inverse=True, shift=-layout.add)
 
 
 def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:
