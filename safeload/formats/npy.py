@@ -60,23 +60,18 @@ _DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.AS
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the table of an open file: one tensor, or those in a pickle of Python objects."""
     file = candidate.file
-    begin = _objects_at(file)
-    if begin is not None:
+    try:
+        raw, begin = find_header(file, 0, file.size)
+        pickled = parse_header(raw)[0].hasobject
+    except HEADER_ERRORS:  # `read_array` says more
+        pickled = False
+    if pickled:
         from .pickle_file import read_tables  # only here: most arrays hold numbers
         from .torch.tensors import content_of
 
         return content_of(file, request, lambda request: read_tables(file, request, begin))
     file.table = ListedTable([read_array(file, NAME, 0, file.size)])
     return Content(file)
-
-
-def _objects_at(file: WeightFile) -> int | None:
-    """Return the first byte of the pickle in an array of Python objects; None for other arrays."""
-    try:
-        raw, size = find_header(file, 0, file.size)
-        return size if parse_header(raw)[0].hasobject else None
-    except HEADER_ERRORS:
-        return None
 
 
 def read_array(file: WeightFile, name: str, begin: int, size: int, *, entry: bool = False) -> Listing:

@@ -61,7 +61,7 @@ class FamilyFile:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        own = _own(name)
+        own = read_data(__name__, f"families/{name}.json")
         self.about: str = own["about"]
         self.architectures: tuple[str, ...] = own.get("architectures", ())
         self.model_types: tuple[str, ...] = own.get("model_types", ())
@@ -92,14 +92,10 @@ def family_files() -> dict[str, FamilyFile]:
     return {name: FamilyFile(name) for name in sorted(path.stem for path in _FOLDER.glob("*.json"))}
 
 
-def _own(name: str) -> _Content:
-    return read_data(__name__, f"families/{name}.json")
-
-
 @cache
 def _merged(name: str) -> _Content:
     """Return the content of a family's file, merged with the family that it is like."""
-    own = _own(name)
+    own: _Content = read_data(__name__, f"families/{name}.json")
     if "like" not in own:
         return own
     inherited = _merged(own["like"])
