@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -34,7 +34,8 @@ from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..base.table import ListedTable, Listing, Unknown, unreadable
 from ..engine.run.weight_file import WeightFile
-from ..errors import FormatError, LimitError, SafeloadError
+from ..errors import FormatError, LimitError, SafeloadError, missing_file
+from ..stores.files import Files
 from ..stores.remote import RemoteStore
 from ..stores.store import ByteStore, Span
 from ..stores.thread_group import current
@@ -421,3 +422,34 @@ def _listing(tensor: BoxedListing, boxed: BoxedTensor) -> Listing:
         return Listing(boxed.name, tensor.row, logical_shape(tensor.row, tensor.shape), begin, end)
     label, shape, reason, is_tensor, _ = tensor.unknown
     return unreadable(boxed.name, label, shape, reason, begin=begin, end=end, is_tensor=is_tensor)
+
+
+class DataFolder:
+    """The folder of a checkpoint, and its data files, which stay open."""
+
+    def __init__(self, files: Files, path: str, needed: str) -> None:
+        self.files = files
+        self.path = path
+        self.needed = needed  # why its files must exist, for messages
+        self.stores: dict[str, ByteStore] = {}  # the open files, by their paths in the folder
+
+    def join(self, name: str) -> str:
+        """Return the path of a file, whose parts are separated by slashes."""
+        return reduce(self.files.join, name.split("/"), self.path)
+
+    def path_of(self, name: str) -> str:
+        """Return the path of a file for messages."""
+        return self.files.shown(self.join(name))
+
+    def open(self, name: str) -> ByteStore:
+        """Open a file, which the caller closes or adds to `stores`."""
+        try:
+            return self.files.open(self.join(name))
+        except FileNotFoundError as error:
+            text = f"No such file or directory: {error.filename}; {self.needed}"
+            raise missing_file(error.filename, text) from None
+
+    def close(self) -> None:
+        """Close the files."""
+        for store in self.stores.values():
+            store.close()

@@ -53,11 +53,11 @@ from ..base.paths import is_bare
 from ..base.table import ListedTable, Table, Unknown
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
-from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, missing_file, public
+from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public
 from ..stores.files import Files
 from ..stores.store import ByteStore, StoreWindow, Unpacked, read_at
 from . import foreign, zstd
-from .boxed import MAX_RANK, Box, BoxedListing, Region, Stored, boxed_file, itemsize_of, logical_shape
+from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, boxed_file, itemsize_of, logical_shape
 from .metadata import depth_of, names_below, nested
 from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from .registry import Candidate, Content, OpenRequest
@@ -92,36 +92,40 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, request: OpenRequest) -> Content:
     files = file.files
-    listing = [] if name == DCP_METADATA else files.listing(folder)
-    ranks = in_order(DCP_RANK, [name for name, is_folder in listing if not is_folder], 1)
-
+    beside = [name for name, is_folder in files.listing(folder) if not is_folder]
     description = Description()
+    ranks = [] if name == DCP_METADATA else in_order(DCP_RANK, beside, 1)
     if not ranks:
         description.add(file, request.inert)
     for rank in ranks:
         with closing(open_without_table(files.join(folder, rank), files=files)) as opened:
             description.add(opened, request.inert)
     names = names_below(description.paths, request.root, file.path)
-    left_out = set(description.reformulated)
+    left_out = description.reformulated
     tensors = {
         full: description.tensors[full] for full in names if full in description.tensors and full not in left_out
     }
-    data.open_all(sorted({place.file for tensor in tensors.values() for *_, place in tensor.chunks}))
+    data.open_all(sorted({chunk.file for tensor in tensors.values() for _, chunk in tensor.chunks}))
     needed: dict[str, tuple[int, int]] = {}
-    listings = {names[full]: _boxed(full, tensor, data, needed) for full, tensor in tensors.items()}
+    listings = {names[full]: _boxed(tensor, data, needed) for full, tensor in tensors.items()}
     for holder, (nbytes, ratio) in needed.items():
         size = data.stores[holder].size
         if nbytes > size * ratio:
             text = f"its chunks need {nbytes:,} bytes, but it has {size:,}: chunks overlap in the file"
-            raise FormatError(text, data.path(holder))
+            raise FormatError(text, data.path_of(holder))
     paths = {full: description.paths[full] for full in names if full in description.values}
-    metadata = _Values(paths, lambda name: read_value(data, name, description.values[name]), request.root, file.path)
+    metadata = _Values(paths, lambda name: read_value(data, description.values[name]), request.root, file.path)
     named, stores = description.named_globals, list(data.stores.values())
     whole = boxed_file(file, listings, stores, folder=folder, metadata=metadata, named_globals=named)
-    return Content(whole, notes=list(_notes(description, [name for name, _ in files.listing(folder)])))
+    more = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
+    flat = [f"{show(name)}{more}, which Megatron stores flattened, not in the model's shape" for name in left_out]
+    notes = [f"left out: {text}" for text in flat[:1]]
+    if "common.pt" in beside:
+        notes.append("Megatron's common.pt (iteration, arguments) is not read: open it by path")
+    return Content(whole, notes=notes)
 
 
-def _boxed(name: str, tensor: TensorRecord, data: DataFiles, needed: dict[str, tuple[int, int]]) -> BoxedListing:
+def _boxed(tensor: TensorRecord, data: DataFiles, needed: dict[str, tuple[int, int]]) -> BoxedListing:
     """Return a tensor with its boxes; ``needed`` gets the bytes of chunks in each file, and their largest ratio."""
     row, unknown = tensor.row, tensor.unknown
     if row.packed and not tensor.shape:
@@ -129,30 +133,18 @@ def _boxed(name: str, tensor: TensorRecord, data: DataFiles, needed: dict[str, t
     if unknown is not None:
         return BoxedListing(row, (0,), [], unknown=unknown)
     boxes = []
-    for offsets, sizes, place in tensor.chunks:
-        chunk = DcpChunk(name, row, sizes, place)
-        if 0 not in sizes:
-            path = data.path(place.file)
-            check_inside(data.stores[place.file], name, place, path)
-            if place.transforms:
-                check_transforms(place.transforms, path, name)
-            ratio = zstd.MAX_RATIO if place.transforms else 1
-            if chunk.nbytes > place.length * ratio:
-                text = f": a chunk of {list(sizes)} has {chunk.nbytes:,} bytes, but {place.length:,} bytes store it"
-                raise chunk.fault(text, path, place.offset)
-            nbytes, largest = needed.get(place.file, (0, 1))
-            needed[place.file] = nbytes + chunk.nbytes, max(largest, ratio)
-        boxes.append(Box(offsets, sizes, locate=partial(locate, data, chunk)))
+    for offsets, chunk in tensor.chunks:
+        if 0 not in chunk.shape:
+            path = data.path_of(chunk.file)
+            chunk.check_place(data.stores[chunk.file], path)
+            ratio = zstd.MAX_RATIO if chunk.transforms else 1
+            if chunk.nbytes > chunk.length * ratio:
+                size = f"a chunk of {list(chunk.shape)} has {chunk.nbytes:,} bytes"
+                raise chunk.fault(f": {size}, but {chunk.length:,} bytes store it", path, chunk.offset)
+            nbytes, largest = needed.get(chunk.file, (0, 1))
+            needed[chunk.file] = nbytes + chunk.nbytes, max(largest, ratio)
+        boxes.append(Box(offsets, chunk.shape, locate=partial(locate, data, chunk)))
     return BoxedListing(row, tensor.shape, boxes)
-
-
-def _notes(description: Description, names: Sequence[str]) -> Iterator[str]:
-    if description.reformulated:
-        first, *rest = description.reformulated
-        more = f" and {len(rest):,} more" if rest else ""
-        yield f"left out: {show(first)}{more}, which Megatron stores flattened, not in the model's shape"
-    if "common.pt" in names:
-        yield "Megatron's common.pt (iteration, arguments) is not read: open it by path"
 
 
 class _Values(Mapping[str, Any]):
@@ -203,7 +195,7 @@ def _read_sharded(data: DataFiles, file: WeightFile, folder: str) -> dict[str, B
     tensors: dict[str, BoxedListing] = {}
     all_boxes: dict[str, list[Box]] = {}
     for name in names:
-        path = data.path(name)
+        path = data.path_of(name)
         table = data.table_at(name, 0)
         sharding = (table.metadata() or {}).get(SHARDING)
         if sharding is None:
@@ -243,10 +235,8 @@ _MODULE = "torch.distributed.checkpoint.metadata."
 _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata."
 _PLANNER = "torch.distributed.checkpoint.planner."
 _MCORE = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
-METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX = (
-    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-    "MetadataIndex",
-)
+METADATA, TENSOR, BYTES = "Metadata", "TensorStorageMetadata", "BytesStorageMetadata"
+CHUNK, PROPERTIES, INDEX = "ChunkStorageMetadata", "TensorProperties", "MetadataIndex"
 STORAGE_INFO = "_StorageInfo"
 # Begins every ``.metadata``, in protocols 2 and 4.
 MARK = b"torch.distributed.checkpoint.metadata"
@@ -311,13 +301,50 @@ RECORDS: dict[str, Global] = {
 _TABLE = {**ALLOWED, **RECORDS}
 
 
-class ChunkPlace(NamedTuple):
-    """The place of a chunk or of another value."""
+class DcpChunk(NamedTuple):
+    """A chunk of a tensor, or another value, and where it is stored."""
 
+    name: str
     file: str  # bare name
     offset: int  # first byte in the file
     length: int  # bytes, compressed if there are transforms
     transforms: tuple[str, ...] = ()  # in the order of reading
+    row: dtypes.Dtype = dtypes.BY_CODE["U8"]
+    shape: tuple[int, ...] = ()  # as torch counts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self.shape) * itemsize_of(self.row)
+
+    def fault(self, text: str, path: str, offset: int | None = None) -> FormatError:
+        """Return the error for a chunk that is stored in another way than the metadata says."""
+        return error_about(FormatError, text, path=path, offset=offset, tensor=self.name)
+
+    def check_place(self, store: ByteStore, path: str) -> None:
+        """Check that the bytes lie inside their file, and refuse transforms other than zstd, or without its package."""
+        end = self.offset + self.length
+        if end > store.size:
+            text = f": bytes [{self.offset:,}, {end:,}) lie outside the file, which has {store.size:,}; is it cut off?"
+            raise self.fault(text, path, min(self.offset, store.size))
+        for text in self.transforms:
+            kind, _, version = text.partition("/")
+            known = kind.partition("@")[0] == _ZSTD and version.partition(".")[0] == _ZSTD_VERSION
+            if len(self.transforms) > 1 or not known:
+                shown = ", ".join(map(show, self.transforms[:5]))
+                text = f"is stored with {shown}; of transforms safeload reads a single {_ZSTD}/{_ZSTD_VERSION}"
+                raise error_about(UnsupportedError, text, path=path, tensor=self.name)
+            zstd.reader()
+
+    def check(self, table: Table, index: int, path: str, offset: int | None) -> None:
+        """Check that a stored tensor is the chunk that the metadata describes."""
+        unknown = table.unknown.get(table.names[index])
+        if unknown is not None:
+            raise error_about(UnsupportedError, f": {unknown.label} {unknown.reason}", path=path, tensor=self.name)
+        row, shape, expected = table.row(index), table.shape(index), logical_shape(self.row, self.shape)
+        if (row, shape) != (self.row, expected):
+            text = f": the metadata says its chunk is {self.row.code} {list(expected)}, but it is "
+            raise self.fault(f"{text}{row.code} {list(shape)}", path, offset)
 
 
 class TensorRecord(NamedTuple):
@@ -325,7 +352,7 @@ class TensorRecord(NamedTuple):
 
     row: dtypes.Dtype
     shape: tuple[int, ...]  # as torch counts: bytes on the last axis if elements share them
-    chunks: list[tuple[tuple[int, ...], tuple[int, ...], ChunkPlace]]  # offsets, sizes and place
+    chunks: list[tuple[tuple[int, ...], DcpChunk]]  # with their offsets
     unknown: Unknown | None = None  # its dtype, if arrays lack it
 
 
@@ -334,7 +361,7 @@ class Description:
 
     def __init__(self) -> None:
         self.tensors: dict[str, TensorRecord] = {}
-        self.values: dict[str, ChunkPlace] = {}  # other values by name
+        self.values: dict[str, DcpChunk] = {}  # other values by name
         self.paths: dict[str, tuple[Any, ...]] = {}  # path of each name in the nested state dict
         self.reformulated: list[str] = []  # names of tensors that Megatron stores in another shape
         self.named_globals: dict[str, bool] = {}
@@ -348,8 +375,10 @@ class Description:
             raise FormatError(f"expected the Metadata of a checkpoint, got {describe(record)}", file.path, 0)
         self.named_globals |= dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
         fields = self._fields(record, METADATA, "the checkpoint")
-        names = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
-        places = self._places(self._dict(fields.get("storage_data"), "storage_data"))
+        for label in ("state_dict_metadata", "storage_data"):
+            if type(fields.get(label)) is not dict:
+                raise FormatError(f"{label} must be a dict, got {describe(fields.get(label))}", self._path)
+        names, places = fields["state_dict_metadata"], self._places(fields["storage_data"])
         planned = fields.get("planner_data")
         paths = planned if type(planned) is dict else {}
         for name, about in names.items():
@@ -374,8 +403,8 @@ class Description:
             if type(data) is dict and data.get("nd_reformulated_orig_global_shape") is not None and name in names:
                 self.reformulated.append(name)
 
-    def _places(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], ChunkPlace]:
-        places: dict[tuple[str, tuple[int, ...] | None], ChunkPlace] = {}
+    def _places(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], DcpChunk]:
+        places: dict[tuple[str, tuple[int, ...] | None], DcpChunk] = {}
         for index, info in storage.items():
             key = self._fields(index, INDEX, "a key of storage_data")
             name, at = key.get("fqn"), key.get("offset")
@@ -393,17 +422,23 @@ class Description:
                 transforms = ()
             if type(transforms) not in (list, tuple) or any(type(text) is not str for text in transforms):
                 raise self._fault(name, f"transform_descriptors must be a list of texts, got {describe(transforms)}")
-            places[name, at] = ChunkPlace(file, offset, length, tuple(transforms))
+            places[name, at] = DcpChunk(name, file, offset, length, tuple(transforms))
         return places
 
     def _add_tensor(
         self,
         name: str,
         fields: dict[Any, Any],
-        places: dict[tuple[str, tuple[int, ...] | None], ChunkPlace],
+        places: dict[tuple[str, tuple[int, ...] | None], DcpChunk],
         size: int,
     ) -> None:
-        dtype = self._dtype(fields.get("properties"), name)
+        properties = fields.get("properties")
+        state = properties.state if type(properties) is Record and properties.kind == PROPERTIES else None
+        dtype = state[0] if type(state) is tuple and state else None
+        if type(state) is dict:
+            dtype = state.get("dtype")
+        if type(dtype) is not Global or dtype.kind != DTYPE:
+            raise self._fault(name, f"its properties have no dtype of torch, got {describe(dtype)}")
         row = dtypes.BY_CODE[dtype.code or STAND_INS[dtype.itemsize].code]  # type: ignore[index]
         shape = self._integers(fields.get("size"), "the size", name)
         unknown = None
@@ -426,29 +461,15 @@ class Description:
             sizes = self._integers(about.get("sizes"), "the sizes of a chunk", name)
             place = places.get((name, offsets))
             if place is not None:
-                record.chunks.append((offsets, sizes, place))
+                record.chunks.append((offsets, place._replace(row=row, shape=sizes)))
             elif 0 not in sizes:
                 raise self._fault(name, f"the chunk at {list(offsets)} has no place in storage_data")
-
-    def _dtype(self, properties: Any, name: str) -> Global:
-        state = properties.state if type(properties) is Record and properties.kind == PROPERTIES else None
-        dtype = state[0] if type(state) is tuple and state else None
-        if type(state) is dict:
-            dtype = state.get("dtype")
-        if type(dtype) is not Global or dtype.kind != DTYPE:
-            raise self._fault(name, f"its properties have no dtype of torch, got {describe(dtype)}")
-        return dtype
 
     def _fields(self, record: Any, kind: str, subject: str) -> dict[Any, Any]:
         if type(record) is not Record or record.kind != kind or type(record.state) is not dict:
             what = record.kind if type(record) is Record else describe(record)
             raise FormatError(f"{show(subject)}: expected a {kind} with fields, got {what}", self._path)
         return record.state
-
-    def _dict(self, value: Any, label: str) -> dict[Any, Any]:
-        if type(value) is not dict:
-            raise FormatError(f"{label} must be a dict, got {describe(value)}", self._path)
-        return value
 
     def _integers(self, values: Any, label: str, name: str) -> tuple[int, ...]:
         if isinstance(values, (tuple, list)) and len(values) > MAX_RANK:
@@ -474,42 +495,23 @@ MAX_VALUE = 1 << 30
 _ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
 
 
-class DataFiles:
-    """The files of a folder, opened on first use."""
+class DataFiles(DataFolder):
+    """The data files of a checkpoint."""
 
     def __init__(self, files: Files, folder: str) -> None:
-        self._files = files
-        self._folder = folder
+        super().__init__(files, folder, "the checkpoint's metadata lists it: was it copied?")
         self._parts: dict[tuple[str, int], Table] = {}
-        self.stores: dict[str, ByteStore] = {}  # the open files by name
-
-    def path(self, name: str) -> str:
-        """Return the path of a file for messages."""
-        return self._files.shown(self._files.join(self._folder, name))
 
     def open_all(self, names: Sequence[str]) -> None:
         """Open files, and keep them open."""
-        self.stores.update(zip(names, self._files.each(self.open, names), strict=True))
-
-    def open(self, name: str) -> ByteStore:
-        """Open a file."""
-        try:
-            return self._files.open(self._files.join(self._folder, name))
-        except FileNotFoundError as error:
-            message = f"No such file or directory: {error.filename}; the checkpoint's metadata lists it: was it copied?"
-            raise missing_file(error.filename, message) from None
-
-    def close(self) -> None:
-        """Close the files."""
-        for store in self.stores.values():
-            store.close()
+        self.stores.update(zip(names, self.files.each(self.open, names), strict=True))
 
     def table_at(self, name: str, offset: int) -> Table:
         """Return the table of the safetensors file that begins at an offset and reaches to the end of a file."""
         table = self._parts.get((name, offset))
         if table is None:
             store = self.stores[name]
-            path = self.path(name)
+            path = self.path_of(name)
             window = WeightFile(path, StoreWindow(store, offset, store.size - offset, path), ListedTable([]))
             try:
                 table = safetensors.read(Candidate(window), OpenRequest()).file.table
@@ -519,57 +521,27 @@ class DataFiles:
         return table
 
 
-class DcpChunk(NamedTuple):
-    """A chunk of a tensor, and where it is stored."""
-
-    name: str
-    row: dtypes.Dtype
-    shape: tuple[int, ...]  # as torch counts
-    place: ChunkPlace
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return prod(self.shape) * itemsize_of(self.row)
-
-    def fault(self, text: str, path: str, offset: int | None = None) -> FormatError:
-        """Return the error for a chunk that is stored in another way than the metadata says."""
-        return error_about(FormatError, text, path=path, offset=offset, tensor=self.name)
-
-    def check(self, table: Table, index: int, path: str, offset: int | None) -> None:
-        """Check that a stored tensor is the chunk that the metadata describes."""
-        unknown = table.unknown.get(table.names[index])
-        if unknown is not None:
-            raise error_about(UnsupportedError, f": {unknown.label} {unknown.reason}", path=path, tensor=self.name)
-        row, shape, expected = table.row(index), table.shape(index), logical_shape(self.row, self.shape)
-        if (row, shape) != (self.row, expected):
-            text = f": the metadata says its chunk is {self.row.code} {list(expected)}, but it is "
-            raise self.fault(f"{text}{row.code} {list(shape)}", path, offset)
-
-
 def locate(data: DataFiles, chunk: DcpChunk) -> Stored:
     """Return the elements of a chunk."""
-    file, offset, length, transforms = chunk.place
-    store, path = data.stores[file], data.path(file)
-    if transforms:
-        return partial(_unpacked, chunk, StoreWindow(store, offset, length, path), path)
+    store, path, offset = data.stores[chunk.file], data.path_of(chunk.file), chunk.offset
+    window = StoreWindow(store, offset, chunk.length, path)
+    if chunk.transforms:
+        return partial(_unpacked, chunk, window, path)
     head = read_at(store, offset, foreign.HEAD_SIZE)
     if foreign.is_safetensors(head) and not foreign.is_zip(head):
-        table = data.table_at(file, offset)
+        table = data.table_at(chunk.file, offset)
         index = table.find(chunk.name)
         if index < 0:
             raise chunk.fault("should be in the safetensors part, but is not there", path, offset)
         chunk.check(table, index, path, offset)
         return Region(store, offset + table.byte_range(index)[0])
-    region = _in_archive(chunk, StoreWindow(store, offset, length, path), path, offset)
+    region = _in_archive(chunk, window, path, offset)
     return Region(store, offset + region.begin, region.strides)
 
 
 def _unpacked(chunk: DcpChunk, store: ByteStore, path: str) -> Array:
     """Return the elements of a compressed chunk."""
-    check_transforms(chunk.place.transforms, path, chunk.name)
-    limit = chunk.nbytes + MAX_OVERHEAD
-    content = zstd.decompressed(store, 0, chunk.place.length, limit, path, name=chunk.name)
+    content = zstd.decompressed(store, 0, chunk.length, chunk.nbytes + MAX_OVERHEAD, path, name=chunk.name)
     region = _in_archive(chunk, Unpacked(content), path, None)
     shape = (*chunk.shape, itemsize_of(chunk.row))
     strides = c_strides(shape, 1) if region.strides is None else (*region.strides, 1)
@@ -605,38 +577,18 @@ def _moved(error: FormatError, by: int | None) -> FormatError:
     return error
 
 
-def read_value(data: DataFiles, name: str, place: ChunkPlace) -> Any:
+def read_value(data: DataFiles, value: DcpChunk) -> Any:
     """Return a value other than a tensor, without running code; unknown objects become placeholders."""
-    path = data.path(place.file)
-    with closing(data.open(place.file)) as store:
-        check_inside(store, name, place, path)
-        source: ByteStore = StoreWindow(store, place.offset, place.length, path)
-        if place.transforms:
-            check_transforms(place.transforms, path, name)
-            limit = min(place.length * zstd.MAX_RATIO, MAX_VALUE)
-            source = Unpacked(zstd.decompressed(source, 0, place.length, limit, path, name=name))
+    path = data.path_of(value.file)
+    with closing(data.open(value.file)) as store:
+        value.check_place(store, path)
+        source: ByteStore = StoreWindow(store, value.offset, value.length, path)
+        if value.transforms:
+            limit = min(value.length * zstd.MAX_RATIO, MAX_VALUE)
+            source = Unpacked(zstd.decompressed(source, 0, value.length, limit, path, name=value.name))
         window = WeightFile(path, source, ListedTable([]))
         try:
             pickled, _ = zip_file.run_pickle(Archive(window), window, inert=True)
         except FormatError as error:
-            raise _moved(error, None if place.transforms else place.offset) from None
+            raise _moved(error, None if value.transforms else value.offset) from None
     return Tree(pickled.value, path, pickled.size).plain()
-
-
-def check_inside(store: ByteStore, name: str, place: ChunkPlace, path: str) -> None:
-    """Check that the bytes of a chunk or value lie inside their file."""
-    end = place.offset + place.length
-    if end > store.size:
-        text = f": bytes [{place.offset:,}, {end:,}) lie outside the file, which has {store.size:,}; is it cut off?"
-        raise error_about(FormatError, text, path=path, offset=min(place.offset, store.size), tensor=name)
-
-
-def check_transforms(transforms: Sequence[str], path: str, name: str) -> None:
-    """Refuse transforms other than zstd, and zstd without its package."""
-    for text in transforms:
-        kind, _, version = text.partition("/")
-        if len(transforms) > 1 or kind.partition("@")[0] != _ZSTD or version.partition(".")[0] != _ZSTD_VERSION:
-            shown = ", ".join(map(show, transforms[:5]))
-            text = f"is stored with {shown}; of transforms safeload reads a single {_ZSTD}/{_ZSTD_VERSION}"
-            raise error_about(UnsupportedError, text, path=path, tensor=name)
-        zstd.reader()

@@ -47,18 +47,20 @@ NAME = "tensor"
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _MAP, _LIST, _TEXT, _BYTES, _EXTENSION, _VALUE = "map", "array", "text", "bytes", "extension", "value"
 
-# Types with a length after the first byte: kind, bytes of the length.
+# Kind, bytes of the length that follows, and the length if none follows, by first byte.
 _SIZED = {
-    0xC4: (_BYTES, 1), 0xC5: (_BYTES, 2), 0xC6: (_BYTES, 4),
-    0xC7: (_EXTENSION, 1), 0xC8: (_EXTENSION, 2), 0xC9: (_EXTENSION, 4),
-    0xD9: (_TEXT, 1), 0xDA: (_TEXT, 2), 0xDB: (_TEXT, 4),
-    0xDC: (_LIST, 2), 0xDD: (_LIST, 4), 0xDE: (_MAP, 2), 0xDF: (_MAP, 4),
+    0xC4: (_BYTES, 1, 0), 0xC5: (_BYTES, 2, 0), 0xC6: (_BYTES, 4, 0),
+    0xC7: (_EXTENSION, 1, 0), 0xC8: (_EXTENSION, 2, 0), 0xC9: (_EXTENSION, 4, 0),
+    0xD9: (_TEXT, 1, 0), 0xDA: (_TEXT, 2, 0), 0xDB: (_TEXT, 4, 0),
+    0xDC: (_LIST, 2, 0), 0xDD: (_LIST, 4, 0), 0xDE: (_MAP, 2, 0), 0xDF: (_MAP, 4, 0),
+    **{0x80 + size: (_MAP, 0, size) for size in range(16)}, **{0x90 + size: (_LIST, 0, size) for size in range(16)},
+    **{0xA0 + size: (_TEXT, 0, size) for size in range(32)}, **{0xD4 + k: (_EXTENSION, 0, 1 << k) for k in range(5)},
 }  # fmt: skip
 _NUMBERS = {
     code: struct.Struct(f">{letter}")
     for code, letter in zip((0xCA, 0xCB, *range(0xCC, 0xD4)), "fdBHIQbhiq", strict=True)
 }
-_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True, **{number & 0xFF: number for number in range(-32, 128)}}
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
@@ -82,56 +84,44 @@ class _Token(NamedTuple):
     value: Any = None  # of a number, bool or nil; the type of an extension
 
 
-class MessagePackReader:
+class MessagePackReader(ByteReader):
     """Parses a file into dicts, lists, values and arrays."""
 
     def __init__(self, file: WeightFile) -> None:
-        self._file = file
-        self._reader = ByteReader(file)
+        super().__init__(file)
         self._values = self._text = 0
 
     def read(self) -> Any:
         """Return the value of the file, which must fill it."""
         value = self._value(0)
-        if self._reader.position != self._file.size:
-            raise self._reader.fault(f"{self._file.size - self._reader.position} bytes follow the value of the file")
+        if self.position != self.file.size:
+            raise self.fault(f"{self.file.size - self.position} bytes follow the value of the file")
         return value
 
     def _token(self, what: str) -> _Token:
         """Return the next type byte with its number or length."""
-        reader, begin = self._reader, self._reader.position
-        code = reader.take(1, what)[0]
-        if code <= 0x7F or code >= 0xE0:
-            return _Token(_VALUE, 0, code if code <= 0x7F else code - 256)
-        if code <= 0x8F:
-            return _Token(_MAP, code & 15)
-        if code <= 0x9F:
-            return _Token(_LIST, code & 15)
-        if code <= 0xBF:
-            return _Token(_TEXT, code & 31)
-        if code in _SIZED:
-            kind, width = _SIZED[code]
-            size = int.from_bytes(reader.take(width, f"the length of {what}"), "big")
-        elif code in _NUMBERS:
-            number = _NUMBERS[code]
-            return _Token(_VALUE, 0, number.unpack(reader.take(number.size, what))[0])
-        elif code in _CONSTANTS:
+        begin = self.position
+        code = self.take(1, what)[0]
+        if code in _NUMBERS:
+            return _Token(_VALUE, 0, _NUMBERS[code].unpack(self.take(_NUMBERS[code].size, what))[0])
+        if code in _CONSTANTS:
             return _Token(_VALUE, 0, _CONSTANTS[code])
-        elif 0xD4 <= code <= 0xD8:
-            kind, size = _EXTENSION, 1 << (code - 0xD4)
-        else:
-            raise reader.fault(f"{what} begins with the byte 0x{code:02x}, which MessagePack does not use", begin)
+        if code not in _SIZED:
+            raise self.fault(f"{what} begins with the byte 0x{code:02x}, which MessagePack does not use", begin)
+        kind, width, size = _SIZED[code]
+        if width:
+            size = int.from_bytes(self.take(width, f"the length of {what}"), "big")
         if kind is not _EXTENSION:
             return _Token(kind, size)
-        return _Token(kind, size, int.from_bytes(reader.take(1, f"the type of {what}"), "big", signed=True))
+        return _Token(kind, size, int.from_bytes(self.take(1, f"the type of {what}"), "big", signed=True))
 
     def _value(self, depth: int) -> Any:
         """Parse the next value and everything in it."""
-        begin = self._reader.position
+        begin = self.position
         token = self._token("a value")
         self._values += 1
         if self._values > MAX_VALUES:
-            raise self._reader.limit(f"the file has more than {MAX_VALUES:,} values")
+            raise self.limit(f"the file has more than {MAX_VALUES:,} values")
         if token.kind is _VALUE:
             return token.value
         if token.kind in (_TEXT, _BYTES):
@@ -139,136 +129,136 @@ class MessagePackReader:
         if token.kind is _EXTENSION:
             return self._extension(token, begin)
         if depth == MAX_DEPTH:
-            raise self._reader.limit(f"maps are nested more than {MAX_DEPTH} levels deep")
+            raise self.limit(f"maps are nested more than {MAX_DEPTH} levels deep")
         values = token.size * (2 if token.kind is _MAP else 1)
-        left = self._file.size - self._reader.position
+        left = self.file.size - self.position
         if values > left:
-            raise self._reader.fault(f"{token.kind} of {token.size:,} entries, but only {left} bytes follow", begin)
+            raise self.fault(f"{token.kind} of {token.size:,} entries, but only {left} bytes follow", begin)
         if token.kind is _LIST:
             return [self._value(depth + 1) for _ in range(token.size)]
         entries: dict[str, Any] = {}
         for _ in range(token.size):
-            at = self._reader.position
+            at = self.position
             key = self._key()
             if key in entries:
-                raise self._reader.fault(f"the key {show(key)} occurs twice in a map", at)
+                raise self.fault(f"the key {show(key)} occurs twice in a map", at)
             entries[key] = self._value(depth + 1)
         return self._chunked(entries, begin) if CHUNKED in entries else entries
 
     def _key(self) -> str:
-        begin = self._reader.position
+        begin = self.position
         token = self._token("a key")
         if token.kind is _VALUE and type(token.value) is int:
             return str(token.value)
         if token.kind is not _TEXT:
-            raise self._reader.fault("a key must be text or an integer", begin)
+            raise self.fault("a key must be text or an integer", begin)
         if token.size > MAX_KEY:
-            raise self._reader.limit(f"a key has {token.size:,} bytes, the limit is {MAX_KEY:,}")
+            raise self.limit(f"a key has {token.size:,} bytes, the limit is {MAX_KEY:,}")
         return str(self._text_of(token, "a key"))
 
     def _text_of(self, token: _Token, what: str) -> str | bytes:
         self._text += token.size
         if self._text > MAX_TEXT:
-            raise self._reader.limit(f"keys, text and bytes outside arrays have more than {MAX_TEXT:,} bytes")
-        begin = self._reader.position
-        data = self._reader.take(token.size, what)
+            raise self.limit(f"keys, text and bytes outside arrays have more than {MAX_TEXT:,} bytes")
+        begin = self.position
+        data = self.take(token.size, what)
         if token.kind is _BYTES:
             return data
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise self._reader.fault(f"{what} is not UTF-8: {error.reason}", begin + error.start) from None
+            raise self.fault(f"{what} is not UTF-8: {error.reason}", begin + error.start) from None
 
     # ---- arrays ----
 
     def _extension(self, token: _Token, begin: int) -> Any:
-        end = self._reader.position + token.size
-        if end > self._file.size:
-            left = self._file.size - self._reader.position
-            raise self._reader.fault(f"an extension of {token.size} bytes, but the file ends after {left}")
+        end = self.position + token.size
+        if end > self.file.size:
+            left = self.file.size - self.position
+            raise self.fault(f"an extension of {token.size} bytes, but the file ends after {left}")
         if token.value in (_ARRAY, _SCALAR):
             value: Any = self._array(end)
         elif token.value == _COMPLEX:
             value = self._complex()
         else:
             text = f"byte {begin}: extension type {token.value} is none of Flax's; they are 1 to 3"
-            raise error_about(UnsupportedError, text, path=self._file.path, offset=begin)
-        if self._reader.position != end:
-            raise self._reader.fault(f"an extension should end at byte {end}, but its content ends here")
+            raise error_about(UnsupportedError, text, path=self.file.path, offset=begin)
+        if self.position != end:
+            raise self.fault(f"an extension should end at byte {end}, but its content ends here")
         return value
 
     def _complex(self) -> complex:
-        begin = self._reader.position
+        begin = self.position
         token = self._token("a complex number")
         if token.kind is _LIST and token.size == 2:
             parts = [self._token("a part of a complex number") for _ in range(2)]
             if all(part.kind is _VALUE and type(part.value) in (int, float) for part in parts):
                 return complex(parts[0].value, parts[1].value)
-        raise self._reader.fault("a complex number must be two numbers", begin)
+        raise self.fault("a complex number must be two numbers", begin)
 
     def _array(self, end: int) -> Listing:
         """Parse shape and dtype of an array and skip its elements."""
-        begin = self._reader.position
+        begin = self.position
         token = self._token("an array")
         shape = self._token("a shape")
         if token.kind is not _LIST or token.size != 3 or shape.kind is not _LIST:
-            raise self._reader.fault("an array must be its shape, its dtype and its elements", begin)
+            raise self.fault("an array must be its shape, its dtype and its elements", begin)
         if shape.size > MAX_RANK:
-            raise self._reader.fault(f"an array of {shape.size} axes, but NumPy has at most {MAX_RANK}", begin)
+            raise self.fault(f"an array of {shape.size} axes, but NumPy has at most {MAX_RANK}", begin)
         dims = [self._token("a shape") for _ in range(shape.size)]
-        at = self._reader.position
+        at = self.position
         token = self._token("a dtype")
         if token.kind not in (_TEXT, _BYTES) or token.size > 100:
-            raise self._reader.fault("the dtype of an array must be a name", at)
-        name = self._reader.take(token.size, "a dtype").decode("ascii", "backslashreplace")
-        at_elements = self._reader.position
+            raise self.fault("the dtype of an array must be a name", at)
+        name = self.take(token.size, "a dtype").decode("ascii", "backslashreplace")
+        at_elements = self.position
         elements = self._token("the elements of an array")
         if elements.kind is not _BYTES and elements.kind is not _TEXT:
-            raise self._reader.fault("the elements of an array must be bytes", at_elements)
+            raise self.fault("the elements of an array must be bytes", at_elements)
         row = dtypes.BY_NAME.get(name)
         if row is None or row.packed:
             hint = " (ml_dtypes stores its elements in a byte each)" if row is not None else ""
             shown = tuple(dim.value for dim in dims if type(dim.value) is int)
-            data = self._reader.position
+            data = self.position
             if data + elements.size > end:
-                raise self._reader.fault(f"an array of {elements.size} bytes reaches beyond the end", at_elements)
-            self._reader.position = data + elements.size
+                raise self.fault(f"an array of {elements.size} bytes reaches beyond the end", at_elements)
+            self.position = data + elements.size
             reason = f"is not a dtype of weights{hint}"
             return unreadable("", show(name)[1:-1], shown, reason, begin=data, end=data + elements.size)
         lengths = self._shape([dim.value if dim.kind is _VALUE else None for dim in dims], row, begin)
-        data = self._reader.position
+        data = self.position
         expected = prod(lengths) * row.nbytes(1)
         if elements.size != expected or data + expected > end:
             text = f"{row.code} {list(lengths)} needs {expected} bytes, but its elements have {elements.size}"
-            raise self._reader.fault(text, at_elements)
-        self._reader.position = data + expected
+            raise self.fault(text, at_elements)
+        self.position = data + expected
         return Listing("", row, lengths, data, data + expected)
 
     def _shape(self, dims: list[Any], row: dtypes.Dtype, begin: int) -> tuple[int, ...]:
         if any(type(dim) is not int or not 0 <= dim < 1 << 63 for dim in dims):
-            raise self._reader.fault(f"a shape must be numbers of at least 0, got {show(dims)}", begin)
+            raise self.fault(f"a shape must be numbers of at least 0, got {show(dims)}", begin)
         if len(dims) > MAX_RANK or not array_fits(tuple(dims), row.nbytes(1)):
-            raise self._reader.fault(f"no array can have the shape {show(dims)}", begin)
+            raise self.fault(f"no array can have the shape {show(dims)}", begin)
         return tuple(dims)
 
     def _chunked(self, entries: Mapping[str, Any], begin: int) -> Listing | BoxedListing:
         """Return the array of a map with the key `CHUNKED`."""
         shape, chunks = (_in_order(entries.get(key)) for key in ("shape", "chunks"))
         if entries.keys() != {CHUNKED, "shape", "chunks"} or shape is None or chunks is None:
-            raise self._reader.fault("a chunked array must have a shape and chunks, numbered from 0", begin)
+            raise self.fault("a chunked array must have a shape and chunks, numbered from 0", begin)
         if not chunks or not all(isinstance(chunk, Listing) and len(chunk.shape) == 1 for chunk in chunks):
-            raise self._reader.fault("the chunks of an array must be arrays of one axis", begin)
+            raise self.fault("the chunks of an array must be arrays of one axis", begin)
         row, unknown = chunks[0].row, chunks[0].unknown
         if unknown is not None:
             return unreadable("", unknown.label, tuple(shape), unknown.reason, begin=begin, end=begin)
         if any(chunk.row is not row for chunk in chunks):
-            raise self._reader.fault("the chunks of an array have several dtypes", begin)
+            raise self.fault("the chunks of an array have several dtypes", begin)
         lengths = self._shape(shape, row, begin)
         count = sum(chunk.shape[0] for chunk in chunks)
         if count != prod(lengths):
             text = f"an array of shape {list(lengths)} has {prod(lengths)} elements, but its chunks have {count}"
-            raise self._reader.fault(text, begin)
-        store = self._file.store
+            raise self.fault(text, begin)
+        store = self.file.store
         return in_pieces(row, lengths, ((Region(store, chunk.begin), chunk.shape[0]) for chunk in chunks))
 
 

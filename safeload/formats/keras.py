@@ -64,12 +64,13 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import prod
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,11 +80,11 @@ from ..base.arrays import Array, array_fits, c_strides
 from ..base.messages import error_about
 from ..base.table import ListedTable, Listing, Unknown, unreadable
 from ..base.text import show
-from ..engine.run.atomic_file import reserve
-from ..engine.run.weight_file import WeightFile, open_temporary
+from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.json_file import parse_json
 from ..stores.members import Member, MemberFiles
+from . import npz
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
 from .metadata import names_below
 from .opening import open_members
@@ -102,13 +103,18 @@ _MODEL_WEIGHTS = "model_weights"
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the structure of a file, without its datasets."""
     file = candidate.file
-    structure = read_structure(file)
-    datasets = _named(structure, request.root, file.path)
+    structure = Structure(file)
+    paths: dict[str, tuple[str, ...]] = {}
+    for steps in structure.datasets:
+        if paths.setdefault(".".join(steps), steps) is not steps:
+            raise FormatError(f"two datasets are named {show('.'.join(steps))}", file.path)
+    names = names_below(paths, request.root, file.path)
     direct: list[Listing] = []
     boxed: dict[str, BoxedListing] = {}
-    for name, dataset in datasets.items():
-        if dataset.unknown is not None:
-            label, shape, reason, is_tensor, _ = dataset.unknown
+    for full, name in names.items():
+        dataset = structure.datasets[paths[full]]
+        if isinstance(dataset, Unknown):
+            label, shape, reason, is_tensor, _ = dataset
             direct.append(unreadable(name, label, shape, reason, is_tensor=is_tensor))
         elif dataset.begin is not None:
             end = dataset.begin + dataset.nbytes
@@ -118,56 +124,47 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
                 boxed[name] = _boxed(name, dataset, file)
             except UnsupportedError as error:
                 direct.append(unreadable(name, dataset.row.name, dataset.shape, str(error)))
-    file.table = ListedTable(direct, _metadata(structure))
+    # Attributes of the root, or of ``model_weights``; objects in JSON are parsed.
+    texts = {**structure.attributes.get((_MODEL_WEIGHTS,), {}), **structure.attributes.get((), {})}
+    metadata: dict[str, Any] = {key: texts[key] for key in _METADATA if key in texts}
+    for key, text in metadata.items():
+        if text.lstrip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                metadata[key] = json.loads(text)
+    file.table = ListedTable(direct, metadata)
     if not boxed:
         return Content(file)
-    return Content(file, (boxed_file(file, boxed, [file.store]),), list(datasets))
-
-
-def _named(structure: Structure, root: str | None, path: str) -> dict[str, Dataset]:
-    """Return the datasets below a container by their names there."""
-    paths: dict[str, tuple[str, ...]] = {}
-    for steps in structure.datasets:
-        if paths.setdefault(".".join(steps), steps) is not steps:
-            raise FormatError(f"two datasets are named {show('.'.join(steps))}", path)
-    return {known: structure.datasets[paths[name]] for name, known in names_below(paths, root, path).items()}
+    return Content(file, (boxed_file(file, boxed, [file.store]),), list(names.values()))
 
 
 def _boxed(name: str, dataset: Dataset, file: WeightFile) -> BoxedListing:
-    """Return a dataset with its chunks."""
-    value = dataset.value
+    """Return a dataset with its chunks, if they can be unpacked into memory that they justify."""
+    value, nbytes = dataset.value, dataset.chunk_nbytes
     if value is not None:
         return in_one_box(dataset.row, dataset.shape, lambda: value)
-    _check_filters(dataset, file.path, name)
+    if nbytes > MAX_CHUNK:
+        text = f": its chunks have {nbytes:,} bytes, the limit is {MAX_CHUNK:,}"
+        raise error_about(LimitError, text, path=file.path, tensor=name)
+    cut = any(n % count for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
     strides = c_strides(dataset.chunk_shape, dataset.itemsize)
     boxes: list[Box] = []
     for chunk in dataset.chunks:
+        text, expected = "", nbytes + 4 * chunk.filters.count(FLETCHER32)
+        if DEFLATE in chunk.filters:
+            if nbytes > chunk.size * MAX_RATIO:
+                text = f": {chunk.size:,} bytes cannot inflate to a chunk of {nbytes:,}"
+        elif chunk.size != expected:
+            text = f": the chunk at {list(chunk.offsets)} has {chunk.size:,} bytes, expected {expected:,}"
+        elif cut and chunk.filters == (SHUFFLE,):
+            raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")
+        if text:
+            raise error_about(FormatError, text, path=file.path, offset=chunk.begin, tensor=name)
         sizes = tuple(min(c, n - o) for c, n, o in zip(dataset.chunk_shape, dataset.shape, chunk.offsets, strict=True))
         stored: Stored = partial(_unpacked_chunk, file, name, dataset, chunk, sizes)
         if dataset.swap == 1 and not chunk.filters:
             stored = Region(file.store, chunk.begin, strides)
         boxes.append(Box(chunk.offsets, sizes, stored))
     return BoxedListing(dataset.row, dataset.shape, boxes)
-
-
-def _check_filters(dataset: Dataset, path: str, name: str) -> None:
-    """Refuse a dataset whose chunks could not be unpacked, or only into more memory than they justify."""
-    nbytes = dataset.chunk_nbytes
-    if nbytes > MAX_CHUNK:
-        text = f": its chunks have {nbytes:,} bytes, the limit is {MAX_CHUNK:,}"
-        raise error_about(LimitError, text, path=path, tensor=name)
-    cut = any(n % count for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
-    for chunk in dataset.chunks:
-        text, stored = "", nbytes + 4 * chunk.filters.count(FLETCHER32)
-        if DEFLATE in chunk.filters:
-            if nbytes > chunk.size * MAX_RATIO:
-                text = f": {chunk.size:,} bytes cannot inflate to a chunk of {nbytes:,}"
-        elif chunk.size != stored:
-            text = f": the chunk at {list(chunk.offsets)} has {chunk.size:,} bytes, expected {stored:,}"
-        elif cut and chunk.filters == (SHUFFLE,):
-            raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")
-        if text:
-            raise error_about(FormatError, text, path=path, offset=chunk.begin, tensor=name)
 
 
 def _unpacked_chunk(file: WeightFile, name: str, dataset: Dataset, chunk: FileChunk, sizes: tuple[int, ...]) -> Array:
@@ -225,17 +222,6 @@ def fletcher32(content: Array) -> int:
     return second << 16 | first
 
 
-def _metadata(structure: Structure) -> Mapping[str, Any]:
-    """Return the attributes of the root, or of ``model_weights``; objects in JSON are parsed."""
-    texts = {**structure.attributes.get((_MODEL_WEIGHTS,), {}), **structure.attributes.get((), {})}
-    metadata: dict[str, Any] = {key: texts[key] for key in _METADATA if key in texts}
-    for key, text in metadata.items():
-        if text.lstrip().startswith("{"):
-            with suppress(ValueError, RecursionError):
-                metadata[key] = json.loads(text)
-    return metadata
-
-
 WEIGHTS = "model.weights.h5"
 _NPZ = "model.weights.npz"
 _CONFIG, _ARCHIVE_METADATA = "config.json", "metadata.json"
@@ -263,20 +249,17 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     table = opened.file.table
     assert isinstance(table, ListedTable)
     table.add_metadata(metadata)
-    return opened._replace(metadata=table.metadata() or {}, notes=[*opened.notes, *_archive_notes(archive)])
+    known = {WEIGHTS, _CONFIG, _ARCHIVE_METADATA}
+    skipped = [name for name in archive.entries if name not in known and not name.endswith("/")]
+    more = f" and {len(skipped) - 1:,} more" if len(skipped) > 1 else ""
+    notes = [f"not read: {show(name)[1:-1]}{more}" for name in skipped[:1]]
+    return opened._replace(metadata=table.metadata() or {}, notes=[*opened.notes, *notes])
 
 
 def _unpacked(file: WeightFile, archive: Archive, request: OpenRequest) -> Opened:
     """Open compressed weights, unpacked into a temporary file."""
     check_whole(file, "compressed weights of a .keras archive must be unpacked as a whole")
-    archive.check_packed(WEIGHTS)
-
-    def write(out: BinaryIO, path: str) -> None:
-        reserve(out.fileno(), archive.entries[WEIGHTS].size, path)
-        for chunk in archive.inflate(WEIGHTS):
-            out.write(chunk)
-
-    temporary = open_temporary("safeload-keras-", write, shown=file.path)
+    temporary, _ = npz.unpacked(archive, [WEIGHTS], file, "safeload-keras-")
     try:
         unpacked = Candidate(temporary)
         row = find_row(unpacked, request)
@@ -288,15 +271,6 @@ def _unpacked(file: WeightFile, archive: Archive, request: OpenRequest) -> Opene
         raise
     file.close()
     return opened_file(row.name, content)._replace(title=file.path)
-
-
-def _archive_notes(archive: Archive) -> list[str]:
-    known = {WEIGHTS, _CONFIG, _ARCHIVE_METADATA}
-    skipped = [name for name in archive.entries if name not in known and not name.endswith("/")]
-    if not skipped:
-        return []
-    more = f" and {len(skipped) - 1:,} more" if len(skipped) > 1 else ""
-    return [f"not read: {show(skipped[0])[1:-1]}{more}"]
 
 
 # ---- the structure of a file ----
@@ -311,6 +285,8 @@ MAX_CHUNKS = 2_000_000
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
 _FILTERS = {4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf", 32001: "blosc", 32015: "zstd"}
 
+# Errors of h5py for malformed files.
+_ERRORS = (SafeloadError, OSError, KeyError, ValueError, RuntimeError, TypeError, OverflowError, MemoryError)
 # Sizes and fields of floats: sign, exponent, bits of the exponent, mantissa, bits of the mantissa; bias.
 _FLOATS = {
     (2, (15, 10, 5, 0, 10), 15): "F16",
@@ -358,7 +334,6 @@ class Dataset:
     chunk_shape: tuple[int, ...] = ()
     chunks: list[FileChunk] = field(default_factory=list)
     shuffled: int = 1  # bytes of an element, as the shuffle filter counts
-    unknown: Unknown | None = None  # the dataset cannot be read
 
     @property
     def itemsize(self) -> int:
@@ -373,61 +348,64 @@ class Dataset:
         return prod(self.chunk_shape) * self.itemsize
 
 
-def read_structure(file: WeightFile) -> Structure:
-    """Return the groups and datasets of a file."""
-    try:
-        import h5py
-    except ImportError as error:
-        text = "Keras files (HDF5) need h5py, which is not installed: pip install h5py"
-        raise not_installed(error, text, "h5py") from None
-    stream = FileStream(file)
-    try:
-        with h5py.File(stream, "r") as opened:
-            plist = opened.id.get_create_plist()
-            if plist.get_userblock() or tuple(plist.get_sizes()) != (8, 8):
-                text = "the HDF5 file has a user block, or addresses of another size than 8 bytes"
-                raise error_about(UnsupportedError, text, path=file.path)
-            return Structure(h5py, file, opened.id)
-    except (SafeloadError, OSError, KeyError, ValueError, RuntimeError, TypeError, OverflowError, MemoryError) as error:
-        if stream.failures:
-            raise stream.failures.pop() from None
-        if isinstance(error, SafeloadError):
-            raise
-        cause = show(str(error))[1:-1] if str(error) else type(error).__name__
-        raise FormatError(f"this is an HDF5 file that libhdf5 cannot read: {cause}", file.path, 0) from None
-
-
 class Structure:
     """The content of a file, found by a walk over its hard links."""
 
-    def __init__(self, h5py: Any, file: WeightFile, root: Any) -> None:
-        self.datasets: dict[tuple[str, ...], Dataset] = {}  # by the names of a path
+    def __init__(self, file: WeightFile) -> None:
+        self.datasets: dict[tuple[str, ...], Dataset | Unknown] = {}  # by the names of a path
         self.attributes: dict[tuple[str, ...], dict[str, str]] = {}  # texts, by path of the group
-        self._h5py, self._file, self._path = h5py, file, file.path
+        self._file, self._path = file, file.path
         self._groups: set[int] = set()  # addresses
-        self._known: dict[int, Dataset] = {}  # by address
-        self._links: dict[tuple[str, ...], str] = {}  # kinds of links, which are not followed
+        self._known: dict[int, Dataset | Unknown] = {}  # by address
         self._objects = self._chunks = self._stored = 0
-        self._read(root)
+        try:
+            import h5py
+        except ImportError as error:
+            text = "Keras files (HDF5) need h5py, which is not installed: pip install h5py"
+            raise not_installed(error, text, "h5py") from None
+        self._h5py: Any = h5py
+        stream = FileStream(file)
+        try:
+            with h5py.File(stream, "r") as opened:
+                plist = opened.id.get_create_plist()
+                if plist.get_userblock() or tuple(plist.get_sizes()) != (8, 8):
+                    text = "the HDF5 file has a user block, or addresses of another size than 8 bytes"
+                    raise error_about(UnsupportedError, text, path=file.path)
+                self._read(opened.id)
+        except _ERRORS as error:
+            if stream.failures:
+                raise stream.failures.pop() from None
+            if isinstance(error, SafeloadError):
+                raise
+            cause = show(str(error))[1:-1] if str(error) else type(error).__name__
+            raise FormatError(f"this is an HDF5 file that libhdf5 cannot read: {cause}", file.path, 0) from None
 
     def _read(self, root: Any) -> None:
-        self._groups.add(self._h5py.h5o.get_info(root).addr)
-        levels = [iter(self._children((), root))]
-        while levels:  # a stack instead of recursion: files choose the depth
-            step = next(levels[-1], None)
-            if step is None:
-                levels.pop()
-                continue
-            path, item = step
+        h5l, h5o = self._h5py.h5l, self._h5py.h5o
+        waiting: list[tuple[tuple[str, ...], Any, bytes]] = [((), root, b"")]
+        while waiting:  # instead of recursion: files choose the depth
+            path, item, name = waiting.pop()
+            if name:
+                try:
+                    path = (*path, name.decode())
+                except UnicodeDecodeError:
+                    raise FormatError(f"the name of a link is not UTF-8: {show(name)}", self._path) from None
+                if sum(map(len, path)) + len(path) > MAX_PATH:
+                    raise self._limit(f"a path is longer than {MAX_PATH:,} characters")
+                kind = item.links.get_info(name).type
+                kinds = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
+                item = h5o.open(item, name) if kind == h5l.TYPE_HARD else kinds.get(kind, "a link of an unknown kind")
             if isinstance(item, self._h5py.h5g.GroupID):
-                address = self._h5py.h5o.get_info(item).addr
+                address = h5o.get_info(item).addr
                 if address in self._groups:
                     raise self._unsupported(path, "is a group that is linked twice")
                 self._groups.add(address)
                 if len(path) > MAX_DEPTH:
                     raise self._limit(f"groups are nested more than {MAX_DEPTH} deep")
-                levels.append(iter(self._children(path, item)))
-            elif item is None or isinstance(item, self._h5py.h5d.DatasetID):
+                waiting += [(path, item, inner) for inner in reversed(self._names(path, item))]
+            elif isinstance(item, str):
+                self.datasets[path] = Unknown(item, (), "is not followed")
+            elif isinstance(item, self._h5py.h5d.DatasetID):
                 self.datasets[path] = self._dataset(path, item)
             elif not isinstance(item, self._h5py.h5t.TypeID):  # named types hold no values
                 raise self._unsupported(path, "is neither a group nor a dataset")
@@ -443,8 +421,8 @@ class Structure:
 
     # ---- groups ----
 
-    def _children(self, path: tuple[str, ...], group: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """Yield the objects in a group: those that its lists name first."""
+    def _names(self, path: tuple[str, ...], group: Any) -> list[bytes]:
+        """Read the attributes of a group, and return its names: those that its lists name first."""
         names: list[bytes] = []
 
         def add(name: bytes) -> bool | None:
@@ -455,32 +433,16 @@ class Structure:
         group.links.iterate(add)
         if self._objects > MAX_OBJECTS:
             raise self._limit(f"the file has more than {MAX_OBJECTS:,} objects")
-        for name in self._in_order(path, group, names):
-            try:
-                text = name.decode()
-            except UnicodeDecodeError:
-                raise FormatError(f"the name of a link is not UTF-8: {show(name)}", self._path) from None
-            inner = (*path, text)
-            if sum(map(len, inner)) + len(inner) > MAX_PATH:
-                raise self._limit(f"a path is longer than {MAX_PATH:,} characters")
-            kind, h5l = group.links.get_info(name).type, self._h5py.h5l
-            if kind == h5l.TYPE_HARD:
-                yield inner, self._h5py.h5o.open(group, name)
-            else:
-                kinds = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
-                self._links[inner] = kinds.get(kind, "a link of an unknown kind")
-                yield inner, None
-
-    def _in_order(self, path: tuple[str, ...], group: Any, names: list[bytes]) -> list[bytes]:
-        """Read the attributes of a group, and return its names in the order of its list."""
         attributes = texts_of(self._file, self._h5py.h5o.get_info(group).addr, _GROUP_TEXTS)
         texts = {key: value.decode("utf-8", "replace") for key, value in attributes.items() if type(value) is bytes}
         if texts and len(path) < 2:
             self.attributes[path] = texts
         known = dict.fromkeys(names)
         first: dict[bytes, None] = {}
-        for key in _LISTS:
-            for listed in _listed(attributes, key):
+        for key in _LISTS:  # a list, or its numbered parts
+            parts = [key] if key in attributes else [f"{key}{number}" for number in range(len(attributes))]
+            values = [value for part in parts if isinstance(value := attributes.get(part), list)]
+            for listed in chain.from_iterable(values):
                 top = listed.split(b"/")[0]
                 if top not in known or not self._h5py.h5l.LinkProxy.exists(group.links, top):
                     text = f"{key} lists {show(listed)}, which is not in {show('/'.join(path) or '/')}"
@@ -504,9 +466,7 @@ class Structure:
 
     # ---- datasets ----
 
-    def _dataset(self, path: tuple[str, ...], item: Any) -> Dataset:
-        if item is None:
-            return _unreadable(self._links[path], (), "is not followed")
+    def _dataset(self, path: tuple[str, ...], item: Any) -> Dataset | Unknown:
         address = self._h5py.h5o.get_info(item).addr
         dataset = self._known.get(address)
         if dataset is not None:
@@ -525,7 +485,7 @@ class Structure:
             self._locate(path, item, dataset)
         except UnsupportedError as error:
             self._stored, self._chunks = before
-            dataset = _unreadable(label, tuple(shape), str(error), is_tensor=kind.get_class() != self._h5py.h5t.STRING)
+            dataset = Unknown(label, tuple(shape), str(error), kind.get_class() != self._h5py.h5t.STRING)
         self._known[address] = dataset
         return dataset
 
@@ -589,21 +549,17 @@ class Structure:
                 raise UnsupportedError("was never written, so it has no values of its own")
             self._take(path, dataset.begin, dataset.nbytes)
         elif layout == h5d.COMPACT:
-            self._compact(item, dataset)
+            value, space = np.empty(dataset.shape, np.dtype((np.void, dataset.itemsize))), self._h5py.h5s.ALL
+            item.read(space, space, value, mtype=item.get_type())
+            flat = np.frombuffer(value.tobytes(), np.uint8)
+            self._stored += len(flat)
+            dataset.value = np.ascontiguousarray(flat.reshape(-1, dataset.swap)[:, ::-1]).reshape(-1)
         else:
             dataset.chunk_shape = tuple(plist.get_chunk())
             for number, _, values, _ in filters:
                 if number == SHUFFLE:
                     dataset.shuffled = values[0] if values and 0 < values[0] <= 1 << 16 else dataset.itemsize
             self._read_chunks(path, item, dataset, [number for number, *_ in filters])
-
-    def _compact(self, item: Any, dataset: Dataset) -> None:
-        value = np.empty(dataset.shape, np.dtype((np.void, dataset.itemsize)))
-        all_ = self._h5py.h5s.ALL
-        item.read(all_, all_, value, mtype=item.get_type())
-        flat = np.frombuffer(value.tobytes(), np.uint8)
-        self._stored += len(flat)
-        dataset.value = np.ascontiguousarray(flat.reshape(-1, dataset.swap)[:, ::-1]).reshape(-1)
 
     def _read_chunks(self, path: tuple[str, ...], item: Any, dataset: Dataset, filters: list[int]) -> None:
         counts = [-(-n // count) for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True)]
@@ -638,19 +594,6 @@ class Structure:
         self._stored += size
 
 
-def _unreadable(label: str, shape: tuple[int, ...], reason: str, *, is_tensor: bool = True) -> Dataset:
-    return Dataset(dtypes.BY_CODE["U8"], (0,), 1, begin=0, unknown=Unknown(label, shape, reason, is_tensor))
-
-
-def _listed(attributes: Mapping[str, bytes | list[bytes]], key: str) -> Iterator[bytes]:
-    """Yield the names in an attribute, or in its numbered parts."""
-    parts = [key] if key in attributes else [f"{key}{number}" for number in range(len(attributes))]
-    for part in parts:
-        value = attributes.get(part)
-        if isinstance(value, list):
-            yield from value
-
-
 def _usual(h5t: Any, kind: Any) -> bool:
     """Return True if the bytes of a number are in one of the two usual orders."""
     return kind.get_size() == 1 or kind.get_order() in (h5t.ORDER_LE, h5t.ORDER_BE)
@@ -674,11 +617,18 @@ _REFERENCE, _OBJECT = struct.Struct("<IQI"), struct.Struct("<HH4xQ")
 def texts_of(file: WeightFile, address: int, names: frozenset[str]) -> dict[str, bytes | list[bytes]]:
     """Return the attributes that hold a text or a list of texts; a number can follow a name, as in ``layer_names0``."""
     attributes: dict[str, bytes | list[bytes]] = {}
-    for kind, flags, data in _messages(file, address):
-        parts = _parts_of(data) if kind == _ATTRIBUTE and not flags & _SHARED else None
-        if parts is not None:
-            name = parts[0].partition(b"\0")[0].decode("utf-8", "replace")
-            value = _value_of(file, parts, name) if name.rstrip("0123456789") in names else None
+    for message, flags, data in _messages(file, address):
+        if message != _ATTRIBUTE or flags & _SHARED or len(data) < 8:
+            continue
+        if data[0] not in (1, 2, 3) or (data[0] > 1 and data[1]):  # flags say that type or space are elsewhere
+            continue
+        parts, at = [], 9 if data[0] == 3 else 8
+        for size in struct.unpack_from("<HHH", data, 2):
+            parts.append(data[at : at + size])
+            at += size + (-size % 8 if data[0] == 1 else 0)
+        name = parts[0].partition(b"\0")[0].decode("utf-8", "replace")
+        if name.rstrip("0123456789") in names:
+            value = _value_of(file, parts[1], parts[2], data[at:], name)
             if value is not None:
                 attributes[name] = value
     return attributes
@@ -719,25 +669,10 @@ def _messages(file: WeightFile, address: int) -> Iterator[tuple[int, int, bytes]
             at += length + size
 
 
-def _parts_of(data: bytes) -> tuple[bytes, bytes, bytes, bytes] | None:
-    """Return name, type, space and value of an attribute; None for an unknown version."""
-    if len(data) < 8 or data[0] not in (1, 2, 3) or (data[0] > 1 and data[1]):
-        return None  # flags say that type or space are elsewhere
-    sizes = struct.unpack_from("<HHH", data, 2)
-    at = 9 if data[0] == 3 else 8
-    parts = []
-    for size in sizes:
-        parts.append(data[at : at + size])
-        at += size + (-size % 8 if data[0] == 1 else 0)
-    name, kind, space = parts
-    return name, kind, space, data[at:]
-
-
-def _value_of(file: WeightFile, parts: Sequence[bytes], name: str) -> bytes | list[bytes] | None:
+def _value_of(file: WeightFile, kind: bytes, space: bytes, value: bytes, name: str) -> bytes | list[bytes] | None:
     """Return the text or texts of an attribute; None if it holds something else."""
-    if len(parts[1]) < 8 or len(parts[2]) < 4:
+    if len(kind) < 8 or len(space) < 4:
         return None
-    _, kind, space, value = parts
     rank = space[1]
     at = 8 if space[0] == 1 else 4
     if rank > 1 or len(space) < at + 8 * rank or (space[0] == 2 and space[3] == 2):

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import array_fits, check_mapping, not_an_array, refuse_masked
+from ..base.arrays import Array, array_fits, check_mapping
 from ..base.messages import encode, error_about
 from ..base.paths import PathLike
-from ..base.text import check_name, show, tensor_named
+from ..base.text import show
 from ..engine.read.lazy import Lazy, materialize
 from ..engine.run.atomic_file import AtomicFile
 from ..engine.run.memory import address_of
-from ..engine.run.weight_file import WeightFile
 from ..errors import LimitError, SafeloadError, UnsupportedError
 from .byte_reader import ByteReader
+from .npy import plain_array
 from .registry import Candidate, Content, OpenRequest, StoredTensor
 
 MAGIC = 0x4D4F4F4E
@@ -49,57 +49,48 @@ _F16 = dtypes.BY_CODE["F16"]
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the tensors of an open file in file order."""
-    file = candidate.file
-    reader = ByteReader(file)
+    reader = ByteReader(candidate.file)
     magic, version = _HEAD.unpack(reader.take(_HEAD.size, "the MOON header"))
     if magic != MAGIC:
         raise reader.fault(f"magic is {magic:#010x}, expected {MAGIC:#010x}", 0)
     if version != VERSION:
         raise reader.fault(f"version is {version}, but only {VERSION} is supported", 4)
-    return candidate.content(_entries(reader, file))
+    return candidate.content(_entries(reader))
 
 
-def _entries(reader: ByteReader, file: WeightFile) -> Iterator[StoredTensor]:
+def _entries(reader: ByteReader) -> Iterator[StoredTensor]:
+    """Read the header of each tensor and skip its elements."""
     names: set[str] = set()
-    while reader.position < file.size:
+    while reader.position < reader.file.size:
         if len(names) == MAX_TENSORS:
-            raise error_about(LimitError, f"the file has more than {MAX_TENSORS} tensors", path=file.path)
+            raise error_about(LimitError, f"the file has more than {MAX_TENSORS} tensors", path=reader.file.path)
         begin = reader.position
-        entry = _read_entry(reader, file.size)
-        if entry.name in names:
-            raise reader.fault(f"duplicate tensor {show(entry.name)}", begin)
-        names.add(entry.name)
-        yield entry
-
-
-def _read_entry(reader: ByteReader, file_size: int) -> StoredTensor:
-    """Read the header of a tensor and skip its elements."""
-    begin = reader.position
-    name_size, rank, count = _ENTRY.unpack(reader.take(_ENTRY.size, "the head of a tensor"))
-    if not 1 <= name_size <= MAX_NAME:
-        raise reader.fault(f"a name of {name_size} bytes, but MOON allows 1 to {MAX_NAME}", begin)
-    if rank > MAX_DIMS:
-        raise reader.fault(f"a tensor of {rank} dims, but MOON allows at most {MAX_DIMS}", begin + 4)
-    raw = reader.take(name_size, "a name")
-    try:
-        name = raw.decode()
-    except UnicodeDecodeError as error:
-        raise reader.fault(f"a name is not UTF-8: {error.reason}", begin + _ENTRY.size + error.start) from None
-    shape = struct.unpack(f"<{rank}Q", reader.take(8 * rank, f"the shape of tensor {show(name)}"))
-    product = math.prod(shape)
-    if product != count:
-        hint = ": it looks like a byte count" if count == 2 * product else ""
-        text = f"has {count} elements, but the product of {list(shape)} is {product}{hint}"
-        raise reader.fault(text, begin + 8, name)
-    end = reader.position + 2 * count
-    if end > file_size:
-        left = file_size - reader.position
-        raise reader.fault(f"of F16 {list(shape)} needs {2 * count} bytes, but {left} are left", tensor=name)
-    if not array_fits(shape, 2):  # reachable only with a dim of zero
-        raise reader.fault(f": no array can have the shape {list(shape)}", begin + 12 + name_size, name)
-    tensor = StoredTensor(name, _F16.code, shape, reader.position)
-    reader.position = end
-    return tensor
+        name_size, rank, count = _ENTRY.unpack(reader.take(_ENTRY.size, "the head of a tensor"))
+        if not 1 <= name_size <= MAX_NAME:
+            raise reader.fault(f"a name of {name_size} bytes, but MOON allows 1 to {MAX_NAME}", begin)
+        if rank > MAX_DIMS:
+            raise reader.fault(f"a tensor of {rank} dims, but MOON allows at most {MAX_DIMS}", begin + 4)
+        raw = reader.take(name_size, "a name")
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError as error:
+            raise reader.fault(f"a name is not UTF-8: {error.reason}", begin + _ENTRY.size + error.start) from None
+        shape = struct.unpack(f"<{rank}Q", reader.take(8 * rank, f"the shape of tensor {show(name)}"))
+        product = math.prod(shape)
+        if product != count:
+            hint = ": it looks like a byte count" if count == 2 * product else ""
+            text = f"has {count} elements, but the product of {list(shape)} is {product}{hint}"
+            raise reader.fault(text, begin + 8, name)
+        offset, left = reader.position, reader.file.size - reader.position
+        if 2 * count > left:
+            raise reader.fault(f"of F16 {list(shape)} needs {2 * count} bytes, but {left} are left", tensor=name)
+        if not array_fits(shape, 2):  # reachable only with a dim of zero
+            raise reader.fault(f": no array can have the shape {list(shape)}", begin + 12 + name_size, name)
+        if name in names:
+            raise reader.fault(f"duplicate tensor {show(name)}", begin)
+        reader.position += 2 * count
+        names.add(name)
+        yield StoredTensor(name, _F16.code, shape, offset)
 
 
 # ---- write ----
@@ -115,14 +106,11 @@ def write(
 ) -> None:
     """Write a MOON file in the order of ``tensors``; see `safeload.moon.save_file`. MOON has no metadata."""
     check_mapping(tensors, "tensors")
-    tensors = {name: np.asarray(v) if isinstance(v, np.generic) else v for name, v in tensors.items()}
-    heads = [_entry(name, value) for name, value in tensors.items()]
-    size = _HEAD.size + sum(
-        len(head) + 2 * math.prod(value.shape) for head, value in zip(heads, tensors.values(), strict=True)
-    )
+    entries = [_entry(name, value) for name, value in tensors.items()]
+    size = _HEAD.size + sum(len(head) + 2 * math.prod(value.shape) for head, value in entries)
     with AtomicFile(path, size, overwrite=overwrite, durable=durable) as file:
         _write(file, _HEAD.pack(MAGIC, VERSION))
-        for head, value in zip(heads, tensors.values(), strict=True):
+        for head, value in entries:
             _write(file, head)
             array = np.ascontiguousarray(materialize(value), "<f2")
             if array.size:
@@ -135,15 +123,9 @@ def _write(file: AtomicFile, data: bytes) -> None:
     file.write([(address_of(array), array.nbytes)])
 
 
-def _entry(name: Any, value: Any) -> bytes:
-    """Return the bytes before a tensor's elements."""
-    check_name(name)
-    if not isinstance(value, (np.ndarray, Lazy)):
-        if not hasattr(value, "scheme"):
-            raise not_an_array(tensor_named(name), value)
-        text = f'is {value.scheme}; MOON holds only float16 arrays: pass dtype="float16"'
-        raise error_about(UnsupportedError, text, tensor=name)
-    refuse_masked(value, tensor_named(name))
+def _entry(name: Any, value: Any) -> tuple[bytes, Array | Lazy]:
+    """Return the bytes before a tensor's elements, and the array, checked."""
+    value = plain_array(name, value, '; MOON holds only float16 arrays: pass dtype="float16"')
     if value.dtype.newbyteorder("=") != np.float16:
         row = dtypes.row_of(value.dtype)
         advice = 'pass dtype="float16"' if row is not None and row.floating else "leave it out"
@@ -157,4 +139,5 @@ def _entry(name: Any, value: Any) -> bytes:
     ):
         if not fits:
             raise error_about(SafeloadError, f"has {text}", tensor=name)
-    return _ENTRY.pack(len(raw), len(value.shape), count) + raw + struct.pack(f"<{len(value.shape)}Q", *value.shape)
+    head = _ENTRY.pack(len(raw), len(value.shape), count) + raw
+    return head + struct.pack(f"<{len(value.shape)}Q", *value.shape), value

@@ -60,23 +60,18 @@ _DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.AS
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the table of an open file: one tensor, or those in a pickle of Python objects."""
     file = candidate.file
-    begin = _objects_at(file)
-    if begin is not None:
+    try:
+        raw, begin = find_header(file, 0, file.size)
+        pickled = parse_header(raw)[0].hasobject
+    except HEADER_ERRORS:  # `read_array` says more
+        pickled = False
+    if pickled:
         from .pickle_file import read_tables  # only here: most arrays hold numbers
         from .torch.tensors import content_of
 
         return content_of(file, request, lambda request: read_tables(file, request, begin))
     file.table = ListedTable([read_array(file, NAME, 0, file.size)])
     return Content(file)
-
-
-def _objects_at(file: WeightFile) -> int | None:
-    """Return the first byte of the pickle in an array of Python objects; None for other arrays."""
-    try:
-        raw, size = find_header(file, 0, file.size)
-        return size if parse_header(raw)[0].hasobject else None
-    except HEADER_ERRORS:
-        return None
 
 
 def read_array(file: WeightFile, name: str, begin: int, size: int, *, entry: bool = False) -> Listing:
@@ -86,8 +81,7 @@ def read_array(file: WeightFile, name: str, begin: int, size: int, *, entry: boo
         raw, header_size = find_header(file, begin, size)
         dtype, fortran, shape = parse_header(raw)
     except HEADER_ERRORS as error:
-        message = f"{subject}: its npy header cannot be read: {show(str(error))}"
-        raise FormatError(message, file.path, begin) from None
+        raise FormatError(f"{subject}: its npy header cannot be read: {show(str(error))}", file.path, begin) from None
     possible = all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
     if possible and 0 in shape:
         possible = array_fits(shape, dtype.itemsize)
@@ -122,7 +116,8 @@ def find_header(file: Readable, begin: int, size: int) -> tuple[bytes, int]:
         raise ValueError("it does not begin with the npy magic number")
     if head[6] not in (1, 2, 3) or head[7] != 0:
         raise ValueError(f"unknown npy version {head[6]}.{head[7]}")
-    end = _start(head) + int.from_bytes(head[8 : _start(head)], "little")
+    start = 10 if head[6] == 1 else 12
+    end = start + int.from_bytes(head[8:start], "little")
     if end > min(size, _HEADER_SIZE):
         raise ValueError(f"its size of {end} bytes exceeds the limit")
     if end > len(head):
@@ -130,16 +125,12 @@ def find_header(file: Readable, begin: int, size: int) -> tuple[bytes, int]:
     return head[:end], end
 
 
-def _start(head: bytes) -> int:
-    """Return the position of the text in a header."""
-    return 10 if head[6] == 1 else 12
-
-
 # Cached because archives hold many arrays of few shapes.
 @lru_cache(maxsize=256)
 def parse_header(head: bytes) -> tuple[np.dtype[Any], bool, tuple[Any, ...]]:
     """Return dtype, Fortran order and shape. Headers of Python 2, which numpy repairs with a warning, are refused."""
-    fields = ast.literal_eval(head[_start(head) :].decode("latin1" if head[6] < 3 else "utf-8"))
+    text = head[10 if head[6] == 1 else 12 :].decode("latin1" if head[6] < 3 else "utf-8")
+    fields = ast.literal_eval(text)
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("it must have the keys descr, fortran_order and shape")
     if not isinstance(fields["fortran_order"], bool) or not isinstance(fields["shape"], tuple):
@@ -181,17 +172,21 @@ def write(
 
 def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
     """Return the array to write, checked."""
+    array = plain_array(name, value, f', which {format} does not support: pass dtype="float32"')
+    if np.dtype(array.dtype.type).isbuiltin != 1 or array.dtype.kind not in "biufc":
+        advice = ': pass dtype="float32"' if dtypes.row_of(array.dtype) else ""
+        text = f"is {dtypes.shown(array.dtype)}, which {format} does not support{advice}"
+        raise error_about(UnsupportedError, text, tensor=name)
+    return array
+
+
+def plain_array(name: Any, value: Any, advice: str) -> Array | Lazy:
+    """Return the array to write; ``advice`` is for quantized tensors."""
     check_name(name)
-    if isinstance(value, np.generic):
-        value = np.asarray(value)
-    if not isinstance(value, (np.ndarray, Lazy)):
-        if not hasattr(value, "scheme"):
+    array: Array | Lazy = np.asarray(value) if isinstance(value, np.generic) else value
+    if not isinstance(array, (np.ndarray, Lazy)):
+        if not hasattr(array, "scheme"):
             raise not_an_array(tensor_named(name), value)
-        text = f'is {value.scheme}, which {format} does not support: pass dtype="float32"'
-        raise error_about(UnsupportedError, text, tensor=name)
-    refuse_masked(value, tensor_named(name))
-    if np.dtype(value.dtype.type).isbuiltin != 1 or value.dtype.kind not in "biufc":
-        advice = ': pass dtype="float32"' if dtypes.row_of(value.dtype) else ""
-        text = f"is {dtypes.shown(value.dtype)}, which {format} does not support{advice}"
-        raise error_about(UnsupportedError, text, tensor=name)
-    return value
+        raise error_about(UnsupportedError, f"is {array.scheme}{advice}", tensor=name)
+    refuse_masked(array, tensor_named(name))
+    return array

@@ -7,6 +7,7 @@ is opened.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from ..base.arrays import check_mapping
 from ..base.messages import encode, error_about
 from ..base.paths import PathLike
-from ..base.table import ListedTable
+from ..base.table import ListedTable, Listing
 from ..base.text import show
 from ..engine.read.lazy import materialize
 from ..engine.run.atomic_file import AtomicFile, reserve
@@ -65,41 +66,39 @@ def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
         for name in names:
             archive.locate(name)
         archive.check_overlap()
-        return _unpacked(archive, names, file)
+        opened, begins = unpacked(archive, names, file, "safeload-npz-")
+        opened.table = ListedTable([*map(partial(_array, archive, opened), names, begins)])
+        file.close()
+        return opened
     arrays = []
     for name in names:
         archive.check_stored(name)
-        begin = archive.locate(name)
-        size = archive.entries[name].size
-        arrays.append(read_array(file, name.removesuffix(SUFFIX), begin, size, entry=True))
+        arrays.append(_array(archive, file, name, archive.locate(name)))
     archive.check_overlap()
     file.table = ListedTable(arrays)
     return file
 
 
-def _unpacked(archive: Archive, names: list[str], file: WeightFile) -> WeightFile:
-    """Unpack entries into an unnamed temporary file, close the archive and return the file with its table."""
-    places, size = [], 0
+def _array(archive: Archive, file: WeightFile, name: str, begin: int) -> Listing:
+    return read_array(file, name.removesuffix(SUFFIX), begin, archive.entries[name].size, entry=True)
+
+
+def unpacked(archive: Archive, names: list[str], file: WeightFile, prefix: str) -> tuple[WeightFile, list[int]]:
+    """Unpack entries into an unnamed temporary file; return it, and where each entry begins."""
+    begins, size = [], 0
     for name in names:
         archive.check_packed(name)
-        places.append(size)
+        begins.append(size)
         size += archive.entries[name].size + -archive.entries[name].size % _ALIGNMENT
 
     def write(out: BinaryIO, path: str) -> None:
         reserve(out.fileno(), size, path)  # fails before writing if the disk is too small
-        for name, begin in zip(names, places, strict=True):
+        for name, begin in zip(names, begins, strict=True):
             out.write(bytes(begin - out.tell()))
             for chunk in archive.inflate(name):
                 out.write(chunk)
 
-    unpacked = open_temporary("safeload-npz-", write, shown=file.path)
-    arrays = [
-        read_array(unpacked, name.removesuffix(SUFFIX), begin, archive.entries[name].size, entry=True)
-        for name, begin in zip(names, places, strict=True)
-    ]
-    unpacked.table = ListedTable(arrays)
-    file.close()
-    return unpacked
+    return open_temporary(prefix, write, shown=file.path), begins
 
 
 # ---- write ----

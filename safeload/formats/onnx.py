@@ -39,7 +39,8 @@ https://protobuf.dev/programming-guides/encoding/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -83,90 +84,6 @@ class Field(NamedTuple):
     end: int  # one past the last byte
 
 
-class WireReader(ByteReader):
-    """Reads the fields of messages in a file."""
-
-    def __init__(self, file: WeightFile) -> None:
-        super().__init__(file)
-        self._fields = self._text = 0
-
-    def fields(self, begin: int, end: int, message: str) -> Iterator[Field]:
-        """Iterate over the fields of a message; the caller may read elsewhere in between."""
-        at = begin
-        while at < end:
-            self.position = at
-            data = self.peek(min(_BLOCK, end - at))
-            low, rest = 0, end - at
-            while low < len(data):
-                tag, first = data[low], low + 1  # most numbers have one byte
-                if tag >= 0x80:
-                    tag, first = _varint(data, low)
-                wire, value, begin = tag & 7, 0, first
-                if first and wire in (BYTES, VARINT):
-                    value, first = _varint(data, first)
-                    begin = first if wire == BYTES else begin
-                if not first and len(data) < rest and low:
-                    break  # the field continues beyond the block
-                stop = self._end_of(tag, first, value, message, (at + low, rest))
-                self._fields += 1
-                if self._fields > MAX_FIELDS:
-                    raise self.limit(f"the file has more than {MAX_FIELDS:,} fields", at + low)
-                yield Field(tag >> 3, wire, value, at + begin, at + stop)
-                low = stop
-            at += low
-
-    def _end_of(self, tag: int, first: int, value: int, message: str, block: tuple[int, int]) -> int:
-        """Return the end of a field in its block, after checking the field."""
-        position, rest = block  # the field's byte in the file; bytes from the block's start to the message's end
-        number, wire = tag >> 3, tag & 7
-        if not first:  # else the first byte of the content in the block
-            self.position = position
-            raise self.fault(f"a number in {message} is cut off, or has more than {MAX_VARINT} bytes")
-        if not 0 < number < 1 << 29:
-            raise self.fault(f"a field of {message} has the number {number}", position)
-        if wire not in _SIZES:
-            raise self.fault(f"field {number} of {message} has the wire type {wire}, which is not in use", position)
-        size = value if wire == BYTES else _SIZES[wire]
-        if first + size > rest:
-            raise self.fault(f"field {number} of {message} needs {size} bytes, but {rest - first} are left", position)
-        return first + size
-
-    def text(self, field: Field, what: str) -> str:
-        """Return the text of a field."""
-        if field.wire != BYTES:
-            raise self.fault(f"{what} must be text, got wire type {field.wire}", field.begin)
-        self._text += field.end - field.begin
-        if self._text > MAX_TEXT:
-            raise self.limit(f"names and metadata have more than {MAX_TEXT:,} bytes", field.begin)
-        self.position = field.begin
-        data = self.take(field.end - field.begin, what)
-        try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            raise self.fault(f"{what} is not UTF-8: {error.reason}", field.begin + error.start) from None
-
-    def varints(self, field: Field, what: str, most: int) -> list[int]:
-        """Return the numbers of a repeated field, packed or single, as u64."""
-        if field.wire == VARINT:
-            return [field.value]
-        if field.wire != BYTES:
-            raise self.fault(f"{what} must be numbers, got wire type {field.wire}", field.begin)
-        if field.end - field.begin > MAX_VARINT * most:
-            raise self.fault(f"{what} has more than {most} numbers", field.begin)
-        self.position = field.begin
-        data = self.take(field.end - field.begin, what)
-        numbers: list[int] = []
-        at = 0
-        while at < len(data):
-            value, at = _varint(data, at)
-            if not at:
-                raise self.fault(f"a number in {what} is cut off, or has more than {MAX_VARINT} bytes", field.begin)
-            numbers.append(value)
-        if len(numbers) > most:
-            raise self.fault(f"{what} has more than {most} numbers", field.begin)
-        return numbers
-
-
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """Return a varint and its end, which is 0 if the varint is cut off or too long."""
     value = shift = 0
@@ -176,24 +93,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             return value & 0xFFFFFFFFFFFFFFFF, k + 1
         shift += 7
     return 0, 0
-
-
-def decode_varints(data: Array, what: str) -> Array:
-    """Return packed varints as u64."""
-    ends = np.flatnonzero(data < 0x80)
-    if len(data) and (not len(ends) or ends[-1] != len(data) - 1):
-        raise FormatError(f"{what}: the last number is cut off")
-    begins = np.concatenate([np.zeros(min(1, len(ends)), np.intp), ends[:-1] + 1])
-    sizes = ends - begins + 1
-    longest = int(sizes.max(initial=0))
-    if longest > MAX_VARINT:
-        raise FormatError(f"{what}: a number has {longest} bytes, the limit is {MAX_VARINT}")
-    values = np.zeros(len(ends), np.uint64)
-    for k in range(longest):
-        which = np.flatnonzero(sizes > k)
-        digits = (data[begins[which] + k] & 0x7F).astype(np.uint64)
-        values[which] |= digits << np.uint64(7 * k)
-    return values
 
 
 # Graphs in attributes of nodes of graphs; real models have two levels.
@@ -223,217 +122,6 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared by tensors: a file 
 
 
 ByteSpan: TypeAlias = tuple[int, int]  # the first byte of numbers in the file, and one past the last
-
-
-class TensorProto:
-    """A tensor as the file describes it."""
-
-    __slots__ = ("at", "data_type", "dims", "external", "location", "name", "pieces", "raw", "segment", "strings")
-
-    def __init__(self, at: int) -> None:
-        self.at = at  # first byte
-        self.name = ""
-        self.dims: tuple[int, ...] = ()
-        self.data_type = 0
-        self.location = 0  # 1 if the elements are in another file
-        self.raw: ByteSpan | None = None
-        self.pieces: Mapping[str, list[ByteSpan]] = _NOTHING  # by name of the field
-        self.external: Mapping[str, str] = _NOTHING
-        self.segment = self.strings = False
-
-    @property
-    def file(self) -> str:
-        """The file of external data, relative to the model's folder."""
-        return self.external.get("location", "").removeprefix("./")
-
-
-class OnnxModel:
-    """The content of a file."""
-
-    def __init__(self, file: WeightFile) -> None:
-        self.initializers: dict[str, TensorProto] = {}
-        self.constants: dict[str, TensorProto] = {}  # tensors of Constant nodes, by the name of their output
-        self.metadata: dict[str, Any] = {}
-        self._file = file
-        self._reader = WireReader(file)
-        self._pieces = 0
-        self._read()
-
-    def _read(self) -> None:
-        reader, texts = self._reader, {2: "producer_name", 3: "producer_version", 4: "domain", 6: "doc_string"}
-        graphs = trainings = 0
-        for field in reader.fields(0, self._file.size, "an ONNX model"):
-            if field.number in texts:
-                self.metadata[texts[field.number]] = reader.text(field, texts[field.number])
-            elif field.number in (1, 5) and field.wire == VARINT:
-                self.metadata["ir_version" if field.number == 1 else "model_version"] = _signed(field.value)
-            elif field.number == 7:
-                self._graph(field, "", 0)
-                graphs += 1
-            elif field.number == 8:
-                domain, version = self._pair(field, "an opset_import")
-                self.metadata.setdefault("opset_import", {})[domain or ""] = version
-            elif field.number == 14:
-                key, value = self._pair(field, "an entry of metadata_props")
-                self.metadata.setdefault("metadata_props", {})[str(key or "")] = str(value or "")
-            elif field.number == 20:
-                for graph in self._messages(field, "a training_info"):
-                    if graph.number in (1, 2):
-                        kind = "initialization" if graph.number == 1 else "algorithm"
-                        self._graph(graph, f"training_info.{trainings}.{kind}.", 0)
-                trainings += 1
-            elif field.number == 25:
-                self._function(field)
-        if not graphs:
-            raise reader.fault("the model has no graph; is this an ONNX model?", 0)
-
-    def _pair(self, message: Field, what: str) -> tuple[Any, Any]:
-        """Return fields 1 and 2 of a message: text, or numbers."""
-        pair: dict[int, Any] = {}
-        for field in self._messages(message, what):
-            if field.number in (1, 2):
-                pair[field.number] = (
-                    _signed(field.value) if field.wire == VARINT else self._reader.text(field, f"a text in {what}")
-                )
-        return pair.get(1), pair.get(2)
-
-    def _messages(self, field: Field, what: str) -> Any:
-        """Iterate over the fields of a message in a field."""
-        if field.wire != BYTES:
-            raise self._reader.fault(f"{what} must be a message, got wire type {field.wire}", field.begin)
-        return self._reader.fields(field.begin, field.end, what)
-
-    # ---- graphs ----
-
-    def _function(self, message: Field) -> None:
-        """Walk the nodes of a function, whose attributes can have graphs."""
-        texts = {1: "", 10: "", 13: ""}
-        for field in self._messages(message, "a function"):
-            if field.number in texts:
-                texts[field.number] = self._reader.text(field, "the name of a function")
-        prefix = "".join(f"{texts[number]}." for number in (10, 1, 13) if texts[number])
-        nodes = (field for field in self._messages(message, "a function") if field.number == 7)
-        for k, node in enumerate(nodes):
-            self._node(node, k, prefix, 0)
-
-    def _graph(self, message: Field, prefix: str, depth: int) -> None:
-        """List the initializers of a graph; ``prefix`` begins their names, and is empty for the model's graph."""
-        if depth > MAX_DEPTH:
-            raise self._reader.limit(f"graphs are nested more than {MAX_DEPTH} levels deep", message.begin)
-        nodes = 0
-        for field in self._messages(message, "a graph"):
-            if field.number == 5:
-                tensor = self._tensor(field, "an initializer")
-                if not tensor.name:
-                    raise self._reader.fault("an initializer has no name", field.begin)
-                self._add(self.initializers, f"{prefix}{tensor.name}", tensor)
-            elif field.number == 15:
-                self._refuse_sparse(field, prefix)
-            elif field.number == 1:
-                self._node(field, nodes, prefix, depth)
-                nodes += 1
-            elif field.number == 2 and not prefix:
-                self.metadata["graph_name"] = self._reader.text(field, "the name of a graph")
-
-    def _add(self, tensors: dict[str, TensorProto], name: str, tensor: TensorProto) -> None:
-        if name in tensors:
-            raise self._reader.fault(f"two tensors are named {show(name)}", tensor.at)
-        if len(tensors) == MAX_TENSORS:
-            raise self._reader.limit(f"the model has more than {MAX_TENSORS:,} tensors", tensor.at)
-        tensor.name = name
-        tensors[name] = tensor
-
-    def _refuse_sparse(self, message: Field, prefix: str) -> None:
-        name = ""
-        for field in self._messages(message, "a sparse initializer"):
-            if field.number == 1:
-                name = self._tensor(field, "the values of a sparse initializer").name
-        text = "is sparse, which safeload does not read"
-        name = f"{prefix}{name}"
-        raise error_about(UnsupportedError, text, path=self._file.path, offset=message.begin, tensor=name)
-
-    def _node(self, message: Field, number: int, prefix: str, depth: int) -> None:
-        """Walk the attributes of a node, if any has a tensor or a graph."""
-        texts = {2: "", 3: "", 4: ""}
-        attributes = []
-        for field in self._messages(message, "a node"):
-            if field.number == 5:
-                attributes.append(field)
-                self._check_count(len(attributes), MAX_ATTRIBUTES, "attributes in a node", field)
-            elif field.number in (3, 4) or (field.number == 2 and not texts[2]):
-                texts[field.number] = self._reader.text(field, "a name in a node")
-        for attribute in attributes:
-            self._attribute(attribute, texts, lambda: f"{prefix}{texts[3] or texts[2] or number}.", prefix, depth)
-
-    def _attribute(
-        self, message: Field, texts: Mapping[int, str], inner: Callable[[], str], prefix: str, depth: int
-    ) -> None:
-        name, tensor = "", None
-        graphs: list[Field] = []
-        for field in self._messages(message, "an attribute"):
-            if field.number == 1:
-                name = self._reader.text(field, "the name of an attribute")
-            elif field.number == 5:
-                tensor = field
-            elif field.number in (6, 11):
-                graphs.append(field)
-                self._check_count(len(graphs), MAX_ATTRIBUTES, "graphs in an attribute", field)
-        if tensor is not None and texts[4] == "Constant" and name == "value" and texts[2]:
-            self._add(self.constants, f"{prefix}{texts[2]}", self._tensor(tensor, "the value of a Constant"))
-        for k, graph in enumerate(graphs):
-            numbered = f"{k}." if len(graphs) > 1 else ""
-            self._graph(graph, f"{inner()}{name}.{numbered}", depth + 1)
-
-    # ---- tensors ----
-
-    def _tensor(self, message: Field, what: str) -> TensorProto:
-        """Parse a tensor and skip its elements."""
-        tensor = TensorProto(message.begin)
-        reader = self._reader
-        for field in self._messages(message, what):
-            number = field.number
-            if number == 1:
-                tensor.dims += tuple(reader.varints(field, "dims", MAX_RANK))
-                if len(tensor.dims) > MAX_RANK:
-                    raise reader.fault(f"a tensor of more than {MAX_RANK} axes, the most that NumPy has", field.begin)
-            elif number in (2, 14) and field.wire == VARINT:
-                setattr(tensor, "data_type" if number == 2 else "location", field.value)
-            elif number == 8:
-                tensor.name = reader.text(field, "the name of a tensor")
-            elif number == 9:
-                if field.wire != BYTES:
-                    raise reader.fault(f"raw_data must be bytes, got wire type {field.wire}", field.begin)
-                tensor.raw = (field.begin, field.end)
-            elif number in _DATA_FIELDS:
-                self._add_piece(tensor, *_DATA_FIELDS[number], field)
-            elif number == 13:
-                key, value = self._pair(field, "an entry of external_data")
-                tensor.external = {**tensor.external, str(key or ""): str(value or "")}
-                if len(tensor.external) > MAX_EXTERNAL:
-                    raise reader.fault(f"external_data has more than {MAX_EXTERNAL} entries", field.begin)
-            elif number in (3, 6):
-                tensor.segment |= number == 3
-                tensor.strings |= number == 6
-        return tensor
-
-    def _add_piece(self, tensor: TensorProto, name: str, wire: int, field: Field) -> None:
-        if field.wire not in (BYTES, wire):
-            raise self._reader.fault(f"{name} must be numbers, got wire type {field.wire}", field.begin)
-        if not tensor.pieces:
-            tensor.pieces = {}
-        pieces = tensor.pieces.setdefault(name, [])  # type: ignore[attr-defined]
-        if field.begin < field.end:
-            pieces.append((field.begin, field.end))
-            self._pieces += 1
-        self._check_count(self._pieces, MAX_PIECES, "fields with numbers, which ONNX packs into one a tensor", field)
-
-    def _check_count(self, count: int, limit: int, what: str, field: Field) -> None:
-        if count > limit:
-            raise self._reader.limit(f"more than {limit:,} {what}", field.begin)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
 
 
 # Value of ``root=`` for the tensors of Constant nodes.
@@ -492,59 +180,281 @@ TYPES = {
 }
 
 
-def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of a model, and open its files of external data."""
-    file = candidate.file
-    model = OnnxModel(file)
-    if request.root not in (None, CONSTANTS):
-        text = f"no container {show(request.root)}; an ONNX model has {show(CONSTANTS)}, the tensors of Constant nodes"
-        raise error_about(TensorNotFoundError, text, path=file.path)
-    tensors = model.initializers if request.root is None else model.constants
-    notes = []
-    if request.root is None and model.constants:
-        count = plural(len(model.constants), "tensor")
-        notes.append(f'Constant nodes hold {count} that are not opened: pass root="{CONSTANTS}" for these instead')
-    places = TensorPlacer(file)
-    try:
-        for tensor in tensors.values():
-            places.add(tensor)
-        return places.content(model, list(tensors), notes)
-    except BaseException:
-        places.close()
-        raise
+@dataclasses.dataclass(slots=True)
+class TensorProto:
+    """A tensor as the file describes it."""
+
+    at: int  # first byte
+    name: str = ""
+    dims: tuple[int, ...] = ()
+    data_type: int = 0
+    location: int = 0  # 1 if the elements are in another file
+    raw: ByteSpan | None = None
+    pieces: Mapping[str, list[ByteSpan]] = dataclasses.field(default_factory=lambda: _NOTHING)  # by name of the field
+    external: Mapping[str, str] = dataclasses.field(default_factory=lambda: _NOTHING)
+    segment: bool = False
+    strings: bool = False
+
+    @property
+    def file(self) -> str:
+        """The file of external data, relative to the model's folder."""
+        return self.external.get("location", "").removeprefix("./")
 
 
-class TensorPlacer:
-    """Finds the elements of tensors."""
+class OnnxModel(ByteReader):
+    """The content of a file."""
 
     def __init__(self, file: WeightFile) -> None:
-        self._file = file
-        self._listings: dict[WeightFile, list[Listing]] = {file: []}
-        self._boxed: dict[str, BoxedListing] = {}
-        self._external: dict[str, WeightFile] = {}
+        super().__init__(file)
+        self.initializers: dict[str, TensorProto] = {}
+        self.constants: dict[str, TensorProto] = {}  # tensors of Constant nodes, by the name of their output
+        self.metadata: dict[str, Any] = {}
+        self.listings: dict[WeightFile, list[Listing]] = {file: []}
+        self.boxed: dict[str, BoxedListing] = {}
+        self.external: dict[str, WeightFile] = {}  # files of external data
         self._missing: dict[str, str] = {}  # why a file of external data cannot be opened
+        self._fields = self._text = self._pieces = 0
+        self._read()
 
-    def close(self) -> None:
-        """Close the files of external data."""
-        for file in self._external.values():
-            file.close()
+    def _read(self) -> None:
+        texts = {2: "producer_name", 3: "producer_version", 4: "domain", 6: "doc_string"}
+        graphs = trainings = 0
+        for field in self.fields(Field(0, BYTES, 0, 0, self.file.size), "an ONNX model"):
+            if field.number in texts:
+                self.metadata[texts[field.number]] = self.text(field, texts[field.number])
+            elif field.number in (1, 5) and field.wire == VARINT:
+                self.metadata["ir_version" if field.number == 1 else "model_version"] = _signed(field.value)
+            elif field.number == 7:
+                self._graph(field, "", 0)
+                graphs += 1
+            elif field.number == 8:
+                domain, version = self._pair(field, "an opset_import")
+                self.metadata.setdefault("opset_import", {})[domain or ""] = version
+            elif field.number == 14:
+                key, value = self._pair(field, "an entry of metadata_props")
+                self.metadata.setdefault("metadata_props", {})[str(key or "")] = str(value or "")
+            elif field.number == 20:
+                for graph in self.fields(field, "a training_info"):
+                    if graph.number in (1, 2):
+                        kind = "initialization" if graph.number == 1 else "algorithm"
+                        self._graph(graph, f"training_info.{trainings}.{kind}.", 0)
+                trainings += 1
+            elif field.number == 25:
+                self._function(field)
+        if not graphs:
+            raise self.fault("the model has no graph; is this an ONNX model?", 0)
 
-    def content(self, model: OnnxModel, names: Sequence[str], notes: Sequence[str]) -> Content:
-        """Return the content with all tensors."""
-        for file, listings in self._listings.items():
-            file.table = ListedTable(listings, model.metadata if file is self._file else None)
-        files = list(self._external.values())
-        for file in files:
-            file.stand_for(self._file, unpacked=False)
-        if self._boxed:
-            stores = [self._file.store, *(file.store for file in files)]
-            files.append(boxed_file(self._file, self._boxed, stores))
-        return Content(self._file, files, names if files else (), notes)
+    # ---- fields ----
 
-    def add(self, tensor: TensorProto) -> None:
+    def fields(self, field: Field, message: str) -> Iterator[Field]:
+        """Iterate over the fields of a message in a field; the caller may read elsewhere in between."""
+        if field.wire != BYTES:
+            raise self.fault(f"{message} must be a message, got wire type {field.wire}", field.begin)
+        at, end = field.begin, field.end
+        while at < end:
+            self.position = at
+            data = self.peek(min(_BLOCK, end - at))
+            low, rest = 0, end - at
+            while low < len(data):
+                tag, first = data[low], low + 1  # most numbers have one byte
+                if tag >= 0x80:
+                    tag, first = _varint(data, low)
+                wire, value, begin = tag & 7, 0, first
+                if first and wire in (BYTES, VARINT):
+                    value, first = _varint(data, first)
+                    begin = first if wire == BYTES else begin
+                if not first and len(data) < rest and low:
+                    break  # the field continues beyond the block
+                number = tag >> 3
+                if not first:
+                    self.position = at + low
+                    raise self.fault(f"a number in {message} is cut off, or has more than {MAX_VARINT} bytes")
+                if not 0 < number < 1 << 29:
+                    raise self.fault(f"a field of {message} has the number {number}", at + low)
+                if wire not in _SIZES:
+                    text = f"field {number} of {message} has the wire type {wire}, which is not in use"
+                    raise self.fault(text, at + low)
+                stop = first + (value if wire == BYTES else _SIZES[wire])
+                if stop > rest:
+                    needs = f"needs {stop - first} bytes, but {rest - first} are left"
+                    raise self.fault(f"field {number} of {message} {needs}", at + low)
+                self._fields += 1
+                if self._fields > MAX_FIELDS:
+                    raise self.limit(f"the file has more than {MAX_FIELDS:,} fields", at + low)
+                yield Field(number, wire, value, at + begin, at + stop)
+                low = stop
+            at += low
+
+    def text(self, field: Field, what: str) -> str:
+        """Return the text of a field."""
+        if field.wire != BYTES:
+            raise self.fault(f"{what} must be text, got wire type {field.wire}", field.begin)
+        self._text += field.end - field.begin
+        if self._text > MAX_TEXT:
+            raise self.limit(f"names and metadata have more than {MAX_TEXT:,} bytes", field.begin)
+        self.position = field.begin
+        data = self.take(field.end - field.begin, what)
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise self.fault(f"{what} is not UTF-8: {error.reason}", field.begin + error.start) from None
+
+    def varints(self, field: Field, what: str, most: int) -> list[int]:
+        """Return the numbers of a repeated field, packed or single, as u64."""
+        if field.wire == VARINT:
+            return [field.value]
+        if field.wire != BYTES:
+            raise self.fault(f"{what} must be numbers, got wire type {field.wire}", field.begin)
+        if field.end - field.begin > MAX_VARINT * most:
+            raise self.fault(f"{what} has more than {most} numbers", field.begin)
+        self.position = field.begin
+        data = self.take(field.end - field.begin, what)
+        numbers: list[int] = []
+        at = 0
+        while at < len(data):
+            value, at = _varint(data, at)
+            if not at:
+                raise self.fault(f"a number in {what} is cut off, or has more than {MAX_VARINT} bytes", field.begin)
+            numbers.append(value)
+        if len(numbers) > most:
+            raise self.fault(f"{what} has more than {most} numbers", field.begin)
+        return numbers
+
+    def _pair(self, message: Field, what: str) -> tuple[Any, Any]:
+        """Return fields 1 and 2 of a message: text, or numbers."""
+        pair: dict[int, Any] = {}
+        for field in self.fields(message, what):
+            if field.number in (1, 2):
+                pair[field.number] = (
+                    _signed(field.value) if field.wire == VARINT else self.text(field, f"a text in {what}")
+                )
+        return pair.get(1), pair.get(2)
+
+    # ---- graphs ----
+
+    def _function(self, message: Field) -> None:
+        """Walk the nodes of a function, whose attributes can have graphs."""
+        texts = {1: "", 10: "", 13: ""}
+        for field in self.fields(message, "a function"):
+            if field.number in texts:
+                texts[field.number] = self.text(field, "the name of a function")
+        prefix = "".join(f"{texts[number]}." for number in (10, 1, 13) if texts[number])
+        nodes = (field for field in self.fields(message, "a function") if field.number == 7)
+        for k, node in enumerate(nodes):
+            self._node(node, k, prefix, 0)
+
+    def _graph(self, message: Field, prefix: str, depth: int) -> None:
+        """List the initializers of a graph; ``prefix`` begins their names, and is empty for the model's graph."""
+        if depth > MAX_DEPTH:
+            raise self.limit(f"graphs are nested more than {MAX_DEPTH} levels deep", message.begin)
+        nodes = 0
+        for field in self.fields(message, "a graph"):
+            if field.number == 5:
+                tensor = self._tensor(field, "an initializer")
+                if not tensor.name:
+                    raise self.fault("an initializer has no name", field.begin)
+                self._add(self.initializers, f"{prefix}{tensor.name}", tensor)
+            elif field.number == 15:
+                names = [
+                    self._tensor(values, "the values of a sparse initializer").name
+                    for values in self.fields(field, "a sparse initializer")
+                    if values.number == 1
+                ]
+                name, text = f"{prefix}{names[-1] if names else ''}", "is sparse, which safeload does not read"
+                raise error_about(UnsupportedError, text, path=self.file.path, offset=field.begin, tensor=name)
+            elif field.number == 1:
+                self._node(field, nodes, prefix, depth)
+                nodes += 1
+            elif field.number == 2 and not prefix:
+                self.metadata["graph_name"] = self.text(field, "the name of a graph")
+
+    def _add(self, tensors: dict[str, TensorProto], name: str, tensor: TensorProto) -> None:
+        if name in tensors:
+            raise self.fault(f"two tensors are named {show(name)}", tensor.at)
+        if len(tensors) == MAX_TENSORS:
+            raise self.limit(f"the model has more than {MAX_TENSORS:,} tensors", tensor.at)
+        tensor.name = name
+        tensors[name] = tensor
+
+    def _node(self, message: Field, number: int, prefix: str, depth: int) -> None:
+        """Walk the attributes of a node, if any has a tensor or a graph."""
+        texts = {2: "", 3: "", 4: ""}
+        attributes = []
+        for field in self.fields(message, "a node"):
+            if field.number == 5:
+                attributes.append(field)
+                self._check_count(len(attributes), MAX_ATTRIBUTES, "attributes in a node", field)
+            elif field.number in (3, 4) or (field.number == 2 and not texts[2]):
+                texts[field.number] = self.text(field, "a name in a node")
+        for attribute in attributes:
+            name, tensor = "", None
+            graphs: list[Field] = []
+            for field in self.fields(attribute, "an attribute"):
+                if field.number == 1:
+                    name = self.text(field, "the name of an attribute")
+                elif field.number == 5:
+                    tensor = field
+                elif field.number in (6, 11):
+                    graphs.append(field)
+                    self._check_count(len(graphs), MAX_ATTRIBUTES, "graphs in an attribute", field)
+            if tensor is not None and texts[4] == "Constant" and name == "value" and texts[2]:
+                self._add(self.constants, f"{prefix}{texts[2]}", self._tensor(tensor, "the value of a Constant"))
+            for k, graph in enumerate(graphs):
+                inner = f"{prefix}{texts[3] or texts[2] or number}.{name}."
+                self._graph(graph, f"{inner}{k}." if len(graphs) > 1 else inner, depth + 1)
+
+    # ---- tensors ----
+
+    def _tensor(self, message: Field, what: str) -> TensorProto:
+        """Parse a tensor and skip its elements."""
+        tensor = TensorProto(message.begin)
+        for field in self.fields(message, what):
+            number = field.number
+            if number == 1:
+                tensor.dims += tuple(self.varints(field, "dims", MAX_RANK))
+                if len(tensor.dims) > MAX_RANK:
+                    raise self.fault(f"a tensor of more than {MAX_RANK} axes, the most that NumPy has", field.begin)
+            elif number in (2, 14) and field.wire == VARINT:
+                setattr(tensor, "data_type" if number == 2 else "location", field.value)
+            elif number == 8:
+                tensor.name = self.text(field, "the name of a tensor")
+            elif number == 9:
+                if field.wire != BYTES:
+                    raise self.fault(f"raw_data must be bytes, got wire type {field.wire}", field.begin)
+                tensor.raw = (field.begin, field.end)
+            elif number in _DATA_FIELDS:
+                self._add_piece(tensor, *_DATA_FIELDS[number], field)
+            elif number == 13:
+                key, value = self._pair(field, "an entry of external_data")
+                tensor.external = {**tensor.external, str(key or ""): str(value or "")}
+                if len(tensor.external) > MAX_EXTERNAL:
+                    raise self.fault(f"external_data has more than {MAX_EXTERNAL} entries", field.begin)
+            elif number in (3, 6):
+                tensor.segment |= number == 3
+                tensor.strings |= number == 6
+        return tensor
+
+    def _add_piece(self, tensor: TensorProto, name: str, wire: int, field: Field) -> None:
+        if field.wire not in (BYTES, wire):
+            raise self.fault(f"{name} must be numbers, got wire type {field.wire}", field.begin)
+        if not tensor.pieces:
+            tensor.pieces = {}
+        pieces = tensor.pieces.setdefault(name, [])  # type: ignore[attr-defined]
+        if field.begin < field.end:
+            pieces.append((field.begin, field.end))
+            self._pieces += 1
+        self._check_count(self._pieces, MAX_PIECES, "fields with numbers, which ONNX packs into one a tensor", field)
+
+    def _check_count(self, count: int, limit: int, what: str, field: Field) -> None:
+        if count > limit:
+            raise self.limit(f"more than {limit:,} {what}", field.begin)
+
+    # ---- the elements of tensors ----
+
+    def place(self, tensor: TensorProto) -> None:
         """Check a tensor against its elements and list it."""
         type_ = TYPES.get(tensor.data_type)
-        file, listing = self._file, None
+        file, listing = self.file, None
         try:
             if type_ is None or not type_.code or tensor.strings:
                 raise UnsupportedError("is not a dtype of weights")
@@ -556,15 +466,15 @@ class TensorPlacer:
                 tensor.name, label, tensor.dims, str(error), is_tensor=is_tensor, is_missing=is_missing
             )
         if isinstance(listing, Listing):
-            self._listings.setdefault(file, []).append(listing)
+            self.listings.setdefault(file, []).append(listing)
         else:
-            self._boxed[tensor.name] = listing
+            self.boxed[tensor.name] = listing
 
     def _listed(self, tensor: TensorProto, type_: ElementType) -> tuple[WeightFile, Listing | BoxedListing]:
         """Return the file and the place of a tensor."""
         row, shape = dtypes.BY_CODE[type_.code], tensor.dims
         if not array_fits(shape, max(1, type_.bits // 8)):
-            raise self._fault(f": no array can have the shape {show(list(shape))}", tensor)
+            raise self.fault(f": no array can have the shape {show(list(shape))}", tensor.at, tensor.name)
         count = prod(shape)
         if row.packed and count % row.block:
             raise UnsupportedError(f"has {count} elements of {row.bits} bits, which end inside a byte")
@@ -572,38 +482,37 @@ class TensorPlacer:
         if tensor.segment:
             raise UnsupportedError("is a segment of a tensor")
         if tensor.location not in (0, 1):
-            raise self._fault(f": data_location is {tensor.location}, expected 0 or 1", tensor)
-        file, place = self._file, tensor.raw
+            raise self.fault(f": data_location is {tensor.location}, expected 0 or 1", tensor.at, tensor.name)
+        file, place = self.file, tensor.raw
         if tensor.location == 1:
             if tensor.raw is not None or any(tensor.pieces.values()):
-                raise self._fault(" has elements both in the model and in another file", tensor)
+                raise self.fault(" has elements both in the model and in another file", tensor.at, tensor.name)
             file, place = self._external_place(tensor, nbytes)
         elif tensor.raw is not None and any(tensor.pieces.values()):
-            raise self._fault(f" has raw_data and {', '.join(tensor.pieces)}", tensor)
+            raise self.fault(f" has raw_data and {', '.join(tensor.pieces)}", tensor.at, tensor.name)
         if place is None and count:
             return file, self._of_numbers(tensor, type_, count)
         begin, end = place or (0, 0)
         if end - begin != nbytes:
             text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but raw_data has {end - begin}"
-            raise self._fault(text, tensor)
+            raise self.fault(text, tensor.at, tensor.name)
         if type_.small and count:
-            unpack = partial(_unpacked, file, [(begin, end)], type_, count, varints=False)
-            return file, in_one_box(row, shape, unpack)
+            return file, in_one_box(row, shape, partial(_unpacked, file, [(begin, end)], type_, count, varints=False))
         return file, Listing(tensor.name, row, shape, begin, end)
 
     def _of_numbers(self, tensor: TensorProto, type_: ElementType, count: int) -> Listing | BoxedListing:
         """Return a tensor whose elements are in the field of its type."""
-        file, row, shape = self._file, dtypes.BY_CODE[type_.code], tensor.dims
+        file, row, shape = self.file, dtypes.BY_CODE[type_.code], tensor.dims
         if any(pieces for field, pieces in tensor.pieces.items() if field != type_.field):
             text = f": {type_.name} has its elements in {type_.field}, got {', '.join(tensor.pieces)}"
-            raise self._fault(text, tensor)
+            raise self.fault(text, tensor.at, tensor.name)
         pieces = tensor.pieces.get(type_.field, [])
         stored = sum(end - begin for begin, end in pieces)
         if type_.field in ("float_data", "double_data"):
             nbytes, itemsize = row.nbytes(count), row.nbytes(1)
             if stored != nbytes:
                 text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but {type_.field} has {stored}"
-                raise self._fault(text, tensor)
+                raise self.fault(text, tensor.at, tensor.name)
             if len(pieces) == 1:
                 return Listing(tensor.name, row, shape, *pieces[0])
             if any((end - begin) % itemsize for begin, end in pieces):
@@ -613,7 +522,7 @@ class TensorPlacer:
         numbers = type_.numbers(count)
         if not numbers <= stored <= 10 * numbers:
             text = f": {type_.name} {list(shape)} needs {numbers} numbers, but {type_.field} has {stored} bytes"
-            raise self._fault(text, tensor)
+            raise self.fault(text, tensor.at, tensor.name)
         if row.packed and (not shape or shape[-1] % row.block):
             raise UnsupportedError(f"{list(shape)} is stored as numbers, and its rows end inside a byte")
         if row.packed:
@@ -627,40 +536,72 @@ class TensorPlacer:
         location = tensor.file
         if location in self._missing:
             raise UnsupportedError(self._missing[location])
-        file = self._external.get(location) or self._open(location, tensor)
+        file = self.external.get(location) or self._open(location, tensor)
         begin, length = self._number(tensor, "offset") or 0, self._number(tensor, "length")
         if length is not None and length != nbytes:
             text = f": {list(tensor.dims)} needs {nbytes} bytes, but external_data says length {length}"
-            raise self._fault(text, tensor)
+            raise self.fault(text, tensor.at, tensor.name)
         if begin + nbytes > file.size:
             text = f": needs bytes {begin} to {begin + nbytes} of {show(location)}, which has {file.size}"
-            raise self._fault(text, tensor)
+            raise self.fault(text, tensor.at, tensor.name)
         return file, (begin, begin + nbytes)
 
     def _number(self, tensor: TensorProto, key: str) -> int | None:
         text = tensor.external.get(key)
         if text is not None and not (text.isascii() and text.isdigit() and len(text) < 20):
-            raise self._fault(f": {key} in external_data must be a number, got {show(text)}", tensor)
+            raise self.fault(f": {key} in external_data must be a number, got {show(text)}", tensor.at, tensor.name)
         return None if text is None else int(text)
 
     def _open(self, location: str, tensor: TensorProto) -> WeightFile:
         """Open a file of external data, which must be in the model's folder or below."""
-        path = place_beside(self._file, location)
+        path = place_beside(self.file, location)
         if path is None:
-            raise self._fault(f": its location must be a file in the model's folder, got {show(location)}", tensor)
-        if len(self._external) + len(self._missing) == MAX_FILES:
-            raise self._fault(f": external data in more than {MAX_FILES:,} files", tensor)
+            raise self.fault(
+                f": its location must be a file in the model's folder, got {show(location)}", tensor.at, tensor.name
+            )
+        if len(self.external) + len(self._missing) == MAX_FILES:
+            raise self.fault(f": external data in more than {MAX_FILES:,} files", tensor.at, tensor.name)
         try:
-            file = self._external[location] = open_without_table(path, files=self._file.files)
+            file = self.external[location] = open_without_table(path, files=self.file.files)
         except FileNotFoundError as error:
             self._missing[location] = f"is stored in {error.filename}, which is missing: was the download finished?"
             raise UnsupportedError(self._missing[location]) from None
         except IsADirectoryError:
-            raise self._fault(f": its location {show(location)} is a folder", tensor) from None
+            raise self.fault(f": its location {show(location)} is a folder", tensor.at, tensor.name) from None
         return file
 
-    def _fault(self, text: str, tensor: TensorProto) -> FormatError:
-        return error_about(FormatError, text, path=self._file.path, offset=tensor.at, tensor=tensor.name)
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of a model, and open its files of external data."""
+    file = candidate.file
+    model = OnnxModel(file)
+    if request.root not in (None, CONSTANTS):
+        text = f"no container {show(request.root)}; an ONNX model has {show(CONSTANTS)}, the tensors of Constant nodes"
+        raise error_about(TensorNotFoundError, text, path=file.path)
+    tensors = model.initializers if request.root is None else model.constants
+    notes = []
+    if request.root is None and model.constants:
+        count = plural(len(model.constants), "tensor")
+        notes.append(f'Constant nodes hold {count} that are not opened: pass root="{CONSTANTS}" for these instead')
+    try:
+        for tensor in tensors.values():
+            model.place(tensor)
+        for holder, listings in model.listings.items():
+            holder.table = ListedTable(listings, model.metadata if holder is file else None)
+        files = list(model.external.values())
+        for holder in files:
+            holder.stand_for(file, unpacked=False)
+        if model.boxed:
+            files.append(boxed_file(file, model.boxed, [file.store, *(holder.store for holder in files)]))
+        return Content(file, files, list(tensors) if files else (), notes)
+    except BaseException:
+        for holder in model.external.values():
+            holder.close()
+        raise
 
 
 # ---- elements that are decoded when they are read ----
@@ -674,13 +615,23 @@ def _unpacked(file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, 
         file.store.read_into(begin, data[at : at + end - begin])
         at += end - begin
     if varints:
-        try:
-            values = decode_varints(data, type_.field)
-            expected = type_.numbers(count)
-            if len(values) != expected:
-                raise FormatError(f"{type_.field} has {len(values)} numbers, expected {expected}")
-        except FormatError as error:
-            raise FormatError(error.args[0], file.path, pieces[0][0]) from None
+        ends = np.flatnonzero(data < 0x80)
+        begins = np.concatenate([np.zeros(min(1, len(ends)), np.intp), ends[:-1] + 1])
+        sizes = ends - begins + 1
+        longest, expected = int(sizes.max(initial=0)), type_.numbers(count)
+        text = ""
+        if len(data) and (not len(ends) or ends[-1] != len(data) - 1):
+            text = ": the last number is cut off"
+        elif longest > MAX_VARINT:
+            text = f": a number has {longest} bytes, the limit is {MAX_VARINT}"
+        elif len(ends) != expected:
+            text = f" has {len(ends)} numbers, expected {expected}"
+        if text:
+            raise FormatError(f"{type_.field}{text}", file.path, pieces[0][0])
+        values = np.zeros(len(ends), np.uint64)
+        for k in range(longest):
+            which = np.flatnonzero(sizes > k)
+            values[which] |= (data[begins[which] + k] & 0x7F).astype(np.uint64) << np.uint64(7 * k)
         if type_.bits == 6:
             bits = np.unpackbits(values.astype(np.uint8)[:, None], axis=1, bitorder="little")[:, :6]
             return np.packbits(bits, bitorder="little")

@@ -32,8 +32,7 @@ _PLACED_OF = 4
 _COUNT = "expert"
 _ONE = ".experts.{expert}."
 # Transformers holds gate and up of all experts in one tensor.
-_FUSED_BLOCK = ".mlp.experts"
-_GATE_UP, _DOWN = f"{_FUSED_BLOCK}.gate_up_proj", f"{_FUSED_BLOCK}.down_proj"
+_FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 # A part of the names of mlx-lm's stacks.
 STACK = ".switch_mlp."
 # The block of Mixtral's experts in its files, and the experts' in transformers 5.
@@ -171,56 +170,36 @@ def _with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
     """Return the schema of a model with these names, or the schema itself if its experts are stored one by one."""
     if _COUNT not in schema.counts:
         return schema
-    fused = any(name.endswith((_GATE_UP, _DOWN)) for name in names)
+    fused = any(name.endswith(_FUSED) for name in names)
     stacked = not fused and any(STACK in name for name in names)
     heads = any(name.endswith(_EMBED) for name in names)
+    # Mixtral under the names of transformers 5, in which llm-compressor also stores experts.
     renamed = any(_MIXTRAL_BLOCK in entry.name for entry in schema.entries) and any(_NEW in name for name in names)
+    modules = fused or any(_NEW in name and name.endswith(".gate_proj.weight") for name in names)
     if not (fused or stacked or heads or renamed):
         return schema
-    known = schema.entries
-    if renamed:
-        modules = fused or any(_NEW in name and name.endswith(".gate_proj.weight") for name in names)
-        known = tuple(_in_transformers_5(entry, modules) for entry in known)
+    count = schema.counts[_COUNT]
     entries: list[SchemaEntry] = []
-    for entry in known:
-        if fused and _ONE in entry.name:
-            entries += _fused(entry, schema.counts[_COUNT])
-        elif stacked and _ONE in entry.name:
-            entries.append(_stacked(entry, schema.counts[_COUNT]))
-        elif heads and entry.name.endswith(_HEADS):
-            entries += _divided(entry)
-        else:
-            entries.append(entry)
+    for entry in schema.entries:
+        name, shape = entry.name.replace(_MIXTRAL_BLOCK, ".mlp.") if renamed else entry.name, entry.shape
+        block, one, module = name.partition(_ONE)
+        inner, _, suffix = module.partition(".")
+        if one and (stacked or (renamed and modules)):
+            inner = _RENAMED.get(inner, inner)
+            name = f"{block}{STACK if stacked else one}{inner}.{suffix}"
+        if one and stacked and shape is not None:
+            shape = (count, *shape)
+        if one and fused:
+            if not block.endswith(".mlp") or shape is None or not inner.startswith(("gate", "down")):
+                continue
+            rows, columns = shape
+            gate = inner.startswith("gate")
+            name, shape = f"{block}.experts.{'gate_up' if gate else 'down'}_proj", (count, rows, columns)
+            shape = (count, f"2 * ({rows})", columns) if gate else shape
+        if heads and name.endswith(_HEADS):
+            stem = name.removesuffix(_HEADS)
+            sizes = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim")
+            entries.append(entry._replace(name=stem + _EMBED, shape=sizes))
+            name, shape = stem + _UNEMBED, ("num_attention_heads", "v_head_dim", "kv_lora_rank")
+        entries.append(entry._replace(name=name, shape=shape))
     return replace(schema, entries=tuple(entries))
-
-
-def _in_transformers_5(entry: SchemaEntry, modules: bool) -> SchemaEntry:
-    """Return an entry of Mixtral under the names of transformers 5, in which llm-compressor also stores experts."""
-    name = entry.name.replace(_MIXTRAL_BLOCK, ".mlp.")
-    block, one, module = name.partition(_ONE)
-    inner, _, suffix = module.partition(".")
-    if one and modules:
-        name = f"{block}{one}{_RENAMED.get(inner, inner)}.{suffix}"
-    return entry._replace(name=name)
-
-
-def _fused(entry: SchemaEntry, count: str) -> Iterator[SchemaEntry]:
-    block, _, module = entry.name.partition(_ONE)
-    if f"{block}.experts".endswith(_FUSED_BLOCK) and entry.shape is not None and module.startswith(("gate", "down")):
-        rows, columns = entry.shape
-        gate = module.startswith("gate")
-        name = f"{block}.experts.{'gate_up_proj' if gate else 'down_proj'}"
-        yield entry._replace(name=name, shape=(count, f"2 * ({rows})" if gate else rows, columns))
-
-
-def _stacked(entry: SchemaEntry, count: str) -> SchemaEntry:
-    block, _, module = entry.name.partition(_ONE)
-    inner, _, suffix = module.partition(".")
-    shape = None if entry.shape is None else (count, *entry.shape)
-    return entry._replace(name=f"{block}{STACK}{_RENAMED.get(inner, inner)}.{suffix}", shape=shape)
-
-
-def _divided(entry: SchemaEntry) -> Iterator[SchemaEntry]:
-    stem = entry.name.removesuffix(_HEADS)
-    yield entry._replace(name=stem + _EMBED, shape=("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim"))
-    yield entry._replace(name=stem + _UNEMBED, shape=("num_attention_heads", "v_head_dim", "kv_lora_rank"))

@@ -61,7 +61,7 @@ class FamilyFile:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        own = _own(name)
+        own = read_data(__name__, f"families/{name}.json")
         self.about: str = own["about"]
         self.architectures: tuple[str, ...] = own.get("architectures", ())
         self.model_types: tuple[str, ...] = own.get("model_types", ())
@@ -92,14 +92,10 @@ def family_files() -> dict[str, FamilyFile]:
     return {name: FamilyFile(name) for name in sorted(path.stem for path in _FOLDER.glob("*.json"))}
 
 
-def _own(name: str) -> _Content:
-    return read_data(__name__, f"families/{name}.json")
-
-
 @cache
 def _merged(name: str) -> _Content:
     """Return the content of a family's file, merged with the family that it is like."""
-    own = _own(name)
+    own: _Content = read_data(__name__, f"families/{name}.json")
     if "like" not in own:
         return own
     inherited = _merged(own["like"])
@@ -117,13 +113,11 @@ def _over(base: _Content, own: _Content) -> dict[str, Any]:
     for key, value in own.items():
         if value is None:
             result.pop(key, None)
-        else:
+        elif isinstance(value, Mapping):
             inherited = result.get(key)
-            result[key] = (
-                _over(inherited if isinstance(inherited, Mapping) else {}, value)
-                if isinstance(value, Mapping)
-                else value
-            )
+            result[key] = _over(inherited if isinstance(inherited, Mapping) else {}, value)
+        else:
+            result[key] = value
     return result
 
 
@@ -147,18 +141,16 @@ def load(name: Any) -> Schema:
         raise ValueError(f"schema must be the name of a built-in schema, got {show(name)}; expected one of {listed}")
     if name in with_schema():
         return family_files()[name].schema
-    is_path = name.endswith(".json") or not {"/", "\\"}.isdisjoint(name)
-    advice = ": only built-in schemas are supported, no files" if is_path else _nearest(name)
+    advice = ""
+    if name.endswith(".json") or not {"/", "\\"}.isdisjoint(name):
+        advice = ": only built-in schemas are supported, no files"
+    else:
+        import difflib  # imported here, because few calls need it
+
+        plain = name.lower().replace("-", "_").replace(".", "_")
+        for close in difflib.get_close_matches(plain[:100], with_schema(), n=1):
+            advice = f", did you mean {show(close)}?"
     raise ValueError(f"unknown schema {show(name)}{advice}; expected one of {listed}")
-
-
-def _nearest(text: str) -> str:
-    """Suggest the schema with the nearest name, as a question."""
-    import difflib  # imported here, because few calls need it
-
-    plain = text.lower().replace("-", "_").replace(".", "_")
-    close = difflib.get_close_matches(plain[:100], with_schema(), n=1)
-    return f", did you mean {show(close[0])}?" if close else ""
 
 
 # ---- engines ----

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ..base.paths import PathLike
@@ -135,6 +136,4 @@ class Layout:
 @cache
 def built_in() -> dict[str, Layout]:
     """Return the built-in layouts by name."""
-    folder = os.path.join(os.path.dirname(__file__), "layouts")
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
-    return {name.removesuffix(".json"): Layout.from_json(os.path.join(folder, name)) for name in names}
+    return {path.stem: Layout.from_json(path) for path in sorted((Path(__file__).parent / "layouts").glob("*.json"))}

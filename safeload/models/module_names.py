@@ -22,8 +22,7 @@ def unwrapped(name: str) -> str:
 
 def wrapped_inside(name: str) -> bool:
     """Return whether a wrapper stands elsewhere than at the start of a name."""
-    bare = _LEADING.sub("", name)
-    return _WRAPPED.search(bare) is not None
+    return _WRAPPED.search(_LEADING.sub("", name)) is not None
 
 
 def stored_names(names: Iterable[str], path: str) -> dict[str, str]:

@@ -8,8 +8,8 @@ They are fields of a family's file, see `safeload.models.family`::
 - ``{}`` in a name is the layer number, from 0 up to ``layers``; ``{expert}`` is a number up to ``counts["expert"]``.
   The first number of a name must be its layer number. ``{prefix}`` is the item of ``prefixes`` with the most matching
   names.
-- A shape is a list of `safeload.models.expressions` over config keys, with "?" for any size; null means any shape. A
-  size with a final "?" can be any size if the config lacks a key of the expression, or if the value is negative.
+- A shape is a list of expressions over config keys, with "?" for any size; null means any shape. A size with a final
+  "?" can be any size if the config lacks a key of the expression, or if the value is negative.
 - ``defaults``: a number or an expression for each key that the config can omit or set to null.
 - ``role`` is "embedding", "norm", "bias", "head" or "buffer"; the default is a weight.
 - ``optional``: the tensor can be absent. ``when``: an expression, in which ``layer`` is the layer number; the tensor
@@ -21,19 +21,35 @@ They are fields of a family's file, see `safeload.models.family`::
 - ``more_layers``: the number of additional layers at the end; each of these layers can be absent as a whole.
 - ``formats``: file formats of the schema if there is no config. ``keys``: a config with all of these keys selects the
   schema if it has neither ``architectures`` nor ``model_type``. ``config``: the file name of the config.
+
+Expressions give integers, and have:
+
+- names, integers, ``+ - * // %`` and parentheses; ``text.dim`` is the key ``dim`` in the object ``text``;
+- ``== > >= <= and or not``, with the result 1 or 0;
+- ``len(key, 2)``: the number of items of a list or an object, 2 if the key is missing;
+- ``item(key, 1)``: item 1 of a list; a single number stands for every item;
+- ``contains(key, 3)``: 1 if a list contains the number;
+- ``starts(key, gated)``: 1 if a string starts with the word;
+- ``times(key, 64)``: the product with a number that can have a fraction, rounded towards 0.
+
+The expressions are our own and well-formed (a test parses them all). The values of a config can be anything.
 """
 
 from __future__ import annotations
 
+import ast
+import math
+import operator
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from ..base.cached import cached_property
-from .expressions import Config, ConfigError, names_in
+from ..base.text import show
 
 WEIGHT = "weight"
 
@@ -58,6 +74,153 @@ PLACEHOLDER = re.compile(r"\{([a-z_]*)\}", re.ASCII)
 ANY = "?"
 _NUMBERS = re.compile(r"([0-9]+)", re.ASCII)
 _SLOTS = re.compile(r"(\{[a-z_]*\}|[0-9]+)", re.ASCII)
+
+
+# The name of the layer number in a condition.
+LAYER_NUMBER = "layer"
+# Values must fit into a signed 64-bit integer, like shapes.
+_LIMIT = 1 << 63
+# Longest list to search: every layer searches it again.
+_ITEMS = 10_000
+
+_KEYS = re.compile(r"(?!(?:and|or|not)\b)\b[a-z][\w.]*\b(?!\()", re.ASCII)
+_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Eq: operator.eq,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.LtE: operator.le,
+}
+
+
+class ConfigError(ValueError):
+    """A config lacks a key of a schema, or has a value there from which no size follows."""
+
+
+class _NoValueError(Exception):
+    """An expression has no value; the message says why."""
+
+
+def names_in(size: str) -> list[str]:
+    """Return the keys in the expression of a size, in order."""
+    return _KEYS.findall(size)
+
+
+@lru_cache(maxsize=1024)
+def _tree(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+class Config:
+    """The values of a config as integers, with a schema's defaults for missing keys."""
+
+    def __init__(
+        self, values: Mapping[str, Any] | None, defaults: Mapping[str, int | str], file: str = "config.json"
+    ) -> None:
+        self._values = values  # parsed config.json; None without one
+        self._defaults = defaults  # numbers and expressions
+        self._file = file  # name of the config's file, for messages
+        self._cache: dict[tuple[str, int | None], int] = {}  # values of defaults by layer
+
+    def evaluate(self, text: str, layer: int | None = None) -> int:
+        """Return the value of an expression, for a condition in a layer.
+
+        Raises:
+            ConfigError: a key is missing or has a value of the wrong kind, or the result is not a 64-bit integer.
+        """
+        try:
+            return self._run(_tree(text), layer)
+        except ZeroDivisionError:
+            raise ConfigError(f"{text!r}: division by zero") from None
+        except _NoValueError as problem:
+            raise ConfigError(f"{text!r}: {problem}") from None
+
+    def value(self, name: str, layer: int | None = None) -> Any:
+        """Return the value of a key as it is in the config, or its default, or None."""
+        value: Any = self._values
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+        default = self._defaults.get(name)
+        if not isinstance(default, str):
+            return default
+        if (name, layer) not in self._cache:
+            self._cache[name, layer] = self.evaluate(default, layer)
+        return self._cache[name, layer]
+
+    def _integer(self, name: str, layer: int | None) -> int:
+        value = layer if name == LAYER_NUMBER else self.value(name, layer)
+        if value is None:
+            where = f"there is no {self._file}" if self._values is None else f"{self._file} lacks it"
+            raise ConfigError(f"{show(name)} is required, but {where}")
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int):
+            raise ConfigError(f"{show(name)} in {self._file} is {show(value)}, expected an integer")
+        return int(value)
+
+    def _run(self, node: Any, layer: int | None) -> int:
+        """Return the value of a node of a syntax tree."""
+        if isinstance(node, ast.Constant):
+            number: Any = node.value
+            return int(number)
+        if isinstance(node, ast.BoolOp):
+            values = (self._run(operand, layer) for operand in node.values)
+            return int(all(values) if isinstance(node.op, ast.And) else any(values))
+        if isinstance(node, ast.UnaryOp):
+            return int(not self._run(node.operand, layer))
+        if isinstance(node, ast.BinOp):
+            value = _OPERATORS[type(node.op)](self._run(node.left, layer), self._run(node.right, layer))
+        elif isinstance(node, ast.Compare):
+            left, right = self._run(node.left, layer), self._run(node.comparators[0], layer)
+            value = int(_OPERATORS[type(node.ops[0])](left, right))
+        elif isinstance(node, ast.Call):
+            value = self._function(node, layer)
+        else:
+            value = self._integer(_name(node), layer)
+        if not -_LIMIT < value < _LIMIT:
+            raise _NoValueError("a value beyond 64 bits")
+        return value
+
+    def _function(self, node: Any, layer: int | None) -> int:
+        function, key, argument = node.func.id, _name(node.args[0]), node.args[1]
+        value = self.value(key, layer)
+        other: Any = argument.id if function == "starts" else self._run(argument, layer)
+        listed = isinstance(value, (list, tuple))
+        if value is None and function not in ("item", "times"):
+            return int(other) if function == "len" else 0
+        if function == "len":
+            expected = "a list or an object"
+            if listed or isinstance(value, Mapping):
+                return len(value)
+        elif function == "item":
+            expected = f"an integer, or a list of integers with item {other}"
+            item = value[other] if listed and other < len(value) else value
+            if isinstance(item, int):
+                return int(item)
+        elif function == "contains":
+            expected = f"a list of at most {_ITEMS} items"
+            if listed and len(value) <= _ITEMS:
+                return int(other in value)
+        elif function == "starts":
+            expected = "a string"
+            if isinstance(value, str):
+                return int(value.startswith(other))
+        else:
+            expected = "a number"
+            if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+                # A product of large numbers is refused as a value beyond 64 bits, before it overflows.
+                return int(value * other) if -_LIMIT < value < _LIMIT else _LIMIT
+        raise _NoValueError(f"{show(key)} in the config is {show(value)}, expected {expected}")
+
+
+def _name(node: Any) -> str:
+    return node.id if isinstance(node, ast.Name) else f"{_name(node.value)}.{node.attr}"
 
 
 class SchemaEntry(NamedTuple):
@@ -197,7 +360,72 @@ class Schema:
             ConfigError: a size has no value in this config, or the model exceeds `MAX_TENSORS`.
         """
         known = names if isinstance(names, (Set, Mapping)) else set(names)
-        return _Expansion(self, config, known).run()
+        keys, prefix = Config(config, self.defaults, self.config), self.prefix_of(known)
+        architecture, usual = self.architecture(config), next(iter(self.architectures), None)
+        counts = {"": self.layers or "", **self.counts}  # expressions by placeholder
+
+        def count_of(text: str | None) -> int:
+            count = 0 if text is None else keys.evaluate(text)
+            if not 0 <= count <= MAX_LAYERS:
+                raise ConfigError(f"{text} must be 0 to {MAX_LAYERS}, got {count}")
+            return count
+
+        @cache
+        def holds(condition: str | None, layer: int | None) -> bool:
+            return condition is None or keys.evaluate(condition, layer) != 0
+
+        def size_of(text: str) -> int | None:
+            bare = text.removesuffix(ANY)
+            if bare != text and (not bare or any(keys.value(name) is None for name in names_in(bare))):
+                return None
+            value = keys.evaluate(bare)
+            if value < 0 and bare == text:
+                raise ConfigError(f"the size {text} must be >= 0, got {value}")
+            return value if value >= 0 else None
+
+        expected: dict[str, ExpectedTensor] = {}
+        total = 0
+        for entry in self.entries:
+            required, slots = not entry.optional, _slots(entry)
+            if not _in(entry, architecture):
+                # An architecture outside the schema can have the usual head.
+                if required and (architecture is not None or not _in(entry, usual)):
+                    continue
+                required = False
+            elif entry.architectures:
+                required = True
+            layers: Iterable[int | None] = (None,)
+            if slots:
+                layers = range(count_of(counts[slots[0]]) + (count_of(self.more_layers) if slots[0] == "" else 0))
+            layers = [layer for layer in layers if holds(entry.when, layer)]
+            inner = count_of(counts[slots[1]]) if len(slots) > 1 and layers else 1
+            total += len(layers) * inner
+            if total > MAX_TENSORS:
+                texts = " and ".join(f"{counts[slot]} is {count_of(counts[slot])}" for slot in slots) or "the schema"
+                raise ConfigError(f"{texts}: a model can have at most {MAX_TENSORS:,} tensors")
+            if not layers:
+                continue
+            shape = None if entry.shape is None else tuple(map(size_of, entry.shape))
+            tied = None if entry.tied is None else entry.tied.replace(PREFIX, prefix)
+            if tied is not None and not holds(entry.tied_when, None):
+                tied = None
+            spellings = [PLACEHOLDER.split(text.replace(PREFIX, prefix)) for text in (entry.name, *entry.also)]
+            stack = spellings[0][0] if slots else ""
+            for layer in layers:
+                for number in range(inner):
+                    spelled = [_spell(parts, layer, number) for parts in spellings]
+                    name = next((text for text in spelled if text in known), spelled[0]) if entry.also else spelled[0]
+                    expected[name] = ExpectedTensor(name, shape, stack, layer, required and tied is None, entry, tied)
+        if self.more_layers is None:
+            return expected
+        # Additional layers without any tensor in the model are absent.
+        usual_layers = count_of(self.layers)
+        in_layers = [tensor for tensor in expected.values() if _slots(tensor.entry)[:1] == [""]]
+        present = {tensor.layer for tensor in in_layers if tensor.name in known}
+        for tensor in in_layers:
+            if tensor.layer is not None and tensor.layer >= usual_layers and tensor.layer not in present:
+                del expected[tensor.name]
+        return expected
 
     def prefix_of(self, names: Iterable[str]) -> str:
         """Return the prefix with the most matching names, or the first prefix."""
@@ -217,99 +445,6 @@ def _in(entry: SchemaEntry, architecture: str | None) -> bool:
     if not entry.architectures:
         return True
     return architecture is not None and any(fnmatchcase(architecture, text) for text in entry.architectures)
-
-
-class _Expansion:
-    """An expansion of a schema, see `Schema.expand`."""
-
-    def __init__(self, schema: Schema, config: Mapping[str, Any] | None, known: Collection[str]) -> None:
-        self._schema = schema
-        self._keys = Config(config, schema.defaults, schema.config)
-        self._known = known
-        self._architecture = schema.architecture(config)
-        self._prefix = schema.prefix_of(known)
-        self._counts = {"": schema.layers or "", **schema.counts}  # expressions by placeholder
-        self._conditions: dict[tuple[str, int | None], bool] = {}  # by expression and layer
-        self._total = 0
-
-    def run(self) -> dict[str, ExpectedTensor]:
-        expected = {tensor.name: tensor for entry in self._schema.entries for tensor in self._tensors(entry)}
-        if self._schema.more_layers is None:
-            return expected
-        # Additional layers without any tensor in the model are absent.
-        usual = self._count(self._schema.layers)
-        in_layers = [tensor for tensor in expected.values() if _slots(tensor.entry)[:1] == [""]]
-        present = {tensor.layer for tensor in in_layers if tensor.name in self._known}
-        for tensor in in_layers:
-            if tensor.layer is not None and tensor.layer >= usual and tensor.layer not in present:
-                del expected[tensor.name]
-        return expected
-
-    def _required(self, entry: SchemaEntry) -> bool | None:
-        """Return False for an optional tensor, and None for one that the architecture does not have."""
-        if not entry.architectures:
-            return not entry.optional
-        if _in(entry, self._architecture):
-            return True
-        # An architecture outside the schema can have the usual head.
-        usual = self._architecture is None and _in(entry, next(iter(self._schema.architectures), None))
-        return False if entry.optional or usual else None
-
-    def _tensors(self, entry: SchemaEntry) -> Iterator[ExpectedTensor]:
-        required, slots = self._required(entry), _slots(entry)
-        if required is None:
-            return
-        layers = [layer for layer in self._layers(slots) if self._holds(entry.when, layer)]
-        inner = self._count(self._counts[slots[1]]) if len(slots) > 1 and layers else 1
-        self._total += len(layers) * inner
-        if self._total > MAX_TENSORS:
-            texts = [self._counts[slot] for slot in slots]
-            counts = " and ".join(f"{text} is {self._count(text)}" for text in texts) or "the schema"
-            raise ConfigError(f"{counts}: a model can have at most {MAX_TENSORS:,} tensors")
-        if not layers:
-            return
-        shape = None if entry.shape is None else tuple(map(self._size, entry.shape))
-        tied = None if entry.tied is None else entry.tied.replace(PREFIX, self._prefix)
-        if tied is not None and not self._holds(entry.tied_when, None):
-            tied = None
-        spellings = [PLACEHOLDER.split(text.replace(PREFIX, self._prefix)) for text in (entry.name, *entry.also)]
-        stack = spellings[0][0] if slots else ""
-        for layer in layers:
-            for number in range(inner):
-                name = _spell(spellings[0], layer, number)
-                if len(spellings) > 1:
-                    names = (_spell(parts, layer, number) for parts in spellings)
-                    name = next((text for text in names if text in self._known), name)
-                yield ExpectedTensor(name, shape, stack, layer, required and tied is None, entry, tied)
-
-    def _layers(self, slots: list[str]) -> Iterable[int | None]:
-        """Return the numbers of the first placeholder; a single None for a name without placeholders."""
-        if not slots:
-            return (None,)
-        count = self._count(self._counts[slots[0]])
-        return range(count + (self._count(self._schema.more_layers) if slots[0] == "" else 0))
-
-    def _holds(self, condition: str | None, layer: int | None) -> bool:
-        if condition is None:
-            return True
-        if (condition, layer) not in self._conditions:
-            self._conditions[condition, layer] = self._keys.evaluate(condition, layer) != 0
-        return self._conditions[condition, layer]
-
-    def _count(self, text: str | None) -> int:
-        count = 0 if text is None else self._keys.evaluate(text)
-        if not 0 <= count <= MAX_LAYERS:
-            raise ConfigError(f"{text} must be 0 to {MAX_LAYERS}, got {count}")
-        return count
-
-    def _size(self, text: str) -> int | None:
-        bare = text.removesuffix(ANY)
-        if bare != text and (not bare or any(self._keys.value(name) is None for name in names_in(bare))):
-            return None
-        value = self._keys.evaluate(bare)
-        if value < 0 and bare == text:
-            raise ConfigError(f"the size {text} must be >= 0, got {value}")
-        return value if value >= 0 else None
 
 
 def _spell(parts: list[str], layer: int | None, number: int) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
-from .choosing import LANGUAGE, Choice, choose, choose_inner, choose_prefix
+from .choosing import LANGUAGE, choose, choose_inner, choose_prefix
 from .schema import MAX_LISTED, Schema
 
 KEY = "tie_word_embeddings"
@@ -51,7 +52,22 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
         choice = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
         if choice is not None and choice.inner is not None:
             keys = {**choice.inner.config, **({KEY: config[KEY]} if isinstance(config.get(KEY), bool) else {})}
-    return _by_names(config, names) if choice is None else _by_schema(choice, names, keys)
+    result = {}
+    if choice is None:
+        tie = _tie_in(config)
+        if _generates(config) and tie is not False and (tie or _HEAD not in names):
+            embeddings = [name for name in names if f".{name}".endswith(_EMBEDDINGS)]
+            shared = [name for name in embeddings if f".{name}".endswith(_EMBEDDINGS[-1])]
+            if len(shared or embeddings) == 1:
+                result[_HEAD] = (shared or embeddings)[0]
+        return result
+    with suppress(ValueError):  # the config lacks a key
+        for head, (embedding, _) in choice.schema.pairs(names, keys).items():
+            # The head stands beside the module of the embedding: language_model.model., language_model.lm_head.
+            prefix = next((text for text in choice.schema.prefixes if text and embedding.startswith(text)), "")
+            nested = prefix.removesuffix("model.") + head if prefix.endswith(".model.") else head
+            result[nested] = embedding
+    return result
 
 
 def is_unclear(config: Mapping[str, Any] | None, pairs: Mapping[str, str]) -> bool:
@@ -63,31 +79,6 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without ties, for a model and the language model inside it."""
     nested = {key: {**value, KEY: False} for key in LANGUAGE if isinstance(value := config.get(key), Mapping)}
     return {**config, **nested, KEY: False}
-
-
-def _by_schema(choice: Choice, names: Collection[str], config: Mapping[str, Any]) -> dict[str, str]:
-    try:
-        pairs = choice.schema.pairs(names, config)
-    except ValueError:  # the config lacks a key
-        return {}
-    result = {}
-    for head, (embedding, _) in pairs.items():
-        # The head stands beside the module of the embedding: language_model.model., language_model.lm_head.
-        prefix = next((text for text in choice.schema.prefixes if text and embedding.startswith(text)), "")
-        nested = prefix.removesuffix("model.") + head if prefix.endswith(".model.") else head
-        result[nested] = embedding
-    return result
-
-
-def _by_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
-    """Like `tied_heads`, for a model without a schema."""
-    tie = _tie_in(config)
-    if not _generates(config) or tie is False or (tie is None and _HEAD in names):
-        return {}
-    embeddings = [name for name in names if f".{name}".endswith(_EMBEDDINGS)]
-    shared = [name for name in embeddings if f".{name}".endswith(_EMBEDDINGS[-1])]
-    chosen = shared or embeddings
-    return {_HEAD: chosen[0]} if len(chosen) == 1 else {}
 
 
 def _generates(config: Mapping[str, Any]) -> bool:

@@ -662,13 +662,13 @@ def model_config(data):
     for source in model_families.gguf_forms().values():
         try:
             with watched():
-                result = settings.settings_of(
+                _, factors = settings.settings_of(
                     settings.ModelConfig(folder.read_config(FOLDER, LOCAL) or {}, "m", source.keys), source
                 )
         except SafeloadError as error:
             check_refusal(error)
             continue
-        require(all(np.isfinite(array).all() for array in result.tensors.values()), "factors are finite")
+        require(all(np.isfinite(array).all() for array in factors.values()), "factors are finite")
 
 
 def _expand(made, values):

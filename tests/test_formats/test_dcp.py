@@ -225,7 +225,7 @@ def test_a_slice_reads_only_its_chunk(tmp_path, monkeypatch):
     with safeload.open(tmp_path) as opened:
         assert located == []
         assert equal(opened.get_slice("w")[16:24, 8:16], array[16:24, 8:16].copy())
-        assert [chunk.place.file for chunk in located] == ["__17_0.distcp"]
+        assert [chunk.file for chunk in located] == ["__17_0.distcp"]
         assert equal(opened.take("w", [9]), array[[9]])
         assert len(located) == 9
 

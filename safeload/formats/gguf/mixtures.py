@@ -1,7 +1,10 @@
 """llama.cpp's file types: the block type that llama-quantize chooses for each tensor (``mixtures.json``).
 
 A file type has a base, and cells for the kinds of tensors that get another type: of the cells of a kind, the first
-whose conditions all hold counts. A kind is found by a part of the name; the first match counts. Source:
+whose conditions all hold counts. A kind is found by a part of the name; the first match counts. Architectures can have
+``kept_parts`` and ``eight_bit_parts`` of names of matrices that stay, and that have 8 bits in any file type;
+``stacks_attention`` if only feed-forward stacks are experts; and ``layers_of_70b``, the layers of the models that
+llama.cpp takes for 70B models. Source:
 https://github.com/ggml-org/llama.cpp/blob/master/src/llama-quant.cpp (llama_tensor_get_type).
 
 Tensors of diffusion models get the types of ComfyUI-GGUF's llama-quantize (``image_types.json``), also by kind. A cell
@@ -51,17 +54,9 @@ _FALCON = "falcon"
 _BLOCK = re.compile(r"blk\.\s*([+-]?[0-9]{1,9})")
 
 
-class _Architecture(NamedTuple):
-    """What llama.cpp does for an architecture alone."""
-
-    kept_parts: tuple[str, ...] = ()  # parts of names of matrices that stay as they are
-    eight_bit_parts: tuple[str, ...] = ()  # parts of names of matrices of 8 bits, whatever the file type
-    stacks_attention: bool = False  # True if only feed-forward stacks are experts
-    layers_of_70b: int | None = None  # layers of the models that llama.cpp takes for 70B models
-
-
-def _architecture(name: str) -> _Architecture:
-    return _Architecture(**_data()["architectures"].get(name, {}))
+def _architecture(name: str) -> Mapping[str, Any]:
+    row: Mapping[str, Any] = _data()["architectures"].get(name, {})
+    return row
 
 
 class ModelSizes(NamedTuple):
@@ -82,11 +77,9 @@ class ModelSizes(NamedTuple):
     @property
     def is_70b(self) -> bool:
         """True if llama.cpp takes the model for a 70B model."""
-        layers = self.layers - self.extra_layers
-        if _architecture(self.architecture).layers_of_70b != layers:
+        if _architecture(self.architecture).get("layers_of_70b") != self.layers - self.extra_layers:
             return False
-        of_llama = self.architecture.startswith("llama")
-        return not of_llama or (self.experts != 8 and self.heads != self.kv_heads)
+        return not self.architecture.startswith("llama") or (self.experts != 8 and self.heads != self.kv_heads)
 
     @classmethod
     def of(cls, metadata: Mapping[Any, Any]) -> ModelSizes | None:
@@ -108,35 +101,7 @@ class ModelSizes(NamedTuple):
             return None
         absent = f"{architecture}.attention.head_count_kv" not in metadata
         kv_heads = heads if absent else number("attention.head_count_kv")
-        extra = number("nextn_predict_layers")
-        return cls(architecture, layers, heads, kv_heads, number("expert_count"), extra)
-
-
-class Cell(NamedTuple):
-    """The type of a tensor, and the conditions under which it counts."""
-
-    type: str
-    first: int | None = None  # the tensor is among the first of its kind
-    first_part: int | None = None  # it is in the first eighth of its kind, if 8
-    more_bits: bool = False  # it is in the first or last eighth of its kind, or the third of three between them
-    shares_heads: bool = False  # four or more query heads share a head of keys and values
-    eight_experts: bool | None = None  # whether the model has eight experts
-    imatrix: bool | None = None  # whether there is an importance matrix
-
-    def holds(self, number: int, total: int, sizes: ModelSizes, imatrix: bool) -> bool:
-        """Return True if the conditions hold for the tensor of a number among those of its kind."""
-        eighth = total // 8
-        return (
-            (self.first is None or number < self.first)
-            and (self.first_part is None or number < total // self.first_part)
-            and (not self.more_bits or not eighth <= number < 7 * total // 8 or (number - eighth) % 3 == 2)
-            and (not self.shares_heads or sizes.shared_heads >= 4)
-            and self.eight_experts in (None, sizes.experts == 8)
-            and self.imatrix in (None, imatrix)
-        )
-
-
-_Cells = Mapping[str, tuple[Cell, ...]]
+        return cls(architecture, layers, heads, kv_heads, number("expert_count"), number("nextn_predict_layers"))
 
 
 class FileType(NamedTuple):
@@ -144,8 +109,8 @@ class FileType(NamedTuple):
 
     number: int  # ``general.file_type``
     base: str  # type of most tensors
-    cells: _Cells  # by kind
-    falcon: _Cells  # instead of `cells` for the kinds in it, in models of architecture falcon
+    cells: Mapping[str, Any] = {}  # by kind
+    falcon: Mapping[str, Any] = {}  # instead of `cells` for the kinds in it, in models of architecture falcon
     aliases: tuple[str, ...] = ()  # other names; "mxfp4" is safeload's own
     embedding: str | None = None  # type of the embedding beside a separate head; None for the base
     requires_imatrix: bool = False  # True if tensors of the base's type, except the ends, need an importance matrix
@@ -155,14 +120,27 @@ class FileType(NamedTuple):
 @cache
 def file_types() -> Mapping[str, FileType]:
     """Return the file types by name, without aliases."""
-    return {
-        name: FileType(**{**row, "cells": _cells(row.get("cells", {})), "falcon": _cells(row.get("falcon", {}))})
-        for name, row in _data()["file_types"].items()
-    }
+    return {name: FileType(**row) for name, row in _data()["file_types"].items()}
 
 
-def _cells(rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> _Cells:
-    return {kind: tuple(Cell(**cell) for cell in cells) for kind, cells in rows.items()}
+def _type_in(
+    cells: Iterable[Mapping[str, Any]], base: str, place: tuple[int, int], sizes: ModelSizes, imatrix: bool
+) -> str:
+    """Return the type in the first cell whose conditions hold at a place: a number, and the total."""
+    number, total = place
+    eighth = total // 8
+    for cell in cells:
+        if (
+            number < cell.get("first", math.inf)
+            and ("first_part" not in cell or number < total // cell["first_part"])
+            # the first or last eighth, or the third of three between them
+            and (not cell.get("more_bits") or not eighth <= number < 7 * total // 8 or (number - eighth) % 3 == 2)
+            and (not cell.get("shares_heads") or sizes.shared_heads >= 4)
+            and cell.get("eight_experts") in (None, sizes.experts == 8)
+            and cell.get("imatrix") in (None, imatrix)
+        ):
+            return str(cell["type"])
+    return base
 
 
 def mixtures() -> tuple[str, ...]:
@@ -221,7 +199,8 @@ def is_quantized(name: str, shape: tuple[int, ...], architecture: str) -> bool:
     """Return True if llama-quantize quantizes a tensor."""
     if axes_of(shape) not in (2, 3) or not name.endswith("weight") or name in _data()["kept_names"]:
         return False
-    return not any(part in name for part in (*_data()["kept_parts"], *_architecture(architecture).kept_parts))
+    kept = (*_data()["kept_parts"], *_architecture(architecture).get("kept_parts", ()))
+    return not any(part in name for part in kept)
 
 
 def choose(
@@ -232,41 +211,39 @@ def choose(
     Shapes are needed of all tensors of the model, because types depend on a tensor's place among its kind.
     """
     row, architecture = file_types()[parse(file_type)], _architecture(sizes.architecture)
+    falcon, ends = sizes.architecture == _FALCON, (_OUTPUT_NAME, *EMBEDDINGS)
     names = sorted(shapes, key=sort_key)
-    kinds = {name: _kind_of(name, tied=_OUTPUT_NAME not in shapes) for name in names}
-    values = sum(kind == _VALUE for kind in kinds.values())
+    parts: Mapping[str, str] = _data()["kinds"]
+    kinds = {name: next((kind for part, kind in parts.items() if part in name), _REST) for name in names}
+    kinds.update((name, _EMBEDDING if _OUTPUT_NAME in shapes else _OUTPUT) for name in EMBEDDINGS if name in kinds)
+    if _OUTPUT_NAME in kinds:
+        kinds[_OUTPUT_NAME] = _OUTPUT
+    totals = {_VALUE: sum(kind == _VALUE for kind in kinds.values())}
     counters: Counter[str] = Counter()
-
-    def place(name: str, kind: str) -> tuple[int, int]:
-        """Return the index of a tensor among its kind, and their number."""
-        index = counters[kind]
-        counters[kind] += 1
-        if kind == _VALUE:
-            return index, values
-        if kind in _FEED_FORWARD and sizes.experts > 1:
-            index = _layer_of(name, -1)
-            if not 0 <= index < sizes.layers:
-                text = f"is in none of the {sizes.layers} layers, but llama.cpp's file types depend on the layer of an "
-                raise error_about(UnsupportedError, f"{text}expert's tensor", tensor=name)
-        return index, sizes.layers
 
     def type_of(name: str, kind: str, shape: tuple[int, ...]) -> str:
         """Return the type without regard to the length of rows."""
-        if any(part in name for part in architecture.eight_bit_parts):
+        if any(part in name for part in architecture.get("eight_bit_parts", ())):
             return "q8_0"
         if kind == _OUTPUT:
             whole = shape[-1] % SCHEMES[row.base].block == 0
-            eight = row.experts_only or sizes.architecture == _FALCON or not whole or row.base == "q8_0"
-            return "q8_0" if eight else "q6_k"
+            return "q8_0" if row.experts_only or falcon or not whole or row.base == "q8_0" else "q6_k"
         if row.experts_only:
             experts = len(shape) > 2 and shape[-3] > 1
-            return row.base if experts and (kind in _FEED_FORWARD or not architecture.stacks_attention) else "q8_0"
+            stacked = kind in _FEED_FORWARD or "stacks_attention" not in architecture
+            return row.base if experts and stacked else "q8_0"
         if kind == _EMBEDDING:
             return row.embedding or row.base
-        number, total = place(name, kind)
-        cells = row.falcon if sizes.architecture == _FALCON and kind in row.falcon else row.cells
-        types = (cell.type for cell in cells.get(kind, ()) if cell.holds(number, total, sizes, imatrix))
-        chosen = next(types, row.base)
+        number = counters[kind]
+        counters[kind] += 1
+        if kind in _FEED_FORWARD and sizes.experts > 1:
+            number = _layer_of(name, -1)
+            if not 0 <= number < sizes.layers:
+                text = f"is in none of the {sizes.layers} layers, but llama.cpp's file types depend on the layer of an "
+                raise error_about(UnsupportedError, f"{text}expert's tensor", tensor=name)
+        cells = row.falcon if falcon and kind in row.falcon else row.cells
+        place = number, totals.get(kind, sizes.layers)
+        chosen = _type_in(cells.get(kind, ()), row.base, place, sizes, imatrix)
         if kind == _VALUE and sizes.is_70b and chosen in ("q3_k", "q4_k"):
             chosen = "q5_k"
         return "q8_0" if kind in (_VALUE, _KEY) and sizes.experts == 8 else chosen
@@ -279,19 +256,9 @@ def choose(
             continue
         chosen = type_of(name, kinds[name], shape)
         fallback = SCHEMES[chosen].of_rows(shape[-1]) or FLOAT16
-        ends = name == _OUTPUT_NAME or name in EMBEDDINGS
-        requires = row.requires_imatrix and fallback == row.base and not ends
+        requires = row.requires_imatrix and fallback == row.base and name not in ends
         types[name] = TensorType(fallback, None if fallback == chosen else chosen, requires)
     return types
-
-
-def _kind_of(name: str, *, tied: bool) -> str:
-    if name == _OUTPUT_NAME:
-        return _OUTPUT
-    if name in EMBEDDINGS:
-        return _OUTPUT if tied else _EMBEDDING
-    kinds: Mapping[str, str] = _data()["kinds"]
-    return next((kind for part, kind in kinds.items() if part in name), _REST)
 
 
 def with_file_type(metadata: Mapping[Any, Any], file_type: str, more: Iterable[tuple[str, Any]] = ()) -> dict[Any, Any]:
@@ -333,37 +300,27 @@ def with_updated_file_type(metadata: Mapping[Any, Any], tensors: Iterable[Any]) 
 
 def choose_for_image(file_type: str, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> dict[str, TensorType]:
     """Return the type of each tensor; it depends on the place among its kind, so ``shapes`` must be in file order."""
-    if file_type not in _image_file_types():
-        raise UnsupportedError(
-            f"file type {file_type} has no rules for diffusion models, expected one of {', '.join(_image_file_types())}"
-        )
     row, data = file_types()[file_type], _image_data()
+    if file_type in data["refused"]:
+        listed = ", ".join(name for name in file_types() if name not in data["refused"])
+        raise UnsupportedError(f"file type {file_type} has no rules for diffusion models, expected one of {listed}")
+    unquantized = diffusion_models()[architecture].unquantized or ()
     counters: Counter[str] = Counter()
     types: dict[str, TensorType] = {}
     for name, shape in shapes.items():
-        if not _is_quantized_image(name, shape, architecture):
+        excepted = any(name == part[1:] if part.startswith("=") else part in name for part in unquantized)
+        if excepted or axes_of(shape) != 2 or not is_quantized(name, shape, architecture):
             types[name] = TensorType(None)
             continue
         part = next((part for part in data["foreign"] if part in name), None)
         if part is not None:
             raise error_about(UnsupportedError, f"is no tensor of {architecture}, because of {part}", tensor=name)
         kind = next((kind for kind, parts in data["kinds"].items() if any(part in name for part in parts)), "")
-        number = counters[kind]
+        place = counters[kind], len(shapes)
         counters[kind] += 1
         cells = data["cells"].get(file_type, {}).get(kind, ())
-        chosen = next((cell["type"] for cell in cells if number < cell.get("first", len(shapes))), row.base)
+        chosen = _type_in(cells, row.base, place, ModelSizes(architecture, 0), False)
         whole = shape[-1] % SCHEMES[chosen].block == 0
         requires = whole and row.requires_imatrix and chosen == row.base
         types[name] = TensorType(chosen if whole else FLOAT16, None, requires)
     return types
-
-
-def _image_file_types() -> list[str]:
-    return [name for name in file_types() if name not in _image_data()["refused"]]
-
-
-def _is_quantized_image(name: str, shape: tuple[int, ...], architecture: str) -> bool:
-    if axes_of(shape) != 2 or not is_quantized(name, shape, architecture):
-        return False
-    parts = diffusion_models()[architecture].unquantized or ()
-    return not any(name == part[1:] if part.startswith("=") else part in name for part in parts)

@@ -51,12 +51,7 @@ _I2_S, _FILE_TYPE_I2_S, _TAIL = 36, 40, 32
 _U32, _U64, _ARRAY_HEAD = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
 
 # Types for a plain integer, in order of preference. gguf-py also prefers i32.
-_INTEGERS = (
-    (lib.SL_GGUF_I32, -(1 << 31), (1 << 31) - 1),
-    (lib.SL_GGUF_U32, 0, (1 << 32) - 1),
-    (lib.SL_GGUF_I64, -(1 << 63), (1 << 63) - 1),
-    (lib.SL_GGUF_U64, 0, (1 << 64) - 1),
-)
+_INTEGERS = (lib.SL_GGUF_I32, lib.SL_GGUF_U32, lib.SL_GGUF_I64, lib.SL_GGUF_U64)
 # Tensor names of transformers; names of llama.cpp begin with blk, token_embd, output.
 _HUGGING_FACE_NAME = r"(?a)^(model|transformer|lm_head|language_model)\.|\.(layers|h|layer)\.[0-9]"
 _OF_NUMBER = {kind: number for number, kind in NUMBERS.items()}
@@ -64,12 +59,7 @@ _OF_DTYPE = {dtype: number for number, dtype in DTYPES.items()}
 
 
 def save(
-    tensors: Mapping[str, Any],
-    path: PathLike,
-    metadata: Mapping[str, Any] | None = None,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
+    tensors: Mapping[str, Any], path: PathLike, metadata: Mapping[str, Any] | None, *, overwrite: bool, durable: bool
 ) -> None:
     """Write a GGUF file in the order of ``tensors``; see `safeload.gguf.save_file`."""
     metadata = {} if metadata is None else metadata
@@ -146,19 +136,15 @@ def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> tuple[bytes, Ar
     if len(raw) > MAX_NAME:
         text = f"has a name of {len(raw)} bytes, but ggml reads at most {MAX_NAME}"
         raise error_about(SafeloadError, text, tensor=name)
-    if len(shape) > MAX_DIMS and not _is_image_model(metadata):
-        text = f"has {len(shape)} dims, but ggml reads at most {MAX_DIMS}, except in image and video models for ComfyUI"
-        raise error_about(SafeloadError, text, tensor=name)
+    if len(shape) > MAX_DIMS:
+        from ...models.family import gguf_architectures  # only tensors of 5 axes need the table
+
+        architecture = metadata.get(ARCHITECTURE)
+        if not isinstance(architecture, str) or architecture in gguf_architectures():
+            text = f"has {len(shape)} dims, but ggml reads at most {MAX_DIMS}"
+            raise error_about(SafeloadError, f"{text}, except in image and video models for ComfyUI", tensor=name)
     dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return _U64.pack(len(raw)) + raw + dims + _U32.pack(number), data
-
-
-def _is_image_model(metadata: Mapping[str, Any]) -> bool:
-    """Return True if the file names an architecture other than those of llama.cpp's models."""
-    from ...models.family import gguf_architectures  # only tensors of 5 axes need the table
-
-    architecture = metadata.get(ARCHITECTURE)
-    return isinstance(architecture, str) and architecture not in gguf_architectures()
 
 
 def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -181,7 +167,15 @@ def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[
         if metadata.get(FILE_TYPE) != _FILE_TYPE_I2_S:
             text = f"is I2_S of BitNet, so readers need {FILE_TYPE} {_FILE_TYPE_I2_S} in the metadata: "
             raise error_about(UnsupportedError, f"{text}keep it, or pass dtype=", tensor=name)
-        yield name, LazyQuantized(packing.numbers, packing.shape, _with_scale(codes, scale))
+
+        def make() -> Array:
+            data: Array = np.zeros(codes.nbytes + _TAIL, np.uint8)  # the scale follows the codes
+            data[: codes.nbytes] = materialize(codes).ravel()
+            data[codes.nbytes : codes.nbytes + 4] = materialize(scale).astype("<f4").reshape(1).view(np.uint8)
+            return data
+
+        both = Lazy(np.dtype(np.uint8), (codes.nbytes + _TAIL,), make)
+        yield name, LazyQuantized(packing.numbers, packing.shape, both)
         return
     beside = f"{name.removesuffix('.weight')}.scale"
     if not name.endswith(".weight") or beside in tensors:
@@ -195,19 +189,6 @@ def _lazy(array: Array | Lazy) -> Lazy:
     if isinstance(array, Lazy):
         return array
     return Lazy(array.dtype, array.shape, lambda: np.ascontiguousarray(array))
-
-
-def _with_scale(codes: Array | Lazy, scale: Array | Lazy) -> Lazy:
-    """Return codes followed by their scale in 32 bytes."""
-    size = codes.nbytes + _TAIL
-
-    def make() -> Array:
-        data: Array = np.zeros(size, np.uint8)
-        data[: codes.nbytes] = materialize(codes).ravel()
-        data[codes.nbytes : codes.nbytes + 4] = materialize(scale).astype("<f4").reshape(1).view(np.uint8)
-        return data
-
-    return Lazy(np.dtype(np.uint8), (size,), make)
 
 
 # ---- metadata ----
@@ -275,23 +256,14 @@ def head_with(metadata: Metadata, changes: Mapping[str, Any]) -> bytes:
     return head + bytes(-len(head) % alignment) if metadata.tensor_count else head
 
 
-def can_hold(value: Any) -> bool:
-    """Return True if GGUF has a type for a metadata value."""
-    try:
-        _pack(value)
-    except (TypeError, SafeloadError):
-        return False
-    return True
-
-
 def _pack(value: Any) -> bytes:
     """Encode the type of a value, then its bytes."""
     if isinstance(value, str):
         return _U32.pack(lib.SL_GGUF_STRING) + _text(value)
     if _is_array(value):
         return _U32.pack(lib.SL_GGUF_ARRAY) + _pack_array(value, 1)
-    number = _number_type([value])
-    return _U32.pack(number) + _numbers(number, [value])
+    number, data = _numbers([value])
+    return _U32.pack(number) + data
 
 
 def _is_array(value: Any) -> bool:
@@ -312,8 +284,7 @@ def _pack_array(value: Any, depth: int) -> bytes:
     elif all(map(_is_array, items)):
         number, data = lib.SL_GGUF_ARRAY, b"".join(_pack_array(item, depth + 1) for item in items)
     else:
-        number = _number_type(items)
-        data = _numbers(number, items)
+        number, data = _numbers(items)
     return _ARRAY_HEAD.pack(number, len(items)) + data
 
 
@@ -324,61 +295,67 @@ def _array_type(dtype: np.dtype[Any]) -> int:
     return number
 
 
-def _number_type(values: Sequence[Any]) -> int:
-    """Return the type for numbers: their common declared type, else the first type that holds all exactly."""
-    declared = {_declared_type(value) for value in values}
-    if len(declared) == 1 and None not in declared:
-        return int(declared.pop() or 0)
-    if any(isinstance(value, (bool, np.bool_)) for value in values):
-        raise TypeError("an array must not mix bools and numbers")
-    if all(isinstance(value, (int, np.integer)) for value in values):
-        low, high = int(min(values)), int(max(values))
-        for number, lowest, highest in _INTEGERS:
-            if lowest <= low and high <= highest:
-                return int(number)
-        raise SafeloadError(f"{low if low < 0 else high} does not fit in 64 bits")
-    return int(lib.SL_GGUF_F32 if all(map(_is_f32, values)) else lib.SL_GGUF_F64)
-
-
 def _declared_type(value: Any) -> int | None:
     """Return the declared type of a value; None for plain ints and floats."""
     if isinstance(value, (bool, np.bool_)):
         return int(lib.SL_GGUF_BOOL)
     if isinstance(value, (np.generic, np.ndarray)):
         return _array_type(value.dtype)
-    if type(value) in _OF_NUMBER:
-        return _OF_NUMBER[type(value)]
-    if not isinstance(value, (int, float)):
+    if type(value) not in _OF_NUMBER and not isinstance(value, (int, float)):
         raise TypeError(f"GGUF cannot store values of type {type(value).__name__}")
-    return None
+    return _OF_NUMBER.get(type(value))
 
 
-def _is_f32(value: Any) -> bool:
-    """Return True if f32 represents the number exactly."""
-    number = float(value)
-    with np.errstate(over="ignore"):
-        return math.isnan(number) or float(np.float32(number)) == number
-
-
-def _numbers(number: int, values: Sequence[Any]) -> bytes:
+def _numbers(values: Sequence[Any]) -> tuple[int, bytes]:
+    """Return type and bytes of numbers: the declared type of all, else the first type that holds all exactly."""
+    declared = {_declared_type(value) for value in values}
+    number = declared.pop() if len(declared) == 1 else None
+    if number is None and any(isinstance(value, (bool, np.bool_)) for value in values):
+        raise TypeError("an array must not mix bools and numbers")
+    if number is None and all(isinstance(value, (int, np.integer)) for value in values):
+        low, high = int(min(values)), int(max(values))
+        number = next((type for type in _INTEGERS if _limits(type)[0] <= low and high <= _limits(type)[1]), None)
+        if number is None:
+            raise SafeloadError(f"{low if low < 0 else high} does not fit in 64 bits")
+    if number is None:
+        with np.errstate(over="ignore"):
+            exact = all(math.isnan(value) or float(np.float32(float(value))) == float(value) for value in values)
+        number = lib.SL_GGUF_F32 if exact else lib.SL_GGUF_F64
     dtype = DTYPES[number]
     try:
         with np.errstate(over="raise"):
             if dtype.kind in "iu" and len(values):  # numpy before 2 lets integers wrap around
-                limits = np.iinfo(str(dtype))
-                if min(values) < limits.min or max(values) > limits.max:
+                lowest, highest = _limits(number)
+                if min(values) < lowest or max(values) > highest:
                     raise OverflowError
-            return np.array(values, dtype).tobytes()
+            return number, np.array(values, dtype).tobytes()
     except (OverflowError, FloatingPointError):  # a caller made the instance of a class of values.py
         raise SafeloadError(f"a number does not fit {dtype.name}") from None
+
+
+def _limits(number: int) -> tuple[int, int]:
+    limits = np.iinfo(str(DTYPES[number]))
+    return limits.min, limits.max
 
 
 def save_converted(
     tensors: Mapping[str, Any], metadata: Mapping[Any, Any], path: PathLike, *, overwrite: bool, durable: bool
 ) -> None:
-    """Write tensors of any format, and warn if no engine will load the file."""
+    """Write tensors of any format, and warn if no engine will load the file, as conversion does not build a model."""
     values = values_of(metadata)
-    _warn(tensors, values, str(path))
+    missing = []
+    if not isinstance(values.get(ARCHITECTURE), str):
+        missing.append(f"the metadata has no {ARCHITECTURE}")
+    foreign = next((name for name in tensors if re.search(_HUGGING_FACE_NAME, name)), None)
+    if foreign is not None:
+        missing.append(f"{clip(printable(foreign), 80)} is a Hugging Face name, not a llama.cpp name")
+    if tensors and missing and model_of(values) is None:
+        log.warning(
+            "%s: no engine will load this file: %s. The folder of a supported model, with config.json and tokenizer, "
+            "becomes a file that llama.cpp loads unless raw=True is passed",
+            printable(str(path)),
+            "; ".join(missing),
+        )
     save(tensors, path, values, overwrite=overwrite, durable=durable)
 
 
@@ -386,27 +363,14 @@ def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
     """Convert metadata to GGUF: values without a GGUF type become JSON; values that JSON cannot hold are dropped."""
     values: dict[str, Any] = {}
     for key, value in metadata.items():
-        if can_hold(value):
-            values[str(key)] = value
-        else:
-            values.update(as_texts({key: value}))
+        values.update({str(key): value} if _can_hold(value) else as_texts({key: value}))
     return values
 
 
-def _warn(tensors: Mapping[str, Any], values: Mapping[str, Any], path: str) -> None:
-    """Warn if the file lacks what an engine needs, because conversion copies tensors and does not build a model."""
-    if model_of(values) is not None:
-        return
-    missing = []
-    if not isinstance(values.get(ARCHITECTURE), str):
-        missing.append(f"the metadata has no {ARCHITECTURE}")
-    foreign = next((name for name in tensors if re.search(_HUGGING_FACE_NAME, name)), None)
-    if foreign is not None:
-        missing.append(f"{clip(printable(foreign), 80)} is a Hugging Face name, not a llama.cpp name")
-    if tensors and missing:
-        log.warning(
-            "%s: no engine will load this file: %s. The folder of a supported model, with config.json and tokenizer, "
-            "becomes a file that llama.cpp loads unless raw=True is passed",
-            printable(path),
-            "; ".join(missing),
-        )
+def _can_hold(value: Any) -> bool:
+    """Return True if GGUF has a type for a metadata value."""
+    try:
+        _pack(value)
+    except (TypeError, SafeloadError):
+        return False
+    return True

@@ -31,17 +31,17 @@ from ...base.paths import is_bare
 from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError, LimitError, UnsupportedError, missing_file
+from ...errors import FormatError, LimitError, UnsupportedError
 from ...stores.files import Files
 from ...stores.json_file import MAX_JSON, parse_json, read_json
 from ...stores.remote import RemoteStore
 from ...stores.store import read_at
-from ..boxed import MAX_RANK, BoxedListing, boxed_file
+from ..boxed import MAX_RANK, BoxedListing, DataFolder, boxed_file
 from ..metadata import depth_of, names_below, nested
 from ..numbered import ORBAX_METADATA
 from ..registry import Candidate, Content, OpenRequest
 from .ocdbt import MANIFEST, Value, read_tree
-from .zarr import V2, V3, WHOLE_FILE, ChunkFinder, StoredBytes, ZarrArray, parse, unreadable
+from .zarr import V2, V3, WHOLE_FILE, ChunkFinder, StoredBytes, ZarrArray, unreadable
 
 # Bytes of the metadata of an array. It has a few hundred.
 MAX_ARRAY_METADATA = 1 << 20
@@ -77,45 +77,26 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         raise
 
 
-class _OpenFolder:
+class _OpenFolder(DataFolder):
     """The folder of a checkpoint, and its open data files."""
 
     def __init__(self, files: Files, path: str) -> None:
-        self.files = files
-        self.path = path
+        super().__init__(files, path, "the checkpoint needs it: was it copied as a whole?")
         self.shown = files.shown(path)
-        self.opened: dict[str, StoredBytes] = {}  # by their paths in the folder
+        self.opened: dict[str, StoredBytes] = {}
 
-    def join(self, name: str) -> str:
-        """Return the path of a file in the folder."""
-        path = self.path
-        for part in name.split("/"):
-            path = self.files.join(path, part)
-        return path
-
-    def path_of(self, name: str) -> str:
-        """Return the path of a file for messages."""
-        return self.files.shown(self.join(name))
-
-    def open(self, name: str) -> StoredBytes:
+    def stored(self, name: str) -> StoredBytes:
         """Open a file, and keep it open."""
-        stored = self.opened.get(name)
-        if stored is None:
-            try:
-                store = self.files.open(self.join(name))
-            except FileNotFoundError as error:
-                text = (
-                    f"No such file or directory: {error.filename}; the checkpoint needs it: was it copied as a whole?"
-                )
-                raise missing_file(error.filename, text) from None
-            stored = self.opened[name] = StoredBytes(store, 0, store.size, self.path_of(name))
+        if name not in self.opened:
+            store = self.stores[name] = self.open(name)
+            self.opened[name] = StoredBytes(store, 0, store.size, self.path_of(name))
             if isinstance(store, RemoteStore):
                 store.settle()
-        return stored
+        return self.opened[name]
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Return a range of a file, fewer bytes at its end."""
-        return read_at(self.open(name).store, offset, length)
+        return read_at(self.stored(name).store, offset, length)
 
     def content(self, key: str, value: Value) -> bytes:
         """Return a value as a whole: the metadata of an array, or a small chunk."""
@@ -128,11 +109,6 @@ class _OpenFolder:
             text = f"the value of {show(key)} reaches beyond the end of the file; is it cut off?"
             raise FormatError(text, self.path_of(value.file), value.offset)
         return content
-
-    def close(self) -> None:
-        """Close the files."""
-        for stored in self.opened.values():
-            stored.store.close()
 
 
 def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) -> Content:
@@ -149,14 +125,14 @@ def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], ro
     described = dict(zip(arrays, _described(folder, arrays, version, values if ocdbt else None), strict=True))
     readable = {name: array for name, array in described.items() if isinstance(array, ZarrArray)}
     finder = ChunkFinder(values, folder.opened, folder.shown, filled=not metadata.get(_COMPLETE))
-    places = {name: finder.find(name, array) for name, array in readable.items()}
+    places = {name: finder.find(array) for name, array in readable.items()}
     needed = {value.file for chunks in places.values() for _, value in chunks if value.file}
-    folder.files.each(folder.open, sorted(needed - folder.opened.keys()))
+    folder.files.each(folder.stored, sorted(needed - folder.opened.keys()))
     listings: dict[str, BoxedListing] = {}
     for name, array in described.items():
         if isinstance(array, ZarrArray):
             try:
-                listings[names[name]] = finder.listing(name, array, places[name])
+                listings[names[name]] = finder.listing(array, places[name])
                 continue
             except UnsupportedError as error:
                 array = Unknown(array.row.name, array.shape, str(error))
@@ -166,11 +142,11 @@ def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], ro
     custom = metadata.get(_CUSTOM)
     if custom is not None and rest.setdefault(_CUSTOM, custom) is not custom:
         notes.append(f"{_CUSTOM} is left out: the tree has a leaf of this name")
-    narrow = [name for name, array in readable.items() if array.chunk.bits is not None]
+    narrow = [name for name, array in readable.items() if array.bits is not None]
     notes += _note(narrow, "opened as I8, with the same values")
     unknown = [name for name in metadata if name not in (_TREE, _CUSTOM, _UNREAD, *_SWITCHES)]
     notes += _note(unknown, f"fields of {ORBAX_METADATA} that safeload does not know")
-    stores = [stored.store for stored in folder.opened.values()]
+    stores = list(folder.stores.values())
     return Content(boxed_file(file, listings, stores, folder=folder.path, metadata=rest), notes=notes)
 
 
@@ -200,32 +176,27 @@ def _leaves(entries: Any, path: str) -> dict[str, _Leaf]:
         raise FormatError(f"{_TREE} must be an object, got {show(entries)[:100]}", path)
     leaves: dict[str, _Leaf] = {}
     for text, entry in entries.items():
-        leaf = _leaf(text, entry, path)
-        name = ".".join(map(str, leaf.steps))
+        keys, value = (entry.get(f"{kind}_metadata") if type(entry) is dict else None for kind in ("key", "value"))
+        if type(keys) is not list or type(value) is not dict:
+            raise FormatError(f"leaf {show(text)} must have key_metadata and value_metadata", path)
+        if len(keys) > MAX_STEPS:
+            deep = f"a leaf is nested {len(keys):,} levels deep, more than {MAX_STEPS}"
+            raise error_about(LimitError, deep, path=path)
+        steps: list[str | int] = []
+        for key in keys:
+            step, kind = (key.get("key"), key.get("key_type")) if type(key) is dict else (None, None)
+            index = kind == 1 and type(step) is str and step.isascii() and step.isdecimal() and len(step) < 19
+            if type(step) is not str or kind not in (1, 2) or (kind == 1 and not index) or type(kind) is not int:
+                raise FormatError(f"leaf {show(text)} has a malformed key: {show(key)[:100]}", path)
+            steps.append(int(step) if kind == 1 and str(int(step)) == step else step)
+        kind, skipped = value.get("value_type"), value.get("skip_deserialize", False)
+        if type(kind) is not str or type(skipped) is not bool:
+            raise FormatError(f"leaf {show(text)} has a malformed value_metadata: {show(value)[:100]}", path)
+        name = ".".join(map(str, steps))
         if name in leaves:
             raise FormatError(f"two leaves of the tree are named {show(name)}", path)
-        leaves[name] = leaf
+        leaves[name] = _Leaf(tuple(steps), kind, skipped)
     return leaves
-
-
-def _leaf(text: str, entry: Any, path: str) -> _Leaf:
-    keys = entry.get("key_metadata") if type(entry) is dict else None
-    value = entry.get("value_metadata") if type(entry) is dict else None
-    if type(keys) is not list or type(value) is not dict:
-        raise FormatError(f"leaf {show(text)} must have key_metadata and value_metadata", path)
-    if len(keys) > MAX_STEPS:
-        raise error_about(LimitError, f"a leaf is nested {len(keys):,} levels deep, more than {MAX_STEPS}", path=path)
-    steps: list[str | int] = []
-    for key in keys:
-        name, kind = (key.get("key"), key.get("key_type")) if type(key) is dict else (None, None)
-        index = kind == 1 and type(name) is str and name.isascii() and name.isdecimal() and len(name) < 19
-        if type(name) is not str or kind not in (1, 2) or (kind == 1 and not index) or type(kind) is not int:
-            raise FormatError(f"leaf {show(text)} has a malformed key: {show(key)[:100]}", path)
-        steps.append(int(name) if kind == 1 and str(int(name)) == name else name)
-    kind, skipped = value.get("value_type"), value.get("skip_deserialize", False)
-    if type(kind) is not str or type(skipped) is not bool:
-        raise FormatError(f"leaf {show(text)} has a malformed value_metadata: {show(value)[:100]}", path)
-    return _Leaf(tuple(steps), kind, skipped)
 
 
 def _rest(folder: _OpenFolder, leaves: Mapping[str, _Leaf], root: str | None, notes: list[str]) -> dict[str, Any]:
@@ -252,7 +223,7 @@ def _rest(folder: _OpenFolder, leaves: Mapping[str, _Leaf], root: str | None, no
 def _uses_ocdbt(folder: _OpenFolder) -> bool:
     """Return True if there is a database, which metadata without ``use_ocdbt`` does not say."""
     try:
-        folder.open(MANIFEST)
+        folder.stored(MANIFEST)
     except FileNotFoundError:
         return False
     return True
@@ -263,8 +234,7 @@ def _database(folder: _OpenFolder, notes: list[str]) -> Mapping[str, Value]:
     if _uses_ocdbt(folder):
         values = _values(folder, "")
     else:
-        listing = folder.files.listing(folder.path)
-        parts = [name for name, is_folder in listing if is_folder and _PART.fullmatch(name)]
+        parts = [name for name, is_folder in folder.files.listing(folder.path) if is_folder and _PART.fullmatch(name)]
         if not parts:
             text = f"there is no {MANIFEST}, although the metadata says use_ocdbt; was the checkpoint finished?"
             raise FormatError(text, folder.shown)
@@ -275,15 +245,15 @@ def _database(folder: _OpenFolder, notes: list[str]) -> Mapping[str, Value]:
                 if other is not value and folder.content(key, other) != folder.content(key, value):
                     raise FormatError(f"two processes have stored {show(key)}, and their values differ", folder.shown)
         notes.append(f"{MANIFEST} is missing: joined the databases of {len(parts):,} processes")
-    for stored in folder.opened.values():
-        if isinstance(stored.store, RemoteStore):
-            stored.store.settle()
+    for store in folder.stores.values():
+        if isinstance(store, RemoteStore):
+            store.settle()
     return values
 
 
 def _values(folder: _OpenFolder, part: str) -> dict[str, Value]:
     """Return the values of the database in the folder ``part``: a path that ends with a slash, or an empty one."""
-    manifest = folder.open(part + MANIFEST)
+    manifest = folder.stored(part + MANIFEST)
     if manifest.length > MAX_MANIFEST:
         text = f"the manifest has {manifest.length:,} bytes, more than {MAX_MANIFEST:,}"
         raise error_about(LimitError, text, path=manifest.path)
@@ -339,7 +309,7 @@ def _described(
 
     def parsed(name: str, key: str, content: Mapping[str, Any]) -> ZarrArray | Unknown:
         try:
-            return parse(content, folder.path_of(key), name, version)
+            return ZarrArray(content, folder.path_of(key), name, version)
         except UnsupportedError as error:
             return unreadable(content, str(error))
 
@@ -356,20 +326,15 @@ def _described(
     if total > MAX_JSON:
         text = f"the metadata of its arrays has {total:,} bytes, but the limit is {MAX_JSON:,}"
         raise error_about(LimitError, text, path=folder.shown)
-    _prefetch(folder, [values[key] for key in keys])
+    places: dict[str, list[tuple[int, int]]] = {}  # fetched in a few requests
+    for value in map(values.__getitem__, keys):
+        if value.file and value.length <= MAX_ARRAY_METADATA:
+            places.setdefault(value.file, []).append((value.offset, value.offset + value.length))
+    for data_file, ranges in places.items():
+        store = folder.stored(data_file).store
+        if isinstance(store, RemoteStore):
+            store.prefetch(ranges)
     return [
         parsed(name, key, parse_json(folder.content(key, values[key]), base, f"{folder.shown}/{key}"))
         for name, key in zip(arrays, keys, strict=True)
     ]
-
-
-def _prefetch(folder: _OpenFolder, values: Sequence[Value]) -> None:
-    """Fetch the metadata of all arrays in a few requests."""
-    places: dict[str, list[tuple[int, int]]] = {}
-    for value in values:
-        if value.file and value.length <= MAX_ARRAY_METADATA:
-            places.setdefault(value.file, []).append((value.offset, value.offset + value.length))
-    for name, ranges in places.items():
-        store = folder.open(name).store
-        if isinstance(store, RemoteStore):
-            store.prefetch(ranges)

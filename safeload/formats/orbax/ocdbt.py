@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, chain, pairwise, repeat
 from math import isqrt
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -132,14 +132,13 @@ class _Fields:
             raise self.error(f"{len(self.body) - self._at:,} bytes follow the last field")
 
 
-class _DataFile(NamedTuple):
-    """A row of a table of data files."""
+# A data file: its path in the checkpoint's folder, and what precedes the paths in its nodes.
+_File: TypeAlias = tuple[str, bytes]
+# A node: its file, offset, length and height, and the prefix of all its keys.
+_Node: TypeAlias = tuple[_File, int, int, int, bytes]
 
-    path: str  # in the checkpoint's folder
-    base: bytes  # precedes the paths in nodes of this file
 
-
-def _files(fields: _Fields, base: bytes) -> list[_DataFile]:
+def _files(fields: _Fields, base: bytes) -> list[_File]:
     """Return a table of data files. `_file` checks their paths on use: an empty version has an empty path."""
     count = fields.number()
     if not count:
@@ -147,11 +146,11 @@ def _files(fields: _Fields, base: bytes) -> list[_DataFile]:
     if count > MAX_FILES:
         raise LimitError(f"{fields.path}: a node names {count:,} data files, more than {MAX_FILES:,}", path=fields.path)
     prefixes, rests, bases = (fields.numbers(n) for n in (count - 1, count, count))
-    files = []
+    files: list[_File] = []
     for path, length in zip(fields.texts(prefixes, rests, MAX_PATHS), bases, strict=True):
         if length > len(path):
             raise fields.error(f"a base path of {length} bytes is longer than its path")
-        files.append(_DataFile((base + path).decode("utf-8", "replace"), base + path[:length]))
+        files.append(((base + path).decode("utf-8", "replace"), base + path[:length]))
     return files
 
 
@@ -178,17 +177,7 @@ def _body(data: bytes, magic: int, path: str, offset: int) -> _Fields:
     return _Fields(body, path, offset)
 
 
-class _Reference(NamedTuple):
-    """A node of the tree."""
-
-    file: _DataFile
-    offset: int
-    length: int
-    height: int
-    prefix: bytes  # of all its keys
-
-
-def _root(manifest: bytes, path: str) -> _Reference | None:
+def _root(manifest: bytes, path: str) -> _Node | None:
     """Return the root of the latest version; None if its tree is empty."""
     fields = _body(manifest, _MANIFEST, path, 0)
     fields.take(16)
@@ -213,13 +202,13 @@ def _root(manifest: bytes, path: str) -> _Reference | None:
         raise fields.error("the generations of versions must ascend")
     if offsets[-1] == lengths[-1] == _NOTHING:
         return None
-    return _Reference(_file(files, numbers[-1], fields), offsets[-1], lengths[-1], heights[-1], b"")
+    return _file(files, numbers[-1], fields), offsets[-1], lengths[-1], heights[-1], b""
 
 
-def _file(files: Sequence[_DataFile], number: int, fields: _Fields) -> _DataFile:
+def _file(files: Sequence[_File], number: int, fields: _Fields) -> _File:
     if number >= len(files):
         raise fields.error(f"data file {number} is not in the table, which has {len(files)}")
-    path = files[number].path
+    path = files[number][0]
     if not all(map(is_bare, path.split("/"))):
         raise fields.error(f"a data file must be inside the checkpoint's folder, got {show(path)}")
     return files[number]
@@ -235,23 +224,23 @@ def read_tree(
     last: bytes | None = None
     nodes = keys = rows = paths = 0
     while waiting:
-        node = waiting.pop()
-        place = shown(node.file.path)
-        if node.height > MAX_HEIGHT or node.length > MAX_NODE:
-            text = f"{place}: a node of height {node.height} and {node.length:,} bytes"
+        file, offset, length, height, prefix = waiting.pop()
+        place = shown(file[0])
+        if height > MAX_HEIGHT or length > MAX_NODE:
+            text = f"{place}: a node of height {height} and {length:,} bytes"
             raise LimitError(f"{text} is beyond the limits of {MAX_HEIGHT} and {MAX_NODE:,}", path=place)
-        data = read(node.file.path, node.offset, node.length)
-        if len(data) < node.length:
-            text = f"a node of {node.length:,} bytes reaches beyond the end of the file; is it cut off?"
-            raise FormatError(text, place, node.offset)
-        fields = _body(data, _NODE, place, node.offset)
+        data = read(file[0], offset, length)
+        if len(data) < length:
+            text = f"a node of {length:,} bytes reaches beyond the end of the file; is it cut off?"
+            raise FormatError(text, place, offset)
+        fields = _body(data, _NODE, place, offset)
         nodes += max(len(data), len(fields.body))
-        height = fields.take(1)[0]
-        if height != node.height:
-            raise fields.error(f"a node of height {node.height} says that it has height {height}")
-        files = _files(fields, node.file.base)
+        stored_height = fields.take(1)[0]
+        if stored_height != height:
+            raise fields.error(f"a node of height {height} says that it has height {stored_height}")
+        files = _files(fields, file[1])
         rows += len(files)
-        paths += sum(len(file.path) for file in files)
+        paths += sum(len(path) for path, _ in files)
         count = fields.number()
         if not count:
             raise fields.error("a node has no keys")
@@ -262,15 +251,16 @@ def read_tree(
             raise LimitError(text, path=path)
         fits = len(values) + len(waiting) + count <= MAX_KEYS
         prefixes, rests = (fields.numbers(count - 1), fields.numbers(count)) if fits else ([], [])
-        keys += sum(prefixes) + sum(rests) + count * len(node.prefix)
+        keys += sum(prefixes) + sum(rests) + count * len(prefix)
         if nodes > MAX_TREE or not fits or keys > MAX_KEY_BYTES:
             text = f"{path}: the tree has more than {MAX_KEYS:,} keys, {MAX_KEY_BYTES:,} bytes in keys"
             raise LimitError(f"{text} or {MAX_TREE:,} bytes in nodes", path=path)
         if height:
-            waiting += reversed(_children(fields, node, files, prefixes, rests))
+            children = _children(fields, files, prefixes, rests)
+            waiting += [(*child[:3], height - 1, prefix + child[3]) for child in reversed(children)]
             continue
         for key, value in _leaves(fields, files, prefixes, rests):
-            key = node.prefix + key
+            key = prefix + key
             if last is not None and key <= last:
                 raise fields.error(f"keys must ascend: {show(key)} follows {show(last)}")
             last = key
@@ -279,9 +269,9 @@ def read_tree(
 
 
 def _children(
-    fields: _Fields, node: _Reference, files: Sequence[_DataFile], prefixes: Sequence[int], rests: Sequence[int]
-) -> list[_Reference]:
-    """Return the children of a node."""
+    fields: _Fields, files: Sequence[_File], prefixes: Sequence[int], rests: Sequence[int]
+) -> list[tuple[_File, int, int, bytes]]:
+    """Return the file, offset and length of each child of a node, and the prefix of its keys."""
     count = len(rests)
     common = fields.numbers(count)
     texts = fields.texts(prefixes, rests, MAX_KEY_BYTES)
@@ -291,13 +281,12 @@ def _children(
     for text, shared, number, offset, length in zip(texts, common, *columns[:3], strict=True):
         if shared > len(text):
             raise fields.error(f"a prefix of {shared} bytes is longer than its key")
-        prefix = node.prefix + text[:shared]
-        children.append(_Reference(_file(files, number, fields), offset, length, node.height - 1, prefix))
+        children.append((_file(files, number, fields), offset, length, text[:shared]))
     return children
 
 
 def _leaves(
-    fields: _Fields, files: Sequence[_DataFile], prefixes: Sequence[int], rests: Sequence[int]
+    fields: _Fields, files: Sequence[_File], prefixes: Sequence[int], rests: Sequence[int]
 ) -> list[tuple[bytes, Value]]:
     """Return the keys and values of a node of height 0."""
     count = len(rests)
@@ -311,7 +300,7 @@ def _leaves(
     leaves = []
     for key, length, kind in zip(keys, lengths, kinds, strict=True):
         if kind:
-            leaves.append((key, Value(_file(files, next(numbers), fields).path, next(offsets), length)))
+            leaves.append((key, Value(_file(files, next(numbers), fields)[0], next(offsets), length)))
         else:
             leaves.append((key, Value("", 0, length, fields.take(length))))
     fields.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,13 +15,12 @@ from ...formats.gguf import mixtures, values
 from ...models.diffusion import (
     ARCHITECTURE,
     SHAPE_KEY,
-    DiffusionModel,
     diffusion_models,
     has_marks,
     original_shape,
     prefix_of,
 )
-from ..sources.catalog import Catalog, TensorDescription
+from ..sources.catalog import Catalog
 from ..sources.restructured import Move, RestructuredCatalog, TensorRecipe
 
 # Tensors with at most this many elements stay float32.
@@ -35,15 +33,8 @@ _LONGEST_AXIS = (1 << 31) - 1
 _WIDE = ("F32", "BF16")
 
 
-class DiffusionNames(NamedTuple):
-    """An architecture that was recognised by names."""
-
-    architecture: str
-    prefix: str  # of the names of the model's tensors
-
-
-def recognized(catalog: Catalog) -> DiffusionNames | None:
-    """Return the architecture of a checkpoint that is not a GGUF file, or None if it is no diffusion model."""
+def recognized(catalog: Catalog) -> tuple[str, str] | None:
+    """Return the architecture of a diffusion model that is not a GGUF file, and the prefix of its names, or None."""
     if catalog.format == "gguf":
         return None
     names = dict.fromkeys(catalog).keys()
@@ -56,69 +47,50 @@ def recognized(catalog: Catalog) -> DiffusionNames | None:
                 "the tensors as they are"
             )
         if has_marks(names, model, prefix):
-            return DiffusionNames(architecture, prefix)
+            return architecture, prefix
     return None
 
 
-def to_comfyui(catalog: Catalog, diffusion: DiffusionNames) -> Catalog:
+def to_comfyui(catalog: Catalog, diffusion: tuple[str, str]) -> Catalog:
     """Return the tensors and the metadata of a diffusion model as ComfyUI needs them."""
-    model = diffusion_models()[diffusion.architecture]
-    names = {name: name.removeprefix(diffusion.prefix) for name in catalog if name.startswith(diffusion.prefix)}
+    architecture, prefix = diffusion
+    model = diffusion_models()[architecture]
+    names = {name: name.removeprefix(prefix) for name in catalog if name.startswith(prefix)}
     names = {name: bare for name, bare in names.items() if not any(part in bare for part in model.left_out)}
     catalog.refuse_codes(names, "convert for ComfyUI")
-    _warn_of_rest(catalog, names, diffusion)
-    recipes: dict[str, TensorRecipe] = {}
-    metadata = {
-        ARCHITECTURE: diffusion.architecture,
-        mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
-        mixtures.FILE_TYPE: values.U32(1),  # replaced once types are decided
-    }
-    for name, bare in names.items():
-        about = catalog.about(name)
-        shape, original = _shape_of(about, model), tuple(about.shape)
-        recipes[bare] = TensorRecipe(shape, (Move(name),), dtype=_dtype_of(bare, about, model))
-        if shape != original:
-            metadata[SHAPE_KEY + bare] = np.array(original, np.int32)
-    kept = [name for name, recipe in recipes.items() if recipe.dtype == "F32"]
-    return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
-
-
-def _warn_of_rest(catalog: Catalog, names: dict[str, str], diffusion: DiffusionNames) -> None:
-    """Warn of tensors that are left out."""
     rest = [name for name in catalog if name not in names]
     if rest:
         log.warning(
             "%s: only the diffusion model (%s) is converted, without %s, such as %s",
             catalog.title,
-            diffusion.architecture,
+            architecture,
             plural(len(rest), "other tensor"),
             show(rest[0]),
         )
-
-
-def _shape_of(about: TensorDescription, model: DiffusionModel) -> tuple[int, ...]:
-    """Return the shape in the file."""
-    shape, count = tuple(about.shape), math.prod(about.shape)
-    divides = model.rearranged and len(shape) > 1 and count >= _DIVIDED and count % _ROW == 0 and shape[-1] % _ROW
-    if divides and max(shape) > _LONGEST_AXIS:
-        text = f"{list(shape)} cannot be divided into rows of {_ROW}, because its shape does not fit int32"
-        raise error_about(UnsupportedError, text, tensor=about.name)
-    return (count // _ROW, _ROW) if divides else shape
-
-
-def _dtype_of(name: str, about: TensorDescription, model: DiffusionModel) -> str:
-    """Return the code of the dtype in the file."""
-    if not about.quantized and (not about.floating or about.row.packed):
-        text = (
-            f"is {about.dtype}, but ComfyUI loads only floating-point numbers from GGUF; raw=True writes the tensors "
-            "as they are"
-        )
-        raise error_about(UnsupportedError, text, tensor=about.name)
-    code = None if about.quantized else about.row.code
-    small = len(about.shape) == 1 or math.prod(about.shape) <= _SMALL or any(part in name for part in model.kept_f32)
-    if code in _WIDE and small:
-        return "F32"
-    return "BF16" if code == "BF16" else "F16"
+    recipes: dict[str, TensorRecipe] = {}
+    metadata = {
+        ARCHITECTURE: architecture,
+        mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
+        mixtures.FILE_TYPE: values.U32(1),  # replaced once types are decided
+    }
+    for name, bare in names.items():
+        about = catalog.about(name)
+        shape, count = tuple(about.shape), math.prod(about.shape)
+        code = None if about.quantized else about.row.code
+        small = len(shape) == 1 or count <= _SMALL or any(part in bare for part in model.kept_f32)
+        dtype = "F32" if code in _WIDE and small else "BF16" if code == "BF16" else "F16"
+        if model.rearranged and len(shape) > 1 and count >= _DIVIDED and count % _ROW == 0 and shape[-1] % _ROW:
+            if max(shape) > _LONGEST_AXIS:
+                text = f"{list(shape)} cannot be divided into rows of {_ROW}, because its shape does not fit int32"
+                raise error_about(UnsupportedError, text, tensor=name)
+            metadata[SHAPE_KEY + bare] = np.array(shape, np.int32)
+            shape = (count // _ROW, _ROW)
+        if not about.quantized and (not about.floating or about.row.packed):
+            text = f"is {about.dtype}, but ComfyUI loads only floating-point numbers from GGUF"
+            raise error_about(UnsupportedError, f"{text}; raw=True writes the tensors as they are", tensor=name)
+        recipes[bare] = TensorRecipe(shape, (Move(name),), dtype=dtype)
+    kept = [name for name, recipe in recipes.items() if recipe.dtype == "F32"]
+    return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
 
 
 def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
@@ -130,14 +102,10 @@ def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
         for name in shapes.keys() & chosen:
             original_shape(metadata, name, shapes[name])
     except FormatError as error:
-        text = f": {error}; drop= leaves it out"
-        raise error_about(FormatError, text, path=catalog.title, tensor=name) from None
+        raise error_about(FormatError, f": {error}; drop= leaves it out", path=catalog.title, tensor=name) from None
     recipes = {name: TensorRecipe(shape, (Move(name),)) for name, shape in shapes.items()}
     # Without the keys about the types and shapes of the GGUF file.
-    keys = {
-        key for key in metadata if isinstance(key, str) and (key.startswith(SHAPE_KEY) or key in mixtures.FILE_KEYS)
-    }
-    general = {key: value for key, value in metadata.items() if key not in keys}
+    general = {k: v for k, v in metadata.items() if k not in mixtures.FILE_KEYS and not str(k).startswith(SHAPE_KEY)}
     bf16 = any(not (about := catalog.about(name)).quantized and about.row.code == "BF16" for name in catalog)
     restored = dtypes.BY_CODE["BF16" if bf16 else "F16"]
     return RestructuredCatalog(catalog, recipes, metadata=general, restored=restored)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...base.messages import error_about
@@ -27,98 +27,84 @@ _MOST_SHOWN = 3
 _LATER = TensorRecipe((), ())
 
 
-class ToLlamaCpp:
-    """Builds the recipes of a file for llama.cpp."""
-
-    def __init__(self, catalog: Catalog, config: ModelConfig, form: GgufForm) -> None:
-        self._catalog, self._title = catalog, catalog.title
-        self._config = config
-        self._form = form
-        self._stored = stored_names(catalog, catalog.title)  # by name without wrappers
-        self._experts: dict[str, dict[int, str]] = {}  # stacks: the tensor of each expert
-        self._forms: set[str] = set()
-
-    def run(self) -> tuple[dict[str, TensorRecipe], str | None]:
-        """Return the recipes in the order of their first source, and how the model stores experts."""
-        recipes: dict[str, TensorRecipe] = {}
-        unknown = []
-        tied = self._config.values.get("tie_word_embeddings", self._form.tied)
-        if self._form.tied and tied is not True and _HEAD in self._stored:
-            raise self._config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
-        for name, stored in self._stored.items():
-            if name.endswith(_BUFFERS) or (name == _HEAD and self._form.tied):
-                continue
-            placed = dict(self._of(name))
-            if not placed:
-                unknown.append(stored)
-            for target, recipe in placed.items():
-                if target in recipes and recipe != _LATER:
-                    raise error_about(FormatError, f"is a second {target}", path=self._title, tensor=stored)
-                recipes.setdefault(target, recipe)
-        _refuse(unknown, self._title, f"llama.cpp's {self._form.architecture}")
-        if tied is not True and _HEAD not in self._stored and not self._form.tied:
-            text = "is missing, and tie_word_embeddings is not true"
-            raise error_about(FormatError, text, path=self._title, tensor=_HEAD)
-        recipes.update((target, self._stack(target, sources)) for target, sources in self._experts.items())
-        if len(self._forms) > 1:
-            raise FormatError("some layers have fused experts and some do not", self._title)
-        return recipes, next(iter(self._forms), None)
-
-    def _of(self, name: str) -> Iterator[tuple[str, TensorRecipe]]:
-        """Yield the tensors that a published tensor becomes a part of; a stack's recipe comes later."""
+def llama_cpp_recipes(
+    catalog: Catalog, config: ModelConfig, form: GgufForm
+) -> tuple[dict[str, TensorRecipe], str | None]:
+    """Return the recipes of a file in the order of their first source, and how the model stores experts."""
+    stored_by_name = stored_names(catalog, catalog.title)
+    tied = config.values.get("tie_word_embeddings", form.tied)
+    if form.tied and tied is not True and _HEAD in stored_by_name:
+        raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
+    recipes: dict[str, TensorRecipe] = {}
+    experts: dict[str, dict[int, str]] = {}  # stacks: the tensor of each expert
+    forms: set[str] = set()
+    unknown = []
+    for name, stored in stored_by_name.items():
+        if name.endswith(_BUFFERS) or (name == _HEAD and form.tied):
+            continue
         pattern, numbers = without_numbers(name)
-        stored = self._stored[name]
-        shape = tuple(self._catalog.about(stored).shape)
-        for place, layout in self._form.targets.get(pattern, ()):
+        placed = False
+        for place, layout in form.targets.get(pattern, ()):
             target = place.replace(PLACE, numbers[0]) if numbers else place
+            recipe = _LATER if layout.stack else _recipe(catalog, config, layout, stored, target)
+            if recipe is None or (layout.stack and int(numbers[1]) >= MAX_EXPERTS):
+                continue
             if layout.stack:
-                if int(numbers[1]) < MAX_EXPERTS:
-                    self._forms.add(SINGLE)
-                    self._experts.setdefault(target, {})[int(numbers[1])] = stored
-                    yield target, _LATER
-            elif layout.part is not None:
-                self._forms.add(FUSED)
-                yield target, self._part(stored, shape, layout, 2 if target.endswith(".bias") else 3)
-            elif not layout.transposed:
-                yield target, self._same(stored, shape, layout)
-            elif len(shape) == 3 and shape[0] <= MAX_EXPERTS:
-                moves = (Move(stored, TensorView(k, transposed=True), TensorView(k)) for k in range(shape[0]))
-                yield target, TensorRecipe((shape[0], shape[2], shape[1]), tuple(moves))
+                experts.setdefault(target, {})[int(numbers[1])] = stored
+            if layout.stack or layout.part is not None:
+                forms.add(SINGLE if layout.stack else FUSED)
+            if target in recipes and not layout.stack:
+                raise error_about(FormatError, f"is a second {target}", path=catalog.title, tensor=stored)
+            recipes.setdefault(target, recipe)
+            placed = True
+        if not placed:
+            unknown.append(stored)
+    _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
+    if tied is not True and _HEAD not in stored_by_name and not form.tied:
+        text = "is missing, and tie_word_embeddings is not true"
+        raise error_about(FormatError, text, path=catalog.title, tensor=_HEAD)
+    recipes.update((target, _stack(catalog, config, target, sources)) for target, sources in experts.items())
+    if len(forms) > 1:
+        raise FormatError("some layers have fused experts and some do not", catalog.title)
+    return recipes, next(iter(forms), None)
 
-    def _same(self, name: str, shape: tuple[int, ...], layout: GgufLayout) -> TensorRecipe:
-        heads = self._config.size(*layout.heads) if layout.heads else 0
-        if heads and (not shape or shape[0] % (2 * heads)):
-            raise error_about(FormatError, f"{list(shape)} does not have {heads} heads", tensor=name)
-        if layout.row and shape not in ((width := self._config.size("embedding_length"),), (1, width)):
-            text = f"must have the shape [1, {width}], got {list(shape)}"
-            raise error_about(FormatError, text, tensor=name)
-        return TensorRecipe(shape, (Move(name),), heads, shift=layout.add)
 
-    def _part(self, name: str, shape: tuple[int, ...], layout: GgufLayout, axes: int) -> TensorRecipe:
-        """Return gate or up of all experts, which the model holds together."""
+def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:
+    """Return how a published tensor becomes a tensor, or the part of all experts; None if it does not fit."""
+    shape = tuple(catalog.about(name).shape)
+    if layout.part is not None:
+        axes = 2 if target.endswith(".bias") else 3
         rows = shape[-1 if layout.transposed else -2] if len(shape) == axes else 1
-        parts = 1 if layout.part is None else layout.part[1]
-        if rows % parts or shape[0] > MAX_EXPERTS:
-            text = f"{list(shape)} does not hold gate and up of experts"
-            raise error_about(FormatError, text, tensor=name)
-        view = _rows(layout, rows // parts)
+        if rows % layout.part[1] or shape[0] > MAX_EXPERTS:
+            raise error_about(FormatError, f"{list(shape)} does not hold gate and up of experts", tensor=name)
+        rows //= layout.part[1]
+        view = _rows(layout, rows)
         moves = tuple(Move(name, view(item), TensorView(item)) for item in range(shape[0]))
-        columns = shape[1 : axes - 1] if layout.transposed else shape[2:axes]
-        return TensorRecipe((shape[0], rows // parts, *columns), moves)
+        return TensorRecipe((shape[0], rows, *(shape[1 : axes - 1] if layout.transposed else shape[2:axes])), moves)
+    if layout.transposed:
+        if len(shape) != 3 or shape[0] > MAX_EXPERTS:
+            return None
+        moves = tuple(Move(name, TensorView(k, transposed=True), TensorView(k)) for k in range(shape[0]))
+        return TensorRecipe((shape[0], shape[2], shape[1]), moves)
+    heads = config.size(*layout.heads) if layout.heads else 0
+    if heads and (not shape or shape[0] % (2 * heads)):
+        raise error_about(FormatError, f"{list(shape)} does not have {heads} heads", tensor=name)
+    if layout.row and shape not in ((width := config.size("embedding_length"),), (1, width)):
+        raise error_about(FormatError, f"must have the shape [1, {width}], got {list(shape)}", tensor=name)
+    return TensorRecipe(shape, (Move(name),), heads, shift=layout.add)
 
-    def _stack(self, target: str, sources: Mapping[int, str]) -> TensorRecipe:
-        count = self._config.size("expert_count")
-        missing = next((k for k in range(count) if k not in sources), None)
-        if missing is not None or len(sources) != count:
-            fault = f"expert {missing} is missing" if missing is not None else f"it has {len(sources)} experts"
-            text = f"needs {count} experts, but {fault}"
-            raise error_about(FormatError, text, path=self._title, tensor=target)
-        shapes = {tuple(self._catalog.about(name).shape) for name in sources.values()}
-        if len(shapes) > 1:
-            text = "is a stack of experts, but these have different shapes"
-            raise error_about(FormatError, text, path=self._title, tensor=target)
-        moves = tuple(Move(sources[k], written=TensorView(k)) for k in range(count))
-        return TensorRecipe((count, *shapes.pop()), moves)
+
+def _stack(catalog: Catalog, config: ModelConfig, target: str, sources: Mapping[int, str]) -> TensorRecipe:
+    count = config.size("expert_count")
+    missing = next((k for k in range(count) if k not in sources), None)
+    shapes = {tuple(catalog.about(name).shape) for name in sources.values()}
+    if missing is not None or len(sources) != count:
+        fault = f"expert {missing} is missing" if missing is not None else f"it has {len(sources)} experts"
+        raise error_about(FormatError, f"needs {count} experts, but {fault}", path=catalog.title, tensor=target)
+    if len(shapes) > 1:
+        text = "is a stack of experts, but these have different shapes"
+        raise error_about(FormatError, text, path=catalog.title, tensor=target)
+    return TensorRecipe((count, *shapes.pop()), tuple(Move(sources[k], written=TensorView(k)) for k in range(count)))
 
 
 def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:
@@ -126,52 +112,41 @@ def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[st
     recipes: dict[str, TensorRecipe] = {}
     unknown = []
     for name in catalog:
-        if name not in _SETTINGS:
-            placed = dict(_published(catalog, form, experts, name))
-            recipes.update(placed)
-            unknown += [] if placed else [name]
+        if name in _SETTINGS:
+            continue
+        pattern, numbers = without_numbers(name)
+        sources = [*form.layouts.get(pattern, {}).items()]
+        if not sources:
+            unknown.append(name)
+            continue
+        place, layout = sources[-1 if experts == FUSED else 0]  # of the published tensors that llama.cpp joins
+        full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
+        axes = 2 if name.endswith(".bias") else 3
+        if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
+            raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
+        if layout.stack:
+            for k in range(shape[0]):
+                recipes[full.replace(PLACE, str(k))] = TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
+        elif layout.part is not None:
+            parts = {other.replace(PLACE, numbers[0]): layout for other, layout in form.targets[place]}
+            recipes[full] = _whole(catalog, parts, layout)
+        elif layout.transposed:
+            moves = tuple(Move(name, TensorView(k), TensorView(k, transposed=True)) for k in range(shape[0]))
+            recipes[full] = TensorRecipe((shape[0], shape[2], shape[1]), moves)
+        elif layout.row and len(shape) == 1:
+            recipes[full] = TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
+        else:
+            keys = [f"{form.architecture}.{key}" for key in layout.heads]
+            counts = (count_at(catalog, key) for key in keys)
+            heads = next((count for count in counts if count is not None), None)
+            if keys and not heads:
+                raise FormatError(f"key {keys[-1]} must be a positive integer, got {heads}", catalog.title)
+            if heads and (not shape or shape[0] % (2 * heads)):
+                text = f"{list(shape)} does not have {heads} heads"
+                raise error_about(FormatError, text, path=catalog.title, tensor=name)
+            recipes[full] = TensorRecipe(shape, (Move(name),), heads or 0, inverse=True, shift=-layout.add)
     _refuse(unknown, catalog.title, "transformers")
     return recipes
-
-
-def _published(catalog: Catalog, form: GgufForm, experts: str, name: str) -> Iterator[tuple[str, TensorRecipe]]:
-    """Yield the published tensors that a tensor of a file becomes, or becomes a part of."""
-    pattern, numbers = without_numbers(name)
-    sources = [*form.layouts.get(pattern, {}).items()]
-    if not sources:
-        return
-    place, layout = sources[-1 if experts == FUSED else 0]  # of the published tensors that llama.cpp joins
-    full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
-    if "_exps." in name and (len(shape) != (2 if name.endswith(".bias") else 3) or not 0 < shape[0] <= MAX_EXPERTS):
-        raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
-    if layout.stack:
-        for k in range(shape[0]):
-            yield full.replace(PLACE, str(k)), TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
-    elif layout.part is not None:
-        parts = {other.replace(PLACE, numbers[0]): layout for other, layout in form.targets[place]}
-        yield full, _whole(catalog, parts, layout)
-    elif layout.transposed:
-        moves = tuple(Move(name, TensorView(k), TensorView(k, transposed=True)) for k in range(shape[0]))
-        yield full, TensorRecipe((shape[0], shape[2], shape[1]), moves)
-    elif layout.row and len(shape) == 1:
-        yield full, TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
-    else:
-        heads = _heads(catalog, [f"{form.architecture}.{key}" for key in layout.heads])
-        if heads and (not shape or shape[0] % (2 * heads)):
-            text = f"{list(shape)} does not have {heads} heads"
-            raise error_about(FormatError, text, path=catalog.title, tensor=name)
-        yield full, TensorRecipe(shape, (Move(name),), heads, inverse=True, shift=-layout.add)
-
-
-def _heads(catalog: Catalog, keys: Sequence[str]) -> int:
-    """Return the value of the first key that the file has, 0 without keys."""
-    if not keys:
-        return 0
-    counts = (count_at(catalog, key) for key in keys)
-    heads = next((count for count in counts if count is not None), None)
-    if not heads:
-        raise FormatError(f"key {keys[-1]} must be a positive integer, got {heads}", catalog.title)
-    return heads
 
 
 def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...base import log
@@ -21,7 +21,7 @@ from ...stores.files import Location
 from ...stores.json_file import read_if_there
 from ..sources.catalog import Catalog
 from ..sources.restructured import RestructuredCatalog, TensorRecipe
-from .layouts import SINGLE, ToLlamaCpp, check_tensors, published_recipes
+from .layouts import SINGLE, check_tensors, llama_cpp_recipes, published_recipes
 from .sentencepiece import MAX_PIECES
 from .settings import ModelConfig, config_of, form_of, settings_of
 from .special_tokens import SpecialTokens, skeleton
@@ -78,15 +78,24 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         )
     catalog.refuse_codes(catalog, "convert for llama.cpp")
     config = ModelConfig(catalog.config or {}, catalog.title, form.keys)
-    settings = settings_of(config, form)
-    recipes, experts = ToLlamaCpp(catalog, config, form).run()
-    rows = _rows_of_embedding(recipes.get("token_embd.weight"), catalog.title)
-    files = TokenizerFiles(_home_of(catalog))
+    settings, factors = settings_of(config, form)
+    recipes, experts = llama_cpp_recipes(catalog, config, form)
+    embedding, rows = recipes.get("token_embd.weight"), 0
+    if embedding is not None:
+        if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
+            text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
+            raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
+        rows = embedding.shape[0]
+    home = catalog.folder  # with the files beside the weights
+    if home is None:
+        file = catalog.weight_files[0]
+        home = Location(file.files, file.files.split(file.place)[0])
+    files = TokenizerFiles(home)
     vocabulary = vocabulary_of(files, rows)
     if not form.adds_space and files.model is not None:
-        vocabulary = vocabulary._replace(add_space_prefix=False)
+        vocabulary.add_space_prefix = False
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
-    shapes.update((name, array.shape) for name, array in settings.tensors.items())
+    shapes.update((name, array.shape) for name, array in factors.items())
     ends = {}
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
         ends["tokenizer.ggml.eot_token_id"] = values.U32(vocabulary.texts.index(form.end_of_turn))
@@ -94,7 +103,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         ARCHITECTURE: form.architecture,
         "general.type": "model",
         **_general_keys(files.folder, shapes, config),
-        **settings.metadata,
+        **settings,
         mixtures.FILE_TYPE: values.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: values.U32(mixtures.CURRENT_VERSION),
         **dict(vocabulary.keys()),
@@ -104,61 +113,36 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         **({} if experts is None else {_EXPERTS: experts}),
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
-    check_tensors(shapes, settings.metadata, rows, catalog.title, form)
+    check_tensors(shapes, settings, rows, catalog.title, form)
     kept = [name for name in recipes if is_kept_f32(name)]
-    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in settings.tensors.items()}
+    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
-
-
-def _rows_of_embedding(recipe: TensorRecipe | None, title: str) -> int:
-    """Return the number of tokens, 0 without an embedding."""
-    if recipe is None:
-        return 0
-    if len(recipe.shape) != 2 or recipe.shape[0] > MAX_PIECES:
-        text = f"has the shape {list(recipe.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
-        raise error_about(FormatError, text, path=title, tensor=next(iter(recipe.sources)))
-    return recipe.shape[0]
-
-
-def _home_of(catalog: Catalog) -> Location:
-    """Return the folder with the files beside the weights."""
-    if catalog.folder is not None:
-        return catalog.folder
-    file = catalog.weight_files[0]
-    return Location(file.files, file.files.split(file.place)[0])
 
 
 # ---- name, size and settings of sampling ----
 
 
 def _general_keys(folder: Location, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Any]:
-    """Return the general keys of a model."""
+    """Return the general keys of a model, with its name for people as llama.cpp's converter writes it."""
     name = folder.shown.replace("\\", "/").rstrip("/").rpartition("/")[2]
     named = config.values.get("_name_or_path")
     if isinstance(named, str) and named and named.count("/") <= 1:
         name = named.rpartition("/")[2]
     content = read_if_there((folder / _GENERATION).path, _GENERATION, folder.files) or {}
-    keys = dict(_sampling(content, folder))
-    if name.strip(". "):
-        keys["general.name"] = _title_of(name[:_LONGEST])
-    return {**keys, "general.size_label": _size_label(shapes)}
-
-
-def _sampling(content: Mapping[str, Any], folder: Location) -> Iterator[tuple[str, Any]]:
+    keys: dict[str, Any] = {}
     for key, (names, kind) in _SAMPLING.items():
         value = next((value for name in names if (value := content.get(name)) is not None), None)
+        numbers = int if kind is values.I32 else (int, float)
         if value is None:
             continue
-        whole = kind is values.I32
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not abs(value) < 1 << 31:
+        if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
             raise FormatError(f"{_GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
-        yield f"general.sampling.{key}", kind(value)
-
-
-def _title_of(name: str) -> str:
-    """Return a model's name for people, as llama.cpp's converter writes it."""
-    words = name.strip().replace("-", " ").split()
-    return " ".join(word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
+        keys[f"general.sampling.{key}"] = kind(value)
+    if name.strip(". "):
+        words = name[:_LONGEST].strip().replace("-", " ").split()
+        titled = (word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
+        keys["general.name"] = " ".join(titled)
+    return {**keys, "general.size_label": _size_label(shapes)}
 
 
 def _size_label(shapes: Mapping[str, tuple[int, ...]]) -> str:

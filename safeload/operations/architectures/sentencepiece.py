@@ -97,27 +97,23 @@ def _piece(content: bytes, path: str, base: int) -> VocabularyPiece:
 
 def _fields(content: bytes, path: str, base: int) -> Iterator[tuple[int, int | float | bytes, int]]:
     """Yield number, value and position of each field in the message at ``base``; 8 bytes are skipped, 4 are a float."""
-    at, end = 0, len(content)
-    while at < end:
+    at = 0
+    while at < len(content):
         begin = at
         key, at = _varint(content, at, path, base)
-        number, kind = key >> 3, key & 7
-        value: int | float | bytes
-        if kind == _VARINT:
-            value, at = _varint(content, at, path, base)
-        elif kind == _BYTES:
-            size, at = _varint(content, at, path, base)
-            if size > end - at:
-                raise FormatError(f"a field of {size} bytes exceeds the message", path, base + begin)
-            value, at = content[at : at + size], at + size
-        elif kind in (_EIGHT, _FOUR):
-            size = 8 if kind == _EIGHT else 4
-            if size > end - at:
-                raise FormatError("a field exceeds the message", path, base + begin)
-            value, at = (_F32.unpack_from(content, at)[0] if kind == _FOUR else 0), at + size
-        else:
+        kind = key & 7
+        if kind not in (_VARINT, _BYTES, _EIGHT, _FOUR):
             raise FormatError(f"wire type {kind} is unknown: not a model of SentencePiece", path, base + begin)
-        yield number, value, base + begin
+        number, size = 0, {_EIGHT: 8, _FOUR: 4}.get(kind, 0)
+        if kind in (_VARINT, _BYTES):
+            number, at = _varint(content, at, path, base)
+            size = number if kind == _BYTES else 0
+        if size > len(content) - at:
+            field = f"a field of {size} bytes" if kind == _BYTES else "a field"
+            raise FormatError(f"{field} exceeds the message", path, base + begin)
+        data = content[at : at + size]
+        at += size
+        yield key >> 3, data if kind == _BYTES else _F32.unpack(data)[0] if kind == _FOUR else number, base + begin
 
 
 def _varint(content: bytes, at: int, path: str, base: int) -> tuple[int, int]:

@@ -7,8 +7,8 @@ is either written, or must have the value that llama.cpp assumes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -91,9 +91,12 @@ class ModelConfig:
         names = next((names for key in keys if self.find(names := self._keys[key].config) is not None), None)
         if names is None:
             raise self.fault(f"{self._keys[keys[-1]].config[0]} is missing")
-        value = self.find(names)
+        return self.positive(self.find(names), names[0])
+
+    def positive(self, value: Any, name: str) -> int:
+        """Check a size."""
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
-            raise self.fault(f"{names[0]} must be a positive integer, got {show(value)}")
+            raise self.fault(f"{name} must be a positive integer, got {show(value)}")
         return value
 
     @property
@@ -104,43 +107,29 @@ class ModelConfig:
         return max(1, self.size("embedding_length") // self.size("attention.head_count"))
 
 
-class Settings(NamedTuple):
-    """The settings that llama.cpp needs of a config."""
-
-    metadata: dict[str, Any]  # by key, in types of GGUF
-    tensors: dict[str, Array]  # f32 factors of rotations
-
-
-def settings_of(config: ModelConfig, form: GgufForm) -> Settings:
-    """Return the metadata of a model, and the tensors that hold settings."""
+def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return the metadata of a model in types of GGUF, and the tensors that hold settings: factors of rotations."""
     _check(config, form)
-    architecture = form.architecture
     metadata: dict[str, Any] = {}
     for name, key in form.keys.items():
-        value = _value(config, key) if key.config else None
-        if value is not None:
-            metadata[f"{architecture}.{name}"] = value
-    experts, used = (metadata.get(f"{architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
+        value = config.find(key.config)
+        if value is None:
+            value = key.default
+        if value is None:
+            if key.config and not key.optional:
+                raise config.fault(f"{key.config[0]} is missing")
+        elif key.config and key.types[0] != U32:
+            metadata[f"{form.architecture}.{name}"] = values.F32(config.number(value, key.config[0]))
+        elif key.config:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SIZE:
+                raise config.fault(f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
+            metadata[f"{form.architecture}.{name}"] = values.U32(value)
+    experts, used = (metadata.get(f"{form.architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
-    rope = _Rope.of(config)
-    metadata.update((f"{architecture}.{key}", value) for key, value in rope.keys(form))
-    return Settings(metadata, rope.tensors(form))
-
-
-def _value(config: ModelConfig, key: GgufKey) -> Any:
-    value, name = config.find(key.config), key.config[0]
-    if value is None:
-        if key.default is None:
-            if not key.optional:
-                raise config.fault(f"{name} is missing")
-            return None
-        value = key.default
-    if key.types[0] == U32:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SIZE:
-            raise config.fault(f"{name} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
-        return values.U32(value)
-    return values.F32(config.number(value, name))
+    rope = _Rope(config)
+    metadata.update((f"{form.architecture}.rope.{key}", value) for key, value in rope.keys(form))
+    return metadata, rope.tensors(form)
 
 
 # ---- what llama.cpp assumes ----
@@ -208,34 +197,36 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
 # ---- rotations ----
 
 
-class _Rope(NamedTuple):
-    """The settings of rotary embeddings."""
+class _Rope:
+    """The settings of rotary embeddings, as transformers 5 writes them (``rope_parameters``), or older versions."""
 
-    config: ModelConfig
-    kind: str  # "default", "linear", ...
-    full: Mapping[str, Any]  # parameters of layers with full attention
-    sliding_base: float | None = None  # base of layers with a sliding window
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> _Rope:
-        """Read the parameters as transformers 5 writes them (``rope_parameters``), or as older versions do."""
-        content = cls._content(config)
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        content, older = (config.values.get(key) for key in ("rope_parameters", "rope_scaling"))
+        for part in (content, older):
+            if part is not None and not isinstance(part, Mapping):
+                raise config.fault(f"rope_parameters must be an object, got {show(part)}")
+        if content is None:
+            content = older
+        elif older is not None:
+            pairs = ((key, content.get("rope_type" if key == "type" else key), value) for key, value in older.items())
+            other = next((key for key, value, before in pairs if value != before), None)
+            if other is not None:
+                raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(other)}")
         parameters = dict(content or {})
-        sliding = None
+        local = config.find(("rope_local_base_freq", "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
+        sliding, name = local, "rope_local_base_freq"
         if "full_attention" in parameters or "sliding_attention" in parameters:
-            extra = parameters.keys() - {"full_attention", "sliding_attention"}
-            inner = [parameters.get(key) for key in ("full_attention", "sliding_attention")]
-            if extra or not all(part is None or isinstance(part, Mapping) for part in inner):
+            full, windowed = (parameters.pop(key, None) for key in ("full_attention", "sliding_attention"))
+            if parameters or not all(part is None or isinstance(part, Mapping) for part in (full, windowed)):
                 raise config.fault(f"rope_parameters must map kinds of layers to objects, got {show(content)}")
-            parameters = dict(inner[0] or {})
-            windowed = inner[1] or {}
+            parameters, windowed = dict(full or {}), windowed or {}
             if windowed.get("rope_type", "default") != "default":
                 raise config.unsupported(f"rope type {show(windowed['rope_type'])} of layers with a sliding window")
-            sliding = windowed.get("rope_theta")
-            sliding = None if sliding is None else config.number(sliding, "rope_theta")
-        local = config.find(("rope_local_base_freq", "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
-        if local is not None and sliding is None:
-            sliding = config.number(local, "rope_local_base_freq")
+            if windowed.get("rope_theta") is not None:
+                sliding, name = windowed["rope_theta"], "rope_theta"
+        # the base of layers with a sliding window
+        self.sliding_base = None if sliding is None else config.number(sliding, name)
         for key, names in _OUTSIDE_ROPE.items():
             value = config.find(names)
             if value is not None:
@@ -247,50 +238,39 @@ class _Rope(NamedTuple):
         for key, value in parameters.items():
             if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE and value is not None:
                 raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
-        return cls(config, kind, parameters, sliding)
-
-    @staticmethod
-    def _content(config: ModelConfig) -> Mapping[str, Any] | None:
-        """Return the parameters, which transformers 4 calls ``rope_scaling``."""
-        content: Mapping[str, Any] | None = config.values.get("rope_parameters")
-        older: Mapping[str, Any] | None = config.values.get("rope_scaling")
-        for part in (content, older):
-            if part is not None and not isinstance(part, Mapping):
-                raise config.fault(f"rope_parameters must be an object, got {show(part)}")
-        if content is None or older is None:
-            return older if content is None else content
-        other = next((k for k, value in older.items() if content.get("rope_type" if k == "type" else k) != value), None)
-        if other is not None:
-            raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(other)}")
-        return content
+        self.kind = kind  # "default", "linear", ...
+        self.full = parameters  # of layers with full attention
 
     def keys(self, form: GgufForm) -> Iterator[tuple[str, Any]]:
         """Yield the keys of rotations, without the architecture."""
         rope = form.rope
         if rope.dimensions == "head":
-            yield "rope.dimension_count", values.U32(self.config.head_dim)
+            yield "dimension_count", values.U32(self.config.head_dim)
         base = self.full.get("rope_theta")
         if base is None and rope.base != USUAL_BASE:
             base = rope.base
         if base is not None and base != rope.unless:
-            yield "rope.freq_base", values.F32(self.config.number(base, "rope_theta"))
+            yield "freq_base", values.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None:
-            yield "rope.freq_base_swa", values.F32(self.sliding_base)
+            yield "freq_base_swa", values.F32(self.sliding_base)
         if self.kind in ("linear", "yarn"):
-            yield "rope.scaling.type", self.kind
-            yield "rope.scaling.factor", values.F32(self._number("factor"))
+            yield "scaling.type", self.kind
+            yield "scaling.factor", values.F32(self._number("factor"))
         if self.kind == "yarn":
-            yield "rope.scaling.original_context_length", values.U32(self._original())
+            yield "scaling.original_context_length", values.U32(self._original())
             for key, names in _YARN.items():
                 name = next((name for name in names if self.full.get(name) is not None), None)
                 if name is not None:
-                    yield f"rope.scaling.{key}", values.F32(self._number(name))
+                    yield f"scaling.{key}", values.F32(self._number(name))
         partial = self.full.get("partial_rotary_factor")
         if rope.dimensions == "partial":
-            yield "rope.dimension_count", values.U32(self._rotated())
-            yield "rope.scaling.original_context_length", values.U32(self._original())
+            yield "dimension_count", values.U32(self._rotated())
+            original = self._original()
+            yield "scaling.original_context_length", values.U32(original)
             if self.kind == "longrope":
-                yield "rope.scaling.attn_factor", values.F32(self._attention_factor())
+                scale = self.config.size("context_length") / original
+                factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
+                yield "scaling.attn_factor", values.F32(factor)
         elif partial not in (None, 1, 1.0):
             raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
@@ -300,9 +280,14 @@ class _Rope(NamedTuple):
             raise self.config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
         if self.kind == "llama3":
             return {"rope_freqs.weight": self._llama3()}
-        if self.kind == "longrope":
-            return {f"rope_factors_{name}.weight": self._factors(name) for name in ("long", "short")}
-        return {}
+        result = {}
+        for key in ("long_factor", "short_factor") if self.kind == "longrope" else ():
+            count, factors = self._rotated() // 2, self.full.get(key)
+            if not isinstance(factors, list) or len(factors) != count or count > MAX_FACTORS:
+                raise self.config.fault(f"{key} must be a list of {count} numbers, got {show(factors)}")
+            numbers = [self.config.number(factor, key) for factor in factors]
+            result[f"rope_factors_{key.removesuffix('_factor')}.weight"] = np.array(numbers, np.float32)
+        return result
 
     def _rotated(self) -> int:
         """Return the elements of a head that are rotated."""
@@ -312,32 +297,17 @@ class _Rope(NamedTuple):
             raise self.config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
         return int(share * self.config.size("embedding_length")) // self.config.size("attention.head_count")
 
-    def _factors(self, name: str) -> Array:
-        count, factors = self._rotated() // 2, self.full.get(f"{name}_factor")
-        if not isinstance(factors, list) or len(factors) != count or count > MAX_FACTORS:
-            raise self.config.fault(f"{name}_factor must be a list of {count} numbers, got {show(factors)}")
-        return np.array([self.config.number(factor, f"{name}_factor") for factor in factors], np.float32)
-
-    def _attention_factor(self) -> float:
-        """Return the factor of attention for long contexts."""
-        original = self._original()
-        scale = self.config.size("context_length") / original
-        return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
-
     def _number(self, key: str, default: float | None = None) -> float:
         value = self.full.get(key)
         if value is None:
-            if default is None:
-                raise self.config.fault(f"rope parameter {key} is missing")
-            return default
+            value = default
+        if value is None:
+            raise self.config.fault(f"rope parameter {key} is missing")
         return self.config.number(value, key)
 
     def _original(self) -> int:
         value = self.full.get(_ORIGINAL)
-        value = self.config.values.get(_ORIGINAL) if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
-            raise self.config.fault(f"{_ORIGINAL} must be a positive integer, got {show(value)}")
-        return value
+        return self.config.positive(self.config.values.get(_ORIGINAL) if value is None else value, _ORIGINAL)
 
     def _llama3(self) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
@@ -373,34 +343,28 @@ class _Rope(NamedTuple):
 
 def number_at(catalog: Catalog, key: str) -> float | None:
     """Return an int, or the shortest decimal number that an f32 stands for; None without the key."""
-    value = catalog.metadata.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _key_fault(catalog, key, "a number")
-    return int(value) if isinstance(value, int) else _shortest(value)
+    value = _value_at(catalog, key, "a number", lambda value: isinstance(value, (int, float)) and math.isfinite(value))
+    return _shortest(value) if isinstance(value, float) else None if value is None else int(value)
 
 
 def count_at(catalog: Catalog, key: str) -> int | None:
     """Return an integer of at least 0; None without the key."""
-    value = catalog.metadata.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise _key_fault(catalog, key, "a number of at least 0 without a fraction")
-    return int(value)
+    expected = "a number of at least 0 without a fraction"
+    value = _value_at(catalog, key, expected, lambda value: isinstance(value, int) and value >= 0)
+    return None if value is None else int(value)
 
 
 def text_at(catalog: Catalog, key: str) -> str | None:
     """Return a string; None without the key."""
+    text: str | None = _value_at(catalog, key, "a string", lambda value: isinstance(value, str))
+    return text
+
+
+def _value_at(catalog: Catalog, key: str, expected: str, valid: Callable[[Any], bool]) -> Any:
     value = catalog.metadata.get(key)
-    if value is not None and not isinstance(value, str):
-        raise _key_fault(catalog, key, "a string")
+    if value is not None and (isinstance(value, bool) or not valid(value)):
+        raise FormatError(f"key {key} must be {expected}, got {show(value)}", catalog.title)
     return value
-
-
-def _key_fault(catalog: Catalog, key: str, expected: str) -> FormatError:
-    return FormatError(f"key {key} must be {expected}, got {show(catalog.metadata[key])}", catalog.title)
 
 
 def _shortest(value: float) -> float:
@@ -412,14 +376,9 @@ def _shortest(value: float) -> float:
 def form_of(catalog: Catalog) -> GgufForm:
     """Return the family of a foreign file: the one that a key of the file chooses, or the usual one."""
     architecture = str(catalog.metadata[ARCHITECTURE])
-    for form in gguf_forms().values():
-        if (
-            form.architecture == architecture
-            and form.chosen_by
-            and count_at(catalog, f"{architecture}.{form.chosen_by}")
-        ):
-            return form
-    return gguf_architectures()[architecture]
+    forms = (form for form in gguf_forms().values() if form.architecture == architecture and form.chosen_by)
+    chosen = (form for form in forms if count_at(catalog, f"{architecture}.{form.chosen_by}"))
+    return next(chosen, gguf_architectures()[architecture])
 
 
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
@@ -434,7 +393,13 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
                 raise FormatError(f"key {form.architecture}.{name} is missing", catalog.title)
             continue
         config[key.config[0]] = value
-    config["vocab_size"] = _rows_of_embedding(catalog)
+    name = "token_embd.weight"
+    if name not in catalog:
+        raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
+    shape = catalog.about(name).shape
+    if len(shape) != 2:
+        raise error_about(FormatError, f"has the shape {list(shape)}, expected 2 axes", path=catalog.title, tensor=name)
+    config["vocab_size"] = int(shape[0])
     config["tie_word_embeddings"] = "output.weight" not in catalog
     config["attention_bias"] = "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog
     config[form.activations["config"][0]] = form.activations["values"][0]
@@ -455,17 +420,6 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         config["sliding_window"] = None
     _check_rope(catalog, config, form)
     return config, notes
-
-
-def _rows_of_embedding(catalog: Catalog) -> int:
-    """Return the number of tokens."""
-    name = "token_embd.weight"
-    if name not in catalog:
-        raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
-    shape = catalog.about(name).shape
-    if len(shape) != 2:
-        raise error_about(FormatError, f"has the shape {list(shape)}, expected 2 axes", path=catalog.title, tensor=name)
-    return int(shape[0])
 
 
 def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
@@ -524,15 +478,14 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> Non
     for original in _CONTEXTS if rope.get("rope_type") == "llama3" else (None,):  # gemma3's is nested, and never this
         if original is not None:
             rope["original_max_position_embeddings"] = original
-        settings = settings_of(ModelConfig(config, catalog.title, form.keys), form)
-        if all(_equal(catalog, name, expected) for name, expected in settings.tensors.items()):
+        _, tensors = settings_of(ModelConfig(config, catalog.title, form.keys), form)
+        if all(
+            name in catalog
+            and tuple(catalog.about(name).shape) == expected.shape
+            and np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0)
+            for name, expected in tensors.items()
+        ):
             return
     raise UnsupportedError(
         f"{catalog.title}: the factors of rotations need unknown settings; raw=True keeps the tensors"
     )
-
-
-def _equal(catalog: Catalog, name: str, expected: Array) -> bool:
-    if name not in catalog or tuple(catalog.about(name).shape) != expected.shape:
-        return False
-    return bool(np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0))

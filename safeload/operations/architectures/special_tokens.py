@@ -106,31 +106,23 @@ class SpecialTokens:
         if len(single) > 1 and single[-1][0] == "SpecialToken":
             last = single[-1][1]
             if known and last != eos:
-                kind = next((kind for kind in ("eot", "eom") if kind not in self._types), None)
-                if kind is not None:
+                for kind in [kind for kind in ("eot", "eom") if kind not in self._types][:1]:
                     self._types.append(kind)
                     tokens[f"{kind}_token"] = eos
                 tokens["eos_token"] = last
             eos = last
             self._adds["eos"] = True
-        self._read_pair(pair, first, last, (sep, eos))
-
-    def _read_pair(
-        self, pair: list[tuple[str, str]], first: str | None, last: str | None, separators: tuple[str | None, ...]
-    ) -> None:
         begin = 1 if first is not None and pair[:1] == [("SpecialToken", first)] else 0
         end = len(pair) - 1 if last is not None and pair[-1:] == [("SpecialToken", last)] else len(pair)
         inner = pair[begin:end]
         if len(inner) < 3 or inner[0] != ("Sequence", "A") or inner[-1] != ("Sequence", "B"):
             return
-        middle, add = inner[1:-1], False
-        if middle[0][0] == "SpecialToken":
-            add = middle[0][1] in separators and last is None
-        if len(middle) == 2 and middle[1][0] == "SpecialToken":
-            add = add or middle[1][1] in separators
+        middle = inner[1:-1]
+        separates = [kind == "SpecialToken" and text in (sep, eos) for kind, text in middle[:2]]
+        add = (separates[0] and last is None) or (len(middle) == 2 and separates[1])
         self._adds["sep"] = add
-        if add and not self._config.get("sep_token") and self._files.config is not None:
-            self._config["sep_token"] = separators[1]
+        if add and not tokens.get("sep_token") and known:
+            tokens["sep_token"] = eos
 
     def _templates(self) -> Iterator[tuple[str, Any]]:
         """Yield the chat template, or several by name."""

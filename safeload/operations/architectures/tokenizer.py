@@ -130,23 +130,40 @@ class TokenizerFiles:
         return UnsupportedError(f"{self.folder.shown}: {text}; {_ADVICE}")
 
 
-class Vocabulary(NamedTuple):
-    """The tokens of a model in llama.cpp's form."""
+class Vocabulary:
+    """The tokens of a model in llama.cpp's form, with ids up to the ``rows`` of the embedding filled up."""
 
-    kind: str  # "llama" or "gpt2"
-    pre: str
-    texts: list[str]
-    types: list[int]
-    scores: list[float] | None = None
-    merges: list[str] | None = None
-    add_space_prefix: bool | None = None  # None leaves the key out
+    def __init__(self, kind: str, rows: int) -> None:
+        self.kind, self.pre = kind, "default"  # "llama" or "gpt2"
+        self.texts = [f"[PAD{k}]" for k in range(rows)]
+        self.types = [UNUSED] * rows
+        self.scores = [_PADDING_SCORE] * rows
+        self.merges: list[str] | None = None
+        self.add_space_prefix: bool | None = None  # None leaves the key out
+        self.beyond = 0  # ids beyond the embedding, which are skipped
+
+    def put(self, number: int, text: str, kind: int, score: float = 0.0) -> None:
+        """Set a token."""
+        if number >= len(self.texts):
+            self.beyond += 1
+            return
+        self.texts[number], self.scores[number], self.types[number] = text, score, kind
+
+    def add(self, token: AddedToken) -> None:
+        """Set an added token, which can be a control token by its text."""
+        text, fences = token.text, (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
+        special = token.special or text in _CONTROLS
+        if special or any(text.startswith(begin) and text.endswith(end) for begin, end in fences):
+            self.put(token.id, text, CONTROL, _ADDED_SCORE)
+        else:
+            self.put(token.id, text.replace(SPACE, " "), USER_DEFINED, _ADDED_SCORE)
 
     def keys(self) -> Iterator[tuple[str, Any]]:
         """Yield the metadata keys."""
         yield "tokenizer.ggml.model", self.kind
         yield "tokenizer.ggml.pre", self.pre
         yield "tokenizer.ggml.tokens", self.texts
-        if self.scores is not None:
+        if self.merges is None:
             yield "tokenizer.ggml.scores", np.array(self.scores, np.float32)
         yield "tokenizer.ggml.token_type", np.array(self.types, np.int32)
         if self.merges is not None:
@@ -156,7 +173,7 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
-    """Return the vocabulary of a model, with ids up to the ``rows`` of the embedding filled up."""
+    """Return the vocabulary of a model."""
     if files.model is not None:
         return _from_pieces(files, files.model, rows)
     if files.json is None:
@@ -177,58 +194,7 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     return _byte_level(files, model, rows)
 
 
-def _looks_special(text: str) -> bool:
-    """Return True if a token is a control token by its text."""
-    fenced = (text.startswith("<|") and text.endswith("|>")) or (
-        text.startswith("<\uff5c") and text.endswith("\uff5c>")
-    )
-    return text in _CONTROLS or fenced or (text.startswith("<unused") and text.endswith(">"))
-
-
 # ---- SentencePiece ----
-
-
-class _Scored:
-    """A vocabulary of SentencePiece under construction."""
-
-    def __init__(self, files: TokenizerFiles, rows: int) -> None:
-        self._files = files
-        self.texts = [f"[PAD{k}]" for k in range(rows)]
-        self.scores = [_PADDING_SCORE] * rows
-        self.types = [UNUSED] * rows
-        self._beyond = 0
-
-    def put(self, number: int, text: str, score: float, kind: int) -> None:
-        """Set a token; ids beyond the embedding are counted and skipped."""
-        if number >= len(self.texts):
-            self._beyond += 1
-            return
-        self.texts[number], self.scores[number], self.types[number] = text, score, kind
-
-    def add(self, token: AddedToken) -> None:
-        """Set an added token."""
-        special = token.special or _looks_special(token.text)
-        text = token.text if special else token.text.replace(SPACE, " ")
-        self.put(token.id, text, _ADDED_SCORE, CONTROL if special else USER_DEFINED)
-
-    def done(self, space_prefix: bool | None) -> Vocabulary:
-        """Add the added tokens and return the vocabulary."""
-        for token in self._files.added_elsewhere:
-            self.add(token)
-        for token in self._files.added_in_json:  # llama.cpp's converter reads these for some models only
-            beyond = token.id >= len(self.texts)
-            if beyond or (self.types[token.id] == UNUSED and self.texts[token.id] != token.text):
-                self.add(token)
-        if self._beyond:
-            log.warning(
-                "%s: %s beyond the %d rows of the embedding left out",
-                self._files.folder.shown,
-                plural(self._beyond, "token"),
-                len(self.texts),
-            )
-        stated = (self._files.config or {}).get("add_prefix_space")
-        prefix = stated if space_prefix is None and isinstance(stated, bool) else space_prefix
-        return Vocabulary("llama", "default", self.texts, self.types, self.scores, add_space_prefix=prefix)
 
 
 def _from_pieces(files: TokenizerFiles, model: sentencepiece.SentencePieceModel, rows: int) -> Vocabulary:
@@ -239,17 +205,16 @@ def _from_pieces(files: TokenizerFiles, model: sentencepiece.SentencePieceModel,
     if model.maps or model.trims:
         setting = "replaces characters" if model.maps else "removes spaces"
         raise files.unsupported(f"{MODEL} {setting} before it cuts a text, which llama.cpp does not do")
-    scored = _Scored(files, rows)
+    scored = Vocabulary("llama", rows)
     for number, piece in enumerate(model.pieces):
-        kind = NORMAL if piece.type == USER_DEFINED else piece.type
-        scored.put(number, piece.text, piece.score, kind)
-    return scored.done(None if model.add_prefix else False)
+        scored.put(number, piece.text, NORMAL if piece.type == USER_DEFINED else piece.type, piece.score)
+    return _with_added(files, scored, None if model.add_prefix else False)
 
 
 def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> Vocabulary:
     """Return the vocabulary of a ``tokenizer.json`` that was made from SentencePiece: scores fall with the merge."""
     vocab, merges = _vocab(files, model), list(_pairs(files, model))
-    scored = _Scored(files, rows)
+    scored = Vocabulary("llama", rows)
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)
@@ -258,11 +223,30 @@ def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> 
     for text, number in vocab.items():
         byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
         kind = BYTE if byte else sentencepiece.UNKNOWN if text == unknown else NORMAL
-        scored.put(number, text, 0.0 if text not in ranks else -1.0 - ranks[text], kind)
+        scored.put(number, text, kind, 0.0 if text not in ranks else -1.0 - ranks[text])
     for token in files.added_in_json:
         if token.text != unknown:
             scored.add(token)
-    return scored.done(_space_prefix(files))
+    return _with_added(files, scored, _space_prefix(files))
+
+
+def _with_added(files: TokenizerFiles, scored: Vocabulary, space_prefix: bool | None) -> Vocabulary:
+    for token in files.added_elsewhere:
+        scored.add(token)
+    for token in files.added_in_json:  # llama.cpp's converter reads these for some models only
+        beyond = token.id >= len(scored.texts)
+        if beyond or (scored.types[token.id] == UNUSED and scored.texts[token.id] != token.text):
+            scored.add(token)
+    if scored.beyond:
+        log.warning(
+            "%s: %s beyond the %d rows of the embedding left out",
+            files.folder.shown,
+            plural(scored.beyond, "token"),
+            len(scored.texts),
+        )
+    stated = (files.config or {}).get("add_prefix_space")
+    scored.add_space_prefix = stated if space_prefix is None and isinstance(stated, bool) else space_prefix
+    return scored
 
 
 def _check_scores(
@@ -341,28 +325,21 @@ def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> V
     for step in _steps(files.json.get("normalizer"), "normalizers"):
         if step.get("type") != "NFC":
             raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
-    texts = [f"[PAD{k}]" for k in range(rows)]
-    types = [UNUSED] * rows
-    for text, number in vocab.items():
+    result = Vocabulary("gpt2", rows)
+    for text, number in (*vocab.items(), *((token.text, token.id) for token in files.added_in_json)):
         if number >= rows:
             raise files.fault(JSON, f"token {show(text)} has the id {number}, but the embedding has {rows} rows")
-        texts[number], types[number] = text, NORMAL
+        result.put(number, text, NORMAL)
     ids, decoded = _by_library(files, [token.text for token in files.added_in_json if not token.normalized])
     parts = iter(decoded)
     for token in files.added_in_json:
-        if token.id >= rows:
-            raise files.fault(
-                JSON, f"token {show(token.text)} has the id {token.id}, but the embedding has {rows} rows"
-            )
-        text = token.text if token.normalized else next(parts)
-        special = token.special or _looks_special(text)
-        texts[token.id] = text if special else text.replace(SPACE, " ")
-        types[token.id] = CONTROL if special else USER_DEFINED
+        result.add(token if token.normalized else token._replace(text=next(parts)))
     pre = pre_tokenizers.name_of(ids, files.json.get("pre_tokenizer"), model.get("ignore_merges") is True)
     if pre is None:
         raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
-    merges = [" ".join(part.replace(" ", _BYTE_SPACE) for part in pair) for pair in _pairs(files, model)]
-    return Vocabulary("gpt2", pre, texts, types, merges=merges)
+    result.pre = pre
+    result.merges = [" ".join(part.replace(" ", _BYTE_SPACE) for part in pair) for pair in _pairs(files, model)]
+    return result
 
 
 def _by_library(files: TokenizerFiles, texts: list[str]) -> tuple[list[int], list[str]]:

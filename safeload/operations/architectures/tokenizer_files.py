@@ -109,22 +109,17 @@ class _Tokens:
     def _added(self) -> list[int]:
         return [k for k, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED)]
 
-    # ---- SentencePiece ----
-
     def sentencepiece(self) -> bytes:
         """Return the vocabulary as a ``tokenizer.model``, without fillers at its end."""
-        scores = self._scores()
-        count = len(self.texts)
+        scores, count = self._scores(), len(self.texts)
         while count and self._pads(count - 1):
             count -= 1
         pieces = []
-        for k in range(count):
-            kind = self.types[k] if NORMAL <= self.types[k] <= sentencepiece.BYTE else NORMAL
-            text = self.texts[k].replace(" ", "\u2581") if kind == USER_DEFINED else self.texts[k]
-            pieces.append(VocabularyPiece(text, scores[k], kind))
+        for text, score, kind in zip(self.texts[:count], scores, self.types, strict=False):
+            text = text.replace(" ", "\u2581") if kind == USER_DEFINED else text
+            kind = kind if NORMAL <= kind <= sentencepiece.BYTE else NORMAL
+            pieces.append(VocabularyPiece(text, score, kind))
         return sentencepiece.serialized(pieces, self._flag("add_space_prefix", True), self.ids)
-
-    # ---- tokenizer.json ----
 
     def json(self, kept: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return a ``tokenizer.json``; None if its pre-tokenizer is unknown."""
@@ -144,17 +139,16 @@ class _Tokens:
                 raise FormatError(f"key {KEPT}{JSON}: token {show(bad)} has the id {show(own[bad])}", self._title)
             vocab.update(own)
         vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
-        merges = self._scored_merges(vocab) if self.scored else self._merges()
-        return {**content, "model": {**model, "vocab": vocab, "merges": merges}}
-
-    def _merges(self) -> list[list[str]]:
-        merges = self._metadata.get(f"{_PREFIX}merges")
-        if not isinstance(merges, list):
-            raise FormatError(f"key {_PREFIX}merges is missing", self._title)
-        pairs = [merge.split(" ") if isinstance(merge, str) else [] for merge in merges]
-        if any(len(pair) != 2 for pair in pairs):
-            raise FormatError(f"key {_PREFIX}merges must have pairs of tokens", self._title)
-        return pairs
+        if self.scored:
+            pairs = self._scored_merges(vocab)
+        else:
+            merges = self._metadata.get(f"{_PREFIX}merges")
+            if not isinstance(merges, list):
+                raise FormatError(f"key {_PREFIX}merges is missing", self._title)
+            pairs = [merge.split(" ") if isinstance(merge, str) else [] for merge in merges]
+            if any(len(pair) != 2 for pair in pairs):
+                raise FormatError(f"key {_PREFIX}merges must have pairs of tokens", self._title)
+        return {**content, "model": {**model, "vocab": vocab, "merges": pairs}}
 
     def _scored_merges(self, vocab: Mapping[str, int]) -> list[list[str]]:
         """Return the merges that form tokens, those of the highest score first."""
@@ -199,9 +193,7 @@ class _Tokens:
 
     def _processor(self, byte_level: dict[str, Any]) -> dict[str, Any]:
         """Return the post-processor, which puts the first token before a text."""
-        bos = self.ids.get("bos")
-        # llama.cpp adds the token for these even without the key
-        usual = self.pre in ("llama-bpe", "tekken")
+        bos, usual = self.ids.get("bos"), self.pre in ("llama-bpe", "tekken")  # llama.cpp adds it even without the key
         if bos is None or not self._flag("add_bos_token", usual):
             return byte_level
         text = self.texts[bos]
@@ -214,8 +206,6 @@ class _Tokens:
             "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
         }
         return {"type": "Sequence", "processors": [byte_level, template]}
-
-    # ---- tokenizer_config.json ----
 
     def config(self, name: str) -> dict[str, Any]:
         """Return a ``tokenizer_config.json`` for a foreign file."""

@@ -22,10 +22,9 @@ from ...formats.gguf.values import F32, U32
 from ...models import gguf as rows
 from ...models.choosing import Choice
 from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, has_marks, model_of, original_shape, prefix_of
-from ...models.expressions import Config, names_in
 from ...models.family import gguf_architectures
 from ...models.module_names import unwrapped
-from ...models.schema import ANY, NUMBER, PLACEHOLDER, PREFIX, ExpectedTensor, Schema, SchemaMatch
+from ...models.schema import ANY, NUMBER, PLACEHOLDER, PREFIX, Config, ExpectedTensor, Schema, SchemaMatch, names_in
 from ...packed.finder import Codes
 from ...packed.quantization import Quantization
 from ..sources.catalog import TensorDescription
