@@ -17,7 +17,6 @@ from ..base import packing
 from ..base.packing import Grid, Packed, Packing, Zeros
 from ..base.text import show
 from ..engine.codes import grids
-from ..engine.codes.restore import read_part
 from .families import Family
 from .grid import Misfit, Refused
 from .methods import AUTO_ROUND, QUARK_ORDERS
@@ -177,20 +176,14 @@ def wrapped_zeros(packed: Packed) -> int:
     step, count = max(1, _CHUNK // grid.columns), 0
     for row in range(0, grid.rows, step):
         at = slice(row, min(row + step, grid.rows)), slice(0, grid.columns)
-        codes = grids.read_codes(zeros, grid, _reader(packed), (0, 1), at)
+        codes = grids.read_codes(zeros, grid, packed.parts[packing.ZERO], ((0, 1), at))
         count += int((codes == (1 << zeros.bits) - 1).sum())
     return count
 
 
-def _reader(packed: Packed) -> grids.Read:
-    part = packed.parts[packing.ZERO]
-    return lambda at, size: read_part(part, at, size)
-
-
 def _settled(packed: Packed, zeros: Zeros) -> Zeros:
     assert packed.packing.grid is not None
-    only = grids.only_code(zeros, packed.packing.grid, _reader(packed), packed.packing.matrices)
-    return grids.settled(zeros, only)
+    return grids.settled(zeros, packed.packing.grid, packed.parts[packing.ZERO], packed.packing.matrices)[0]
 
 
 # ---- AWQ ----

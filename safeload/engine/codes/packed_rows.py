@@ -17,7 +17,7 @@ from ..run.job import Job, Origin
 from ..run.memory import address_of, private_array
 from ..run.slice import TAKE, check_index, read_rows
 from . import grids, restore
-from .code_ranges import Range, bytes_before, rows_apart, rows_range, values_before, whole
+from .restore import Range, bytes_before, rows_apart, rows_range, values_before, whole
 
 # Parts that are shared by the first axis, or divided separately.
 _OF_ALL = frozenset(
@@ -97,7 +97,8 @@ def _rows_by_columns(
     assert packed.grid is not None
     grid, zeros = packed.grid._replace(columns=count), packed.zeros
     if zeros is not None:  # resolved by all codes of the tensor, because a few could be ambiguous
-        zeros = _settled(packed, zeros, parts[packing.ZERO].whole())
+        stored, _owner = grids.in_memory(packed, {packing.ZERO: parts[packing.ZERO].whole()})
+        zeros, _ = grids.settled(zeros, packed.grid, stored.parts[packing.ZERO], 1)
     changed = packed._replace(columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros)
     return changed._replace(shape=(count, packed.rows))
 
@@ -229,12 +230,6 @@ def _is_apart(packed: Packing, role: str, part: PartRows) -> bool:
     return not (role in _OF_ALL or shared or part.size == 1)
 
 
-def _settled(packed: Packing, zeros: Zeros, stored: Array) -> Zeros:
-    grid, raw = packed.grid, np.ascontiguousarray(jobs.native_order(stored)).reshape(-1).view(np.uint8)
-    assert grid is not None
-    return grids.settled(zeros, grids.only_code(zeros, grid, lambda at, size: raw[at : at + size], 1))
-
-
 def _columns_of(array: Array, runs: Sequence[slice], length: int) -> Array:
     """Return runs of the last axis of a part with ``length`` columns, or words for this many codes."""
     width, length = array.shape[-1], max(1, length)
@@ -250,9 +245,8 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
     rows = selected(index, shape)
     part = _range_of(packed.packing, rows)
     row = dtypes.BY_NAME[dtype.name]
-    elements = part.rows * part.columns_of(packed.packing)
     before = values_before(packed.packing, part)
-    flat = private_array((part.matrices * elements,), dtype)
+    flat = private_array((part.values,), dtype)
     if flat.size:
         batch = jobs.Batch()
         memory = batch.into(flat) - row.nbytes(before)
@@ -311,7 +305,7 @@ def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
         return Range(0, 1, 0, 1, begin, min(packed.columns, -(-stop * inner // block) * block) - begin)
     if len(packed.shape) > 2:
         matrices = packed.matrices // max(1, packed.shape[0])
-        return Range(start * matrices, (stop - start) * matrices, 0, packed.rows)
+        return Range(start * matrices, (stop - start) * matrices, 0, packed.rows, 0, packed.columns)
     if len(packed.shape) == 2 and rows_apart(packed):
         block = row_unit(packed)
         begin = start // block * block

@@ -20,7 +20,7 @@ from ..run.job import Channels, Job
 from ..run.memory import address_of, overlapping
 from ..run.slice import TAKE, check_index
 from ..run.threads import check_threads
-from . import packed_rows, restore
+from . import grids, packed_rows, restore
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -207,11 +207,11 @@ class QuantizedTensor:
         :meta private:
         """
         if self._packing is not None:
-            return restore.in_memory(self._packing, self._roles)
+            return grids.in_memory(self._packing, self._roles)
         if self.scale is None:
             return None
         arrays = {CODES: self.data, SCALE: np.ascontiguousarray(self.scale, np.float32)}
-        return restore.in_memory(int8_packing(self.shape, self.axis), arrays)
+        return grids.in_memory(int8_packing(self.shape, self.axis), arrays)
 
     @public
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
