@@ -11,8 +11,7 @@ from ..base.arrays import Array
 from ..base.packing import Grid, Packing
 from ..errors import RangeError
 from .families import Family
-from .grid import Misfit
-from .packed_group import GroupContext, PackedGroup, packing_of
+from .packed_group import GroupContext, Misfit, PackedGroup, packing_of
 from .quantization import QUANTIZATION, Quantization
 
 _SMALLEST_MEAN = 1e-5  # the smallest mean magnitude, as in ``WeightQuant``

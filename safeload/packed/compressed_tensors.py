@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,20 @@ from ..base.text import show
 from ..engine.codes.grids import words_for
 from .families import FP8, SPARSE, Family, Preset, StoredPart, Strays, filled, parts_of
 from .floats import SERVERS, fp4, plain
-from .grid import Misfit, Refused, label_of, whole_grid
-from .methods import AUTO_ROUND
-from .packed_group import NUMBERS, PackedGroup, check_global, configured_grid, configured_group_size
-from .quantization import is_length, with_quantization
+from .packed_group import (
+    MOST_AXES,
+    NUMBERS,
+    Misfit,
+    PackedGroup,
+    Refused,
+    check_shared,
+    configured,
+    configured_grid,
+    label_of,
+    one_scale,
+    whole_grid,
+)
+from .quantization import AUTO_ROUND, is_length, with_quantization
 
 # ---- integers ----
 
@@ -43,7 +54,7 @@ def ct_packed(group: PackedGroup) -> Packing:
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
         group.check_form(packing.GROUPS, "g_idx", "I32", shape[-1:])
-    grouped = grid.columns == 1 and configured_group_size(group) == shape[-1]
+    grouped = grid.columns == 1 and configured(group, "group_size", "group") == shape[-1]
     label = label_of(f"int{bits}", grid, shape, packing.ZERO in group.parts, grouped)
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
 
@@ -66,7 +77,7 @@ def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
     """Return the grid of scales per group, row or tensor if the configuration does not define it."""
     if len(scale) != len(shape) or scale[:-1] != shape[:-1]:
         if math.prod(scale) == 1:
-            return Grid(max(1, shape[-2]), max(1, shape[-1]), 1, 1, shared=True)
+            return one_scale(shape, shared=True)
         raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
     if not scale[-1] or shape[-1] % scale[-1]:
         raise Misfit(f"rows of {shape[-1]} codes do not divide into {scale[-1]} equal groups")
@@ -89,8 +100,8 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
         raise Misfit("it has no weight_shape, and config.json has no group_size")
     if not fits:
         rows = " or ".join(str(count) for count in sorted({count for count in counts if count is not None}))
-        configured = ", ".join(str(bits) for bits, _ in described) if group.weights else "1 to 8"
-        raise Misfit(f"words {list(stored)} do not hold rows of {rows} codes of {configured} bits (config_groups)")
+        bits_text = ", ".join(str(bits) for bits, _ in described) if group.weights else "1 to 8"
+        raise Misfit(f"words {list(stored)} do not hold rows of {rows} codes of {bits_text} bits (config_groups)")
     if len(fits) > 1:
         raise Misfit(f"words {list(stored)} can hold codes of {', '.join(str(bits) for _, bits, _ in fits)} bits")
     count, bits, words = next(iter(fits))
@@ -103,9 +114,18 @@ def _is_usual_shape(group: PackedGroup) -> bool:
     return row.code in ("I32", "I64") and shape in ((2,), (len(group.stored),)) and group.scales[-1] > 1
 
 
+def _integers(group: PackedGroup) -> tuple[int, ...]:
+    """Return the values of the stored shape."""
+    name, part = group.names[packing.SHAPE], group.parts[packing.SHAPE]
+    array = group.context.content(name)
+    if array is None or part.row.code == "U8" or len(part.shape) != 1:
+        raise Misfit(f"{show(name)} must be a list of at most {MOST_AXES} integers")
+    return tuple(array.tolist())
+
+
 def _ct_columns(group: PackedGroup) -> int:
     """Return the columns in weight_shape."""
-    stored, logical = group.stored, group.integers(packing.SHAPE)
+    stored, logical = group.stored, _integers(group)
     if (
         not 2 <= len(logical) <= len(stored)
         or min(logical) < 0
@@ -121,8 +141,8 @@ def _ct_fits(
 ) -> dict[tuple[int, int, int], None]:
     """Return all columns, bits, and codes per word of the old layout (else 0) for rows of ``width`` words."""
     fits: dict[tuple[int, int, int], None] = {}
-    for count, (configured, _) in zip(counts, described, strict=True):
-        for bits in (configured,) if type(configured) is int and 1 <= configured <= 8 else range(1, 9):
+    for count, (exact, _) in zip(counts, described, strict=True):
+        for bits in (exact,) if type(exact) is int and 1 <= exact <= 8 else range(1, 9):
             if count is None:
                 continue
             if -(-count * bits // 32) == width:
@@ -150,7 +170,7 @@ def _ct_small_floats(group: PackedGroup) -> Packing:
     if isinstance(kind, str) and kind.startswith("mx_int"):
         return fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
     if packing.GLOBAL in group.parts:
-        return check_global(group, fp4(group, "nvfp4", 16, _scale_of_nvfp4(group)))._replace(scale_rule=packing.DIVIDED)
+        return check_shared(group, fp4(group, "nvfp4", 16, _scale_of_nvfp4(group)))._replace(scale_rule=packing.DIVIDED)
     if group.scale_code not in ("U8", "F8_E8M0"):
         if {weights.get("strategy") for weights in group.weights} != {"group"}:  # NVFP4 has a global scale
             raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.scale_code}")
@@ -179,12 +199,9 @@ def bitmask(group: PackedGroup) -> Packing:
     """``X.compressed`` holds the values of all rows, ``X.bitmask`` a bit per position, lowest bit first."""
     if f".{group.logical}".endswith((".weight.weight", ".bias.weight")):
         raise Misfit(f"{show(group.codes)} belongs to a tensor, not to a module")  # another family fits better
-    shape = _shape_of_pairs(group) if len(group.stored) == 2 else _sparse_shape(group)
-    mask = (*shape[:-1], -(-shape[-1] // 8))
-    row, own = group.parts[packing.MASK]
-    if (row.code, own) != ("U8", mask):
-        raise Misfit(f"bitmask is {row.code} {list(own)}, expected U8 {list(mask)} for shape {list(shape)}")
     pairs = len(group.stored) == 2
+    shape = _shape_of_pairs(group) if pairs else _sparse_shape(group)
+    group.check_form(packing.MASK, "bitmask", "U8", (*shape[:-1], -(-shape[-1] // 8)), f" for shape {list(shape)}")
     if not pairs:
         _check_offsets(group, shape)
     prefix = "sparse 2:4" if pairs else "sparse"
@@ -203,7 +220,9 @@ def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> P
         return group.packing("sparse", f"{prefix} {numbers.lower()}", shape, bits, numbers)
     if packing.SCALE not in group.parts:
         raise Misfit(f"its values are {numbers} codes, but their scale is missing")
-    packed = plain(group.of_shape(shape))
+    dense = copy(group)
+    dense.stored = shape
+    packed = plain(dense)
     if packed.scale_rule != packing.STORED:
         raise Refused("its scales divide the values, which safeload does not compute for sparse tensors")
     return packed._replace(label=f"{prefix} {packed.label}")
@@ -213,7 +232,7 @@ def _sparse_shape(group: PackedGroup) -> tuple[int, ...]:
     """Return the logical shape from its own tensor: the mask only implies its number of bytes."""
     if len(group.stored) != 1:
         raise Misfit(f"values must be a list or a matrix, got shape {list(group.stored)}")
-    shape = group.integers(packing.SHAPE)
+    shape = _integers(group)
     if len(shape) > 2:
         raise Refused(f"shape {list(shape)} has more than two axes, and row_offsets locate only the rows of a matrix")
     if not shape or min(shape) < 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,9 +26,9 @@ from ..stores.json_file import read_json
 from .companions import IGNORED, is_zero_point, unread
 from .conv1d import CONV1D_SUFFIXES, as_stored, conv1d_model, is_named_conv1d
 from .families import FP8, SPARSE, Family, Stored, Strays, families
-from .grid import Misfit, Refused
-from .methods import QUARK
+from .packed_group import GroupContext, Misfit, PackedGroup, Refused
 from .quantization import (
+    QUARK,
     UNCONFIGURED,
     Quantization,
     config_beside,
@@ -163,7 +164,6 @@ class _Finder:
         model_type: str | None,
     ) -> None:
         from .gguf import IN_GGUF
-        from .packed_group import GroupContext
 
         self._rows = IN_GGUF if in_gguf else families()
         self.packed: dict[str, tuple[str, Packed]] = {}  # by the name of the codes: logical name and packed tensor
@@ -231,8 +231,6 @@ class _Finder:
 
     def _group(self, name: str, stored: Stored, rows: Iterable[Family]) -> None:
         """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""
-        from .packed_group import PackedGroup
-
         fault = None
         for family in rows:
             names = family.parts_beside(name, self._tensors) if name.endswith(family.main) else None
@@ -541,10 +539,12 @@ def _refusal_of(
     if quantization.is_rotated:
         return "compressed-tensors in a rotated basis (transform_config)", "vLLM"  # of any dtype
     if quantization.method == QUARK:
-        from .quark import READER, unread_or_none
+        from . import quark
 
-        reason = unread_or_none(quantization, name)
-        return reason, reason and READER
+        with suppress(UnsupportedError):  # opening the checkpoint reports it, except with stored=True
+            reason = quark.unread(quantization, name)
+            return reason, reason and quark.READER
+        return None, None
     for value in (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ():
         for family in _refusals():
             if value in family.methods:

@@ -12,9 +12,8 @@ from typing import Any
 from ..base import dtypes, packing
 from ..base.packing import CODES, SCALE, Grid, Packed, Packing, Part
 from .families import Family
-from .grid import Misfit, matrices_of
-from .methods import GGUF
-from .packed_group import PackedGroup
+from .packed_group import Misfit, PackedGroup, matrices_of
+from .quantization import GGUF
 
 # The configuration of these tensors in a safetensors file, which stores the bytes of blocks as U8.
 _CONFIG = f'{{"quantization_config": {{"quant_method": "{GGUF}"}}}}'

@@ -18,11 +18,10 @@ from ..base.packing import Grid, Packed, Packing, Zeros
 from ..base.text import show
 from ..engine.codes import grids
 from .families import Family
-from .grid import Misfit, Refused
-from .methods import AUTO_ROUND, QUARK_ORDERS
-from .packed_group import PackedGroup
+from .packed_group import Misfit, PackedGroup, Refused
 from .patterns import Pattern, compiled
-from .quantization import Quantization, mapping, overrides_key
+from .quantization import AUTO_ROUND, Quantization, mapping, overrides_key
+from .quark import word_layout
 
 _CODES_IN_WORD = 8  # of AWQ, which has 4-bit codes
 # AutoAWQ's gemv pads scales and zero points to multiples of this many words, by group size.
@@ -213,10 +212,7 @@ def _word_order(settings: Mapping[str, Any]) -> tuple[int, bool]:
     order = export.get("pack_method") if isinstance(export, Mapping) else settings.get("pack_method")
     if order is None:
         return packing.WORDS, False
-    layout = QUARK_ORDERS.get(order) if isinstance(order, str) else None
-    if layout is None:
-        raise Misfit(f"unknown pack_method {show(str(order))}, expected one of {', '.join(QUARK_ORDERS)}")
-    return layout, settings.get("zero_point") is False
+    return word_layout(order, "pack_method"), settings.get("zero_point") is False
 
 
 def _gemv(group: PackedGroup, settings: Mapping[str, Any]) -> Packing:

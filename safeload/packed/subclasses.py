@@ -14,8 +14,7 @@ from ..errors import FormatError
 from ..stores.json_file import parse_json
 from .families import FP8, Family
 from .floats import plain
-from .grid import Misfit, Refused, label_of, matrices_of
-from .packed_group import NUMBERS, PackedGroup
+from .packed_group import NUMBERS, Misfit, PackedGroup, Refused, label_of, matrices_of
 
 # torchao's types with 8-bit numbers in the order of the tensor. Other types are in kernel order, or have two scales.
 _TYPES = frozenset(("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor"))
