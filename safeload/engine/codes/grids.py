@@ -105,7 +105,8 @@ def _unpacked(words: Array, zeros: Zeros, span: slice, low: int = 0) -> Array:
 
 def settled(zeros: Zeros, grid: Grid, part: Part, matrices: int) -> tuple[Zeros, int | None]:
     """Return zero points with ``added`` resolved, see `Zeros.symmetric`, and the only code of the grid, if any."""
-    only, middle = _only_code(zeros, grid, part, matrices), 1 << zeros.bits - 1
+    only = None if zeros.layout == COLUMNS else _only_code(zeros, grid, part, matrices)
+    middle = 1 << zeros.bits - 1
     # Writers add 0 or 1 to codes; symmetric weights have the middle.
     added = middle - only if zeros.symmetric and only in (middle - 1, middle) else zeros.added
     return zeros._replace(symmetric=False, added=added), only
@@ -113,7 +114,7 @@ def settled(zeros: Zeros, grid: Grid, part: Part, matrices: int) -> tuple[Zeros,
 
 def _only_code(zeros: Zeros, grid: Grid, part: Part, matrices: int) -> int | None:
     """Return the only code of a grid with codes along its rows, as in symmetric weights; None if codes differ."""
-    if not matrices * grid.rows * grid.columns or zeros.layout == COLUMNS:
+    if not matrices * grid.rows * grid.columns:
         return None
     span = slice(0, grid.columns)
     words, _ = _words(zeros, grid, part, ((0, matrices), (slice(0, grid.rows), span)))
@@ -198,12 +199,11 @@ def all_finite(raw: Array, row: dtypes.Dtype) -> bool:
     """Return True if stored numbers are finite; False also for a dtype that is left to the float32 path."""
     if row.code not in _FINITE:
         return False
-    mask, _ = _FINITE[row.code]
-    bits = raw.view(f"<u{row.block_bytes}")
-    return all(
-        int((bits[begin : begin + _CHECKED] & bits.dtype.type(mask)).max()) < mask
-        for begin in range(0, bits.size, _CHECKED)
-    )
+    mask, bits = _FINITE[row.code][0], raw.view(f"<u{row.block_bytes}")
+    for begin in range(0, bits.size, _CHECKED):
+        if int((bits[begin : begin + _CHECKED] & bits.dtype.type(mask)).max()) >= mask:
+            return False
+    return True
 
 
 def shared_fields(

@@ -40,6 +40,8 @@ _SMALL_PART = 1 << 20
 
 # Parts that become float32 grids, with their field of an ``sl_packed``.
 _GRIDS = {packing.SCALE: "scales", packing.BIAS: "biases", packing.ZERO: "zeros"}
+# Rules of scales that the core does not compute.
+_AS_FLOATS = (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE)
 # The unused code of ternary planes.
 _NOT_TERNARY = 3
 
@@ -149,13 +151,6 @@ def rows_apart(packed: Packing) -> bool:
     return by_columns(packed) or not (packed.transpose or packed.layout in (packing.COLUMNS, packing.PLANES))
 
 
-def _stored_rows(packed: Packing, rows: int) -> int:
-    """Return the number of stored rows for this many rows of codes."""
-    if packed.layout == packing.COLUMNS:
-        return rows * packed.bits // 32
-    return rows * packed.bits // 8 if packed.layout == packing.PLANES else rows
-
-
 def bytes_before(packed: Packing, column: int) -> int:
     """Return the bytes of a stored row before a column, which begins at a byte, or of all columns."""
     if packed.layout == packing.COLUMNS:
@@ -178,21 +173,34 @@ class CodeReader:
         self._packed, self._part, self._name = spec, part, name
         self._stored = packed.parts if stored is None else stored  # with the paths of files
         self.row_bytes = bytes_before(spec, part.columns) if spec.flat else spec.row_bytes
-        rows, codes = part.matrices * _stored_rows(spec, part.rows), self._parts[packing.CODES]
-        before = part.first * _stored_rows(spec, spec.rows) + _stored_rows(spec, part.row)
+        codes, self._down = self._parts[packing.CODES], by_columns(spec)
+        depth = {packing.COLUMNS: 32, packing.PLANES: 8}.get(spec.layout, spec.bits)  # bits of a column in a stored row
+        rows = part.matrices * (part.rows * spec.bits // depth)
+        before = part.first * (spec.rows * spec.bits // depth) + part.row * spec.bits // depth
         self.begin = codes.begin + before * spec.row_bytes + bytes_before(spec, part.column)
         self.nbytes, self.cost = rows * self.row_bytes, 0
         self._owners: list[Array] = []  # of parts in memory
         if spec.layout == packing.MASKED:
             self.begin, self.nbytes = codes.begin, codes.end - codes.begin
             self.cost = (_mask_bytes(spec) + 8) * part.rows
-        elif by_columns(spec):  # from the first word of the columns to the last
+        elif self._down:  # from the first word of the columns to the last
             self.nbytes = max(0, rows - 1) * self.row_bytes + min(rows, 1) * bytes_before(spec, part.columns)
         if spec.grid is not None:
-            self._place = _place_in(spec.grid, spec, part)
-            (_, count), (down, across) = self._place
-            scales = count * (down.stop - down.start) * (across.stop - across.start)
+            self._place = self._place_in(spec.grid)
+            (_, count), (rows_of, columns_of) = self._place
+            scales = count * (rows_of.stop - rows_of.start) * (columns_of.stop - columns_of.start)
             self.cost += 4 * scales * len(_GRIDS.keys() & self._parts)
+
+    def _place_in(self, grid: Grid) -> grids.Place:
+        """Return the scales of the range."""
+        part, row, column = self._part, self._part.row // grid.row_block, self._part.column // grid.column_block
+        height, width = grid.rows, grid.columns
+        if part.rows != self._packed.rows:
+            height = -(-part.rows // grid.row_block)
+        if self._packed.flat or self._down:
+            width = -(-part.columns // grid.column_block)
+        matrices = (0, 1) if grid.shared else (part.first, part.matrices)
+        return matrices, (slice(row, row + height), slice(column, column + width))
 
     def stored(self) -> dict[str, tuple[Any, int, int]]:
         parts = self._parts.items()
@@ -201,7 +209,8 @@ class CodeReader:
     def moved(self, addresses: Mapping[str, int]) -> CodeReader:
         parts = dict(self._parts)
         for role, address in addresses.items():
-            parts[role] = _moved(parts[role], address)
+            part = parts[role]
+            parts[role] = part._replace(file=None, begin=address, end=address + part.end - part.begin)
         return CodeReader(Packed(self._packed, parts), self._part, self._name, self._stored)
 
     def prepare(self) -> dict[str, Any]:
@@ -261,7 +270,7 @@ class CodeReader:
                 address = address_of(array)
                 if short.sl_file_read(handle, part.begin, address, size, None) == lib.SL_OK:  # else `read_part` fails
                     self._owners.append(array)
-                    parts[role] = _moved(part, address)
+                    parts[role] = part._replace(file=None, begin=address, end=address + size)
         finally:
             file.local.end_use()
         self._parts = parts
@@ -290,13 +299,14 @@ class CodeReader:
             grid_columns=width,
             grid_step=0 if grid.shared else height * width,
         )
+        can_store = grids.can_store(self._packed, grid, grouped=packing.GROUPS in self._parts)
         for role, name in _GRIDS.items():
             if role not in self._parts:
                 continue
             if role == packing.ZERO and self._packed.zeros is not None:
-                self._add_packed_zeros(fields, grid, self._packed.zeros)
+                self._add_packed_zeros(fields, grid, self._packed.zeros, can_store)
                 continue
-            stored = None if role == packing.ZERO else self._stored_numbers(role, grid)
+            stored = self._stored_numbers(role, grid) if can_store else None
             fields.update({name: self._elements(role, grid)} if stored is None else stored)
         if self._packed.symmetric and "zeros" in fields and fields["zeros"].any():
             raise self._fail(
@@ -310,9 +320,7 @@ class CodeReader:
         """Return the fields for scales or biases as they are stored; None if they must become float32 first."""
         packed, stored, row = self._packed, self._parts[role], self._dtype_of(role)
         rule = packed.scale_rule if role == packing.SCALE else packing.STORED
-        if rule in (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE) or packed.family == packing.OWN:
-            return None
-        if not grids.can_store(packed, grid, grouped=packing.GROUPS in self._parts):
+        if role == packing.ZERO or rule in _AS_FLOATS or packed.family == packing.OWN:
             return None
         matrices, (rows, columns) = self._place
         count = matrices[1] * (rows.stop - rows.start) * grid.columns
@@ -413,7 +421,7 @@ class CodeReader:
             raise self._fail(f"its {role} is {value} at {at}, which makes every weight of the block meaningless", role)
         return np.ascontiguousarray(values)
 
-    def _add_packed_zeros(self, fields: dict[str, Any], grid: Grid, zeros: Zeros) -> None:
+    def _add_packed_zeros(self, fields: dict[str, Any], grid: Grid, zeros: Zeros, can_store: bool) -> None:
         """Add zero points as a grid; a single zero point is subtracted from the table instead."""
         packed, part, table = self._packed, self._parts[packing.ZERO], fields["table"]
         zeros, only = grids.settled(zeros, grid, part, packed.matrices)
@@ -421,7 +429,7 @@ class CodeReader:
             fields["table"] = table - grids.numbers_of(zeros, np.array(only, np.uint32), table)
             return
         stored = None
-        if not packed.symmetric and grids.can_store(packed, grid, grouped=packing.GROUPS in self._parts):
+        if can_store and not packed.symmetric:
             stored = grids.zero_fields(zeros, grid, part, self._place, table)
         if stored is None:
             stored = {"zeros": np.ascontiguousarray(grids.read_numbers(zeros, grid, part, self._place, table=table))}
@@ -429,7 +437,7 @@ class CodeReader:
 
     def _groups(self, grid: Grid) -> Array | None:
         groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")
-        down = by_columns(self._packed) or self._packed.layout == packing.COLUMNS
+        down = self._down or self._packed.layout == packing.COLUMNS
         if (groups == -1).all() and not down:  # allocated by the writer, and not used
             return None
         block, count = (grid.row_block, grid.rows) if down else (grid.column_block, grid.columns)
@@ -462,10 +470,8 @@ class CodeReader:
         return {"mask": mask, "starts": starts.astype(np.uint64), "mask_columns": step, "first_row": part.row}
 
     def of_rows(self) -> CodeReader:
-        """Return the reader with the parts of its range of rows. The offsets are read unless the range has all rows."""
+        """Return the reader of sparse codes with the parts of its range of rows. The offsets are read."""
         spec, parts, rows = self._packed, self._parts, self._part
-        if spec.layout != packing.MASKED or rows.rows == spec.rows:
-            return self
         first, stop = rows.row, rows.row + rows.rows
         codes, width = parts[packing.CODES], _mask_bytes(spec)
         sliced = {**parts, packing.MASK: _bytes_of(parts[packing.MASK], first * width, stop * width)}
@@ -508,21 +514,6 @@ class CodeReader:
             raise self._fail(f"row {self._part.row + row} {places}", packing.MASK)
         divided: Array = starts[:-1, None] + np.cumsum(counts, -1) - counts
         return np.append(divided, starts[-1])
-
-
-def _place_in(grid: Grid, packed: Packing, part: Range) -> grids.Place:
-    """Return the scales of a range."""
-    row, column, height, width = part.row // grid.row_block, part.column // grid.column_block, grid.rows, grid.columns
-    if part.rows != packed.rows:
-        height = -(-part.rows // grid.row_block)
-    if packed.flat or by_columns(packed):
-        width = -(-part.columns // grid.column_block)
-    matrices = (0, 1) if grid.shared else (part.first, part.matrices)
-    return matrices, (slice(row, row + height), slice(column, column + width))
-
-
-def _moved(part: Part, address: int) -> Part:
-    return part._replace(file=None, begin=address, end=address + part.end - part.begin)
 
 
 # Columns per recorded start, in whole bytes: restoring a piece of a row counts up to this many bits again.
@@ -588,7 +579,9 @@ def restore_jobs(
     """
     spec, row = packed.packing, dtypes.of_number(target)
     for part in ranges_of(spec) if ranges is None else ranges:
-        reader = CodeReader(packed, part, name).of_rows()
+        reader = CodeReader(packed, part, name)
+        if spec.layout == packing.MASKED and part.rows != spec.rows:
+            reader = reader.of_rows()
         yield Job(
             packed.parts[packing.CODES].file,
             reader.begin,
