@@ -75,18 +75,11 @@ class Family(NamedTuple):
     reader: str | None = None  # the tool that reads an unsupported quantization; ``name`` says why it is unsupported
     methods: tuple[str, ...] = ()  # of an unsupported quantization: values of ``quant_method``, ``format`` and so on
 
-    def logical_name(self, codes: str) -> str | None:
-        """Return the name of the packed tensor, or None for codes of another name."""
-        name = codes if self.logical is None else codes[: len(codes) - len(self.main)] + self.logical
-        if not self.private:
-            return name
-        module, dot, parameter = name.rpartition(".")
-        return f"{module}{dot}{parameter[1:]}" if parameter.startswith("_") else None
-
-    def parts_beside(self, codes: str, tensors: Collection[str]) -> dict[str, str] | None:
-        """Return the names of the parts by role; None if a required part is missing."""
-        stem = codes[: len(codes) - len(self.main)]
-        names = {CODES: codes}
+    def named(self, codes: str, tensors: Collection[str]) -> tuple[str, dict[str, str]] | None:
+        """Return the name of the packed tensor, and names of its parts by role; None if a required part is missing."""
+        if not codes.endswith(self.main):
+            return None
+        stem, names = codes[: len(codes) - len(self.main)], {CODES: codes}
         for suffixes_by_role in (self.required, self.optional):
             for role, suffixes in suffixes_by_role.items():
                 for suffix in suffixes:
@@ -96,7 +89,11 @@ class Family(NamedTuple):
                 else:
                     if suffixes_by_role is self.required:
                         return None
-        return names
+        logical = codes if self.logical is None else stem + self.logical
+        if self.private:
+            module, dot, parameter = logical.rpartition(".")
+            return (f"{module}{dot}{parameter[1:]}", names) if parameter.startswith("_") else None
+        return logical, names
 
 
 @cache

@@ -219,10 +219,10 @@ class _Finder:
         """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""
         fault = None
         for family in rows:
-            names = family.parts_beside(name, self._tensors) if name.endswith(family.main) else None
-            logical = None if names is None else family.logical_name(name)
-            if names is None or logical is None:
+            named = family.named(name, self._tensors)
+            if named is None:
                 continue
+            logical, names = named
             group = PackedGroup(name, logical, names, self._context)
             try:
                 why = None if self._in_gguf else group.unknown()

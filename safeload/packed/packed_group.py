@@ -220,7 +220,7 @@ def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts
     codes, methods = names[packing.CODES], (None, context.quantization.method)
     for family in families():
         fits = family.describe is not None and context.tensors[codes].row.code in family.dtypes
-        if not fits or family.method not in methods or family.parts_beside(codes, context.tensors) is None:
+        if not fits or family.method not in methods or family.named(codes, context.tensors) is None:
             continue
         try:
             return PackedGroup(codes, name, names, context).described(family)
