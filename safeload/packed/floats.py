@@ -33,8 +33,7 @@ from .quantization import AUTO_ROUND, brief, is_length, with_quantization
 
 def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     """8-bit codes, and scales broadcast over blocks."""
-    shape, numbers = group.stored, group.row.code
-    scale = group.scales
+    shape, scale = group.stored, group.scales
     matrices, rows, columns = matrices_of(shape)
     grid = configured_grid(group, shape) or _flat_grid(group)
     if grid is None:
@@ -43,27 +42,14 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
         if _has_halves(shape, scale, block):
             matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
         grid = grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block, exact=exact)
-    prefix = "fp8" if numbers in FP8 else "int8"
-    zeros = group.has_zeros()
-    exponents = group.scale_code in ("F8_E8M0", "U8")
-    label = label_of(prefix, grid, shape, zeros)
-    bits = configured(group, "num_bits") if prefix == "int8" else None
+    label = label_of(group.prefix, grid, shape, group.has_zeros())
+    bits = None if group.prefix == "fp8" else configured(group, "num_bits")
     if bits in range(1, 9):  # naive-quantized: a byte per code, even for codes of fewer bits
         label = label.replace("int8", f"int{bits}", 1)
-    if exponents and (grid.row_block, grid.column_block) == (1, 32):
+    if group.scale_code in ("F8_E8M0", "U8") and (grid.row_block, grid.column_block) == (1, 32):
         label = "mxfp8"
-    return group.packing(
-        prefix,
-        label,
-        shape,
-        8,
-        numbers,
-        matrices=matrices,
-        rows=rows,
-        grid=grid,
-        scale_dtype=group.scale_dtype("F8_E8M0"),
-        scale_rule=_rule_of(group),
-    )
+    rule, dtype = _rule_of(group), group.scale_dtype("F8_E8M0")
+    return group.in_bytes(grid, label=label, matrices=matrices, rows=rows, scale_dtype=dtype, scale_rule=rule)
 
 
 def _has_halves(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int]) -> bool:

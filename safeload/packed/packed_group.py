@@ -18,7 +18,7 @@ from ..engine.run import jobs
 from ..engine.run.job import Job, Origin
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
-from .families import Family, Stored, families
+from .families import FP8, Family, Stored, families
 from .quantization import UNCONFIGURED, Quantization, brief, is_length, overrides_key
 
 # Methods with descriptions of weights in ``config_groups``.
@@ -138,6 +138,7 @@ class PackedGroup:
         self.is_configured = config is not UNCONFIGURED
         self.parts = {role: context.tensors[name] for role, name in names.items()}  # by role
         self.row, self.stored = self.parts[packing.CODES]
+        self.prefix = "fp8" if self.row.code in FP8 else "int8"  # of labels of 8-bit codes
         scale = self.parts.get(packing.SCALE)
         self.scale_code, self.scales = ("", ()) if scale is None else (scale.row.code, scale.shape)
         self.weights = config.weights(self.module)  # the descriptions in ``config_groups``
@@ -177,6 +178,11 @@ class PackedGroup:
             "config": self.context.text, **fields,
         }  # fmt: skip
         return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
+
+    def in_bytes(self, grid: Grid, *, label: str = "", zeros: bool = False, **fields: object) -> Packing:
+        """Return a `Packing` of 8-bit codes in the order of the values."""
+        label = label or label_of(self.prefix, grid, self.stored, zeros)
+        return self.packing(self.prefix, label, self.stored, 8, self.row.code, grid=grid, **fields)
 
     def transposed(
         self, family: str, label: str, shape: tuple[int, int], bits: int, numbers: str, *, size: int, **fields: object

@@ -18,7 +18,7 @@ from ..base.text import show
 from ..errors import UnsupportedError
 from . import floats
 from .families import FP8, Family
-from .packed_group import NUMBERS, Misfit, PackedGroup, Refused, label_of, matrices_of, whole_grid
+from .packed_group import NUMBERS, Misfit, PackedGroup, Refused, label_of, matrices_of, one_scale, whole_grid
 from .patterns import Globs
 from .quantization import (
     QUARK,
@@ -103,10 +103,9 @@ def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
     return row["numbers"], row["bits"]
 
 
-def _label(prefix: str, group: PackedGroup, spec: Mapping[str, Any], grid: Grid, shape: tuple[int, ...]) -> str:
-    """Return the label of a scheme; Quark stores zero points for symmetric weights too, all 0."""
-    asymmetric = packing.ZERO in group.parts and spec.get("symmetric") is not True
-    return label_of(prefix, grid, shape, asymmetric)
+def _has_zeros(group: PackedGroup, spec: Mapping[str, Any]) -> bool:
+    """Return True for asymmetric weights; Quark stores zero points for symmetric weights too, all 0."""
+    return packing.ZERO in group.parts and spec.get("symmetric") is not True
 
 
 # ---- scales ----
@@ -117,7 +116,7 @@ def _grid_of(group: PackedGroup, spec: Mapping[str, Any], shape: tuple[int, ...]
     scale, (rows, columns) = group.scales, shape[-2:]
     scheme, axis = spec.get("qscheme"), spec.get("ch_axis")
     if math.prod(scale) == 1 and scheme in (None, "per_tensor"):
-        return Grid(max(1, rows), max(1, columns), 1, 1, shared=True)
+        return one_scale(shape, shared=True)
     if len(scale) != 1 or scheme not in (None, "per_channel"):
         raise Misfit(f"scales {list(scale)} of {list(shape)} do not fit qscheme {show(str(scheme))}")
     if axis not in (*_ROWS, *_COLUMNS):
@@ -153,10 +152,9 @@ def _bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
         return _grouped_bytes(group, spec)
     if len(stored) == 2 and (integers or (spec.get("ch_axis") in _COLUMNS and len(scale) == 1)):
         grid = _grid_of(group, spec, stored)
-        prefix, numbers = ("int8" if integers else "fp8"), group.row.code
         if packing.ZERO in group.parts and math.prod(group.parts[packing.ZERO].shape) != math.prod(scale):
             raise Misfit(f"zero points {list(group.parts[packing.ZERO].shape)} do not fit scales {list(scale)}")
-        return group.packing(prefix, _label(prefix, group, spec, grid, stored), stored, 8, numbers, grid=grid)
+        return group.in_bytes(grid, zeros=_has_zeros(group, spec))
     return floats.plain(group, _block(spec, stored))
 
 
@@ -185,7 +183,7 @@ def _grouped_bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
         raise Misfit(f"codes {list(stored)} and scales {list(scale)} must be [in, out] and [groups, out]")
     group.has_zeros()  # of the same shape
     size, shape = _group_size(spec, scale, stored[0], scale[0]), (stored[1], stored[0])
-    label = _label("int8", group, spec, Grid(1, size, stored[1], scale[0]), shape)
+    label = label_of("int8", Grid(1, size, stored[1], scale[0]), shape, _has_zeros(group, spec))
     return group.transposed("int8", label, shape, 8, group.row.code, size=size)
 
 
@@ -202,7 +200,7 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
     if spec.get("qscheme") != "per_group":
         shape = (stored[0], stored[1] * _CODES_IN_WORD)
         grid = _grid_of(group, spec, shape)
-        label = _label("int4", group, spec, grid, shape)
+        label = label_of("int4", grid, shape, _has_zeros(group, spec))
         zeros = _zeros_of(group, layout, grid)
         return group.packing("int", label, shape, 4, numbers, layout=layout, grid=grid, zeros=zeros)
     if len(scale) != 2 or -(-scale[1] // _CODES_IN_WORD) != stored[1]:
@@ -213,7 +211,7 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
     if layout == packing.WORDS and out % _CODES_IN_WORD:
         raise Refused(f"its {out} rows do not fill whole words of permuted codes")
     size = _group_size(spec, scale, length, scale[0])
-    label = _label("int4", group, spec, Grid(1, size, out, scale[0]), (out, length))
+    label = label_of("int4", Grid(1, size, out, scale[0]), (out, length), _has_zeros(group, spec))
     zeros = _zeros_in_groups(group, layout, (scale[0], stored[1]))
     return group.transposed("int", label, (out, length), 4, numbers, size=size, layout=layout, zeros=zeros)
 
