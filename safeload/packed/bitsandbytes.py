@@ -118,9 +118,11 @@ def _nested(group: PackedGroup, state: Mapping[str, Any], packed: Packing) -> Pa
     block, scales = _block(state, "nested_blocksize"), math.prod(group.scales)
     _check_numbers(group, packing.NESTED, -(-scales // block))
     _check_numbers(group, packing.NESTED_TABLE, 256)
-    return packed._replace(
-        scale_rule=packing.NESTED_RULE, nested_block=block, nested_offset=_number(state, "nested_offset")
-    )
+    offset: Any = state.get("nested_offset")
+    number = isinstance(offset, (int, float)) and not isinstance(offset, bool)
+    if not number or not abs(offset) < 2.0**127:  # the range of float32; also for NaN
+        raise Misfit(f"nested_offset in its quant_state must be a finite number, got {show(offset)}")
+    return packed._replace(scale_rule=packing.NESTED_RULE, nested_block=block, nested_offset=float(offset))
 
 
 def _check_numbers(group: PackedGroup, role: str, count: int) -> None:
@@ -161,14 +163,6 @@ def _block(state: Mapping[str, Any], key: str) -> int:
     if not is_length(length) or length % 2 or length > _LONGEST_BLOCK:
         raise Misfit(f"{key} in its quant_state must be an even length up to {_LONGEST_BLOCK}, got {show(length)}")
     return length
-
-
-def _number(state: Mapping[str, Any], key: str) -> float:
-    """Return a number within the range of float32."""
-    number = state.get(key)
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) < 2.0**127:  # false for NaN
-        raise Misfit(f"{key} in its quant_state must be a finite number, got {show(number)}")
-    return float(number)
 
 
 # ---- 8 bits ----

@@ -91,9 +91,11 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
     grouped = math.prod(scale) > 1
     counts = [scale[-1] * size if grouped and is_length(size) else None for _, size in described]
     fits = _ct_fits(stored[-1], counts, described)
+    shape = group.parts.get(packing.SHAPE)
+    usual = shape is not None and shape.row.code in ("I32", "I64") and shape.shape in ((2,), (len(stored),))
     # Read weight_shape only if group sizes do not decide: a checkpoint of experts has 100,000 groups, and reading the
     # weights compares it anyway.
-    if packing.SHAPE in group.parts and not (len(fits) == 1 and None not in counts and _is_usual_shape(group)):
+    if shape is not None and not (len(fits) == 1 and None not in counts and usual and scale[-1] > 1):
         counts = [_ct_columns(group)] * len(described)
         fits = _ct_fits(stored[-1], counts, described)
     elif None in counts:
@@ -106,12 +108,6 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
         raise Misfit(f"words {list(stored)} can hold codes of {', '.join(str(bits) for _, bits, _ in fits)} bits")
     count, bits, words = next(iter(fits))
     return (*stored[:-1], count), bits, words
-
-
-def _is_usual_shape(group: PackedGroup) -> bool:
-    """Return True if weight_shape has its usual form beside scales of two or more groups."""
-    row, shape = group.parts[packing.SHAPE]
-    return row.code in ("I32", "I64") and shape in ((2,), (len(group.stored),)) and group.scales[-1] > 1
 
 
 def _integers(group: PackedGroup) -> tuple[int, ...]:
@@ -160,33 +156,25 @@ def ct_fp4(group: PackedGroup) -> Packing:
 
     auto-round uses the same names; its ``data_type`` mx_int means other numbers.
     """
-    packed = _ct_small_floats(group)
-    configured_grid(group, packed.shape)  # raises if the configured groups have another size
-    return packed
-
-
-def _ct_small_floats(group: PackedGroup) -> Packing:
+    stored, scale, dtype = group.stored, group.scales, group.scale_code
+    nvfp4 = dtype if dtype in NUMBERS else "F8_E4M3"  # of NVFP4's scales; ``scale_dtype`` allows other floats
     kind = group.settings().get("data_type") if group.method in AUTO_ROUND else None
     if isinstance(kind, str) and kind.startswith("mx_int"):
-        return fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
-    if packing.GLOBAL in group.parts:
-        return check_shared(group, fp4(group, "nvfp4", 16, _scale_of_nvfp4(group)))._replace(scale_rule=packing.DIVIDED)
-    if group.scale_code not in ("U8", "F8_E8M0"):
+        packed = fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
+    elif packing.GLOBAL in group.parts:
+        packed = check_shared(group, fp4(group, "nvfp4", 16, nvfp4))._replace(scale_rule=packing.DIVIDED)
+    elif dtype not in ("U8", "F8_E8M0"):
         if {weights.get("strategy") for weights in group.weights} != {"group"}:  # NVFP4 has a global scale
-            raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.scale_code}")
-        return fp4(group, "fp4 g16", 16, _scale_of_nvfp4(group))
-    stored, scale = group.stored, group.scales
-    if stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
+            raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {dtype}")
+        packed = fp4(group, "fp4 g16", 16, nvfp4)
+    elif stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
         shape = (*stored[:-1], stored[-1] // 3 * 4)
-        grid = whole_grid(shape, 1, 32)
-        return group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype=group.scale_dtype("F8_E8M0"))
-    return fp4(group, "mxfp4", 32, "F8_E8M0")
-
-
-def _scale_of_nvfp4(group: PackedGroup) -> str:
-    """Return the dtype of scales of 16 codes: F8_E4M3, or by ``scale_dtype`` another float."""
-    dtype = group.scale_code
-    return dtype if dtype in NUMBERS else "F8_E4M3"
+        grid, scales = whole_grid(shape, 1, 32), group.scale_dtype("F8_E8M0")
+        packed = group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype=scales)
+    else:
+        packed = fp4(group, "mxfp4", 32, "F8_E8M0")
+    configured_grid(group, packed.shape)  # raises if the configured groups have another size
+    return packed
 
 
 # ---- sparse values ----
@@ -199,15 +187,24 @@ def bitmask(group: PackedGroup) -> Packing:
     """``X.compressed`` holds the values of all rows, ``X.bitmask`` a bit per position, lowest bit first."""
     if f".{group.logical}".endswith((".weight.weight", ".bias.weight")):
         raise Misfit(f"{show(group.codes)} belongs to a tensor, not to a module")  # another family fits better
-    pairs = len(group.stored) == 2
-    shape = _shape_of_pairs(group) if pairs else _sparse_shape(group)
+    stored, pairs = group.stored, len(group.stored) == 2  # pairs of every four values
+    shape: tuple[int, ...] = (stored[0], 2 * stored[1]) if pairs else _sparse_shape(group)
+    if pairs:
+        if shape[1] % 4:
+            raise Misfit(f"values {list(stored)} are not two of every four columns")
+        row, own = group.parts[packing.SHAPE]
+        if own not in ((2, 1), (2,)) or row.code not in ("I64", "I32"):
+            raise Misfit(f"shape is {row.code} {list(own)}, expected I64 [2, 1]")
     group.check_form(packing.MASK, "bitmask", "U8", (*shape[:-1], -(-shape[-1] // 8)), f" for shape {list(shape)}")
     if not pairs:
-        _check_offsets(group, shape)
-    prefix = "sparse 2:4" if pairs else "sparse"
-    return _sparse_values(group, prefix, shape)._replace(
-        layout=packing.MASKED, row_bytes=group.stored[1] * group.row.block_bytes if pairs else 0
-    )
+        if packing.OFFSETS not in group.parts:
+            raise Misfit("its row_offsets are missing")
+        row, own = group.parts[packing.OFFSETS]
+        if row.code not in ("I64", "I32") or own not in ((shape[:1],) if len(shape) > 1 else ((), (1,))):
+            expected = f"I64 {list(shape[:-1])} for shape {list(shape)}"
+            raise Misfit(f"row_offsets is {row.code} {list(own)}, expected {expected}")
+    packed = _sparse_values(group, "sparse 2:4" if pairs else "sparse", shape)
+    return packed._replace(layout=packing.MASKED, row_bytes=stored[1] * group.row.block_bytes if pairs else 0)
 
 
 def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> Packing:
@@ -238,25 +235,6 @@ def _sparse_shape(group: PackedGroup) -> tuple[int, ...]:
     if not shape or min(shape) < 0:
         raise Misfit(f"shape {list(shape)} is not the shape of a weight")
     return shape
-
-
-def _check_offsets(group: PackedGroup, shape: tuple[int, ...]) -> None:
-    if packing.OFFSETS not in group.parts:
-        raise Misfit("its row_offsets are missing")
-    row, own = group.parts[packing.OFFSETS]
-    if row.code not in ("I64", "I32") or own not in ((shape[:1],) if len(shape) > 1 else ((), (1,))):
-        raise Misfit(f"row_offsets is {row.code} {list(own)}, expected I64 {list(shape[:-1])} for shape {list(shape)}")
-
-
-def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
-    """Return the logical shape if rows store two of every four values."""
-    rows, columns = group.stored[0], 2 * group.stored[1]
-    if columns % 4:
-        raise Misfit(f"values {list(group.stored)} are not two of every four columns")
-    row, shape = group.parts[packing.SHAPE]
-    if shape not in ((2, 1), (2,)) or row.code not in ("I64", "I32"):
-        raise Misfit(f"shape is {row.code} {list(shape)}, expected I64 [2, 1]")
-    return rows, columns
 
 
 # ---- writing ----

@@ -106,7 +106,13 @@ def _modules() -> list[Any]:
 def families() -> tuple[Family, ...]:
     """Return all rows of families."""
     rows = [row for module in _modules() for row in module.FAMILIES]
-    return (*rows, *map(_refused, read_data(__name__, "refused.json")["refused"]))
+    for row in read_data(__name__, "refused.json")["refused"]:
+        codes = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES if row.get("fp8") else _NOT_FP8
+        beside, methods = {SCALE: row["beside"]} if "beside" in row else {}, row.get("methods", ())
+        rows.append(
+            Family(row["name"], row.get("main", ""), codes, beside, None, reader=row["reader"], methods=methods)
+        )
+    return tuple(rows)
 
 
 @cache
@@ -114,14 +120,6 @@ def settings_of_modules() -> dict[str, Callable[[Any, str], Mapping[str, Any] | 
     """Return functions of a `Quantization` and a module that return its own settings, by ``quant_method``."""
     tables = [getattr(module, "SETTINGS_OF_MODULES", {}) for module in _modules()]
     return {method: read for table in tables for method, read in table.items()}
-
-
-def _refused(row: Mapping[str, Any]) -> Family:
-    """Return the row of a quantization that is only recognized."""
-    codes = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES if row.get("fp8") else _NOT_FP8
-    beside = {SCALE: row["beside"]} if "beside" in row else {}
-    methods = row.get("methods", ())
-    return Family(row["name"], row.get("main", ""), codes, beside, None, reader=row["reader"], methods=methods)
 
 
 # ---- writing ----

@@ -413,8 +413,11 @@ def find(
     codes = {}
     for name, stored in tensors.items():
         code, companion = stored.row.code, companions.get(name)
-        named = quantization is not None and name in coded and name not in scales and _is_named(name, stored)
-        if companion is None and not named:
+        # Under a configuration, a tensor without a companion holds codes if its dtype or its name says so.
+        floating = code in dtypes.FLOAT_CODES and not is_zero_point(name)
+        named = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(_mains()))
+        known = quantization is not None and name in coded and name not in scales and named
+        if companion is None and not known:
             others = _identifying(name, stored, telling)
             companion = next((other for other in others if other in tensors or other in elsewhere), None)
             if companion is None:
@@ -431,13 +434,6 @@ def _identifying(name: str, stored: Stored, families: Iterable[Family]) -> Itera
         if name.endswith(family.main) and (not family.wide or stored.shape[1:] == (1,)):
             stem = name.removesuffix(family.main)
             yield from (stem + suffix for suffix in family.telling)
-
-
-def _is_named(name: str, stored: Stored) -> bool:
-    """Return True if a tensor without a companion holds codes under a configuration with a quantization."""
-    if stored.row.code in dtypes.FLOAT_CODES:
-        return not is_zero_point(name)
-    return len(stored.shape) > 1 and name.endswith(_mains())
 
 
 def _companion(

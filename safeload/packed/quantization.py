@@ -140,8 +140,9 @@ class Quantization:
         if row is None:
             return f"quant_method {brief(self.method)}"
         values = self.values
-        if self.method == "mlx":  # the other keys are names of modules
-            values = {key: value for key, value in values.items() if not _is_mlx_module(value)}
+        if self.method == "mlx":  # other keys are names of modules, with their settings or whether they are quantized
+            pairs = [pair for pair in values.items() if not isinstance(pair[1], bool)]
+            values = {key: value for key, value in pairs if _MLX_MODULE.isdisjoint(mapping(value))}
         exporter = method_of(QUARK)
         assert exporter is not None
         # Quark's export is also written for method AWQ. Of sparse tensors only the format matters: the other settings
@@ -322,8 +323,10 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
             for key in _CONFIG_KEYS:
                 value = holder.get(key)
                 if isinstance(value, Mapping) and value and value.get("quant_method") != OWN:
-                    settings = _flattened(value)
-                    return Quantization(key, _method(settings), settings)
+                    inner = value.get(MLX_KEY)
+                    if isinstance(inner, Mapping) and isinstance(inner.get("quant_algo"), str):  # hf_quant_config.json
+                        value = {**{key: each for key, each in value.items() if key != MLX_KEY}, **inner}
+                    return Quantization(key, _method(value), value)
             value = holder.get(MLX_KEY)
             if isinstance(value, Mapping) and isinstance(value.get("quant_algo"), str):
                 return Quantization(MLX_KEY, TENSORRT, value)
@@ -349,19 +352,6 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_quantization(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ``config.json`` with another quantization."""
     return {**without_quantization(config), QUANTIZATION: settings}
-
-
-def _flattened(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Merge the settings of an hf_quant_config.json, nested under "quantization", into their parent."""
-    inner = settings.get(MLX_KEY)
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("quant_algo"), str):
-        return settings
-    return {**{key: value for key, value in settings.items() if key != MLX_KEY}, **inner}
-
-
-def _is_mlx_module(value: object) -> bool:
-    """Return True if a value under MLX's key belongs to a module: its own settings, or whether it is quantized."""
-    return isinstance(value, bool) or (isinstance(value, Mapping) and not value.keys().isdisjoint(_MLX_MODULE))
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:
