@@ -16,7 +16,7 @@ HQQ, EETQ; Quark's as in `quark`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -74,26 +74,6 @@ class Family(NamedTuple):
     strays: Strays | None = None
     reader: str | None = None  # the tool that reads an unsupported quantization; ``name`` says why it is unsupported
     methods: tuple[str, ...] = ()  # of an unsupported quantization: values of ``quant_method``, ``format`` and so on
-
-    def named(self, codes: str, tensors: Collection[str]) -> tuple[str, dict[str, str]] | None:
-        """Return the name of the packed tensor, and names of its parts by role; None if a required part is missing."""
-        if not codes.endswith(self.main):
-            return None
-        stem, names = codes[: len(codes) - len(self.main)], {CODES: codes}
-        for suffixes_by_role in (self.required, self.optional):
-            for role, suffixes in suffixes_by_role.items():
-                for suffix in suffixes:
-                    if stem + suffix in tensors:
-                        names[role] = stem + suffix
-                        break
-                else:
-                    if suffixes_by_role is self.required:
-                        return None
-        logical = codes if self.logical is None else stem + self.logical
-        if self.private:
-            module, dot, parameter = logical.rpartition(".")
-            return (f"{module}{dot}{parameter[1:]}", names) if parameter.startswith("_") else None
-        return logical, names
 
 
 @cache

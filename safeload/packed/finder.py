@@ -26,7 +26,7 @@ from ..stores.json_file import read_json
 from .companions import IGNORED, is_zero_point, unread
 from .conv1d import CONV1D_SUFFIXES, as_stored, conv1d_model, is_named_conv1d
 from .families import FP8, SPARSE, Family, Stored, families
-from .packed_group import GroupContext, Misfit, PackedGroup, Refused
+from .packed_group import GroupContext, Misfit, PackedGroup, Refused, named_parts
 from .quantization import (
     QUARK,
     UNCONFIGURED,
@@ -219,7 +219,7 @@ class _Finder:
         """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""
         fault = None
         for family in rows:
-            named = family.named(name, self._tensors)
+            named = named_parts(family, name, self._tensors)
             if named is None:
                 continue
             logical, names = named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -216,6 +216,27 @@ class PackedGroup:
         return dtype if self.scale_code == "U8" else None
 
 
+def named_parts(family: Family, codes: str, tensors: Collection[str]) -> tuple[str, dict[str, str]] | None:
+    """Return the name of a packed tensor, and names of its parts by role; None if a required part is missing."""
+    if not codes.endswith(family.main):
+        return None
+    stem, names = codes[: len(codes) - len(family.main)], {packing.CODES: codes}
+    for suffixes_by_role in (family.required, family.optional):
+        for role, suffixes in suffixes_by_role.items():
+            for suffix in suffixes:
+                if stem + suffix in tensors:
+                    names[role] = stem + suffix
+                    break
+            else:
+                if suffixes_by_role is family.required:
+                    return None
+    logical = codes if family.logical is None else stem + family.logical
+    if family.private:
+        module, dot, parameter = logical.rpartition(".")
+        return (f"{module}{dot}{parameter[1:]}", names) if parameter.startswith("_") else None
+    return logical, names
+
+
 def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts: Mapping[str, Array]) -> Packing:
     """Return the packing of a weight that we have written, as a reader would find it; both mappings are by role."""
     context.arrays = {names[role]: array for role, array in parts.items()}
@@ -226,7 +247,7 @@ def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts
     codes, methods = names[packing.CODES], (None, context.quantization.method)
     for family in families():
         fits = family.describe is not None and context.tensors[codes].row.code in family.dtypes
-        if not fits or family.method not in methods or family.named(codes, context.tensors) is None:
+        if not fits or family.method not in methods or named_parts(family, codes, context.tensors) is None:
             continue
         try:
             return PackedGroup(codes, name, names, context).described(family)
@@ -272,29 +293,25 @@ def _checked(group: PackedGroup, packed: Packing) -> Packing:
         for role in (packing.SCALE, packing.BIAS, *(() if packed.zeros is not None else (packing.ZERO,))):
             if role in group.parts and math.prod(group.parts[role].shape) != count:
                 raise Misfit(f"{role} {list(group.parts[role].shape)} must have {count} elements to fit its codes")
-    _check_bits(packed, described)
-    symmetric = [weights.get("symmetric") for weights in described]
+    configured, fits, symmetric, asymmetric = None, False, bool(described), bool(described)
+    fitting = range(1, 9) if packed.numbers in ("I8", "U8") else (packed.bits,)  # a byte can hold fewer bits
+    for weights in described:
+        bits, symmetry = weights.get("num_bits"), weights.get("symmetric")
+        if bits is not None:
+            configured = bits if configured is None else configured
+            fits = fits or (type(bits) is int and bits in fitting)
+        symmetric, asymmetric = symmetric and symmetry is True, asymmetric and symmetry is False
+    if configured is not None and not fits and packed.numbers not in NUMBERS:  # else values of sparse tensors
+        raise Misfit(f"its codes have {packed.bits} bits, but num_bits is {brief(show(configured))} (config_groups)")
     if packing.ZERO in group.parts:
-        return packed._replace(symmetric=True) if described and all(each is True for each in symmetric) else packed
-    setting = None
-    if described:
-        setting = "symmetric is false in config_groups" if all(each is False for each in symmetric) else None
-    elif packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
+        return packed._replace(symmetric=True) if symmetric else packed
+    setting = "symmetric is false in config_groups" if asymmetric else None
+    if not described and packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
         values = group.config.values
         setting = next((f"{key} is {value}" for key, value in _ASYMMETRIC if values.get(key) is value), None)
     if setting is not None:
         raise Misfit(f"its zero points are missing, but {setting}")
     return packed
-
-
-def _check_bits(packed: Packing, described: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse codes of other bits than ``num_bits``. A byte per code can hold an integer of fewer bits."""
-    if packed.numbers in NUMBERS:
-        return  # values of compressed-tensors' sparse tensors
-    configured = [weights["num_bits"] for weights in described if weights.get("num_bits") is not None]
-    fitting = range(1, 9) if packed.numbers in ("I8", "U8") else (packed.bits,)
-    if configured and not any(type(bits) is int and bits in fitting for bits in configured):
-        raise Misfit(f"its codes have {packed.bits} bits, but num_bits is {brief(show(configured[0]))} (config_groups)")
 
 
 def _code_bytes(packed: Packing) -> int:

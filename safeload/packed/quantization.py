@@ -158,7 +158,7 @@ class Quantization:
         own = any(map(self.values.get, _OF_MODULES)) or (
             self.method == "mlx" and any(isinstance(value, Mapping) for value in self.values.values())
         )
-        return not own and not any(unknown_setting(weights, part_of("weights")) for weights, *_ in self._weights)
+        return not own and not any(unknown_setting(weights, part_of("weights")) for weights in self._weights[0])
 
     def unknown_of(self, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
         """Like `unknown`, for a single module: of its own settings, and of its `weights`."""
@@ -206,23 +206,26 @@ class Quantization:
         All descriptions are returned if no target names the module, or if a target is a pattern with unsupported
         syntax: shapes and dtypes then decide.
         """
-        if len(self._weights) > 1:
-            targeted = [
-                weights
-                for weights, names, patterns in self._weights
+        described, targets = self._weights
+        targeted = (
+            [
+                described[k]
+                for k, (names, patterns) in enumerate(targets)
                 if module in names or any(pattern.matches(module) for pattern in patterns)
             ]
-            if targeted:
-                return targeted
-        return [weights for weights, *_ in self._weights]
+            if targets
+            else []
+        )
+        return targeted or described
 
     @cached_property
-    def _weights(self) -> list[tuple[Mapping[str, Any], list[str], list[Pattern]]]:
-        """Weight descriptions with the names and patterns of their targets; only one if all descriptions are alike."""
+    def _weights(self) -> tuple[list[Mapping[str, Any]], list[tuple[list[str], list[Pattern]]]]:
+        """Weight descriptions, and names and patterns of their targets; only one, without, if all are alike."""
         groups = self.values.get("config_groups")
         if not groups and isinstance(self.values.get("weights"), Mapping):  # modelopt, without groups
             groups = {"": {key: self.values.get(key) for key in ("weights", "targets", "format")}}
-        described: list[tuple[Mapping[str, Any], list[str]]] = []
+        described: list[Mapping[str, Any]] = []
+        targeted: list[list[str]] = []
         for key, group in mapping(groups).items():
             weights, targets = {f"config_groups {key}": group}, group
             if isinstance(group, Mapping):
@@ -231,17 +234,17 @@ class Quantization:
                 rest = {name: value for name, value in group.items() if name not in _BESIDE_WEIGHTS}
                 weights, targets = {**group["weights"], **rest}, group.get("targets")
             # else such as {"W4A16": ["Linear"]}, a preset of compressed-tensors
-            texts = targets if isinstance(targets, list) else []
-            described.append((weights, [text for text in texts if isinstance(text, str)]))
-        if all(weights == described[0][0] for weights, _ in described):
-            return [(weights, [], []) for weights, _ in described[:1]]
+            described.append(weights)
+            targeted.append([text for text in targets if isinstance(text, str)] if isinstance(targets, list) else [])
+        if not described or described.count(described[0]) == len(described):
+            return described[:1], []
         try:
-            return [
-                (weights, texts, [compiled(text[3:], "config_groups") for text in texts if text.startswith("re:")])
-                for weights, texts in described
+            return described, [
+                (texts, [compiled(text[3:], "config_groups") for text in texts if text.startswith("re:")])
+                for texts in targeted
             ]
         except UnsupportedError:
-            return [(weights, [], []) for weights, _ in described]
+            return described, []
 
 
 # The configuration of a checkpoint that has none.
