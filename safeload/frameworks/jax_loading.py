@@ -13,8 +13,8 @@ from ..base import dtypes
 from ..base.arrays import Array as NumpyArray
 from ..base.text import clip, printable, show
 from ..checkpoint import tensors_of
-from ..engine.codes import code_ranges
 from ..engine.codes.pieces import Meter
+from ..engine.codes.restore import rows_apart
 from ..engine.read.lazy import materialize
 from ..engine.read.load import load_tensors
 from ..engine.read.plan import entries_of
@@ -248,9 +248,7 @@ def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
     """Return whether the values of a tensor can only be read all at once."""
     packed = file.table.packed(index)
     if packed is not None:
-        return len(packed.packing.shape) < 2 or not (
-            len(packed.packing.shape) > 2 or code_ranges.rows_apart(packed.packing)
-        )
+        return len(packed.packing.shape) < 2 or not (len(packed.packing.shape) > 2 or rows_apart(packed.packing))
     return target is not None and file.table.row(index).packed
 
 

@@ -21,7 +21,7 @@ from ..base.selecting import Patterns
 from ..base.table import similar
 from ..base.text import show
 from ..checkpoint import Checkpoint, chosen, codes_of, tensors_of, with_aliases
-from ..engine.codes.code_ranges import rows_apart
+from ..engine.codes.restore import rows_apart
 from ..engine.codes.source import Source, in_file
 from ..engine.read.delivery import check_fits, refuse_own_files
 from ..engine.read.load import check_backend, check_out_names, parse_target

@@ -8,11 +8,10 @@ import numpy as np
 
 from ..base import packing
 from ..base.arrays import Array
-from ..base.packing import Grid, Packing
+from ..base.packing import Packing
 from ..errors import RangeError
 from .families import Family
-from .grid import Misfit
-from .packed_group import GroupContext, PackedGroup, packing_of
+from .packed_group import GroupContext, Misfit, PackedGroup, one_scale, packing_of
 from .quantization import QUANTIZATION, Quantization
 
 _SMALLEST_MEAN = 1e-5  # the smallest mean magnitude, as in ``WeightQuant``
@@ -29,7 +28,7 @@ def bitnet(group: PackedGroup) -> Packing:
             f"codes {list(stored)} and scale {list(group.scales)} do not fit: expected a matrix with a single scale"
         )
     shape = (stored[0] * 4, stored[1])
-    grid = Grid(max(1, shape[0]), max(1, shape[1]), 1, 1)
+    grid = one_scale(shape)
     rule = packing.STORED if group.config.values.get("linear_class") == "autobitlinear" else packing.INVERSE
     return group.packing(
         "bitnet", "ternary", shape, 2, "ternary", layout=packing.PLANES, grid=grid, scale_rule=rule, row_bytes=stored[1]

@@ -25,8 +25,7 @@ from ..base.text import show
 from ..errors import FormatError
 from ..stores.json_file import parse_json
 from .families import IS_EXPERT, IS_HEAD, Engine, Family, Preset, StoredPart, Strays, filled, parts_of
-from .grid import Misfit, Refused, matrices_of
-from .packed_group import MOST, NUMBERS, PackedGroup
+from .packed_group import LONGEST, MOST, NUMBERS, Misfit, PackedGroup, Refused, matrices_of
 from .quantization import is_length, with_quantization
 
 # The JSON beside 4-bit codes, by kind, and the other parts, by role.
@@ -119,9 +118,11 @@ def _nested(group: PackedGroup, state: Mapping[str, Any], packed: Packing) -> Pa
     block, scales = _block(state, "nested_blocksize"), math.prod(group.scales)
     _check_numbers(group, packing.NESTED, -(-scales // block))
     _check_numbers(group, packing.NESTED_TABLE, 256)
-    return packed._replace(
-        scale_rule=packing.NESTED_RULE, nested_block=block, nested_offset=_number(state, "nested_offset")
-    )
+    offset: Any = state.get("nested_offset")
+    number = isinstance(offset, (int, float)) and not isinstance(offset, bool)
+    if not number or not abs(offset) < 2.0**127:  # the range of float32; also for NaN
+        raise Misfit(f"nested_offset in its quant_state must be a finite number, got {show(offset)}")
+    return packed._replace(scale_rule=packing.NESTED_RULE, nested_block=block, nested_offset=float(offset))
 
 
 def _check_numbers(group: PackedGroup, role: str, count: int) -> None:
@@ -133,10 +134,17 @@ def _check_numbers(group: PackedGroup, role: str, count: int) -> None:
 # ---- the JSON ----
 
 
+def _bytes_of(group: PackedGroup, role: str) -> bytes:
+    array = group.context.content(group.names[role])
+    if array is None or group.parts[role].row.code != "U8":
+        raise Misfit(f"{show(group.names[role])} must be U8 and have at most {LONGEST:,} bytes")
+    return array.tobytes()
+
+
 def _state(group: PackedGroup) -> dict[str, Any]:
     name = group.names[packing.STATE]
     try:
-        return parse_json(group.content(packing.STATE), show(name), "")
+        return parse_json(_bytes_of(group, packing.STATE), show(name), "")
     except FormatError as error:
         raise Misfit(str(error.args[0])) from None
 
@@ -157,14 +165,6 @@ def _block(state: Mapping[str, Any], key: str) -> int:
     return length
 
 
-def _number(state: Mapping[str, Any], key: str) -> float:
-    """Return a number within the range of float32."""
-    number = state.get(key)
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) < 2.0**127:  # false for NaN
-        raise Misfit(f"{key} in its quant_state must be a finite number, got {show(number)}")
-    return float(number)
-
-
 # ---- 8 bits ----
 
 
@@ -174,7 +174,7 @@ def eight_bits(group: PackedGroup) -> Packing:
     if len(shape) != 2 or scales not in (shape[:1], (shape[0], 1)):
         raise Misfit(f"SCB {list(scales)} does not fit codes {list(shape)}: expected one scale per row")
     if packing.FORMAT in group.parts:
-        content = group.content(packing.FORMAT)
+        content = _bytes_of(group, packing.FORMAT)
         if content != b"\0":
             order = _FORMATS.get(content[0]) if len(content) == 1 else None
             raise Refused(f"its weight_format is {order or show(list(content[:8]))}, an order of codes for one GPU")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,20 @@ from ..base.text import show
 from ..engine.codes.grids import words_for
 from .families import FP8, SPARSE, Family, Preset, StoredPart, Strays, filled, parts_of
 from .floats import SERVERS, fp4, plain
-from .grid import Misfit, Refused, label_of, whole_grid
-from .methods import AUTO_ROUND
-from .packed_group import NUMBERS, PackedGroup, check_global, configured_grid, configured_group_size
-from .quantization import is_length, with_quantization
+from .packed_group import (
+    MOST_AXES,
+    NUMBERS,
+    Misfit,
+    PackedGroup,
+    Refused,
+    check_shared,
+    configured,
+    configured_grid,
+    label_of,
+    one_scale,
+    whole_grid,
+)
+from .quantization import AUTO_ROUND, is_length, with_quantization
 
 # ---- integers ----
 
@@ -43,7 +54,7 @@ def ct_packed(group: PackedGroup) -> Packing:
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
         group.check_form(packing.GROUPS, "g_idx", "I32", shape[-1:])
-    grouped = grid.columns == 1 and configured_group_size(group) == shape[-1]
+    grouped = grid.columns == 1 and configured(group, "group_size", "group") == shape[-1]
     label = label_of(f"int{bits}", grid, shape, packing.ZERO in group.parts, grouped)
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
 
@@ -66,7 +77,7 @@ def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
     """Return the grid of scales per group, row or tensor if the configuration does not define it."""
     if len(scale) != len(shape) or scale[:-1] != shape[:-1]:
         if math.prod(scale) == 1:
-            return Grid(max(1, shape[-2]), max(1, shape[-1]), 1, 1, shared=True)
+            return one_scale(shape, shared=True)
         raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
     if not scale[-1] or shape[-1] % scale[-1]:
         raise Misfit(f"rows of {shape[-1]} codes do not divide into {scale[-1]} equal groups")
@@ -80,32 +91,37 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
     grouped = math.prod(scale) > 1
     counts = [scale[-1] * size if grouped and is_length(size) else None for _, size in described]
     fits = _ct_fits(stored[-1], counts, described)
+    shape = group.parts.get(packing.SHAPE)
+    usual = shape is not None and shape.row.code in ("I32", "I64") and shape.shape in ((2,), (len(stored),))
     # Read weight_shape only if group sizes do not decide: a checkpoint of experts has 100,000 groups, and reading the
     # weights compares it anyway.
-    if packing.SHAPE in group.parts and not (len(fits) == 1 and None not in counts and _is_usual_shape(group)):
+    if shape is not None and not (len(fits) == 1 and None not in counts and usual and scale[-1] > 1):
         counts = [_ct_columns(group)] * len(described)
         fits = _ct_fits(stored[-1], counts, described)
     elif None in counts:
         raise Misfit("it has no weight_shape, and config.json has no group_size")
     if not fits:
         rows = " or ".join(str(count) for count in sorted({count for count in counts if count is not None}))
-        configured = ", ".join(str(bits) for bits, _ in described) if group.weights else "1 to 8"
-        raise Misfit(f"words {list(stored)} do not hold rows of {rows} codes of {configured} bits (config_groups)")
+        bits_text = ", ".join(str(bits) for bits, _ in described) if group.weights else "1 to 8"
+        raise Misfit(f"words {list(stored)} do not hold rows of {rows} codes of {bits_text} bits (config_groups)")
     if len(fits) > 1:
         raise Misfit(f"words {list(stored)} can hold codes of {', '.join(str(bits) for _, bits, _ in fits)} bits")
     count, bits, words = next(iter(fits))
     return (*stored[:-1], count), bits, words
 
 
-def _is_usual_shape(group: PackedGroup) -> bool:
-    """Return True if weight_shape has its usual form beside scales of two or more groups."""
-    row, shape = group.parts[packing.SHAPE]
-    return row.code in ("I32", "I64") and shape in ((2,), (len(group.stored),)) and group.scales[-1] > 1
+def _integers(group: PackedGroup) -> tuple[int, ...]:
+    """Return the values of the stored shape."""
+    name, part = group.names[packing.SHAPE], group.parts[packing.SHAPE]
+    array = group.context.content(name)
+    if array is None or part.row.code == "U8" or len(part.shape) != 1:
+        raise Misfit(f"{show(name)} must be a list of at most {MOST_AXES} integers")
+    return tuple(array.tolist())
 
 
 def _ct_columns(group: PackedGroup) -> int:
     """Return the columns in weight_shape."""
-    stored, logical = group.stored, group.integers(packing.SHAPE)
+    stored, logical = group.stored, _integers(group)
     if (
         not 2 <= len(logical) <= len(stored)
         or min(logical) < 0
@@ -121,8 +137,8 @@ def _ct_fits(
 ) -> dict[tuple[int, int, int], None]:
     """Return all columns, bits, and codes per word of the old layout (else 0) for rows of ``width`` words."""
     fits: dict[tuple[int, int, int], None] = {}
-    for count, (configured, _) in zip(counts, described, strict=True):
-        for bits in (configured,) if type(configured) is int and 1 <= configured <= 8 else range(1, 9):
+    for count, (exact, _) in zip(counts, described, strict=True):
+        for bits in (exact,) if type(exact) is int and 1 <= exact <= 8 else range(1, 9):
             if count is None:
                 continue
             if -(-count * bits // 32) == width:
@@ -140,33 +156,25 @@ def ct_fp4(group: PackedGroup) -> Packing:
 
     auto-round uses the same names; its ``data_type`` mx_int means other numbers.
     """
-    packed = _ct_small_floats(group)
-    configured_grid(group, packed.shape)  # raises if the configured groups have another size
-    return packed
-
-
-def _ct_small_floats(group: PackedGroup) -> Packing:
+    stored, scale, dtype = group.stored, group.scales, group.scale_code
+    nvfp4 = dtype if dtype in NUMBERS else "F8_E4M3"  # of NVFP4's scales; ``scale_dtype`` allows other floats
     kind = group.settings().get("data_type") if group.method in AUTO_ROUND else None
     if isinstance(kind, str) and kind.startswith("mx_int"):
-        return fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
-    if packing.GLOBAL in group.parts:
-        return check_global(group, fp4(group, "nvfp4", 16, _scale_of_nvfp4(group)))._replace(scale_rule=packing.DIVIDED)
-    if group.scale_code not in ("U8", "F8_E8M0"):
+        packed = fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
+    elif packing.GLOBAL in group.parts:
+        packed = check_shared(group, fp4(group, "nvfp4", 16, nvfp4))._replace(scale_rule=packing.DIVIDED)
+    elif dtype not in ("U8", "F8_E8M0"):
         if {weights.get("strategy") for weights in group.weights} != {"group"}:  # NVFP4 has a global scale
-            raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {group.scale_code}")
-        return fp4(group, "fp4 g16", 16, _scale_of_nvfp4(group))
-    stored, scale = group.stored, group.scales
-    if stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
+            raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {dtype}")
+        packed = fp4(group, "fp4 g16", 16, nvfp4)
+    elif stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
         shape = (*stored[:-1], stored[-1] // 3 * 4)
-        grid = whole_grid(shape, 1, 32)
-        return group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype=group.scale_dtype("F8_E8M0"))
-    return fp4(group, "mxfp4", 32, "F8_E8M0")
-
-
-def _scale_of_nvfp4(group: PackedGroup) -> str:
-    """Return the dtype of scales of 16 codes: F8_E4M3, or by ``scale_dtype`` another float."""
-    dtype = group.scale_code
-    return dtype if dtype in NUMBERS else "F8_E4M3"
+        grid, scales = whole_grid(shape, 1, 32), group.scale_dtype("F8_E8M0")
+        packed = group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype=scales)
+    else:
+        packed = fp4(group, "mxfp4", 32, "F8_E8M0")
+    configured_grid(group, packed.shape)  # raises if the configured groups have another size
+    return packed
 
 
 # ---- sparse values ----
@@ -179,18 +187,24 @@ def bitmask(group: PackedGroup) -> Packing:
     """``X.compressed`` holds the values of all rows, ``X.bitmask`` a bit per position, lowest bit first."""
     if f".{group.logical}".endswith((".weight.weight", ".bias.weight")):
         raise Misfit(f"{show(group.codes)} belongs to a tensor, not to a module")  # another family fits better
-    shape = _shape_of_pairs(group) if len(group.stored) == 2 else _sparse_shape(group)
-    mask = (*shape[:-1], -(-shape[-1] // 8))
-    row, own = group.parts[packing.MASK]
-    if (row.code, own) != ("U8", mask):
-        raise Misfit(f"bitmask is {row.code} {list(own)}, expected U8 {list(mask)} for shape {list(shape)}")
-    pairs = len(group.stored) == 2
+    stored, pairs = group.stored, len(group.stored) == 2  # pairs of every four values
+    shape: tuple[int, ...] = (stored[0], 2 * stored[1]) if pairs else _sparse_shape(group)
+    if pairs:
+        if shape[1] % 4:
+            raise Misfit(f"values {list(stored)} are not two of every four columns")
+        row, own = group.parts[packing.SHAPE]
+        if own not in ((2, 1), (2,)) or row.code not in ("I64", "I32"):
+            raise Misfit(f"shape is {row.code} {list(own)}, expected I64 [2, 1]")
+    group.check_form(packing.MASK, "bitmask", "U8", (*shape[:-1], -(-shape[-1] // 8)), f" for shape {list(shape)}")
     if not pairs:
-        _check_offsets(group, shape)
-    prefix = "sparse 2:4" if pairs else "sparse"
-    return _sparse_values(group, prefix, shape)._replace(
-        layout=packing.MASKED, row_bytes=group.stored[1] * group.row.block_bytes if pairs else 0
-    )
+        if packing.OFFSETS not in group.parts:
+            raise Misfit("its row_offsets are missing")
+        row, own = group.parts[packing.OFFSETS]
+        if row.code not in ("I64", "I32") or own not in ((shape[:1],) if len(shape) > 1 else ((), (1,))):
+            expected = f"I64 {list(shape[:-1])} for shape {list(shape)}"
+            raise Misfit(f"row_offsets is {row.code} {list(own)}, expected {expected}")
+    packed = _sparse_values(group, "sparse 2:4" if pairs else "sparse", shape)
+    return packed._replace(layout=packing.MASKED, row_bytes=stored[1] * group.row.block_bytes if pairs else 0)
 
 
 def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> Packing:
@@ -203,7 +217,9 @@ def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> P
         return group.packing("sparse", f"{prefix} {numbers.lower()}", shape, bits, numbers)
     if packing.SCALE not in group.parts:
         raise Misfit(f"its values are {numbers} codes, but their scale is missing")
-    packed = plain(group.of_shape(shape))
+    dense = copy(group)
+    dense.stored = shape
+    packed = plain(dense)
     if packed.scale_rule != packing.STORED:
         raise Refused("its scales divide the values, which safeload does not compute for sparse tensors")
     return packed._replace(label=f"{prefix} {packed.label}")
@@ -213,31 +229,12 @@ def _sparse_shape(group: PackedGroup) -> tuple[int, ...]:
     """Return the logical shape from its own tensor: the mask only implies its number of bytes."""
     if len(group.stored) != 1:
         raise Misfit(f"values must be a list or a matrix, got shape {list(group.stored)}")
-    shape = group.integers(packing.SHAPE)
+    shape = _integers(group)
     if len(shape) > 2:
         raise Refused(f"shape {list(shape)} has more than two axes, and row_offsets locate only the rows of a matrix")
     if not shape or min(shape) < 0:
         raise Misfit(f"shape {list(shape)} is not the shape of a weight")
     return shape
-
-
-def _check_offsets(group: PackedGroup, shape: tuple[int, ...]) -> None:
-    if packing.OFFSETS not in group.parts:
-        raise Misfit("its row_offsets are missing")
-    row, own = group.parts[packing.OFFSETS]
-    if row.code not in ("I64", "I32") or own not in ((shape[:1],) if len(shape) > 1 else ((), (1,))):
-        raise Misfit(f"row_offsets is {row.code} {list(own)}, expected I64 {list(shape[:-1])} for shape {list(shape)}")
-
-
-def _shape_of_pairs(group: PackedGroup) -> tuple[int, int]:
-    """Return the logical shape if rows store two of every four values."""
-    rows, columns = group.stored[0], 2 * group.stored[1]
-    if columns % 4:
-        raise Misfit(f"values {list(group.stored)} are not two of every four columns")
-    row, shape = group.parts[packing.SHAPE]
-    if shape not in ((2, 1), (2,)) or row.code not in ("I64", "I32"):
-        raise Misfit(f"shape is {row.code} {list(shape)}, expected I64 [2, 1]")
-    return rows, columns
 
 
 # ---- writing ----

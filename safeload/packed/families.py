@@ -16,7 +16,7 @@ HQQ, EETQ; Quark's as in `quark`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -75,29 +75,6 @@ class Family(NamedTuple):
     reader: str | None = None  # the tool that reads an unsupported quantization; ``name`` says why it is unsupported
     methods: tuple[str, ...] = ()  # of an unsupported quantization: values of ``quant_method``, ``format`` and so on
 
-    def logical_name(self, codes: str) -> str | None:
-        """Return the name of the packed tensor, or None for codes of another name."""
-        name = codes if self.logical is None else codes[: len(codes) - len(self.main)] + self.logical
-        if not self.private:
-            return name
-        module, dot, parameter = name.rpartition(".")
-        return f"{module}{dot}{parameter[1:]}" if parameter.startswith("_") else None
-
-    def parts_beside(self, codes: str, tensors: Collection[str]) -> dict[str, str] | None:
-        """Return the names of the parts by role; None if a required part is missing."""
-        stem = codes[: len(codes) - len(self.main)]
-        names = {CODES: codes}
-        for suffixes_by_role in (self.required, self.optional):
-            for role, suffixes in suffixes_by_role.items():
-                for suffix in suffixes:
-                    if stem + suffix in tensors:
-                        names[role] = stem + suffix
-                        break
-                else:
-                    if suffixes_by_role is self.required:
-                        return None
-        return names
-
 
 @cache
 def _modules() -> list[Any]:
@@ -109,7 +86,13 @@ def _modules() -> list[Any]:
 def families() -> tuple[Family, ...]:
     """Return all rows of families."""
     rows = [row for module in _modules() for row in module.FAMILIES]
-    return (*rows, *map(_refused, read_data(__name__, "refused.json")["refused"]))
+    for row in read_data(__name__, "refused.json")["refused"]:
+        codes = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES if row.get("fp8") else _NOT_FP8
+        beside, methods = {SCALE: row["beside"]} if "beside" in row else {}, row.get("methods", ())
+        rows.append(
+            Family(row["name"], row.get("main", ""), codes, beside, None, reader=row["reader"], methods=methods)
+        )
+    return tuple(rows)
 
 
 @cache
@@ -117,14 +100,6 @@ def settings_of_modules() -> dict[str, Callable[[Any, str], Mapping[str, Any] | 
     """Return functions of a `Quantization` and a module that return its own settings, by ``quant_method``."""
     tables = [getattr(module, "SETTINGS_OF_MODULES", {}) for module in _modules()]
     return {method: read for table in tables for method, read in table.items()}
-
-
-def _refused(row: Mapping[str, Any]) -> Family:
-    """Return the row of a quantization that is only recognized."""
-    codes = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES if row.get("fp8") else _NOT_FP8
-    beside = {SCALE: row["beside"]} if "beside" in row else {}
-    methods = row.get("methods", ())
-    return Family(row["name"], row.get("main", ""), codes, beside, None, reader=row["reader"], methods=methods)
 
 
 # ---- writing ----

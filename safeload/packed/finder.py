@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,10 +25,10 @@ from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationE
 from ..stores.json_file import read_json
 from .companions import IGNORED, is_zero_point, unread
 from .conv1d import CONV1D_SUFFIXES, as_stored, conv1d_model, is_named_conv1d
-from .families import FP8, SPARSE, Family, Stored, Strays, families
-from .grid import Misfit, Refused
-from .methods import QUARK
+from .families import FP8, SPARSE, Family, Stored, families
+from .packed_group import GroupContext, Misfit, PackedGroup, Refused, named_parts
 from .quantization import (
+    QUARK,
     UNCONFIGURED,
     Quantization,
     config_beside,
@@ -65,16 +66,6 @@ def _present(suffixes: Iterable[str], names: Iterable[str]) -> set[str]:
 # ---- packed tensors ----
 
 
-class Logical(NamedTuple):
-    """The tables of a checkpoint with packed tensors, see `make_logical`."""
-
-    where: dict[str, Place] | None  # file and index of each tensor; None for a single file
-    hidden: dict[str, str]  # unlisted names, with their packed tensor ("" for activation scales)
-    ignored: dict[str, Part]  # activation scales by name
-    refused: dict[str, str]  # unsupported codes, with the reason
-    quantization: Quantization | None  # from the configuration, the files or their folders
-
-
 def make_logical(
     files: Sequence[WeightFile],
     where: Mapping[str, Place] | None,
@@ -85,21 +76,27 @@ def make_logical(
     in_gguf: bool = False,
     config: Mapping[str, Any] | None = None,
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-) -> Logical:
+) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part], dict[str, str], Quantization | None]:
     """Give open files tables in which each packed tensor appears once.
 
     A missing scale is an error if the files are a ``complete`` checkpoint.
+
+    Returns:
+        File and index of each tensor, None for a single file; unlisted names, with their packed tensor ("" for
+        activation scales); activation scales by name; unsupported codes, with the reason; and the quantization from
+        the configuration, the files or their folders.
     """
     places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
-    if quantization is None and not in_gguf:
-        quantization = find_quantization(files, title)
-    comfy = not in_gguf and any(_COMFY_METADATA in (file.table.metadata() or ()) for file in files)
+    comfy, conv1d = False, None
+    if not in_gguf:
+        if quantization is None:
+            quantization = find_quantization(files, title)
+        comfy = any(_COMFY_METADATA in (file.table.metadata() or ()) for file in files)
+        if _present(CONV1D_SUFFIXES, places):
+            conv1d = conv1d_model(config or config_inside(files[0]) or config_beside(files[0]))
     rival = None if quantization is None else quantization.rival
     if rival is not None and all(row.code != "U32" for file in files for row in file.table.rows):
         quantization = rival  # the settings of MLX are stray
-    conv1d = None
-    if not in_gguf and _present(CONV1D_SUFFIXES, places):
-        conv1d = conv1d_model(config or config_inside(files[0]) or config_beside(files[0]))
     finder = _Finder(places, None if in_gguf else quantization, in_gguf=in_gguf, comfy=comfy, model_type=conv1d)
     try:
         finder.run()
@@ -109,7 +106,7 @@ def make_logical(
             f"{title}: {error}; pass stored=True to open the tensors as stored", path=title
         ) from None
     if conv1d is not None:
-        finder.turn([name for name, (logical, _) in finder.packed.items() if is_named_conv1d(logical)])
+        finder.turn()
     if finder.faults and (complete or in_gguf):
         for file in files:
             file.close()
@@ -119,7 +116,7 @@ def make_logical(
         raise FormatError(f"{listed}{rest}. Pass stored=True to open the tensors as stored", title)
     packed, hidden = finder.packed, finder.hidden
     if not packed and not finder.shapes:
-        return Logical(None if where is None else places, {}, {}, finder.refused, quantization)
+        return None if where is None else places, {}, {}, finder.refused, quantization
     changed = {part.file for _, each in packed.values() for part in each.parts.values()}
     changed |= {places[name][0] for name in (*hidden, *finder.shapes)}
     aside = ((name, finder.part(name)) for name, owner in hidden.items() if not owner)
@@ -135,7 +132,7 @@ def make_logical(
             if name in packed or name not in hidden:
                 logical = packed[name][0] if name in packed else name
                 result[logical] = (file, file.table.find(logical) if file in changed else index)
-    return Logical(result, hidden, ignored, finder.refused, quantization)
+    return result, hidden, ignored, finder.refused, quantization
 
 
 def _listings(file: WeightFile, finder: _Finder) -> Iterable[Listing]:
@@ -163,7 +160,6 @@ class _Finder:
         model_type: str | None,
     ) -> None:
         from .gguf import IN_GGUF
-        from .packed_group import GroupContext
 
         self._rows = IN_GGUF if in_gguf else families()
         self.packed: dict[str, tuple[str, Packed]] = {}  # by the name of the codes: logical name and packed tensor
@@ -182,11 +178,16 @@ class _Finder:
         """Find all packed tensors and faults."""
         if self._quantization.is_rotated:
             return  # weights in a rotated basis
-        families = self._families()
+        methods, codes = (None, self._quantization.method), {stored.row.code for stored in self._tensors.values()}
+        rows = [row for row in self._rows if row.describe and row.method in methods and codes & row.dtypes]
+        required = [suffix for row in rows for suffixes in row.required.values() for suffix in suffixes]
+        present = _present((*required, _COMFY_SUFFIX), self._tensors)
+        rows = [row for row in rows if not any(map(present.isdisjoint, row.required.values()))]
+        comfy = self._comfy or _COMFY_SUFFIX in present
+        by_code = {code: [row for row in rows if code in row.dtypes] for code in codes if not comfy or code in FP8}
         for name, stored in self._tensors.items():
-            code = stored.row.code
-            if families[code] and (not self._comfy or code in FP8):
-                self._group(name, stored, families[code])
+            if by_code.get(stored.row.code):
+                self._group(name, stored, by_code[stored.row.code])
         self._hide_parts()
         self._refuse_unread()
         if self._in_gguf:
@@ -199,22 +200,7 @@ class _Finder:
                 if name.rpartition(".")[2] in IGNORED and name not in self.packed:
                     self.hidden.setdefault(name, "")
         if self._quantization.is_covered():
-            self._add_codes_without_scale(self._quantization)
-            for family in self._rows:
-                if family.strays is not None and family.strays.method == self._quantization.method:
-                    self._add_strays(family.strays)
-
-    def _families(self) -> dict[str, list[Family]]:
-        """Return the families that the tensors can form, by the dtype of the codes."""
-        methods = None, self._quantization.method
-        rows = [family for family in self._rows if family.describe is not None and family.method in methods]
-        codes = {stored.row.code for stored in self._tensors.values()}
-        rows = [family for family in rows if not codes.isdisjoint(family.dtypes)]
-        required = {suffix for family in rows for suffixes in family.required.values() for suffix in suffixes}
-        present = _present((*required, _COMFY_SUFFIX), self._tensors)
-        self._comfy |= _COMFY_SUFFIX in present
-        rows = [family for family in rows if not any(map(present.isdisjoint, family.required.values()))]
-        return {code: [family for family in rows if code in family.dtypes] for code in codes}
+            self._report_codes_alone(self._quantization)
 
     def restore_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Add tensors that are stored as rows of another length."""
@@ -231,14 +217,12 @@ class _Finder:
 
     def _group(self, name: str, stored: Stored, rows: Iterable[Family]) -> None:
         """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""
-        from .packed_group import PackedGroup
-
         fault = None
         for family in rows:
-            names = family.parts_beside(name, self._tensors) if name.endswith(family.main) else None
-            logical = None if names is None else family.logical_name(name)
-            if names is None or logical is None:
+            named = named_parts(family, name, self._tensors)
+            if named is None:
                 continue
+            logical, names = named
             group = PackedGroup(name, logical, names, self._context)
             try:
                 why = None if self._in_gguf else group.unknown()
@@ -264,11 +248,10 @@ class _Finder:
         if fault is not None and (self._in_gguf or self._quantization.is_covered(name)):
             self.faults.append(fault)
 
-    def turn(self, names: Iterable[str]) -> None:
+    def turn(self) -> None:
         """Give the weights of Conv1D layers the axes of their files, or refuse them."""
-        for name in names:
-            logical, packed = self.packed[name]
-            stored = as_stored(packed.packing)
+        for name, (logical, packed) in list(self.packed.items()):
+            stored = as_stored(packed.packing) if is_named_conv1d(logical) else packed.packing
             if isinstance(stored, str):
                 self._refuse(name, stored, self._remove(name)[1])
             else:
@@ -316,43 +299,38 @@ class _Finder:
 
     # ---- faults of a covered configuration ----
 
-    def _add_codes_without_scale(self, quantization: Quantization) -> None:
+    def _report_codes_alone(self, quantization: Quantization) -> None:
+        """Add faults for codes without a scale, and for other parts alone: they look like weights."""
         reported = {fault.split(": ", 1)[0] for fault in self.faults}
-        for name, stored in self._tensors.items():
-            if len(stored.shape) < 2 or name in self.packed or name in self.hidden or name in self.refused:
+        known = self.packed.keys() | self.hidden.keys() | self.refused.keys() | self._companions
+        alone = {name: stored for name, stored in self._tensors.items() if name not in known}
+        for name, stored in alone.items():
+            if len(stored.shape) < 2 or not _looks_like_codes(name, stored, quantization):
                 continue
-            if name in self._companions or not _looks_like_codes(name, stored, quantization):
-                continue
-            stems = (
-                name,
-                name.removesuffix("_packed"),
-                name.removesuffix("_blocks"),
-                name.replace(".qweight", ".weight"),
-            )
+            bare = name.removesuffix("_packed"), name.removesuffix("_blocks"), name.replace(".qweight", ".weight")
             if quantization.method == QUARK:
-                from .quark import unread
+                from . import quark
 
-                if unread(quantization, name) is not None:
+                if quark.unread(quantization, name) is not None:
                     continue
-            if quantization.is_covered(name) and reported.isdisjoint(map(tensor_named, stems)):
+            if quantization.is_covered(name) and reported.isdisjoint(map(tensor_named, (name, *bare))):
                 self.faults.append(
                     f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
                     f"({quantization} in config.json)"
                 )
-
-    def _add_strays(self, strays: Strays) -> None:
-        """Add faults for parts without the rest of their tensor: codes left alone look like weights."""
-        reported = {fault.split(": ", 1)[0] for fault in self.faults}
-        for name in self._tensors:
-            if not name.endswith(strays.suffixes) or name in self.hidden or name in self.packed:
+        for family in self._rows:
+            strays = family.strays
+            if strays is None or strays.method != quantization.method:
                 continue
-            if name in self._companions:
-                continue
-            stem = name.removesuffix(next(suffix for suffix in strays.suffixes if name.endswith(suffix)))
-            owner = tensor_named(stem if stem.endswith(strays.ends) else f"{stem}.weight")
-            if owner not in reported and not any(stem + other in self.refused for other in strays.suffixes):
-                reported.add(owner)
-                self.faults.append(f"{owner}: the checkpoint has {show(name)}, {strays.missing}")
+            for name in alone:
+                suffix = next((suffix for suffix in strays.suffixes if name.endswith(suffix)), None)
+                if suffix is None:
+                    continue
+                stem = name.removesuffix(suffix)
+                owner = tensor_named(stem if stem.endswith(strays.ends) else f"{stem}.weight")
+                if owner not in reported and not any(stem + other in self.refused for other in strays.suffixes):
+                    reported.add(owner)
+                    self.faults.append(f"{owner}: the checkpoint has {show(name)}, {strays.missing}")
 
 
 def _looks_like_codes(name: str, stored: Stored, quantization: Quantization) -> bool:
@@ -386,26 +364,25 @@ _MORE = (
     ("._data._data", "._scale"),  # quanto, 2 and 4 bits
 )
 _QUANTO_SHIFT = ("._data._data", "._shift")
-# Norms have a parameter of this name too: see `_deepseek_scale`.
+# The scale of DeepSeek V4; norms have a parameter of this name too.
 _AMBIGUOUS = ".scale"
 
 
 @cache
-def _companions() -> tuple[tuple[str, str, bool], ...]:
-    """Return the suffixes of codes and companions: of scales, whose shape must fit the codes, then of other tensors."""
-    scales: dict[str, list[str]] = {}
-    parts: dict[str, list[str]] = {}
-    marks = [(family.main, suffix) for family in _refusals() for suffix in family.required.get(packing.SCALE, ())]
-    for family in reversed(families()):  # the usual names are in the last rows
-        if family.describe is not None and packing.MASK not in family.required:  # else see `_identifying`
-            for role, suffixes in (*family.required.items(), *family.optional.items()):
-                by_main = scales if role == packing.SCALE else parts
-                by_main.setdefault(family.main, []).extend(suffix for suffix in suffixes if suffix != _AMBIGUOUS)
-    rest = ((main, suffix) for main, suffixes in parts.items() for suffix in suffixes)
-    fitting = [*((main, suffix) for main, suffixes in scales.items() for suffix in suffixes), *_MORE]
-    names_only = [_QUANTO_SHIFT, *marks, *(pair for pair in rest if pair[1] not in scales.get(pair[0], ()))]
-    rows = [*((*pair, True) for pair in fitting), *((*pair, False) for pair in names_only)]
-    return tuple(dict.fromkeys(rows))
+def _companions() -> Mapping[tuple[str, str], bool]:
+    """Return the suffixes of codes and companions: first scales (True), whose shape must fit, then other tensors."""
+    # The usual names are in the last rows. `find` looks for the companions of telling rows.
+    readable = [row for row in reversed(families()) if row.describe is not None and packing.MASK not in row.required]
+    beside: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
+    for row in readable:
+        for role, suffixes in (*row.required.items(), *row.optional.items()):
+            beside[role == packing.SCALE].setdefault(row.main, []).extend(suffixes)
+    scales, parts = ([(main, each) for main, all_ in beside[fit].items() for each in all_] for fit in (True, False))
+    marks = ((family.main, suffix) for family in _refusals() for suffix in family.required.get(packing.SCALE, ()))
+    result = dict.fromkeys((pair for pair in scales if pair[1] != _AMBIGUOUS), True) | dict.fromkeys(_MORE, True)
+    for pair in (_QUANTO_SHIFT, *marks, *parts):
+        result.setdefault(pair, False)
+    return result
 
 
 @cache
@@ -414,46 +391,40 @@ def _mains() -> tuple[str, ...]:
 
     Floating codes need no such name.
     """
-    mains = (main for main, *_ in _companions() if main)
-    return tuple(dict.fromkeys((".weight", *mains, "gate_up_proj", "down_proj")))
+    return (".weight", *(main for main, _ in _companions() if main), "gate_up_proj", "down_proj")
 
 
 def find(
     tensors: Mapping[str, Stored], quantization: Quantization | None = None, elsewhere: Collection[str] = ()
 ) -> dict[str, Codes]:
     """Return the code tensors, in the given order. All tensors are needed, because a companion can be in any file."""
-    if not tensors:
-        return {}
     coded = {name: stored for name, stored in tensors.items() if stored.row.code in _CODES}
-    present = _present({suffix for _, suffix, _ in _companions()}, (*tensors, *elsewhere)) if coded else set()
-    rows = [row for row in _companions() if row[1] in present]
+    present = _present({suffix for _, suffix in _companions()}, (*tensors, *elsewhere)) if coded else set()
+    rows = [(*pair, fit) for pair, fit in _companions().items() if pair[1] in present]
     companions = {name: _companion(name, stored, tensors, elsewhere, rows) for name, stored in coded.items()}
     # Any companion with the name of a scale identifies a matrix of fp8.
     matrices = (name for name, stored in coded.items() if stored.row.code in FP8 and len(stored.shape) > 1)
     bare = {name: name for name in matrices if companions[name] is None}
-    if bare:
-        beside = ((name, other) for name, other in unread(tensors, bare) if not other.endswith(_AMBIGUOUS))
-        companions.update(
-            (name, other)
-            for name, other in beside
-            if _is_scale(tensors[other].row) and _fits(tensors[name], tensors[other].shape)
-        )
+    beside = ((name, other) for name, other in unread(tensors, bare) if not other.endswith(_AMBIGUOUS)) if bare else ()
+    companions.update((name, other) for name, other in beside if _fits(tensors[name], tensors[other]))
     scales = set(companions.values())
     method = None if quantization is None else quantization.shown
+    telling = [family for family in families() if family.telling]
     codes = {}
-    for name, companion in companions.items():
-        if companion is None and (quantization is None or name in scales or not _is_named(name, tensors[name])):
-            continue
-        code, stem = tensors[name].row.code, name.removesuffix(".weight")
+    for name, stored in tensors.items():
+        code, companion = stored.row.code, companions.get(name)
+        # Under a configuration, a tensor without a companion holds codes if its dtype or its name says so.
+        floating = code in dtypes.FLOAT_CODES and not is_zero_point(name)
+        named = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(_mains()))
+        known = quantization is not None and name in coded and name not in scales and named
+        if companion is None and not known:
+            others = _identifying(name, stored, telling)
+            companion = next((other for other in others if other in tensors or other in elsewhere), None)
+            if companion is None:
+                continue
+        stem = name.removesuffix(".weight")
         marker = next((stem + suffix for suffix in _MARKERS if stem + suffix in tensors), companion)
         codes[name] = Codes(code, companion, method, *_refusal_of(name, code, marker, quantization))
-    telling = [family for family in families() if family.telling]
-    for name, stored in tensors.items():
-        identifying = () if name in codes else _identifying(name, stored, telling)
-        companion = next((other for other in identifying if other in tensors or other in elsewhere), None)
-        if companion is not None:
-            code = stored.row.code
-            codes[name] = Codes(code, companion, method, *_refusal_of(name, code, companion, quantization))
     return codes
 
 
@@ -463,13 +434,6 @@ def _identifying(name: str, stored: Stored, families: Iterable[Family]) -> Itera
         if name.endswith(family.main) and (not family.wide or stored.shape[1:] == (1,)):
             stem = name.removesuffix(family.main)
             yield from (stem + suffix for suffix in family.telling)
-
-
-def _is_named(name: str, stored: Stored) -> bool:
-    """Return True if a tensor without a companion holds codes under a configuration with a quantization."""
-    if stored.row.code in dtypes.FLOAT_CODES:
-        return not is_zero_point(name)
-    return len(stored.shape) > 1 and name.endswith(_mains())
 
 
 def _companion(
@@ -482,38 +446,28 @@ def _companion(
     """Return the identifying companion of a code tensor; in an unopened shard its name, not its shape, counts."""
     beside = [(name[: len(name) - len(main)] + suffix, fit) for main, suffix, fit in rows if name.endswith(main)]
     for other, fit in beside:
-        companion = tensors.get(other)
-        if companion is not None and (not fit or (_is_scale(companion.row) and _fits(stored, companion.shape))):
+        if other in tensors and (not fit or _fits(stored, tensors[other])):
             return other
-    scale = _deepseek_scale(name, stored, tensors)
-    return scale if scale is not None else next((other for other, _ in beside if other in elsewhere), None)
-
-
-def _deepseek_scale(name: str, stored: Stored, tensors: Mapping[str, Stored]) -> str | None:
-    """Return ``X.scale`` of DeepSeek V4 if it has an element per block. Norms also have such a parameter."""
-    if not name.endswith(".weight") or stored.row.block_bytes != 1:
-        return None
     scale = name.removesuffix(".weight") + _AMBIGUOUS
-    other = tensors.get(scale)
-    if other is None or not _is_scale(other.row) or len(other.shape) != len(stored.shape) or len(stored.shape) < 2:
-        return None
-    smaller = all(a <= b for a, b in zip(other.shape, stored.shape, strict=True)) and other.shape != stored.shape
-    return scale if smaller else None
+    if name.endswith(".weight") and scale in tensors and _fits(stored, tensors[scale], in_blocks=True):
+        return scale
+    return next((other for other, _ in beside if other in elsewhere), None)
 
 
-def _is_scale(row: dtypes.Dtype) -> bool:
-    """Return True if scales can have this dtype: a float, or U8 with the bits of a float8."""
-    return row.floating or row.code == "U8"
-
-
-def _fits(codes: Stored, scale: tuple[int, ...]) -> bool:
-    """Return True if a scale of this shape can be broadcast over codes, with a block of codes per element.
+def _fits(codes: Stored, scale: Stored, *, in_blocks: bool = False) -> bool:
+    """Return True if a scale can be broadcast over codes, with a block of codes per element.
 
     Axes of the scale longer than 1 must match different axes of the codes, in order, without exceeding their lengths.
+    ``in_blocks`` requires fewer elements, because norms have a parameter of this name too.
     """
+    if not scale.row.floating and scale.row.code != "U8":  # U8 can have the bits of a float8
+        return False
+    if in_blocks:
+        same = len(scale.shape) == len(codes.shape) > 1 and scale.shape != codes.shape and codes.row.block_bytes == 1
+        return same and all(a <= b for a, b in zip(scale.shape, codes.shape, strict=True))
     per_element = _PER_ELEMENT.get(codes.row.code, 1)
     axes: Iterator[int] = iter(codes.shape)
-    return all(any(length <= axis * per_element for axis in axes) for length in scale if length != 1)
+    return all(any(length <= axis * per_element for axis in axes) for length in scale.shape if length != 1)
 
 
 # ---- refusing ----
@@ -541,10 +495,12 @@ def _refusal_of(
     if quantization.is_rotated:
         return "compressed-tensors in a rotated basis (transform_config)", "vLLM"  # of any dtype
     if quantization.method == QUARK:
-        from .quark import READER, unread_or_none
+        from . import quark
 
-        reason = unread_or_none(quantization, name)
-        return reason, reason and READER
+        with suppress(UnsupportedError):  # opening the checkpoint reports it, except with stored=True
+            reason = quark.unread(quantization, name)
+            return reason, reason and quark.READER
+        return None, None
     for value in (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ():
         for family in _refusals():
             if value in family.methods:

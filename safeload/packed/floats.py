@@ -14,47 +14,49 @@ from ..base.native import lib
 from ..base.packing import Grid, Packing
 from ..base.text import show
 from .families import FP8, Engine, Family, Preset, parts_of
-from .grid import Misfit, Refused, grid_of, has_halves, label_of, matrices_of, whole_grid
-from .methods import AUTO_ROUND
-from .packed_group import PackedGroup, check_factors, configured, configured_grid, configured_group_size
-from .quantization import brief, is_length, with_quantization
+from .packed_group import (
+    Misfit,
+    PackedGroup,
+    Refused,
+    check_shared,
+    configured,
+    configured_grid,
+    grid_of,
+    label_of,
+    matrices_of,
+    whole_grid,
+)
+from .quantization import AUTO_ROUND, brief, is_length, with_quantization
 
 # ---- fp8 and int8 ----
 
 
 def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     """8-bit codes, and scales broadcast over blocks."""
-    shape, numbers = group.stored, group.row.code
-    scale = group.scales
+    shape, scale = group.stored, group.scales
     matrices, rows, columns = matrices_of(shape)
     grid = configured_grid(group, shape) or _flat_grid(group)
     if grid is None:
         exact = block is not None or group.config.block is not None
         block = block or _block_of(group)
-        if has_halves(shape, scale, block):
+        if _has_halves(shape, scale, block):
             matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
         grid = grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block, exact=exact)
-    prefix = "fp8" if numbers in FP8 else "int8"
-    zeros = group.has_zeros()
-    exponents = group.scale_code in ("F8_E8M0", "U8")
-    label = label_of(prefix, grid, shape, zeros)
-    bits = configured(group, "num_bits") if prefix == "int8" else None
+    label = label_of(group.prefix, grid, shape, group.has_zeros())
+    bits = None if group.prefix == "fp8" else configured(group, "num_bits")
     if bits in range(1, 9):  # naive-quantized: a byte per code, even for codes of fewer bits
         label = label.replace("int8", f"int{bits}", 1)
-    if exponents and (grid.row_block, grid.column_block) == (1, 32):
+    if group.scale_code in ("F8_E8M0", "U8") and (grid.row_block, grid.column_block) == (1, 32):
         label = "mxfp8"
-    return group.packing(
-        prefix,
-        label,
-        shape,
-        8,
-        numbers,
-        matrices=matrices,
-        rows=rows,
-        grid=grid,
-        scale_dtype=group.scale_dtype("F8_E8M0"),
-        scale_rule=_rule_of(group),
-    )
+    rule, dtype = _rule_of(group), group.scale_dtype("F8_E8M0")
+    return group.in_bytes(grid, label=label, matrices=matrices, rows=rows, scale_dtype=dtype, scale_rule=rule)
+
+
+def _has_halves(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int]) -> bool:
+    """Return True if each expert is two matrices, its gate and up projections, each with its own grid."""
+    if len(shape) != 3 or len(scale) != 3 or shape[1] % 2 or scale[1] % 2 or scale[1] == -(-shape[1] // block[0]):
+        return False
+    return scale[1] // 2 in (1, -(-(shape[1] // 2) // block[0])) and scale[1] != shape[1]
 
 
 def _flat_grid(group: PackedGroup) -> Grid | None:
@@ -78,7 +80,7 @@ def _rule_of(group: PackedGroup) -> str:
 
 def smoothed(group: PackedGroup) -> Packing:
     """int8 with the column factors of modelopt's SmoothQuant."""
-    return check_factors(group, plain(group))
+    return check_shared(group, plain(group))
 
 
 def _block_of(group: PackedGroup) -> tuple[int, int]:
@@ -87,8 +89,8 @@ def _block_of(group: PackedGroup) -> tuple[int, int]:
         return 128, 128
     scale, codes = group.scales, group.stored
     grouped = len(scale) == len(codes) > 1 and scale[:-1] == codes[:-1]
-    size = configured_group_size(group)
-    if grouped and size is not None and scale[-1] > 1:
+    size = configured(group, "group_size", "group")
+    if grouped and size is not None and size > 0 and scale[-1] > 1:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(codes)} in groups of {size} (group_size)")
     exponents = group.scale_code in ("F8_E8M0", "U8")
     in_groups = grouped and scale[-1] * 32 == codes[-1] and (exponents or group.config.block is None)

@@ -12,8 +12,7 @@ from ..base.packing import Packing
 from ..base.text import show
 from ..errors import UnsupportedError
 from .families import Family
-from .grid import Misfit, Refused, label_of, whole_grid
-from .packed_group import PackedGroup
+from .packed_group import Misfit, PackedGroup, Refused, label_of, whole_grid
 from .patterns import compiled
 from .quantization import mapping
 

@@ -12,9 +12,8 @@ from typing import Any
 from ..base import dtypes, packing
 from ..base.packing import CODES, SCALE, Grid, Packed, Packing, Part
 from .families import Family
-from .grid import Misfit, matrices_of
-from .methods import GGUF
-from .packed_group import PackedGroup
+from .packed_group import Misfit, PackedGroup, matrices_of, one_scale
+from .quantization import GGUF
 
 # The configuration of these tensors in a safetensors file, which stores the bytes of blocks as U8.
 _CONFIG = f'{{"quantization_config": {{"quant_method": "{GGUF}"}}}}'
@@ -54,7 +53,7 @@ def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str, blocks: bool) -> 
 def blocks_of(row: dtypes.Dtype, label: str, shape: tuple[int, ...], *, shared: bool) -> Packing:
     """Return the packing of a tensor in blocks, with a scale per matrix or a shared scale."""
     matrices, rows, columns = matrices_of(shape)
-    grid = Grid(max(1, rows), max(1, columns), 1, 1, shared=shared)
+    grid = one_scale(shape, shared=shared)
     bits, row_bytes = row.block_bytes * 8 // row.block, row.nbytes(columns)
     return Packing(
         packing.GGUF, label, shape, matrices, rows, columns, packing.BLOCKS, bits, row.name, row_bytes,

@@ -17,13 +17,11 @@ from ..base import packing
 from ..base.packing import Grid, Packed, Packing, Zeros
 from ..base.text import show
 from ..engine.codes import grids
-from ..engine.codes.restore import read_part
 from .families import Family
-from .grid import Misfit, Refused
-from .methods import AUTO_ROUND, QUARK_ORDERS
-from .packed_group import PackedGroup
-from .patterns import Pattern, compiled
-from .quantization import Quantization, mapping, overrides_key
+from .packed_group import Misfit, PackedGroup, Refused
+from .patterns import compiled
+from .quantization import AUTO_ROUND, Quantization, mapping, overrides_key
+from .quark import word_layout
 
 _CODES_IN_WORD = 8  # of AWQ, which has 4-bit codes
 # AutoAWQ's gemv pads scales and zero points to multiples of this many words, by group size.
@@ -149,18 +147,13 @@ def _added(group: PackedGroup, settings: Mapping[str, Any]) -> int:
     if group.method in AUTO_ROUND:
         kind = settings.get("packing_format", settings.get("backend"))
         if kind == "auto_round" and settings.get("model_free") is True and settings.get("sym") is False:
-            return int(_is_early(settings))
+            version = settings.get("autoround_version")
+            numbers = _VERSION.match(version) if isinstance(version, str) else None
+            if numbers is None:
+                raise Refused("its zero points depend on the version of auto-round, and autoround_version is missing")
+            return int(tuple(map(int, numbers.groups())) < _RAW_SINCE)
         return 1 if not isinstance(kind, str) or ("gptq" in kind and "gptqmodel" not in kind) else 0
     return _CHECKPOINT_FORMATS.get(str(settings.get("checkpoint_format", settings.get("format"))), 1)
-
-
-def _is_early(settings: Mapping[str, Any]) -> bool:
-    """Return True if the version of auto-round is earlier than `_RAW_SINCE`."""
-    version = settings.get("autoround_version")
-    numbers = _VERSION.match(version) if isinstance(version, str) else None
-    if numbers is None:
-        raise Refused("its zero points depend on the version of auto-round, and autoround_version is missing")
-    return tuple(map(int, numbers.groups())) < _RAW_SINCE
 
 
 def zeros_disagree(packed: Packed) -> bool:
@@ -177,20 +170,14 @@ def wrapped_zeros(packed: Packed) -> int:
     step, count = max(1, _CHUNK // grid.columns), 0
     for row in range(0, grid.rows, step):
         at = slice(row, min(row + step, grid.rows)), slice(0, grid.columns)
-        codes = grids.read_codes(zeros, grid, _reader(packed), (0, 1), at)
+        codes = grids.read_codes(zeros, grid, packed.parts[packing.ZERO], ((0, 1), at))
         count += int((codes == (1 << zeros.bits) - 1).sum())
     return count
 
 
-def _reader(packed: Packed) -> grids.Read:
-    part = packed.parts[packing.ZERO]
-    return lambda at, size: read_part(part, at, size)
-
-
 def _settled(packed: Packed, zeros: Zeros) -> Zeros:
     assert packed.packing.grid is not None
-    only = grids.only_code(zeros, packed.packing.grid, _reader(packed), packed.packing.matrices)
-    return grids.settled(zeros, only)
+    return grids.settled(zeros, packed.packing.grid, packed.parts[packing.ZERO], packed.packing.matrices)[0]
 
 
 # ---- AWQ ----
@@ -208,22 +195,14 @@ def _gemm(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
     if packing.GROUPS in group.parts:
         raise Misfit("AWQ weights must not have a g_idx")
     size = _group_size(group, settings, stored[0], scale[0])
-    order, signed = _word_order(settings)
-    numbers = "signed" if signed else "offset" if zeros is None else "unsigned"
+    numbers = "offset" if zeros is None else "unsigned"
+    export = settings.get("export")
+    method = (export if isinstance(export, Mapping) else settings).get("pack_method")
+    order = packing.WORDS if method is None else word_layout(method, "pack_method")
+    if method is not None and settings.get("zero_point") is False:  # AMD Quark also writes AWQ's names
+        numbers = "signed"
     label, packed = _label("awq4", size, stored[0]), None if zeros is None else Zeros(order, 4)
     return group.transposed("awq", label, (scale[1], stored[0]), 4, numbers, size=size, layout=order, zeros=packed)
-
-
-def _word_order(settings: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return the layout of words, and True if codes are signed: AMD Quark also writes AWQ's names and configuration."""
-    export = settings.get("export")
-    order = export.get("pack_method") if isinstance(export, Mapping) else settings.get("pack_method")
-    if order is None:
-        return packing.WORDS, False
-    layout = QUARK_ORDERS.get(order) if isinstance(order, str) else None
-    if layout is None:
-        raise Misfit(f"unknown pack_method {show(str(order))}, expected one of {', '.join(QUARK_ORDERS)}")
-    return layout, settings.get("zero_point") is False
 
 
 def _gemv(group: PackedGroup, settings: Mapping[str, Any]) -> Packing:
@@ -276,7 +255,8 @@ def _in_name(quantization: Quantization, overrides: Mapping[str, Any], module: s
     names = module.split(".")
     starts = ((k, n) for n in lengths for k in range(len(names) - n + 1) if len(names) <= _MOST_NAMES)
     keys = [part for k, n in starts if overrides.get(part := ".".join(names[k : k + n]))]
-    matching = (key for key in patterns if overrides[key] and _anywhere(key).matches(module))
+    anchored = ((key, key if key.startswith("^") else f".*(?:{key})") for key in patterns if overrides[key])
+    matching = (key for key, pattern in anchored if compiled(pattern, "extra_config").matches(module))
     keys += [key for key in (next(matching, None),) if key is not None]
     return overrides.get(min(keys, key=order.__getitem__)) if keys else None
 
@@ -289,11 +269,6 @@ def _keys(quantization: Quantization) -> tuple[dict[str, int], list[str], frozen
     order = {key: number for number, key in enumerate(mapping(quantization.values.get("extra_config")))}
     patterns = [key for key in order if any(char in key for char in _PATTERN_CHARACTERS)]
     return order, patterns, frozenset(key.count(".") + 1 for key in order)
-
-
-def _anywhere(pattern: str) -> Pattern:
-    """Return a pattern that matches anywhere in a name, unless it is anchored."""
-    return compiled(pattern if pattern.startswith("^") else f".*(?:{pattern})", "extra_config")
 
 
 # ---- rows ----

@@ -14,8 +14,7 @@ from ..base.packing import Packing
 from ..base.text import show
 from ..models.family import mlx_experts_of
 from .families import Engine, Family, Preset, StoredPart, parts_of
-from .grid import Misfit, Refused, whole_grid
-from .packed_group import PackedGroup, check_global
+from .packed_group import Misfit, PackedGroup, Refused, check_shared, whole_grid
 from .quantization import MLX_KEY, QUANTIZATION, brief, is_length, mapping, without_quantization
 
 _MLX_MODES = {
@@ -83,7 +82,7 @@ def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
     packed = group.packing(
         packing.MLX, mode, shape, bits, numbers, grid=whole_grid(shape, 1, block), scale_dtype=exponents
     )
-    return (check_global(group, packed) if packing.GLOBAL in group.parts else packed)._replace(scale_rule=rule)
+    return (check_shared(group, packed) if packing.GLOBAL in group.parts else packed)._replace(scale_rule=rule)
 
 
 # ---- writing ----

@@ -9,8 +9,7 @@ from ..base import packing
 from ..base.packing import Packing
 from .families import Family
 from .floats import fp4
-from .grid import Misfit, Refused, whole_grid
-from .packed_group import PackedGroup, check_factors, check_global
+from .packed_group import Misfit, PackedGroup, Refused, check_shared, whole_grid
 from .quantization import Quantization, mapping
 
 
@@ -21,8 +20,8 @@ def modelopt_nvfp4(group: PackedGroup) -> Packing:
         raise Refused(f"its quant_algo {algorithm} stores unsupported codes or scales")
     if group.has_beside(".svdquant_lora_a") or group.has_beside(".svdquant_lora_b"):
         raise Refused("NVFP4_SVD adds a product of two matrices, which safeload does not compute")
-    packed = check_global(group, fp4(group, "nvfp4", 16, "F8_E4M3"))
-    return check_factors(group, packed)._replace(scale_rule=packing.MULTIPLIED)
+    packed = check_shared(group, fp4(group, "nvfp4", 16, "F8_E4M3"))
+    return check_shared(group, packed)._replace(scale_rule=packing.MULTIPLIED)
 
 
 def modelopt_experts(group: PackedGroup) -> Packing:
@@ -36,7 +35,7 @@ def modelopt_experts(group: PackedGroup) -> Packing:
     packed = group.packing(
         "fp4", "nvfp4", shape, 4, "e2m1", layout=packing.PLANES, interleaved=True, grid=whole_grid(shape, 16, 1)
     )
-    return check_global(group, packed)._replace(scale_rule=packing.MULTIPLIED)
+    return check_shared(group, packed)._replace(scale_rule=packing.MULTIPLIED)
 
 
 def _layer(quantization: Quantization, module: str) -> Mapping[str, Any]:

@@ -1,33 +1,40 @@
 """The quantization of a checkpoint, parsed once from its configuration and carried along.
 
 The configuration is in ``config.json``, in the metadata of safeload's own files, or in a file of an older tool beside
-the weights.
+the weights. The known settings of each quantization method are a row per writer in ``methods.json``.
+
+A key of a configuration either changes the values of weights, and ``values`` lists the supported settings in lower
+case; or families ``read`` it and compare it with shapes; or it does not affect weights (``ignored``, and ``anywhere``
+for module lists, activations, the KV cache, kernels and the writer). If any other key is set, such as ``rotation``, the
+values are unknown. "@calibration" stands for the list of this name: there are lists for calibration by GPTQ and its
+relatives (optimum, AutoGPTQ, GPTQModel), and for auto-round, which adds its keys to all its formats.
+
+Sources: the configuration classes of transformers 5.23, compressed-tensors 0.20 and 0.12, GPTQModel 7.7, AutoGPTQ 0.7,
+optimum, autoawq 0.2.9, auto-round 0.16, nvidia-modelopt 0.47, amd-quark 0.13, mlx-lm 0.32, lmdeploy; published configs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeGuard, TypeVar
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, TypeGuard
 
 from ..base import dtypes, packing
 from ..base.cached import cached_property
+from ..base.data import read_data
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError, VerificationError
 from ..stores.json_file import parse_json, read_if_there
 from .families import settings_of_modules
-from .methods import (
-    AUTO_ROUND,
-    QUARK,
-    TENSORRT,
-    canonical_name,
-    method_of,
-    part_of,
-    unknown_setting,
-)
 from .patterns import Pattern, compiled
+
+QUARK = "quark"
+GGUF = "gguf"  # safeload's own, for ggml blocks in a safetensors file
+AUTO_ROUND = ("auto-round", "intel/auto-round")
+# The method of a config.json with a ``quant_algo`` under "quantization"; the keys are modelopt's.
+TENSORRT = "TensorRT-LLM"
 
 # Depth to which a configuration is searched for a quantization: thinker_config.text_config is the deepest known.
 _CONFIG_DEPTH = 4
@@ -67,8 +74,6 @@ BESIDE = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_
 _BESIDE_WEIGHTS = frozenset(("weights", "targets", "input_activations", "output_activations"))
 # Methods of files without a ``quant_method``: they hold nothing but the quantization.
 _METHODS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-
-_Computed = TypeVar("_Computed")
 
 
 @dataclass(frozen=True)
@@ -135,17 +140,17 @@ class Quantization:
         if row is None:
             return f"quant_method {brief(self.method)}"
         values = self.values
-        if self.method == "mlx":  # the other keys are names of modules
-            values = {key: value for key, value in values.items() if not _is_mlx_module(value)}
-        setting, export = unknown_setting(values, row), self.values.get("export")
+        if self.method == "mlx":  # other keys are names of modules, with their settings or whether they are quantized
+            pairs = [pair for pair in values.items() if not isinstance(pair[1], bool)]
+            values = {key: value for key, value in pairs if _MLX_MODULE.isdisjoint(mapping(value))}
         exporter = method_of(QUARK)
-        if setting is None and exporter is not None and isinstance(export, Mapping):  # also written for method AWQ
-            setting = unknown_setting(export, exporter)
-        if setting is None:  # only the format of sparse tensors; the other settings describe the model
-            layout = {"format": mapping(self.values.get("sparsity_config")).get("format")}
-            text = _setting_text(unknown_setting(layout, part_of("sparsity")))
-            return None if text is None else f"sparsity_config {text}"
-        return _setting_text(setting)
+        assert exporter is not None
+        # Quark's export is also written for method AWQ. Of sparse tensors only the format matters: the other settings
+        # describe the model.
+        layout = {"format": mapping(self.values.get("sparsity_config")).get("format")}
+        sparsity = _setting_text((layout, part_of("sparsity")))
+        text = _setting_text((values, row), (mapping(self.values.get("export")), exporter))
+        return text if text is not None or sparsity is None else f"sparsity_config {sparsity}"
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -153,17 +158,14 @@ class Quantization:
         own = any(map(self.values.get, _OF_MODULES)) or (
             self.method == "mlx" and any(isinstance(value, Mapping) for value in self.values.values())
         )
-        return not own and not any(unknown_setting(weights, part_of("weights")) for weights in self._described)
+        return not own and not any(unknown_setting(weights, part_of("weights")) for weights in self._weights[0])
 
     def unknown_of(self, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
         """Like `unknown`, for a single module: of its own settings, and of its `weights`."""
         row = method_of(self.method) if self.method else None
         if self.unknown is not None or row is None:
             return self.unknown
-        setting = unknown_setting(own or {}, row)
-        for weights in described:
-            setting = setting or unknown_setting(weights, part_of("weights"))
-        return _setting_text(setting)
+        return _setting_text((own or {}, row), *((weights, part_of("weights")) for weights in described))
 
     @property
     def is_rotated(self) -> bool:
@@ -181,16 +183,12 @@ class Quantization:
         read = settings_of_modules().get(self.method or "")
         return {} if read is None else read(self, module)
 
-    def once(self, compute: Callable[[Quantization], _Computed]) -> _Computed:
+    def once(self, compute: Callable[[Quantization], Any]) -> Any:
         """Return the result of a function of the configuration, which all modules share."""
-        if compute not in self._computed:
-            self._computed[compute] = compute(self)
-        computed: _Computed = self._computed[compute]
-        return computed
-
-    @cached_property
-    def _computed(self) -> dict[Callable[[Quantization], Any], Any]:
-        return {}
+        key = f"{compute.__module__}.{compute.__name__}"
+        if key not in self.__dict__:
+            self.__dict__[key] = compute(self)
+        return self.__dict__[key]
 
     # ---- blocks and groups of scales ----
 
@@ -208,50 +206,54 @@ class Quantization:
         All descriptions are returned if no target names the module, or if a target is a pattern with unsupported
         syntax: shapes and dtypes then decide.
         """
-        described = self._described
-        if self._targets is None:
-            return described
-        targets = zip(described, self._targets, strict=True)
-        targeted = [
-            weights
-            for weights, (names, patterns) in targets
-            if module in names or any(pattern.matches(module) for pattern in patterns)
-        ]
+        described, targets = self._weights
+        targeted = (
+            [
+                described[k]
+                for k, (names, patterns) in enumerate(targets)
+                if module in names or any(pattern.matches(module) for pattern in patterns)
+            ]
+            if targets
+            else []
+        )
         return targeted or described
 
     @cached_property
-    def _targets(self) -> list[tuple[frozenset[str], list[Pattern]]] | None:
-        """The names and patterns of each description; None if there is one, or a pattern has unsupported syntax."""
-        try:
-            return [_names_and_patterns(targets) for _, targets in self._weights] if len(self._weights) > 1 else None
-        except UnsupportedError:
-            return None
-
-    @cached_property
-    def _described(self) -> list[Mapping[str, Any]]:
-        return [weights for weights, _ in self._weights]
-
-    @cached_property
-    def _weights(self) -> list[tuple[Mapping[str, Any], Any]]:
-        """Weight descriptions with their targets; a single pair if all descriptions are alike."""
+    def _weights(self) -> tuple[list[Mapping[str, Any]], list[tuple[list[str], list[Pattern]]]]:
+        """Weight descriptions, and names and patterns of their targets; only one, without, if all are alike."""
         groups = self.values.get("config_groups")
         if not groups and isinstance(self.values.get("weights"), Mapping):  # modelopt, without groups
             groups = {"": {key: self.values.get(key) for key in ("weights", "targets", "format")}}
-        pairs: list[tuple[Mapping[str, Any], Any]] = []
-        for key, group in groups.items() if isinstance(groups, Mapping) else ():
-            if not isinstance(group, Mapping):  # such as {"W4A16": ["Linear"]}, a preset of compressed-tensors
-                pairs.append(({f"config_groups {key}": group}, group))
-            elif isinstance(group.get("weights"), Mapping):
+        described: list[Mapping[str, Any]] = []
+        targeted: list[list[str]] = []
+        for key, group in mapping(groups).items():
+            weights, targets = {f"config_groups {key}": group}, group
+            if isinstance(group, Mapping):
+                if not isinstance(group.get("weights"), Mapping):
+                    continue
                 rest = {name: value for name, value in group.items() if name not in _BESIDE_WEIGHTS}
-                pairs.append(({**group["weights"], **rest}, group.get("targets")))
-        return pairs[:1] if all(weights == pairs[0][0] for weights, _ in pairs) else pairs
+                weights, targets = {**group["weights"], **rest}, group.get("targets")
+            # else such as {"W4A16": ["Linear"]}, a preset of compressed-tensors
+            described.append(weights)
+            targeted.append([text for text in targets if isinstance(text, str)] if isinstance(targets, list) else [])
+        if not described or described.count(described[0]) == len(described):
+            return described[:1], []
+        try:
+            return described, [
+                (texts, [compiled(text[3:], "config_groups") for text in texts if text.startswith("re:")])
+                for texts in targeted
+            ]
+        except UnsupportedError:
+            return described, []
 
 
 # The configuration of a checkpoint that has none.
 UNCONFIGURED = Quantization("", None, {})
 
 
-def _setting_text(setting: tuple[str, Any] | None) -> str | None:
+def _setting_text(*settings: tuple[Mapping[str, Any], Method]) -> str | None:
+    """Return the first unknown key and value of settings as text, or None."""
+    setting = next(filter(None, (unknown_setting(values, row) for values, row in settings)), None)
     if setting is None:
         return None
     key, value = setting
@@ -275,12 +277,6 @@ def _keeps_basis(scheme: Any) -> bool:
         return False
     locations = {str(mapping(step).get("location")) for step in steps}
     return locations <= _MERGED or locations == _SCORES
-
-
-def _names_and_patterns(targets: Any) -> tuple[frozenset[str], list[Pattern]]:
-    """Return the targets of a config group: names, and the patterns among them."""
-    texts = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
-    return frozenset(texts), [compiled(text[3:], "config_groups") for text in texts if text.startswith("re:")]
 
 
 def overrides_key(quantization: Quantization) -> str:
@@ -330,8 +326,10 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
             for key in _CONFIG_KEYS:
                 value = holder.get(key)
                 if isinstance(value, Mapping) and value and value.get("quant_method") != OWN:
-                    settings = _flattened(value)
-                    return Quantization(key, _method(settings), settings)
+                    inner = value.get(MLX_KEY)
+                    if isinstance(inner, Mapping) and isinstance(inner.get("quant_algo"), str):  # hf_quant_config.json
+                        value = {**{key: each for key, each in value.items() if key != MLX_KEY}, **inner}
+                    return Quantization(key, _method(value), value)
             value = holder.get(MLX_KEY)
             if isinstance(value, Mapping) and isinstance(value.get("quant_algo"), str):
                 return Quantization(MLX_KEY, TENSORRT, value)
@@ -357,19 +355,6 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_quantization(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ``config.json`` with another quantization."""
     return {**without_quantization(config), QUANTIZATION: settings}
-
-
-def _flattened(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Merge the settings of an hf_quant_config.json, nested under "quantization", into their parent."""
-    inner = settings.get(MLX_KEY)
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("quant_algo"), str):
-        return settings
-    return {**{key: value for key, value in settings.items() if key != MLX_KEY}, **inner}
-
-
-def _is_mlx_module(value: object) -> bool:
-    """Return True if a value under MLX's key belongs to a module: its own settings, or whether it is quantized."""
-    return isinstance(value, bool) or (isinstance(value, Mapping) and not value.keys().isdisjoint(_MLX_MODULE))
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:
@@ -447,3 +432,67 @@ def quantization_beside(file: WeightFile) -> Quantization | None:
 
 def _folder_of(file: WeightFile) -> str:
     return file.files.split(file.place if file.remote else file.path)[0]
+
+
+# ---- known settings ----
+
+
+class Method(NamedTuple):
+    """The settings of a quantization method."""
+
+    # values of ``quant_method`` under which codes outside all families are an error of the checkpoint
+    names: Sequence[str]
+    # other values of ``quant_method``, or of its predecessors in early files; synonyms of a single name
+    aliases: Sequence[str]
+    without_family: Sequence[str]  # formats and algorithms
+    values: Mapping[str, Sequence[str]]  # keys with an effect on weights, and their supported values
+    known: frozenset[str]  # other keys that do not make values unknown
+
+
+@cache
+def _methods() -> tuple[dict[str, Method], dict[str, Method]]:
+    """Return the settings by the names of methods, and by the keys of parts."""
+    data = read_data(__name__, "methods.json")
+
+    def expanded(texts: Iterable[str]) -> list[str]:
+        return [text for each in texts for text in (data["lists"][each[1:]] if each.startswith("@") else (each,))]
+
+    def method(row: Mapping[str, Any]) -> Method:
+        values = {key: expanded(texts) for key, texts in row.get("values", {}).items()}
+        known = frozenset(expanded((*row.get("read", ()), *row.get("ignored", ()), "@anywhere"))) - values.keys()
+        aliases, without = expanded(row.get("aliases", ())), row.get("without_family", ())
+        return Method(row.get("names", ()), aliases, without, values, known)
+
+    methods = map(method, data["methods"])
+    by_name = {name: row for row in methods for name in (*row.names, *row.aliases)}
+    return by_name, {key: method(row) for key, row in data["parts"].items()}
+
+
+def method_of(name: str) -> Method | None:
+    """Return the settings of a method, or None if the method is unknown."""
+    return _methods()[0].get(name)
+
+
+def part_of(key: str) -> Method:
+    """Return the settings of a part: "sparsity", the "weights" of a config group, or Quark's "spec" of a tensor."""
+    return _methods()[1][key]
+
+
+def canonical_name(name: str) -> str:
+    """Return the table's name of a method: vLLM ignores case, and accepts more names than writers use."""
+    lower = name.lower()
+    row = method_of(lower)
+    if row is None:
+        return name
+    return row.names[0] if lower in row.aliases and len(row.names) == 1 else lower
+
+
+def unknown_setting(settings: Mapping[str, Any], method: Method) -> tuple[str, Any] | None:
+    """Return the first key and value with an unknown effect on weights, or None."""
+    for key, value in settings.items():
+        if key in method.known or value is None or value is False or value in ("", [], {}):
+            continue
+        supported = method.values.get(key, ())
+        if not isinstance(value, (str, int, float)) or str(value).lower() not in supported:
+            return key, value
+    return None

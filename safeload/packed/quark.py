@@ -8,25 +8,34 @@ Source: quark ``torch/utils/pack.py``, ``torch/export/nn/modules``, ``torch/kern
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..base import packing
+from ..base.data import read_data
 from ..base.packing import Grid, Packing, Zeros
 from ..base.text import show
 from ..errors import UnsupportedError
 from . import floats
 from .families import FP8, Family
-from .grid import Misfit, Refused, label_of, matrices_of, whole_grid
-from .methods import QUARK, QUARK_ORDERS, part_of, quark_dtypes, unknown_setting
-from .packed_group import NUMBERS, PackedGroup
+from .packed_group import NUMBERS, Misfit, PackedGroup, Refused, label_of, matrices_of, one_scale, whole_grid
 from .patterns import Globs
-from .quantization import Quantization, brief, is_length, mapping
+from .quantization import (
+    QUARK,
+    Quantization,
+    brief,
+    is_length,
+    mapping,
+    part_of,
+    unknown_setting,
+)
 
 _CODES_IN_WORD = 8
 # Values of `ch_axis` for the rows and for the columns of a weight.
 _ROWS, _COLUMNS = (0, -2), (1, -1)
 READER = "AMD Quark"
+# Orders of the codes in a word, by ``pack_method``.
+_ORDERS = {"reorder": packing.WORDS, "order": packing.ROWS}
 _EXPONENTS = ("U8", "F8_E8M0")
 
 
@@ -63,10 +72,9 @@ def in_fp8(group: PackedGroup) -> Packing:
 def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """Return the settings of the first stage, empty if missing, and of the second stage, or None."""
     try:
-        specs = quark_specs(group.config, group.logical)
+        specs, why = _specs_of(group.config, group.logical), unread(group.config, group.logical)
     except UnsupportedError as error:
         raise Refused(str(error.args[0])) from None
-    why = unread_specs(group.config, group.logical, specs)
     setting = next(filter(None, (unknown_setting(spec, part_of("spec")) for spec in specs)), None)
     if why is None and setting is not None:
         why = f"Quark's {brief(str(setting[0]))} {brief(str(setting[1]))}"
@@ -78,21 +86,26 @@ def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | N
     return first, specs[1] if len(specs) > 1 else None
 
 
+def _dtypes() -> Mapping[str, Mapping[str, Any]]:
+    """Return the dtypes of codes: the ``stored`` dtypes, the ``bits`` of a code, and the ``numbers`` of codes."""
+    dtypes: Mapping[str, Mapping[str, Any]] = read_data(__name__, "methods.json")["quark_dtypes"]
+    return dtypes
+
+
 def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
     """Return the kind of number that codes represent, and the bits of a code."""
     dtype = spec.get("dtype")
     if not isinstance(dtype, str):
         raise Misfit(f"its configuration has no dtype for its {group.row.code} codes")
-    row = quark_dtypes().get(dtype)
+    row = _dtypes().get(dtype)
     if row is None or group.row.code not in row["stored"]:
         raise Misfit(f"its codes {list(group.stored)} are {group.row.code}, but dtype is {show(dtype)}")
     return row["numbers"], row["bits"]
 
 
-def _label(prefix: str, group: PackedGroup, spec: Mapping[str, Any], grid: Grid, shape: tuple[int, ...]) -> str:
-    """Return the label of a scheme; Quark stores zero points for symmetric weights too, all 0."""
-    asymmetric = packing.ZERO in group.parts and spec.get("symmetric") is not True
-    return label_of(prefix, grid, shape, asymmetric)
+def _has_zeros(group: PackedGroup, spec: Mapping[str, Any]) -> bool:
+    """Return True for asymmetric weights; Quark stores zero points for symmetric weights too, all 0."""
+    return packing.ZERO in group.parts and spec.get("symmetric") is not True
 
 
 # ---- scales ----
@@ -103,7 +116,7 @@ def _grid_of(group: PackedGroup, spec: Mapping[str, Any], shape: tuple[int, ...]
     scale, (rows, columns) = group.scales, shape[-2:]
     scheme, axis = spec.get("qscheme"), spec.get("ch_axis")
     if math.prod(scale) == 1 and scheme in (None, "per_tensor"):
-        return Grid(max(1, rows), max(1, columns), 1, 1, shared=True)
+        return one_scale(shape, shared=True)
     if len(scale) != 1 or scheme not in (None, "per_channel"):
         raise Misfit(f"scales {list(scale)} of {list(shape)} do not fit qscheme {show(str(scheme))}")
     if axis not in (*_ROWS, *_COLUMNS):
@@ -139,10 +152,9 @@ def _bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
         return _grouped_bytes(group, spec)
     if len(stored) == 2 and (integers or (spec.get("ch_axis") in _COLUMNS and len(scale) == 1)):
         grid = _grid_of(group, spec, stored)
-        prefix, numbers = ("int8" if integers else "fp8"), group.row.code
         if packing.ZERO in group.parts and math.prod(group.parts[packing.ZERO].shape) != math.prod(scale):
             raise Misfit(f"zero points {list(group.parts[packing.ZERO].shape)} do not fit scales {list(scale)}")
-        return group.packing(prefix, _label(prefix, group, spec, grid, stored), stored, 8, numbers, grid=grid)
+        return group.in_bytes(grid, zeros=_has_zeros(group, spec))
     return floats.plain(group, _block(spec, stored))
 
 
@@ -171,7 +183,7 @@ def _grouped_bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
         raise Misfit(f"codes {list(stored)} and scales {list(scale)} must be [in, out] and [groups, out]")
     group.has_zeros()  # of the same shape
     size, shape = _group_size(spec, scale, stored[0], scale[0]), (stored[1], stored[0])
-    label = _label("int8", group, spec, Grid(1, size, stored[1], scale[0]), shape)
+    label = label_of("int8", Grid(1, size, stored[1], scale[0]), shape, _has_zeros(group, spec))
     return group.transposed("int8", label, shape, 8, group.row.code, size=size)
 
 
@@ -188,7 +200,7 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
     if spec.get("qscheme") != "per_group":
         shape = (stored[0], stored[1] * _CODES_IN_WORD)
         grid = _grid_of(group, spec, shape)
-        label = _label("int4", group, spec, grid, shape)
+        label = label_of("int4", grid, shape, _has_zeros(group, spec))
         zeros = _zeros_of(group, layout, grid)
         return group.packing("int", label, shape, 4, numbers, layout=layout, grid=grid, zeros=zeros)
     if len(scale) != 2 or -(-scale[1] // _CODES_IN_WORD) != stored[1]:
@@ -199,7 +211,7 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
     if layout == packing.WORDS and out % _CODES_IN_WORD:
         raise Refused(f"its {out} rows do not fill whole words of permuted codes")
     size = _group_size(spec, scale, length, scale[0])
-    label = _label("int4", group, spec, Grid(1, size, out, scale[0]), (out, length))
+    label = label_of("int4", Grid(1, size, out, scale[0]), (out, length), _has_zeros(group, spec))
     zeros = _zeros_in_groups(group, layout, (scale[0], stored[1]))
     return group.transposed("int", label, (out, length), 4, numbers, size=size, layout=layout, zeros=zeros)
 
@@ -207,9 +219,14 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
 def _layout(group: PackedGroup) -> int:
     """Return the order of the codes in a word."""
     order = mapping(group.config.values.get("export")).get("pack_method")
-    layout = QUARK_ORDERS.get(order) if isinstance(order, str) else None
+    return word_layout(order, "export.pack_method")
+
+
+def word_layout(order: object, key: str) -> int:
+    """Return the layout for an order of codes in a word."""
+    layout = _ORDERS.get(order) if isinstance(order, str) else None
     if layout is None:
-        raise Misfit(f"unknown export.pack_method {show(str(order))}, expected one of {', '.join(QUARK_ORDERS)}")
+        raise Misfit(f"unknown {key} {show(str(order))}, expected one of {', '.join(_ORDERS)}")
     return layout
 
 
@@ -291,19 +308,7 @@ def _scales_in_fp8(group: PackedGroup, spec: Mapping[str, Any], scales: Mapping[
 
 def unread(quantization: Quantization, name: str) -> str | None:
     """Return the unsupported quantization of a tensor, or None."""
-    return unread_specs(quantization, name, quark_specs(quantization, name))
-
-
-def unread_or_none(quantization: Quantization, name: str) -> str | None:
-    """Like `unread`; opening the checkpoint reports errors of its configuration, except with stored=True."""
-    try:
-        return unread(quantization, name)
-    except UnsupportedError:
-        return None
-
-
-def unread_specs(quantization: Quantization, name: str, specs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Like `unread`, for the `quark_specs` of the tensor."""
+    specs = _specs_of(quantization, name)
     if _is_rotated(quantization, _module_of(name)):
         return "Quark's weights in a rotated basis (algo_config)"
     kinds = [brief(str(spec.get("dtype"))) for spec in specs]
@@ -311,12 +316,12 @@ def unread_specs(quantization: Quantization, name: str, specs: Sequence[Mapping[
         return f"Quark's {kinds[0]} with scales of e5m3"
     if len(specs) > 1 and kinds not in (["fp4", "fp8_e4m3"], ["fp8_e4m3", "int4"], ["fp8_e4m3", "uint4"]):
         return f"Quark's {' and '.join(kinds[:3])} in stages"
-    if kinds and "dtype" in specs[0] and kinds[0] not in quark_dtypes():
+    if kinds and "dtype" in specs[0] and kinds[0] not in _dtypes():
         return f"Quark's {kinds[0]}"
     return None
 
 
-def quark_specs(quantization: Quantization, name: str) -> list[Mapping[str, Any]]:
+def _specs_of(quantization: Quantization, name: str) -> list[Mapping[str, Any]]:
     """Return Quark's settings of a tensor, an item per stage of quantization."""
     value = _layer(quantization, _module_of(name))["global_quant_config"].get(
         "bias" if name.endswith(".bias") else "weight"

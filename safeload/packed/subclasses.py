@@ -14,8 +14,7 @@ from ..errors import FormatError
 from ..stores.json_file import parse_json
 from .families import FP8, Family
 from .floats import plain
-from .grid import Misfit, Refused, label_of, matrices_of
-from .packed_group import NUMBERS, PackedGroup
+from .packed_group import NUMBERS, Misfit, PackedGroup, Refused, matrices_of, one_scale
 
 # torchao's types with 8-bit numbers in the order of the tensor. Other types are in kernel order, or have two scales.
 _TYPES = frozenset(("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor"))
@@ -28,40 +27,27 @@ def quanto(group: PackedGroup) -> Packing:
         return plain(group)
     if scale != (shape[0], *(1 for _ in shape[1:])):
         raise Misfit(f"scales {list(scale)} do not fit codes {list(shape)}: expected one per index of the first axis")
-    inner, numbers = math.prod(shape[1:]), group.row.code
-    prefix = "fp8" if numbers in FP8 else "int8"
-    return group.packing(
-        prefix,
-        f"{prefix} row",
-        shape,
-        8,
-        numbers,
-        matrices=shape[0],
-        rows=1,
-        columns=inner,
-        row_bytes=inner,
-        grid=Grid(1, max(1, inner), 1, 1),
-    )
+    inner = math.prod(shape[1:])
+    grid, label = Grid(1, max(1, inner), 1, 1), f"{group.prefix} row"
+    return group.in_bytes(grid, label=label, matrices=shape[0], rows=1, columns=inner, row_bytes=inner)
 
 
 def torchao(group: PackedGroup) -> Packing:
     """``X._weight_qdata`` and ``X._weight_scale``, for any parameter; scales divide the codes into equal blocks."""
-    shape, scale, numbers = group.stored, group.scales, group.row.code
+    shape = group.stored
     _check_type(group)
     if packing.FACTORS in group.parts:
         raise Refused("its act_pre_scale multiplies the activations, so weights alone do not give the model's results")
     if group.scale_code not in NUMBERS:
         raise Refused(f"its {group.scale_code} scales look like MXTensor's, which can be swizzled")
     zeros = group.has_zeros()
-    grid = _grid(shape, scale)
-    prefix = "fp8" if numbers in FP8 else "int8"
-    return group.packing(prefix, label_of(prefix, grid, shape, zeros), shape, 8, numbers, grid=grid)
+    return group.in_bytes(_grid(shape, group.scales), zeros=zeros)
 
 
 def _grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
     _, rows, columns = matrices_of(shape)
     if math.prod(scale) == 1:
-        return Grid(max(1, rows), max(1, columns), 1, 1, shared=True)
+        return one_scale(shape, shared=True)
     down, across = scale[-2:] if len(scale) == len(shape) > 1 else (0, 0)
     if scale[:-2] != shape[:-2] or not down or not across or rows % down or columns % across:
         raise Misfit(f"scales {list(scale)} do not divide codes {list(shape)} into equal blocks")

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import code_ranges
+from builders.inside import restore
 from builders.thorough import part_of
 
 import safeload
@@ -168,7 +168,7 @@ def test_a_flat_tensor_is_divided(tmp_path, monkeypatch):
     inside.tune(monkeypatch, grid_bytes=4096)
     with safeload.open(folder) as opened:
         packed = opened.weight_files[0].table.packed(0).packing
-        ranges = list(code_ranges.ranges_of(packed))
+        ranges = list(restore.ranges_of(packed))
         assert len(ranges) == 5
         assert [one.column for one in ranges] == [65536 * k for k in range(5)]
         assert sum(one.columns for one in ranges) == 300_096

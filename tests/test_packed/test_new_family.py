@@ -12,7 +12,7 @@ FAMILY = """
 from ..base import packing
 from ..base.native import lib
 from .families import Engine, Family, Preset, parts_of
-from .grid import Misfit, whole_grid
+from .packed_group import Misfit, whole_grid
 from .quantization import with_quantization
 
 

@@ -14,8 +14,7 @@ from ...base import dtypes
 from ...base.arrays import Array, foreign_order
 from ...base.packing import Packed, Packing, by_columns, row_unit
 from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
-from ..codes.code_ranges import Range, flat_ranges, rows_apart, rows_range, values_before
-from ..codes.restore import restore_jobs
+from ..codes.restore import Range, flat_ranges, restore_jobs, rows_apart, rows_range, values_before
 from ..read.delivery import deliver
 from ..read.plan import Entry
 from ..read.tensors import Tensors
@@ -86,9 +85,9 @@ def _flat_chunks(entry: Entry, packing: Packing, limit: int) -> Iterator[Chunk] 
     """Divide flat codes into chunks of at most ``limit`` values."""
     element = entry.dtype.itemsize
     ranges = list(flat_ranges(packing, limit))
-    if ranges[0].columns_of(packing) > limit:
+    if ranges[0].columns > limit:
         return None
-    return (Chunk(entry, span.column * element, span.columns_of(packing) * element, span) for span in ranges)
+    return (Chunk(entry, span.column * element, span.columns * element, span) for span in ranges)
 
 
 def _packed_chunks(entry: Entry, packed: Packed, limit: int) -> Iterator[Chunk] | None:
@@ -103,7 +102,7 @@ def _packed_chunks(entry: Entry, packed: Packed, limit: int) -> Iterator[Chunk] 
     if matrix <= limit:
         step = limit // matrix
         ranges = (
-            Range(first, min(step, packing.matrices - first), 0, packing.rows)
+            Range(first, min(step, packing.matrices - first), 0, packing.rows, 0, packing.columns)
             for first in range(0, packing.matrices, step)
         )
     else:
@@ -123,7 +122,7 @@ def _packed_chunks(entry: Entry, packed: Packed, limit: int) -> Iterator[Chunk] 
         Chunk(
             entry,
             values_before(packing, span) * element,
-            span.matrices * span.rows * span.columns_of(packing) * element,
+            span.values * element,
             span,
         )
         for span in ranges

@@ -17,7 +17,7 @@ from ..run.job import Job, Origin
 from ..run.memory import address_of, private_array
 from ..run.slice import TAKE, check_index, read_rows
 from . import grids, restore
-from .code_ranges import Range, bytes_before, rows_apart, rows_range, values_before, whole
+from .restore import Range, bytes_before, rows_apart, rows_range, values_before, whole
 
 # Parts that are shared by the first axis, or divided separately.
 _OF_ALL = frozenset(
@@ -57,32 +57,41 @@ def rows_of(packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice
 
     Parts in memory are views if there is a single run.
     """
-    unit = row_block(packed, parts)
+    unit, rows, grid = row_block(packed, parts), packed.shape[0], packed.grid
     if not unit:
         raise ValueError(f"{packed.label} {list(packed.shape)} cannot be sliced: dequantize it and slice the values")
     for run in runs:
-        _check_unit(packed, run, unit, last=run is runs[-1])
-    if packed.flat:
-        return _rows_of_flat(packed, parts, runs)
-    count = sum(run.stop - run.start for run in runs)
+        if run.start % unit or (run.stop % unit and not (run is runs[-1] and run.stop == rows)):
+            raise ValueError(
+                f"rows {run.start} to {run.stop} of {packed.label} are not whole blocks of {unit} rows: dequantize it "
+                "and slice the values"
+            )
+    shape = (sum(run.stop - run.start for run in runs), *packed.shape[1:])
+    changed, scales = packed._replace(shape=shape), [_times(run, _scales_per_row(packed)) for run in runs]
     sliced: dict[str, Array] = {}
-    if packing.SHAPE in parts:
-        sliced[packing.SHAPE] = _with_length(parts[packing.SHAPE].whole(), packed.shape, count)
-    if packing.STATE in parts:
-        sliced[packing.STATE] = _with_state(parts[packing.STATE].whole(), (count, *packed.shape[1:]))
-    if packing.NESTED in parts:
-        scales = _scales_per_row(packed)
-        sliced[packing.NESTED] = _nested_of(packed, parts, [_times(run, scales) for run in runs])
-    if len(packed.shape) > 2:
-        matrices = packed.matrices // max(1, packed.shape[0])  # per index of the first axis
+    if packed.flat:
+        changed, scales = _rows_of_flat(changed, parts, runs, sliced)
+    elif len(shape) > 2:
+        changed = changed._replace(matrices=shape[0] * (packed.matrices // max(1, rows)))
         for role, part in parts.items():
-            if role == packing.CODES or _is_apart(packed, role, part):
-                sliced[role] = part.along(runs, packed.shape[0])
-        changed = packed._replace(shape=(count, *packed.shape[1:]), matrices=count * matrices)
+            shared = role in _OF_ALL or (grid is not None and grid.shared) or part.size == 1
+            if role == packing.CODES or not shared:
+                sliced[role] = part.along(runs, rows)
     elif by_columns(packed):
-        changed = _rows_by_columns(packed, parts, runs, sliced)
+        changed = _rows_by_columns(changed, parts, runs, sliced)
     else:
-        changed = _rows_of_matrix(packed, parts, runs, sliced)
+        changed = _rows_of_matrix(changed, parts, runs, sliced)
+    if packing.SHAPE in parts:
+        sliced[packing.SHAPE] = parts[packing.SHAPE].whole().copy()
+        if len(sliced[packing.SHAPE]) == len(shape):  # else without the first axis
+            sliced[packing.SHAPE][0] = shape[0]
+    if packing.STATE in parts:
+        import json  # as in stores/json_file
+
+        state = {**json.loads(parts[packing.STATE].whole().tobytes()), "shape": list(shape)}
+        sliced[packing.STATE] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    if packing.NESTED in parts:
+        sliced[packing.NESTED] = parts[packing.NESTED].ranges(_over(scales, packed.nested_block))
     return changed, {role: sliced[role] if role in sliced else part.whole() for role, part in parts.items()}
 
 
@@ -90,23 +99,28 @@ def _rows_by_columns(
     packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
 ) -> Packing:
     """`rows_of` for a matrix with codes in columns; ``sliced`` is extended."""
-    count = sum(run.stop - run.start for run in runs)
+    count, length, zeros = packed.shape[0], max(1, packed.columns), packed.zeros
     for role in (packing.CODES, packing.SCALE, packing.ZERO):
-        if role in parts:
-            sliced[role] = _columns_of(parts[role].whole(), runs, packed.columns)
+        if role in parts:  # columns of the part, or words for this many codes
+            array = parts[role].whole()
+            width = array.shape[-1]
+            places = [slice(run.start * width // length, -(-run.stop * width // length)) for run in runs]
+            sliced[role] = array[:, places[0] if len(places) == 1 else positions_of(places)]
     assert packed.grid is not None
-    grid, zeros = packed.grid._replace(columns=count), packed.zeros
     if zeros is not None:  # resolved by all codes of the tensor, because a few could be ambiguous
-        zeros = _settled(packed, zeros, parts[packing.ZERO].whole())
-    changed = packed._replace(columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros)
-    return changed._replace(shape=(count, packed.rows))
+        stored, _owner = grids.in_memory(packed, {packing.ZERO: parts[packing.ZERO].whole()})
+        zeros, _ = grids.settled(zeros, packed.grid, stored.parts[packing.ZERO], 1)
+    grid = packed.grid._replace(columns=count)
+    return packed._replace(
+        shape=(count, packed.rows), columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros
+    )
 
 
 def _rows_of_matrix(
     packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
 ) -> Packing:
     """`rows_of` for a matrix with codes in rows; ``sliced`` is extended."""
-    count, grid, block = sum(run.stop - run.start for run in runs), packed.grid, row_unit(packed)
+    count, grid, block = packed.shape[0], packed.grid, row_unit(packed)
     if packed.layout == packing.MASKED:
         sliced.update(_rows_of_masked(packed, parts, runs))
     else:
@@ -119,7 +133,7 @@ def _rows_of_matrix(
         grid = grid._replace(rows=sum(run.stop - run.start for run in _over(runs, block)))
     elif grid is not None:
         grid = grid._replace(row_block=max(1, count))
-    return packed._replace(shape=(count, *packed.shape[1:]), rows=count, grid=grid)
+    return packed._replace(rows=count, grid=grid)
 
 
 def _rows_of_masked(packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice]) -> dict[str, Array]:
@@ -160,87 +174,28 @@ def _rows_in_word(zeros: Zeros | None) -> int:
 
 
 def _rows_of_flat(
-    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice]
-) -> tuple[Packing, dict[str, Array]]:
-    """`rows_of` for a flat tensor with blocks across rows."""
-    grid, inner = packed.grid, math.prod(packed.shape[1:])
+    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
+) -> tuple[Packing, list[slice]]:
+    """`rows_of` for a flat tensor with blocks across rows; also returns the runs of its scales."""
+    grid, inner, codes = packed.grid, math.prod(packed.shape[1:]), parts[packing.CODES]
     assert grid is not None
-    shape = sum(run.stop - run.start for run in runs), *packed.shape[1:]
-    columns, values = shape[0] * inner, [_times(run, inner) for run in runs]
-    blocks = _over(values, grid.column_block)
-    codes = parts[packing.CODES]
+    columns, values = packed.shape[0] * inner, [_times(run, inner) for run in runs]
+    blocks, size = _over(values, grid.column_block), codes.dtype.itemsize
     if packed.layout == packing.BLOCKS:
-        changed = packed._replace(shape=shape, columns=columns, row_bytes=bytes_before(packed, columns))
-        changed = changed._replace(grid=grid._replace(columns=columns // grid.column_block))
         stored = [slice(bytes_before(packed, run.start), bytes_before(packed, run.stop)) for run in values]
-        return changed, {packing.CODES: codes.ranges(stored)}
-    # The last byte of an odd number of values is half used.
-    nbytes = codes.size * codes.dtype.itemsize
-    halves = [
-        slice(run.start // 2, nbytes if run.stop == packed.columns > run.start else run.stop // 2) for run in values
-    ]
-    size = codes.dtype.itemsize
-    if any(half.start % size or half.stop % size for half in halves):
-        codes, size = PartRows(jobs.native_order(np.ascontiguousarray(codes.whole())).reshape(-1).view(np.uint8)), 1
-    sliced = {
-        packing.CODES: codes.ranges([slice(half.start // size, half.stop // size) for half in halves]),
-        packing.SCALE: parts[packing.SCALE].ranges(blocks),
-        packing.STATE: _with_state(parts[packing.STATE].whole(), shape),
-    }
-    if packing.NESTED in parts:
-        sliced[packing.NESTED] = _nested_of(packed, parts, blocks)
+        sliced[packing.CODES] = codes.ranges(stored)
+    else:  # the last byte of an odd number of values is half used
+        last = codes.size * size
+        halves = [
+            slice(run.start // 2, last if run.stop == packed.columns > run.start else run.stop // 2) for run in values
+        ]
+        if any(half.start % size or half.stop % size for half in halves):
+            raw = jobs.native_order(np.ascontiguousarray(codes.whole())).reshape(-1).view(np.uint8)
+            codes, size = PartRows(raw), 1
+        sliced[packing.CODES] = codes.ranges([slice(half.start // size, half.stop // size) for half in halves])
+        sliced[packing.SCALE] = parts[packing.SCALE].ranges(blocks)
     grid = grid._replace(columns=sum(run.stop - run.start for run in blocks))
-    changed = packed._replace(shape=shape, columns=columns, row_bytes=-(-columns // 2), grid=grid)
-    return changed, {role: sliced[role] if role in sliced else part.whole() for role, part in parts.items()}
-
-
-def _nested_of(packed: Packing, parts: Mapping[str, PartRows], scales: Sequence[slice]) -> Array:
-    """Return the second-level scales of runs of scales."""
-    return parts[packing.NESTED].ranges(_over(scales, packed.nested_block))
-
-
-def _check_unit(packed: Packing, rows: slice, unit: int, *, last: bool) -> None:
-    if rows.start % unit or (rows.stop % unit and not (last and rows.stop == packed.shape[0])):
-        raise ValueError(
-            f"rows {rows.start} to {rows.stop} of {packed.label} are not whole blocks of {unit} rows: dequantize it "
-            "and slice the values"
-        )
-
-
-def _with_length(stored: Array, shape: tuple[int, ...], length: int) -> Array:
-    """Return a stored shape with another length of the first axis."""
-    changed: Array = stored.copy()
-    if len(stored) == len(shape):
-        changed[0] = length
-    return changed
-
-
-def _with_state(stored: Array, shape: tuple[int, ...]) -> Array:
-    """Return the JSON of bitsandbytes with another shape."""
-    import json  # as in stores/json_file
-
-    state = json.loads(stored.tobytes())
-    return np.frombuffer(json.dumps({**state, "shape": list(shape)}).encode(), np.uint8)
-
-
-def _is_apart(packed: Packing, role: str, part: PartRows) -> bool:
-    """Return True if a part has separate elements for each index of the first axis."""
-    shared = packed.grid is not None and packed.grid.shared
-    return not (role in _OF_ALL or shared or part.size == 1)
-
-
-def _settled(packed: Packing, zeros: Zeros, stored: Array) -> Zeros:
-    grid, raw = packed.grid, np.ascontiguousarray(jobs.native_order(stored)).reshape(-1).view(np.uint8)
-    assert grid is not None
-    return grids.settled(zeros, grids.only_code(zeros, grid, lambda at, size: raw[at : at + size], 1))
-
-
-def _columns_of(array: Array, runs: Sequence[slice], length: int) -> Array:
-    """Return runs of the last axis of a part with ``length`` columns, or words for this many codes."""
-    width, length = array.shape[-1], max(1, length)
-    places = [slice(run.start * width // length, -(-run.stop * width // length)) for run in runs]
-    view: Array = array[:, places[0]] if len(places) == 1 else array[:, positions_of(places)]
-    return view
+    return packed._replace(columns=columns, row_bytes=bytes_before(packed, columns), grid=grid), blocks
 
 
 def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
@@ -250,9 +205,8 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
     rows = selected(index, shape)
     part = _range_of(packed.packing, rows)
     row = dtypes.BY_NAME[dtype.name]
-    elements = part.rows * part.columns_of(packed.packing)
     before = values_before(packed.packing, part)
-    flat = private_array((part.matrices * elements,), dtype)
+    flat = private_array((part.values,), dtype)
     if flat.size:
         batch = jobs.Batch()
         memory = batch.into(flat) - row.nbytes(before)
@@ -311,7 +265,7 @@ def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
         return Range(0, 1, 0, 1, begin, min(packed.columns, -(-stop * inner // block) * block) - begin)
     if len(packed.shape) > 2:
         matrices = packed.matrices // max(1, packed.shape[0])
-        return Range(start * matrices, (stop - start) * matrices, 0, packed.rows)
+        return Range(start * matrices, (stop - start) * matrices, 0, packed.rows, 0, packed.columns)
     if len(packed.shape) == 2 and rows_apart(packed):
         block = row_unit(packed)
         begin = start // block * block

@@ -83,15 +83,11 @@ def source_pieces(source: Source) -> Iterator[memoryview]:
     if source.file is not None:
         yield from file_pieces(source.file, source.offset, source.offset + source.size)
     elif source.size:
-        yield from (piece.data for piece in _cut(memory_of(source)))
+        raw = memory_of(source)
+        yield from (raw[at : at + PIECE].data for at in range(0, raw.size, PIECE))
 
 
 def memory_of(source: Source) -> Array:
     """Return the bytes of a source in memory."""
     array: Array = np.asarray(source.owner)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _cut(raw: Array) -> Iterator[Array]:
-    for at in range(0, raw.size, PIECE):
-        yield raw[at : at + PIECE]

@@ -20,7 +20,7 @@ from ..run.job import Channels, Job
 from ..run.memory import address_of, overlapping
 from ..run.slice import TAKE, check_index
 from ..run.threads import check_threads
-from . import packed_rows, restore
+from . import grids, packed_rows, restore
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -68,7 +68,7 @@ class QuantizedTensor:
     """
 
     __hash__ = None  # type: ignore[assignment]
-    __slots__ = ("_names", "_packing", "_roles", "axis", "data", "scale", "scheme", "shape")
+    __slots__ = ("axis", "data", "names", "packing", "roles", "scale", "scheme", "shape")
 
     @public
     def __init__(
@@ -79,9 +79,10 @@ class QuantizedTensor:
         self.data = data
         self.scale = scale
         self.axis = axis
-        self._packing: Packing | None = None
-        self._names: Mapping[str, str] = {}
-        self._roles: Mapping[str, Array] = {}
+        # Internal, of packed tensors: layout and meaning of the codes, and by role names and arrays of the parts.
+        self.packing: Packing | None = None
+        self.names: Mapping[str, str] = {}
+        self.roles: Mapping[str, Array] = {}
         data_storage, scale_storage = storage_of(scheme, self.shape, axis)
         _check(f"{scheme} data", data, data_storage)
         if scale_storage is None:
@@ -102,38 +103,14 @@ class QuantizedTensor:
         tensor = cls.__new__(cls)
         tensor.scheme, tensor.shape, tensor.data = packing.label, packing.shape, arrays[CODES]
         tensor.scale, tensor.axis = None, None
-        tensor._packing, tensor._names, tensor._roles = packing, names, arrays
+        tensor.packing, tensor.names, tensor.roles = packing, names, arrays
         return tensor
-
-    @property
-    def packing(self) -> Packing | None:
-        """Layout and meaning of the codes of a packed tensor; None for int8 and blocks. Internal.
-
-        :meta private:
-        """
-        return self._packing
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        """Names of the parts of a packed tensor by role. Internal.
-
-        :meta private:
-        """
-        return self._names
-
-    @property
-    def roles(self) -> Mapping[str, Array]:
-        """The parts of a packed tensor by role. Internal.
-
-        :meta private:
-        """
-        return self._roles
 
     @property
     def parts(self) -> dict[str, Array]:
         """The stored arrays by name."""
-        if self._packing is not None:
-            return {self._names.get(role, _UNNAMED.get(role, role)): array for role, array in self._roles.items()}
+        if self.packing is not None:
+            return {self.names.get(role, _UNNAMED.get(role, role)): array for role, array in self.roles.items()}
         return {"data": self.data} if self.scale is None else {"data": self.data, "scale": self.scale}
 
     @property
@@ -177,7 +154,7 @@ class QuantizedTensor:
             ValueError: ``out`` does not fit.
         """
         target = dtypes.parse(dtype)
-        row = row_of(self.scheme) if self._packing is None and self.scheme != INT8 else _F32
+        row = row_of(self.scheme) if self.packing is None and self.scheme != INT8 else _F32
         if not target.floating or target.packed or not row.converts_to(target):
             raise UnsupportedError(f"cannot dequantize {self.scheme} to {target.name}")
         check_threads(threads)
@@ -195,7 +172,7 @@ class QuantizedTensor:
             batch.add(Job(*place, lib.SL_OP_CONVERT))
         else:
             packed, owner = restoring
-            name = self._names.get(CODES, "")
+            name = self.names.get(CODES, "")
             for job in restore.restore_jobs(packed, batch.into(result), target.number, name, owner=owner):
                 batch.add(job)
         batch.run(threads=threads)
@@ -206,12 +183,12 @@ class QuantizedTensor:
 
         :meta private:
         """
-        if self._packing is not None:
-            return restore.in_memory(self._packing, self._roles)
+        if self.packing is not None:
+            return grids.in_memory(self.packing, self.roles)
         if self.scale is None:
             return None
         arrays = {CODES: self.data, SCALE: np.ascontiguousarray(self.scale, np.float32)}
-        return restore.in_memory(int8_packing(self.shape, self.axis), arrays)
+        return grids.in_memory(int8_packing(self.shape, self.axis), arrays)
 
     @public
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -234,23 +211,16 @@ class QuantizedTensor:
         if step != 1 or not self.shape:
             raise ValueError("a quantized tensor can only be sliced along its first axis, with step 1")
         rows = slice(start, max(start, stop))
-        if self._packing is None:
-            if self.scheme != INT8 and len(self.shape) == 1:
-                raise ValueError(
-                    f"a 1-d {self.scheme} tensor has blocks along its only axis: dequantize it and slice the values"
-                )
-            return self._rows(rows)
-        parts = {role: packed_rows.PartRows(array) for role, array in self._roles.items()}
-        packing, arrays = packed_rows.rows_of(self._packing, parts, [rows])
-        return QuantizedTensor.of_parts(packing, self._names, arrays)
-
-    def _rows(self, rows: slice) -> QuantizedTensor:
-        """Return a range of the first axis; the whole tensor if it is 1-D and in blocks."""
-        data, scale = self.data[rows], self.scale
+        if self.packing is not None:
+            parts = {role: packed_rows.PartRows(array) for role, array in self.roles.items()}
+            packing, arrays = packed_rows.rows_of(self.packing, parts, [rows])
+            return QuantizedTensor.of_parts(packing, self.names, arrays)
         if self.scheme != INT8 and len(self.shape) == 1:
-            return self
-        if self.axis == 0 and scale is not None:
-            scale = scale[rows]
+            raise ValueError(
+                f"a 1-d {self.scheme} tensor has blocks along its only axis: dequantize it and slice the values"
+            )
+        scale = self.scale[rows] if self.axis == 0 and self.scale is not None else self.scale
+        data = self.data[rows]
         return QuantizedTensor(self.scheme, (len(data), *self.shape[1:]), data, scale, self.axis)
 
     def __eq__(self, other: object) -> bool:
@@ -258,9 +228,13 @@ class QuantizedTensor:
             return NotImplemented
         return (
             (self.scheme, self.shape, self.axis) == (other.scheme, other.shape, other.axis)
-            and self._packing == other._packing
+            and self.packing == other.packing
             and self.parts.keys() == other.parts.keys()
-            and all(_same_bytes(array, other.parts[name]) for name, array in self.parts.items())
+            and all(
+                (array.dtype, array.shape) == (other.parts[name].dtype, other.parts[name].shape)
+                and np.array_equal(_bytes(array), _bytes(other.parts[name]))
+                for name, array in self.parts.items()
+            )
         )
 
     def __repr__(self) -> str:
@@ -268,8 +242,8 @@ class QuantizedTensor:
         return f"<QuantizedTensor {self.scheme} {list(self.shape)}{axis}, {self.nbytes:,} bytes>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._packing is not None:
-            return QuantizedTensor.of_parts, (self._packing, dict(self._names), dict(self._roles))
+        if self.packing is not None:
+            return QuantizedTensor.of_parts, (self.packing, dict(self.names), dict(self.roles))
         return type(self), (self.scheme, self.shape, self.data, self.scale, self.axis)
 
 
@@ -280,10 +254,6 @@ def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.
     start, stop = packed_rows.selected(index, shape) if len(shape) > 1 else (0, None)
     values = (tensor if stop is None else tensor[start:stop]).dequantize(dtype)
     return packed_rows.part_of(values, index, shape, start)
-
-
-def _same_bytes(a: Array, b: Array) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and np.array_equal(_bytes(a), _bytes(b))
 
 
 def _bytes(array: Array) -> Array:

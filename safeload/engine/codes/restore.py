@@ -1,4 +1,4 @@
-"""Dequantize packed tensors: read and check their scales, and describe their codes to the C core.
+"""Dequantize packed tensors in ranges: read and check their scales, and describe their codes to the C core.
 
 The float32 arithmetic follows the libraries that write the checkpoints: each step is rounded once.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...base import dtypes, packing
-from ...base.arrays import Array, ArraySpec
+from ...base.arrays import Array
 from ...base.messages import error_about
-from ...base.native import ffi, lib
+from ...base.native import lib, short
 from ...base.packing import Grid, Packed, Packing, Part, Zeros, by_columns
 from ...base.text import show
 from ...errors import FormatError
@@ -23,58 +23,188 @@ from ..run import jobs
 from ..run.cast import astype
 from ..run.job import Job, Origin
 from ..run.memory import address_of
-from . import grids, masked
-from .code_ranges import Range, bytes_before, mask_bytes, ranges_of, stored_rows, values_before, whole
+from . import grids
+from .grids import read_part
 
 _F32 = dtypes.BY_CODE["F32"]
 
-# Roles of the parts that become float32 grids.
-_SCALES = frozenset((packing.SCALE, packing.ZERO, packing.BIAS, packing.NESTED))
+# float32 scales, zeros and biases of a job. A tensor with more is restored in ranges of rows, so that scales cannot
+# double the memory of a load.
+_GRID_BYTES = 16 << 20
+# Ranges have a multiple of this many columns of codes: whole words of every width.
+_COLUMN_STEP = 32
+# Elements of the longest block of any target dtype.
+_LONGEST_BLOCK = 256
+# Parts of up to this size are read together, because each use of a file takes longer.
+_SMALL_PART = 1 << 20
+
+# Parts that become float32 grids, with their field of an ``sl_packed``.
+_GRIDS = {packing.SCALE: "scales", packing.BIAS: "biases", packing.ZERO: "zeros"}
+# Rules of scales that the core does not compute.
+_AS_FLOATS = (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE)
 # The unused code of ternary planes.
 _NOT_TERNARY = 3
 
 
+# ---- ranges ----
+
+
+class Range(NamedTuple):
+    """Whole matrices of a packed tensor, or rows or columns of a single matrix.
+
+    Only flat codes, and codes with columns that are rows of the values, have ranges of columns.
+    """
+
+    first: int  # first matrix
+    matrices: int  # number of matrices
+    row: int  # first row, a multiple of the grid's `row_block`
+    rows: int  # number of rows
+    column: int  # first column, a multiple of the grid's `column_block`
+    columns: int  # number of columns
+
+    @property
+    def values(self) -> int:
+        """Number of values."""
+        return self.matrices * self.rows * self.columns
+
+
+def whole(packed: Packing) -> Range:
+    """Return the range of a whole tensor."""
+    return Range(0, packed.matrices, 0, packed.rows, 0, packed.columns)
+
+
+def ranges_of(packed: Packing) -> Iterator[Range]:
+    """Divide a tensor into ranges with little memory for scales."""
+    grid, matrices, step = packed.grid, packed.matrices, packed.rows
+    matrix = 0 if grid is None or grid.shared else grid.rows * grid.columns * 4
+    if packed.layout == packing.MASKED and packed.columns:  # by the memory of the bitmask and row offsets
+        cost, unit = _mask_bytes(packed) + 8, 1
+        if grid is not None and grid.rows > 1:
+            cost, unit = cost + 4 * grid.columns, grid.row_block
+        matrices, step = 1, max(1, _GRID_BYTES // (cost * unit)) * unit
+    elif grid is None or matrices * matrix <= _GRID_BYTES:
+        yield whole(packed)
+        return
+    elif packed.flat:
+        yield from flat_ranges(packed, _GRID_BYTES // 4 * grid.column_block)
+        return
+    else:
+        matrices = max(1, _GRID_BYTES // matrix)
+        if matrices == 1 and by_columns(packed):
+            yield from _columns_ranges(packed, _GRID_BYTES // (grid.rows * 4))
+            return
+        if matrices == 1 and rows_apart(packed):
+            step = max(1, _GRID_BYTES // (grid.columns * 4)) * grid.row_block
+    yield from _row_ranges(packed, matrices, step)
+
+
+def small_ranges(packed: Packing, limit: int) -> Iterator[Range]:
+    """Divide codes that are stored in another order than their values into ranges of at most ``limit`` values.
+
+    Matrices are divided only if their columns are stored separately (see `by_columns`). The first range is the largest.
+    """
+    matrices = limit // max(1, packed.rows * packed.columns)
+    if matrices == 0 and by_columns(packed):
+        return _columns_ranges(packed, limit // packed.rows)
+    return _row_ranges(packed, max(1, matrices), max(1, packed.rows))
+
+
+def _row_ranges(packed: Packing, matrices: int, step: int) -> Iterator[Range]:
+    for first in range(0, packed.matrices, matrices):
+        for row in range(0, packed.rows, step):
+            count, rows = min(matrices, packed.matrices - first), min(step, packed.rows - row)
+            yield Range(first, count, row, rows, 0, packed.columns)
+
+
+def _columns_ranges(packed: Packing, limit: int) -> Iterator[Range]:
+    """Divide each matrix into ranges of at most ``limit`` columns of codes, but at least a whole word."""
+    step = max(1, limit // _COLUMN_STEP) * _COLUMN_STEP
+    for first in range(packed.matrices):
+        for column in range(0, packed.columns, step):
+            yield rows_range(packed, first, column, min(column + step, packed.columns))
+
+
+def flat_ranges(packed: Packing, limit: int) -> Iterator[Range]:
+    """Divide flat codes into ranges of up to ``limit`` values, but at least a block of the scales and of any dtype."""
+    block = math.lcm(_LONGEST_BLOCK, 1 if packed.grid is None else packed.grid.column_block)
+    step = max(1, limit // block) * block
+    for column in range(0, packed.columns, step):
+        yield Range(0, 1, 0, 1, column, min(step, packed.columns - column))
+
+
+def rows_range(packed: Packing, matrix: int, begin: int, end: int) -> Range:
+    """Return the range of rows [begin, end) of a matrix of values: rows of codes, or columns."""
+    if by_columns(packed):
+        return Range(matrix, 1, 0, packed.rows, begin, end - begin)
+    return Range(matrix, 1, begin, end - begin, 0, packed.columns)
+
+
+def values_before(packed: Packing, part: Range) -> int:
+    """Return the number of values before a range."""
+    if by_columns(packed):
+        return (part.first * packed.columns + part.column) * packed.rows
+    return (part.first * packed.rows + part.row) * packed.columns + part.column
+
+
+def rows_apart(packed: Packing) -> bool:
+    """Return True if rows of the values can be dequantized separately."""
+    return by_columns(packed) or not (packed.transpose or packed.layout in (packing.COLUMNS, packing.PLANES))
+
+
+def bytes_before(packed: Packing, column: int) -> int:
+    """Return the bytes of a stored row before a column, which begins at a byte, or of all columns."""
+    if packed.layout == packing.COLUMNS:
+        return column * 4
+    blocks = dtypes.BLOCK_TYPES.get(packed.numbers) if packed.layout == packing.BLOCKS else None
+    return -(-column * packed.bits // 8) if blocks is None else column // blocks.block * blocks.block_bytes
+
+
+# ---- codes ----
+
+
 class CodeReader:
-    """The codes of a range. Its scales are read, checked and combined when the job runs."""
+    """The codes of a range. Its scales are read, checked and combined when the job runs.
+
+    ``begin`` and ``nbytes`` locate the codes, ``cost`` is the size of the arrays that `prepare` makes.
+    """
 
     def __init__(self, packed: Packed, part: Range, name: str, stored: Mapping[str, Part] | None = None) -> None:
-        self._packed, self._parts = packed
-        self._part, self._name = part, name
-        self._stored = packed.parts if stored is None else stored
+        spec, self._parts = packed
+        self._packed, self._part, self._name = spec, part, name
+        self._stored = packed.parts if stored is None else stored  # with the paths of files
+        self.row_bytes = bytes_before(spec, part.columns) if spec.flat else spec.row_bytes
+        codes, self._down = self._parts[packing.CODES], by_columns(spec)
+        depth = {packing.COLUMNS: 32, packing.PLANES: 8}.get(spec.layout, spec.bits)  # bits of a column in a stored row
+        rows = part.matrices * (part.rows * spec.bits // depth)
+        before = part.first * (spec.rows * spec.bits // depth) + part.row * spec.bits // depth
+        self.begin = codes.begin + before * spec.row_bytes + bytes_before(spec, part.column)
+        self.nbytes, self.cost = rows * self.row_bytes, 0
+        self._owners: list[Array] = []  # of parts in memory
+        if spec.layout == packing.MASKED:
+            self.begin, self.nbytes = codes.begin, codes.end - codes.begin
+            self.cost = (_mask_bytes(spec) + 8) * part.rows
+        elif self._down:  # from the first word of the columns to the last
+            self.nbytes = max(0, rows - 1) * self.row_bytes + min(rows, 1) * bytes_before(spec, part.columns)
+        if spec.grid is not None:
+            self._place = self._place_in(spec.grid)
+            (_, count), (rows_of, columns_of) = self._place
+            scales = count * (rows_of.stop - rows_of.start) * (columns_of.stop - columns_of.start)
+            self.cost += 4 * scales * len(_GRIDS.keys() & self._parts)
 
-    @property
-    def cost(self) -> int:
-        grid = self._packed.grid
-        places = (mask_bytes(self._packed) + 8) * self._part.rows if self._packed.layout == packing.MASKED else 0
-        kinds = len(_SCALES & self._parts.keys())
-        scales = 0 if grid is None else 4 * kinds * self._part.matrices * grid.rows * self._grid_columns(grid)
-        return places + scales
-
-    @property
-    def nbytes(self) -> int:
-        packed, part = self._packed, self._part
-        if packed.layout == packing.MASKED:
-            codes = self._parts[packing.CODES]
-            return codes.end - codes.begin
-        rows = part.matrices * stored_rows(packed, part.rows)
-        if by_columns(packed):  # from the first word of the columns to the last
-            return max(0, rows - 1) * packed.row_bytes + min(rows, 1) * bytes_before(packed, part.columns_of(packed))
-        return rows * self._row_bytes
-
-    @property
-    def _row_bytes(self) -> int:
-        packed = self._packed
-        return bytes_before(packed, self._part.columns_of(packed)) if packed.flat else packed.row_bytes
-
-    def _grid_columns(self, grid: Grid) -> int:
-        """Return the number of columns of the range's grid."""
-        packed = self._packed
-        divided = packed.flat or by_columns(packed)
-        return -(-self._part.columns_of(packed) // grid.column_block) if divided else grid.columns
+    def _place_in(self, grid: Grid) -> grids.Place:
+        """Return the scales of the range."""
+        part, row, column = self._part, self._part.row // grid.row_block, self._part.column // grid.column_block
+        height, width = grid.rows, grid.columns
+        if part.rows != self._packed.rows:
+            height = -(-part.rows // grid.row_block)
+        if self._packed.flat or self._down:
+            width = -(-part.columns // grid.column_block)
+        matrices = (0, 1) if grid.shared else (part.first, part.matrices)
+        return matrices, (slice(row, row + height), slice(column, column + width))
 
     def stored(self) -> dict[str, tuple[Any, int, int]]:
-        parts = {role: part for role, part in self._parts.items() if role != packing.CODES}
-        return {role: (part.file, part.begin, part.end) for role, part in parts.items()}
+        parts = self._parts.items()
+        return {role: (part.file, part.begin, part.end) for role, part in parts if role != packing.CODES}
 
     def moved(self, addresses: Mapping[str, int]) -> CodeReader:
         parts = dict(self._parts)
@@ -85,6 +215,7 @@ class CodeReader:
 
     def prepare(self) -> dict[str, Any]:
         """Return the fields of an ``sl_packed``."""
+        self._read_small_parts()
         packed, part = self._packed, self._part
         fields: dict[str, Any] = {
             "layout": packed.layout,
@@ -98,8 +229,8 @@ class CodeReader:
             "size": self.nbytes,
             "matrices": part.matrices,
             "rows": part.rows,
-            "columns": part.columns_of(packed),
-            "row_bytes": self._row_bytes,
+            "columns": part.columns,
+            "row_bytes": self.row_bytes,
             "row_block": 1,
             "column_block": 1,
         }
@@ -109,21 +240,40 @@ class CodeReader:
         elif row is not None:
             fields["codes"] = row.number
         elif packed.numbers == packing.TABLE:
-            fields["table"] = self._finite(packing.TABLE, self._floats(packing.TABLE, 0, 1 << packed.bits))
+            fields["table"] = self._finite_floats(packing.TABLE, 0, 1 << packed.bits)
         else:
             fields["table"] = _table_of(packed.numbers, packed.bits)
         if packing.SHAPE in self._parts:
             self._check_shape()
         if packed.layout == packing.MASKED:
-            fields.update(masked.fields_of(Packed(packed, self._parts), part, self._name, read_part))
+            fields.update(self._mask_fields())
         if packed.grid is not None:
             self._add_grid(fields, packed.grid)
         if packing.FACTORS in self._parts:
-            factors = self._finite(packing.FACTORS, self._floats(packing.FACTORS, 0, packed.columns))
+            factors = self._finite_floats(packing.FACTORS, 0, packed.columns)
             fields["factors"] = np.full(packed.columns, factors[0], np.float32) if factors.size == 1 else factors
         elif packed.factor != 1:
             fields["factors"] = np.full(packed.columns, packed.factor, np.float32)
         return fields
+
+    def _read_small_parts(self) -> None:
+        file = self._parts[packing.CODES].file
+        if file is None or file.remote:
+            return
+        parts, handle = dict(self._parts), file.local.begin_use()
+        try:
+            for role, part in self._parts.items():
+                size = part.end - part.begin
+                if role == packing.CODES or part.file is not file or not 0 < size <= _SMALL_PART:
+                    continue
+                array = np.empty(size, np.uint8)
+                address = address_of(array)
+                if short.sl_file_read(handle, part.begin, address, size, None) == lib.SL_OK:  # else `read_part` fails
+                    self._owners.append(array)
+                    parts[role] = part._replace(file=None, begin=address, end=address + size)
+        finally:
+            file.local.end_use()
+        self._parts = parts
 
     def _fail(self, message: str, role: str) -> FormatError:
         file = self._stored[role].file
@@ -132,20 +282,15 @@ class CodeReader:
 
     def _check_shape(self) -> None:
         part = self._parts[packing.SHAPE]
-        raw = jobs.native_order(read_part(part).view(part.row.name))
-        if tuple(raw.tolist()) != self._packed.shape[-raw.size :]:
+        stored = jobs.native_order(read_part(part).view(part.row.name)).tolist()
+        if tuple(stored) != self._packed.shape[-len(stored) :]:
             raise self._fail(
-                f"its stored shape is {show(raw.tolist())}, but its codes and scales have {list(self._packed.shape)}",
+                f"its stored shape is {show(stored)}, but its codes and scales have {list(self._packed.shape)}",
                 packing.SHAPE,
             )
 
     def _add_grid(self, fields: dict[str, Any], grid: Grid) -> None:
-        part = self._part
-        matrices, first = (1, 0) if grid.shared else (part.matrices, part.first)
-        row, column = part.row // grid.row_block, part.column // grid.column_block
-        height = grid.rows if part.rows == self._packed.rows else -(-part.rows // grid.row_block)
-        rows, columns = slice(row, row + height), slice(column, column + self._grid_columns(grid))
-        at = rows, columns
+        _, (rows, columns) = self._place
         height, width = rows.stop - rows.start, columns.stop - columns.start
         fields.update(
             row_block=grid.row_block,
@@ -154,19 +299,15 @@ class CodeReader:
             grid_columns=width,
             grid_step=0 if grid.shared else height * width,
         )
-        for role, name in (packing.SCALE, "scales"), (packing.BIAS, "biases"):
+        can_store = grids.can_store(self._packed, grid, grouped=packing.GROUPS in self._parts)
+        for role, name in _GRIDS.items():
             if role not in self._parts:
                 continue
-            stored = self._stored_numbers(role, grid, (first, matrices), at)
-            if stored is None:
-                numbers = self._elements(role, grid, (first, matrices), at)
-                stored = {name: self._finite(role, numbers, (first, rows.start, columns.start))}
-            fields.update(stored)
-        if self._packed.zeros is not None:
-            self._add_packed_zeros(fields, grid, self._packed.zeros, (first, matrices), at)
-        elif packing.ZERO in self._parts:
-            zeros = self._elements(packing.ZERO, grid, (first, matrices), at)
-            fields["zeros"] = self._finite(packing.ZERO, zeros, (first, rows.start, columns.start))
+            if role == packing.ZERO and self._packed.zeros is not None:
+                self._add_packed_zeros(fields, grid, self._packed.zeros, can_store)
+                continue
+            stored = self._stored_numbers(role, grid) if can_store else None
+            fields.update({name: self._elements(role, grid)} if stored is None else stored)
         if self._packed.symmetric and "zeros" in fields and fields["zeros"].any():
             raise self._fail(
                 f"its zero points are not all 0, but the configuration says symmetric ({fields['zeros'].max():g})",
@@ -175,17 +316,13 @@ class CodeReader:
         if packing.GROUPS in self._parts:
             fields["groups"] = self._groups(grid)
 
-    def _stored_numbers(
-        self, role: str, grid: Grid, matrices: tuple[int, int], at: tuple[slice, slice]
-    ) -> dict[str, Any] | None:
+    def _stored_numbers(self, role: str, grid: Grid) -> dict[str, Any] | None:
         """Return the fields for scales or biases as they are stored; None if they must become float32 first."""
-        packed, stored = self._packed, self._parts[role]
-        row, (rows, columns) = self._dtype_of(role), at
+        packed, stored, row = self._packed, self._parts[role], self._dtype_of(role)
         rule = packed.scale_rule if role == packing.SCALE else packing.STORED
-        if rule in (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE) or packed.family == packing.OWN:
+        if role == packing.ZERO or rule in _AS_FLOATS or packed.family == packing.OWN:
             return None
-        if not grids.can_store(packed, grid, grouped=packing.GROUPS in self._parts):
-            return None
+        matrices, (rows, columns) = self._place
         count = matrices[1] * (rows.stop - rows.start) * grid.columns
         begin = (matrices[0] * grid.rows + rows.start) * grid.columns
         if columns != slice(0, grid.columns) or begin + count > math.prod(stored.shape):
@@ -201,19 +338,16 @@ class CodeReader:
         shared = grids.shared_fields(packed, row, self._shared(), matrices)
         return None if shared is None else fields | shared
 
-    def _elements(self, role: str, grid: Grid, matrices: tuple[int, int], at: tuple[slice, slice]) -> Array:
-        """Return elements of a part as float32 [matrices, rows, columns]; whole rows of the grid are read at once."""
-        first, count = matrices
-        rows, columns = at
+    def _elements(self, role: str, grid: Grid) -> Array:
+        """Return elements of a part as finite float32 [matrices, rows, columns]; whole rows of the grid at once."""
+        (first, count), (rows, columns) = self._place
         height, width = rows.stop - rows.start, columns.stop - columns.start
+        begin = (first * grid.rows + rows.start) * grid.columns + columns.start
+        lines = 1 if width == grid.columns or count * height == 1 else count * height
         read = self._scales if role == packing.SCALE else lambda begin, n: self._floats(role, begin, n)
-        begin = (first * grid.rows + rows.start) * grid.columns
-        if width == grid.columns or count * height == 1:
-            return read(begin + columns.start, count * height * width).reshape(count, height, width)
-        elements = np.empty((count, height, width), np.float32)
-        for k in range(count * height):
-            elements.reshape(-1, width)[k] = read(begin + k * grid.columns + columns.start, width)
-        return elements
+        each = [read(begin + k * grid.columns, count * height * width // lines) for k in range(lines)] if lines else []
+        elements = each[0] if len(each) == 1 else np.array(each, np.float32)
+        return self._finite(role, elements.reshape(count, height, width), (first, rows.start, columns.start))
 
     def _dtype_of(self, role: str) -> dtypes.Dtype:
         scales = self._packed.scale_dtype if role == packing.SCALE else None
@@ -221,8 +355,7 @@ class CodeReader:
 
     def _shared(self) -> Array:
         """Return the factors or divisors of all scales."""
-        size = math.prod(self._parts[packing.GLOBAL].shape)
-        shared = self._finite(packing.GLOBAL, self._floats(packing.GLOBAL, 0, size)).reshape(-1)
+        shared = self._finite_floats(packing.GLOBAL, 0, math.prod(self._parts[packing.GLOBAL].shape)).reshape(-1)
         return shared / np.float32(2688) if self._packed.scale_rule == packing.MLX_GLOBAL else shared
 
     def _floats(self, role: str, begin: int, count: int) -> Array:
@@ -238,8 +371,7 @@ class CodeReader:
 
     def _scales(self, begin: int, count: int) -> Array:
         """Return the scales of elements [begin, begin + count) of the grid."""
-        packed = self._packed
-        rule = packed.scale_rule
+        packed, rule = self._packed, self._packed.scale_rule
         if rule == packing.NESTED_RULE:
             return self._nested(begin, count)
         scales = self._floats(packing.SCALE, begin, count)
@@ -248,11 +380,10 @@ class CodeReader:
         with np.errstate(all="ignore"):  # `_finite` refuses bad results
             if rule == packing.INVERSE:
                 return np.reciprocal(scales)
-            shared, size = self._shared(), math.prod(self._parts[packing.GLOBAL].shape)
-            if size > 1:  # a scale per expert, or per equal part of its rows
+            shared = self._shared()
+            if shared.size > 1:  # a scale per expert, or per equal part of its rows
                 assert packed.grid is not None
-                rows, columns = packed.grid.rows, packed.grid.columns
-                elements = rows * packed.matrices // size * columns
+                elements = packed.grid.rows * packed.matrices // shared.size * packed.grid.columns
                 shared = shared[np.arange(begin, begin + count) // elements]
             combine = np.divide if rule == packing.DIVIDED else np.multiply
             # In place, because new pages cost more than the arithmetic; but float32 scales may belong to the caller.
@@ -263,8 +394,8 @@ class CodeReader:
         """Return double-quantized scales (bitsandbytes): 8-bit codes, a scale per block, and an offset."""
         packed, block = self._packed, self._packed.nested_block
         first, last = begin // block, -(-(begin + count) // block)
-        table = self._finite(packing.NESTED_TABLE, self._floats(packing.NESTED_TABLE, 0, 256))
-        shared = self._finite(packing.NESTED, self._floats(packing.NESTED, first, last - first))
+        table = self._finite_floats(packing.NESTED_TABLE, 0, 256)
+        shared = self._finite_floats(packing.NESTED, first, last - first)
         codes = read_part(self._parts[packing.SCALE], begin, count).view(np.uint8)
         blocks = np.zeros((last - first, block), np.float32)
         scales: Array = blocks.reshape(-1)[begin - first * block :][:count]
@@ -274,46 +405,39 @@ class CodeReader:
             scales += np.float32(packed.nested_offset)
         return scales
 
+    def _finite_floats(self, role: str, begin: int, count: int) -> Array:
+        return self._finite(role, self._floats(role, begin, count))
+
     def _finite(self, role: str, values: Array, begin: tuple[int, int, int] | None = None) -> Array:
         """Refuse values that would make weights NaN or infinite. ``begin`` is the first element of a grid range."""
         good = np.isfinite(values)
         if role == packing.SCALE and self._packed.scale_rule == packing.QUOTIENT:
             good &= values != 0
         if not good.all() and self._packed.family != packing.OWN:
-            at = tuple(int(k) for k in np.argwhere(~good)[0])
+            at = [int(k) for k in np.argwhere(~good)[0]]
             if begin is not None:
-                at = tuple(k + low for k, low in zip(at, begin, strict=True))
-                at = at if self._packed.matrices > 1 else at[1:]
+                at = [k + low for k, low in zip(at, begin, strict=True)][self._packed.matrices <= 1 :]
             value = values[~good].flat[0]
-            raise self._fail(
-                f"its {role} is {value} at {list(at)}, which makes every weight of the block meaningless", role
-            )
+            raise self._fail(f"its {role} is {value} at {at}, which makes every weight of the block meaningless", role)
         return np.ascontiguousarray(values)
 
-    def _add_packed_zeros(
-        self, fields: dict[str, Any], grid: Grid, zeros: Zeros, matrices: tuple[int, int], at: tuple[slice, slice]
-    ) -> None:
+    def _add_packed_zeros(self, fields: dict[str, Any], grid: Grid, zeros: Zeros, can_store: bool) -> None:
         """Add zero points as a grid; a single zero point is subtracted from the table instead."""
-        part, table = self._parts[packing.ZERO], fields["table"]
-
-        def read(begin: int, size: int) -> Array:
-            return read_part(part, begin, size)
-
-        only = grids.only_code(zeros, grid, read, self._packed.matrices)
-        zeros = grids.settled(zeros, only)
+        packed, part, table = self._packed, self._parts[packing.ZERO], fields["table"]
+        zeros, only = grids.settled(zeros, grid, part, packed.matrices)
         if only is not None:
             fields["table"] = table - grids.numbers_of(zeros, np.array(only, np.uint32), table)
             return
-        packed, stored = self._packed, None
-        if not packed.symmetric and grids.can_store(packed, grid, grouped=packing.GROUPS in self._parts):
-            stored = grids.zero_fields(zeros, grid, read, (matrices, at), table)
+        stored = None
+        if can_store and not packed.symmetric:
+            stored = grids.zero_fields(zeros, grid, part, self._place, table)
         if stored is None:
-            stored = {"zeros": np.ascontiguousarray(grids.read_numbers(zeros, grid, read, matrices, at, table=table))}
+            stored = {"zeros": np.ascontiguousarray(grids.read_numbers(zeros, grid, part, self._place, table=table))}
         fields.update(stored)
 
     def _groups(self, grid: Grid) -> Array | None:
         groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")
-        down = by_columns(self._packed) or self._packed.layout == packing.COLUMNS
+        down = self._down or self._packed.layout == packing.COLUMNS
         if (groups == -1).all() and not down:  # allocated by the writer, and not used
             return None
         block, count = (grid.row_block, grid.rows) if down else (grid.column_block, grid.columns)
@@ -326,6 +450,92 @@ class CodeReader:
         if np.array_equal(groups, np.arange(groups.size) // block):  # blocks are faster
             return None
         return np.ascontiguousarray(groups.astype(np.uint32))
+
+    # ---- sparse codes ----
+
+    def _mask_fields(self) -> dict[str, Any]:
+        """Return the fields that only sparse tensors have."""
+        spec, part, parts = self._packed, self._part, self._parts
+        count, mask = _count(parts[packing.CODES]), read_part(parts[packing.MASK])
+        if packing.OFFSETS in parts:
+            starts = _integers(parts[packing.OFFSETS])
+            origin = starts[0] if part.row and starts.size else np.int64(0)
+            starts = np.append(starts - origin, count)
+            self._check_starts(starts, count)
+        else:
+            starts = np.arange(part.rows + 1, dtype=np.int64) * (count // max(1, part.rows))
+        if spec.columns > _STEP:
+            starts = self._divided(mask, starts)
+        step = min(_STEP, max(1, spec.columns))
+        return {"mask": mask, "starts": starts.astype(np.uint64), "mask_columns": step, "first_row": part.row}
+
+    def of_rows(self) -> CodeReader:
+        """Return the reader of sparse codes with the parts of its range of rows. The offsets are read."""
+        spec, parts, rows = self._packed, self._parts, self._part
+        first, stop = rows.row, rows.row + rows.rows
+        codes, width = parts[packing.CODES], _mask_bytes(spec)
+        sliced = {**parts, packing.MASK: _bytes_of(parts[packing.MASK], first * width, stop * width)}
+        begin, end = first * spec.row_bytes, stop * spec.row_bytes
+        if packing.OFFSETS in parts:
+            offsets, count = parts[packing.OFFSETS], _count(codes)
+            size = offsets.row.block_bytes
+            sliced[packing.OFFSETS] = _bytes_of(offsets, first * size, stop * size)
+            starts = _integers(_bytes_of(offsets, first * size, min(stop + 1, spec.rows) * size))
+            if stop == spec.rows:
+                starts = np.append(starts, count)
+            self._check_starts(starts, count)
+            begin, end = int(starts[0]) * codes.row.block_bytes, int(starts[-1]) * codes.row.block_bytes
+        sliced[packing.CODES] = _bytes_of(codes, begin, end)
+        return CodeReader(Packed(spec, sliced), rows, self._name, self._stored)
+
+    def _check_starts(self, starts: Array, count: int) -> None:
+        """Check that the starts of rows, and an end, ascend from 0 to the number of values."""
+        first = self._part.row
+        bad = (starts < 0) | (starts > count)
+        bad[1:] |= starts[1:] < starts[:-1]
+        bad[:1] |= (first == 0) & (starts[:1] != 0)
+        if bad.any():
+            row = int(bad.argmax())
+            message = f"row_offsets: row {first + row} begins at value {starts[row]} of {count}"
+            raise self._fail(message, packing.OFFSETS)
+
+    def _divided(self, mask: Array, starts: Array) -> Array:
+        """Return starts for every `_STEP` columns of long rows, given the starts of rows and an end."""
+        columns, width, step = self._packed.columns, _mask_bytes(self._packed), _STEP // 8
+        lines = mask.view(np.uint8).reshape(-1, width)
+        counts = np.stack([_COUNTS[lines[:, k : k + step]].sum(-1, dtype=np.int64) for k in range(0, width, step)], -1)
+        if columns % 8:  # bits after the last column mean nothing
+            counts[:, -1] -= _COUNTS[lines[:, -1] >> columns % 8]
+        totals, stored = counts.sum(-1), np.diff(starts)
+        bad = np.flatnonzero(totals != stored)
+        if bad.size:
+            row = int(bad[0])
+            places = f"has places for {totals[row]} values in its mask, but {stored[row]} are stored"
+            raise self._fail(f"row {self._part.row + row} {places}", packing.MASK)
+        divided: Array = starts[:-1, None] + np.cumsum(counts, -1) - counts
+        return np.append(divided, starts[-1])
+
+
+# Columns per recorded start, in whole bytes: restoring a piece of a row counts up to this many bits again.
+_STEP = 1 << 16
+_COUNTS = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
+
+
+def _mask_bytes(packed: Packing) -> int:
+    """Return the bytes of a row of the mask."""
+    return -(-packed.columns // 8)
+
+
+def _bytes_of(part: Part, begin: int, end: int) -> Part:
+    return part._replace(begin=part.begin + begin, end=part.begin + end)
+
+
+def _count(codes: Part) -> int:
+    return (codes.end - codes.begin) // codes.row.block_bytes
+
+
+def _integers(part: Part) -> Array:
+    return jobs.native_order(read_part(part).view(part.row.name)).astype(np.int64)
 
 
 # ---- values of codes ----
@@ -367,67 +577,19 @@ def restore_jobs(
 
     ``owner`` keeps the memory of the parts alive; None for a file.
     """
-    spec, codes = packed.packing, packed.parts[packing.CODES]
-    row = dtypes.of_number(target)
+    spec, row = packed.packing, dtypes.of_number(target)
     for part in ranges_of(spec) if ranges is None else ranges:
-        begin = (part.first * stored_rows(spec, spec.rows) + stored_rows(spec, part.row)) * spec.row_bytes
-        begin += bytes_before(spec, part.column)
-        parts = packed.parts
-        if spec.layout == packing.MASKED:
-            parts = masked.parts_of(packed, part, name, read_part)
-            begin = parts[packing.CODES].begin - codes.begin
+        reader = CodeReader(packed, part, name)
+        if spec.layout == packing.MASKED and part.rows != spec.rows:
+            reader = reader.of_rows()
         yield Job(
-            codes.file,
-            codes.begin + begin,
+            packed.parts[packing.CODES].file,
+            reader.begin,
             memory + row.nbytes(values_before(spec, part)),
-            part.matrices * part.rows * part.columns_of(spec) * 4,
+            part.values * 4,
             _F32.number,
             target,
             lib.SL_OP_RESTORE,
             origin=Origin(name, spec.shape, owner),
-            packed=CodeReader(Packed(spec, parts), part, name),
+            packed=reader,
         )
-
-
-def restore_job(packed: Packed, op: int, memory: int, name: str, *, owner: Any = None) -> Job:
-    """Return a job for an operation on all values of a tensor, which must be `in_order`."""
-    (job,) = restore_jobs(packed, memory, _F32.number, name, owner=owner, ranges=(whole(packed.packing),))
-    return job._replace(op=op)
-
-
-def in_order(packed: Packing) -> bool:
-    """Return True if codes are stored in the order of the values."""
-    return not packed.transpose
-
-
-def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any]:
-    """Return a packed tensor with parts in memory, and the owner of the memory."""
-    stored = {role: np.ascontiguousarray(jobs.native_order(array)) for role, array in arrays.items()}
-    parts = {}
-    for role, array in stored.items():
-        begin = address_of(array) if array.size else 0
-        row = dtypes.BY_NAME[arrays[role].dtype.name]
-        parts[role] = Part(role, None, row, array.shape, begin, begin + array.nbytes)
-    return Packed(packed, parts), stored
-
-
-def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
-    """Return bytes of a part in the byte order of files: a copy from a file, or a view of an array."""
-    first = part.begin + begin
-    end = part.end if size is None else first + size
-    if part.file is None:
-        return np.frombuffer(ffi.buffer(ffi.cast("char *", first), end - first), np.uint8) if end > first else _NO_BYTES
-    number = dtypes.BY_CODE["U8"].number
-    spec = ArraySpec(np.dtype(np.uint8), (end - first,), first, end, number, number)
-    return jobs.read_small(part.file, spec, Origin(part.name, part.shape))
-
-
-def read_array(part: Part) -> Array:
-    """Return a part of a file as an array of its own dtype, in private memory; meant for small parts."""
-    number = part.row.number
-    shape = dtypes.array_shape(part.row, part.shape, part.end - part.begin)
-    spec = ArraySpec(dtypes.array_dtype(number), shape, part.begin, part.end, number, number)
-    return jobs.read_small(part.file, spec, Origin(part.name, part.shape))
-
-
-_NO_BYTES: Array = np.empty(0, np.uint8)

@@ -56,13 +56,16 @@ class Source(NamedTuple):
     def work(self, op: int, memory: int, *, channels: Channels | None = None) -> Job:
         """Return a job for an operation without target dtype; packed codes must be `in_order`."""
         if self.packed is not None:
-            return restore.restore_job(self.packed, op, memory, self.name, owner=self.owner)._replace(channels=channels)
+            ranges = (restore.whole(self.packed.packing),)
+            numbers = memory, _F32.number, self.name
+            (job,) = restore.restore_jobs(self.packed, *numbers, owner=self.owner, ranges=ranges)
+            return job._replace(op=op, channels=channels)
         return self._job(op, memory, self.row.number)._replace(channels=channels)
 
     @property
     def in_order(self) -> bool:
         """True if bytes or codes are in the order of the values, so that any job can use the source."""
-        return self.packed is None or restore.in_order(self.packed.packing)
+        return self.packed is None or not self.packed.packing.transpose
 
     def _job(self, op: int, memory: int, target: int) -> Job:
         origin = Origin(self.name, self.shape, self.owner)

@@ -20,8 +20,8 @@ from ...base.packing import Part
 from ...base.scheme import INT8, SCHEMES, usual_axis
 from ...base.selecting import Renames, renamed
 from ...engine.ahead.spans import Spans
+from ...engine.codes.packed_rows import PartRows
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
-from ...engine.codes.restore import read_array
 from ...engine.codes.source import Source
 from ...engine.read.lazy import Lazy, LazyEncoded, LazyPacked, LazyQuantized, Staged
 from ...engine.read.plan import Entry
@@ -630,4 +630,4 @@ def _stored(part: Part, threads: int | None) -> Lazy:
     staged = None
     if not foreign_order(False):
         staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
-    return Lazy(dtype, shape, partial(read_array, part), staged)
+    return Lazy(dtype, shape, lambda: PartRows(part).whole(), staged)

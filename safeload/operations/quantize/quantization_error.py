@@ -164,7 +164,7 @@ def _error_of(name: str, original: Any, quantized: Array | QuantizedTensor) -> Q
     for begin in range(0, len(matrix), step):
         rows = slice(begin, begin + step)
         exact = matrix[rows].astype(np.float64)
-        difference = exact - (quantized._rows(rows).dequantize(np.float32) if values is None else values[rows])
+        difference = exact - (quantized[rows].dequantize(np.float32) if values is None else values[rows])
         largest = max(largest, float(np.abs(difference).max(initial=0)))
         squares += float(np.square(difference).sum())
         signal += float(np.square(exact).sum())

@@ -12,12 +12,10 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.native import lib
-from ...base.packing import Packing
 from ...base.scheme import INT8, SCHEMES, parse
 from ...base.text import show, subject
-from ...engine.codes.code_ranges import Range, small_ranges, values_before
 from ...engine.codes.quantized_tensor import QuantizedTensor, channels_of, storage_of
-from ...engine.codes.restore import restore_jobs
+from ...engine.codes.restore import restore_jobs, small_ranges, values_before
 from ...engine.codes.source import Source, address, of_numbers, of_reals
 from ...engine.run import jobs
 from ...engine.run.cast import astype
@@ -332,11 +330,11 @@ def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None)
     assert result.scale is not None
     packed = source.packed.packing
     ranges = list(small_ranges(packed, _AT_A_TIME))
-    values = private_array((_count(ranges[0], packed),), np.dtype(np.float32))
+    values = private_array((ranges[0].values,), np.dtype(np.float32))
     maxima, factors = np.zeros(result.scale.size, np.uint32), None
     for op in (lib.SL_OP_ABSMAX, lib.SL_OP_INT8):
         for part in ranges:
-            begin, count = values_before(packed, part), _count(part, packed)
+            begin, count = values_before(packed, part), part.values
             if factors is None or len(ranges) > 1:
                 memory = address(values) - 4 * begin
                 restoring = restore_jobs(
@@ -353,10 +351,6 @@ def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None)
                 jobs.Batch([job._replace(op=lib.SL_OP_FINITE)]).run(threads=threads)  # raises, with the index
         if factors is None:
             factors = _set_scale(result, maxima)
-
-
-def _count(part: Range, packed: Packing) -> int:
-    return part.matrices * part.rows * part.columns_of(packed)
 
 
 def _channels(shape: tuple[int, ...], axis: int | None, begin: int, count: int) -> tuple[slice, int]:

@@ -13,9 +13,9 @@ from ...base.arrays import Array, index_of
 from ...base.layout import figure
 from ...base.packing import Packed
 from ...base.text import show
+from ...engine.codes.packed_rows import PartRows
 from ...engine.codes.pieces import source_pieces
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.codes.restore import read_array
 from ...engine.codes.source import Source
 from ...engine.read.tensors import packed_of
 from ...errors import exported
@@ -199,7 +199,7 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
     parts: Mapping[str, Array]
     if packed is not None:
         names = packed.names(name)
-        parts = {role: read_array(packed.parts[role]) for role in _SCALES if role in packed.parts}
+        parts = {role: PartRows(packed.parts[role]).whole() for role in _SCALES if role in packed.parts}
     else:
         value = catalog.value(name, threads)
         assert isinstance(value, QuantizedTensor)
