@@ -20,7 +20,7 @@ from ...base.scheme import SCHEMES
 from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
 from ..read.tensors import Tensors
 from ..run.job import Job, moving
-from ..run.jobs import Batch, move
+from ..run.jobs import Batch, run_columns
 from ..run.memory import address_of, aligned_bytes
 from ..run.weight_file import WeightFile, is_remote
 from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size
@@ -116,7 +116,7 @@ class Spans:
             jobs = (Job(self.files[k], at, to, n, x, y, moving(x, y)) for k, at, to, n, x, y in rows)
             Batch(jobs).run(threads=threads, progress=check_stopped)
         else:
-            move(
+            run_columns(
                 self.files,
                 file,
                 offsets=begins,
@@ -124,8 +124,8 @@ class Spans:
                 sizes=sizes,
                 sources=sources,
                 targets=targets,
+                report=check_stopped,
                 threads=threads,
-                check=check_stopped,
             )
         return int(ends[-1])
 

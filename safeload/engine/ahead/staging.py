@@ -20,7 +20,7 @@ from ..read.delivery import deliver
 from ..read.plan import Entry
 from ..read.tensors import Tensors
 from ..run.job import Job, moving
-from ..run.jobs import Batch, move
+from ..run.jobs import Batch, run_columns
 from ..run.memory import ALIGNMENT, address_of, aligned_bytes, private_array
 
 # Bytes of a buffer, and number of buffers. A buffer has work for all threads, and takes long enough to copy to a device
@@ -272,7 +272,7 @@ def _read(chunks: Sequence[tuple[Chunk, int]], base: int, threads: int | None) -
     files = {file: k for k, file in enumerate(dict.fromkeys(entry.file for entry in entries))}
     sources: Any = [chunk.source for chunk, _ in chunks]
     ranges = np.array(sources, np.uint64)
-    move(
+    run_columns(
         list(files),
         np.array([files[entry.file] for entry in entries]),
         offsets=ranges[:, 0],
@@ -280,8 +280,8 @@ def _read(chunks: Sequence[tuple[Chunk, int]], base: int, threads: int | None) -
         sizes=ranges[:, 1],
         sources=np.array([entry.source for entry in entries]),
         targets=np.array([entry.target for entry in entries]),
+        report=check_stopped,
         threads=threads,
-        check=check_stopped,
     )
 
 
