@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import TensorNotFoundError, UnsupportedError, exported
 from . import dtypes
+from .arrays import ArraySpec, array_spec
 from .messages import error_about
 from .native import ITEM_SETTER, TEXT_MAKER, bytes_at, columns_at, ffi, lib, pointer, short
 from .packing import Packed
@@ -302,6 +303,10 @@ class Table:
         """Return the bytes of each tensor in the file."""
         return list(zip(self._column(_BEGINS, self.count), self._column(_ENDS, self.count), strict=True))
 
+    def layout(self, index: int) -> ArraySpec:
+        """Return the layout of a tensor, without conversion."""
+        return array_spec(self.row(index), self.shape(index), *self.byte_range(index))
+
     def entry(self, index: int) -> Entry:
         """Return the properties needed to read a tensor."""
         if self._entries is not None:
@@ -540,6 +545,10 @@ class ListedTable(Table):
 
     def row(self, index: int) -> dtypes.Dtype:
         return self.rows[index]
+
+    def layout(self, index: int) -> ArraySpec:
+        layout = super().layout(index)
+        return layout._replace(strides=self._strides.get(index), big_endian=index in self._big_endian)
 
     def entry(self, index: int) -> Entry:
         return self.rows[index].number, self.shapes[index], self._begins[index], self._ends[index]

@@ -41,7 +41,7 @@ class TensorSlice:
         self._index = index
         self._request = request
         self._target = target
-        self.dtype, self.shape, *_ = file.layout(index)
+        self.dtype, self.shape, *_ = file.table.layout(index)
         if target is not None:
             self.dtype = dtypes.array_dtype(target.number)
 

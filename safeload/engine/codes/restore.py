@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...base import dtypes, packing
-from ...base.arrays import Array, ArraySpec
+from ...base.arrays import Array
 from ...base.messages import error_about
 from ...base.native import ffi, lib
 from ...base.packing import Grid, Packed, Packing, Part, Zeros, by_columns
@@ -417,17 +417,15 @@ def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
     end = part.end if size is None else first + size
     if part.file is None:
         return np.frombuffer(ffi.buffer(ffi.cast("char *", first), end - first), np.uint8) if end > first else _NO_BYTES
-    number = dtypes.BY_CODE["U8"].number
-    spec = ArraySpec(np.dtype(np.uint8), (end - first,), first, end, number, number)
-    return jobs.read_small(part.file, spec, Origin(part.name, part.shape))
+    origin = Origin(part.name, part.shape)
+    return jobs.read_small(part.file, np.dtype(np.uint8), (end - first,), first, end, origin=origin)
 
 
 def read_array(part: Part) -> Array:
     """Return a part of a file as an array of its own dtype, in private memory; meant for small parts."""
-    number = part.row.number
     shape = dtypes.array_shape(part.row, part.shape, part.end - part.begin)
-    spec = ArraySpec(dtypes.array_dtype(number), shape, part.begin, part.end, number, number)
-    return jobs.read_small(part.file, spec, Origin(part.name, part.shape))
+    place = dtypes.array_dtype(part.row.number), shape, part.begin, part.end
+    return jobs.read_small(part.file, *place, origin=Origin(part.name, part.shape))
 
 
 _NO_BYTES: Array = np.empty(0, np.uint8)

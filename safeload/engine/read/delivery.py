@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, ArraySpec, array_over, foreign_order, not_an_array, refuse_masked
+from ...base.arrays import Array, ArraySpec, array_over, array_spec, foreign_order, not_an_array, refuse_masked
 from ...base.gc_pause import paused
 from ...base.packing import Packed, Part
 from ...base.scheme import INT8
@@ -35,7 +33,7 @@ from ..run.memory import (
 )
 from ..run.progress import Progress, reporter
 from ..run.threads import thread_count
-from ..run.weight_file import WeightFile, is_remote, layouts
+from ..run.weight_file import WeightFile, is_remote
 from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, VIEW, ReadPlan, decide, viewable
 from .tensors import Tensors, packed_of
 
@@ -175,7 +173,7 @@ def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None
     _, file, index = tensors[0]
     if file.table.shaped or file.table.quantized:
         return None
-    spec = file.layout(index)
+    spec = file.table.layout(index)
     if spec.begin == spec.end:
         return None
     size = spec.end - spec.begin
@@ -183,7 +181,7 @@ def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None
         return None
     if not view:
         # A small read needs no threads, but `thread_count` checks SAFELOAD_NUM_THREADS.
-        return jobs.read_small(file, spec) if size < HUGE_FROM and thread_count(size, threads) else None
+        return jobs.read_small(file, *spec[:4]) if size < HUGE_FROM and thread_count(size, threads) else None
     buffer = _mapping(file, mappings) if viewable(spec.dtype, spec.begin) else None
     return None if buffer is None else array_over(buffer, spec.dtype, spec.shape, spec.begin)
 
@@ -309,8 +307,6 @@ def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Map
 
 # Size of the largest pool, which a single surviving small tensor can keep alive.
 POOL_SIZE = 16 << 20
-
-_F32 = dtypes.BY_CODE["F32"]
 
 
 class Reads:
@@ -482,9 +478,7 @@ def over(
 
 def read_scale(file: WeightFile, scale: Scale) -> Array:
     """Read the scales of an int8 tensor."""
-    number = _F32.number
-    spec = ArraySpec(dtypes.array_dtype(number), scale.shape, scale.begin, scale.end, number, number)
-    return jobs.read_small(file, spec)
+    return jobs.read_small(file, np.dtype(np.float32), scale.shape, scale.begin, scale.end)
 
 
 # ---- non-contiguous, big-endian and overlapping tensors ----
@@ -579,9 +573,6 @@ def _swap(layout: ArraySpec) -> int:
 # ---- files that are in memory ----
 
 
-_BYTES = np.dtype(np.uint8)
-
-
 def views_of(table: Table, buffer: Any) -> dict[str, Array]:
     """Return all tensors, by name in the order of their bytes, as views if they are aligned.
 
@@ -598,19 +589,22 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
 
 
 def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as writable copies; small tensors share memory."""
-    if not table.plain:
-        return {name: array if array.base is None else array.copy() for name, array in _each(table, content)}
-    return views_of(table, _copy(content)) if content.nbytes < HUGE_FROM else _in_pools(table, content)
+    """Return all tensors, by name in the order of their bytes, as writable copies; those of small files share it."""
+    if table.plain and content.nbytes < HUGE_FROM:
+        return views_of(table, _copy(content))
+    arrays = views_of(table, content)
+    with paused(table.count):
+        for name, array in arrays.items():
+            if array.base is not None:
+                arrays[name] = array.copy() if array.nbytes < HUGE_FROM else _large_copy(array)
+    return arrays
 
 
 def lone(content: memoryview, number: int, shape: tuple[int, ...], begin: int, *, copy: bool) -> Array:
     """Return the only tensor of a file, which would be `Table.plain`, as a writable copy or as a view."""
     dtype = dtypes.array_dtype(number)
     if copy and content.nbytes >= HUGE_FROM:
-        array = private_array(shape, dtype)
-        array.reshape(-1).view(_BYTES).data[:] = content[begin:]
-        return array
+        return _large_copy(array_over(content, dtype, shape, begin))
     return array_over(_copy(content) if copy else content, dtype, shape, begin)
 
 
@@ -619,30 +613,17 @@ def _copy(content: memoryview) -> memoryview:
     return memoryview(bytearray(content))
 
 
+def _large_copy(array: Array) -> Array:
+    copy = private_array(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
 def _each(table: Table, buffer: Any) -> Iterator[tuple[str, Array]]:
     """Yield each tensor as a view, or in its own memory if it cannot be a view."""
-    for name, spec in zip(table.names, layouts(table, range(table.count)), strict=True):
-        if spec.begin == spec.end:
+    for name, number, shape, begin, end in zip(table.names, *table.columns(range(table.count)), strict=True):
+        spec = array_spec(dtypes.BY_NUMBER[number], shape, begin, end)
+        if begin == end:
             yield name, np.empty(spec.shape, spec.dtype)
         else:
-            yield name, jobs.native_order(array_over(buffer, spec.dtype, spec.shape, spec.begin))
-
-
-def _in_pools(table: Table, content: memoryview) -> dict[str, Array]:
-    """Copy each large tensor into its own memory, and the small tensors between them into pools."""
-    names = table.names
-    numbers, shapes, begins, ends = table.columns(range(table.count))
-    alone = [k for k, size in enumerate(map(sub, ends, begins)) if size >= POOLED_BELOW]
-    arrays: dict[str, Array] = {}
-    k = 0
-    while k < table.count:
-        start = begins[k] - begins[k] % ALIGNMENT  # aligned tensors of the file are aligned in the pool
-        full = bisect_right(ends, start + POOL_SIZE)
-        large = next(iter(alone[bisect_left(alone, k) :]), table.count)
-        stop = max(k + 1, min(full, large))
-        memory = private_array((ends[stop - 1] - start,), _BYTES)
-        memory.data[:] = content[start : ends[stop - 1]]
-        kinds, places = dtypes.array_dtypes(numbers[k:stop]), [begin - start for begin in begins[k:stop]]
-        arrays.update(zip(names[k:stop], over(memory, kinds, shapes[k:stop], places), strict=True))
-        k = stop
-    return arrays
+            yield name, jobs.native_order(array_over(buffer, spec.dtype, spec.shape, begin))

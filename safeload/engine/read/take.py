@@ -151,7 +151,7 @@ def _converted(rows: Array, row: dtypes.Dtype, target: dtypes.Dtype, shape: tupl
 
 def _plain(file: WeightFile, index: int, rows: Array) -> Array:
     """Read rows of a tensor as stored, in the order of this machine."""
-    layout = file.layout(index)
+    layout = file.table.layout(index)
     if layout.strides is not None:
         return _strided(file, index, layout, layout.strides, rows)
     count = file.table.shape(index)[0]

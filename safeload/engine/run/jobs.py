@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ...base.arrays import Array, ArraySpec, byteswapped, empty_array, swappable
-from ...base.native import TIER, Error, check, ffi, lib, private_buffer, short
+from ...base.arrays import Array, byteswapped, empty_array, swappable
+from ...base.native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
 from ...base.text import subject
 from ...errors import RangeError
-from ...stores.local import direct_of, none_free
+from ...stores.local import LocalStore, direct_of, none_free
 from .job import Described, Job, Origin
 from .memory import address_of
 from .progress import Progress, reporter
@@ -344,16 +344,22 @@ def _describe(values: Sequence[Described | None], column: Array, dtype: np.dtype
 # ---- small tensors ----
 
 
-def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None) -> Array:
+def read_small(
+    file: WeightFile,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    begin: int,
+    end: int,
+    *,
+    origin: Origin | None = None,
+) -> Array:
     """Read a small tensor into private memory, without releasing the GIL and without converting it."""
-    array = empty_array(layout.shape, layout.dtype)
-    size = layout.end - layout.begin
-    if size and file.remote:
-        Batch([Job(file, layout.begin, address_of(array), size, origin=origin)]).run()
-    elif size and file.local.use(short.sl_file_read, layout.begin, address_of(array), size, None) != lib.SL_OK:
-        job = Job(file, layout.begin, address_of(array), size, origin=origin)
-        Batch([job]).run()  # fails again, with an error message
-    return native_order(array)
+    array, size, store = empty_array(shape, dtype), end - begin, file.store
+    if size:
+        address = pointer(ffi.from_buffer(array))
+        if not isinstance(store, LocalStore) or store.use(short.sl_file_read, begin, address, size, None) != lib.SL_OK:
+            Batch([Job(file, begin, address, size, origin=origin)]).run()  # a failed read fails again, with a message
+    return native_order(array) if _SWAPS or not array.flags.aligned else array
 
 
 def native_order(array: Array) -> Array:

@@ -139,7 +139,7 @@ def _runs(axes: list[_SliceAxis], shape: tuple[int, ...], itemsize: int, block: 
 
 def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], advice: str) -> Array:
     """Read the selected elements into private memory."""
-    layout = file.layout(tensor)
+    layout = file.table.layout(tensor)
     axes, after = _axes(index, layout.shape, advice)
     origin = Origin(file.table.names[tensor], layout.shape)
     if layout.strides is None:

@@ -10,7 +10,6 @@ from operator import sub
 from typing import Any, BinaryIO, NoReturn
 
 from ...base import dtypes
-from ...base.arrays import ArraySpec, array_spec
 from ...base.gc_pause import collected_young, paused
 from ...base.paths import PathLike
 from ...base.scheme import INT8
@@ -125,11 +124,6 @@ class WeightFile:
                 return name
         return None
 
-    def layout(self, index: int) -> ArraySpec:
-        """Return the `ArraySpec` of a tensor."""
-        layout = array_spec(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
-        return _shaped(self.table, index, layout) if self.table.shaped else layout
-
 
 def infos_of(
     files: Sequence[WeightFile], where: Mapping[str, tuple[WeightFile, int]] | None
@@ -154,23 +148,6 @@ def quantization_in(files: Iterable[WeightFile]) -> str | None:
 
 
 _CODES = {number: row.code for number, row in dtypes.BY_NUMBER.items()}
-
-# Up to this many tensors are looked up singly, which is faster than decoding columns.
-_FEW = 4
-
-
-def layouts(table: Table, indices: Sequence[int]) -> list[ArraySpec]:
-    """Return the `ArraySpec` of tensors of a table; for many tensors, each column is decoded once."""
-    if len(indices) <= _FEW and not table.shaped:
-        return [array_spec(table.row(i), table.shape(i), *table.byte_range(i)) for i in indices]
-    rows, shapes, ranges = table.rows, table.shapes, table.byte_ranges()
-    if table.shaped:
-        return [_shaped(table, i, array_spec(rows[i], shapes[i], *ranges[i])) for i in indices]
-    return [array_spec(rows[i], shapes[i], *ranges[i]) for i in indices]
-
-
-def _shaped(table: Table, index: int, layout: ArraySpec) -> ArraySpec:
-    return layout._replace(strides=table.strides(index), big_endian=table.big_endian(index))
 
 
 def places_in(file: WeightFile) -> dict[str, tuple[WeightFile, int]]:
