@@ -110,8 +110,8 @@ class Outputs(NamedTuple):
         """The decision about each tensor."""
         if self.decided or self.spans is None:
             return self.decided
-        columns = self.spans.columns
-        targets = np.where(columns.sources == columns.targets, AS_STORED, columns.targets.astype(np.int16)).tolist()
+        sources, numbers = self.spans.sources, self.spans.targets
+        targets = np.where(sources == numbers, AS_STORED, numbers.astype(np.int16)).tolist()
         kinds = {k: Decision(None if k == AS_STORED else dtypes.BY_NUMBER[k].code) for k in {*targets}}
         return [kinds[target] for target in targets]
 
@@ -311,7 +311,7 @@ class _CopyWriter:
         """Quantize the tensors one by one, in the order of the file, to get the error of the first."""
         outputs, blocks = self._outputs, {*self._outputs.in_blocks}
         for k in self._header.order.tolist():
-            source, target = (int(column[k]) for column in self._spans.columns[3:])
+            source, target = (int(column[k]) for column in self._spans[4:])
             if k in blocks and source != target:
                 scheme, shape, name = dtypes.of_number(target).name, outputs.shapes[k], outputs.reads[k]
                 (dtype, stored), _ = storage_of(scheme, shape, None)

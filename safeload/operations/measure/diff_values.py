@@ -19,7 +19,7 @@ from ...base import dtypes, log
 from ...base.arrays import Array, index_of
 from ...base.gc_pause import paused
 from ...base.native import TIER, ffi, lib
-from ...engine.ahead.spans import SpanColumns, Spans
+from ...engine.ahead.spans import Spans
 from ...engine.codes.pieces import Meter, in_order
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_array
@@ -183,7 +183,7 @@ def _spans(sources: Sequence[Source]) -> Spans:
     numbers = np.array([source.row.number for source in sources], np.uint8)
     rows = [(files[source.file], source.offset, source.size) for source in sources]
     file, begins, sizes = np.array(rows, np.int64).T
-    return Spans([*files], SpanColumns(file, begins, sizes, numbers, numbers))
+    return Spans([*files], file, begins, sizes, numbers, numbers)
 
 
 # ---- blocks ----
@@ -224,9 +224,9 @@ class _Buffers(local):
 
     def read(self, side: int, spans: Spans) -> Array:
         """Read ranges into consecutive bytes; the next block of this side can overwrite them."""
-        spans = spans.joined() if len(spans) > _FEW_RANGES else spans
-        file, begins, sizes, sources, targets = spans.columns
-        if len(spans) == 1 and spans.files[int(file[0])] is None and sources[0] == targets[0]:
+        spans = spans.joined() if len(spans.sizes) > _FEW_RANGES else spans
+        files, file, begins, sizes, sources, targets = spans
+        if len(sizes) == 1 and files[int(file[0])] is None and sources[0] == targets[0]:
             return np.frombuffer(ffi.buffer(ffi.cast("char *", int(begins[0])), int(sizes[0])), np.uint8)
         memory = self.memory[side]
         return memory[: spans.fill(memory, threads=1)]
@@ -243,7 +243,7 @@ def _compare(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, m
     # `meter` gets 8 bytes for each compared element.
     elements = np.array([math.prod(shape) for shape in shapes], np.int64)
     a, b = (_as_parts(spans, elements) for spans in (a, b))
-    in_file = np.lexsort((a.columns.begins, a.columns.file))
+    in_file = np.lexsort((a.begins, a.file))
     in_file = in_file[elements[in_file] > 0]
     differs = a.targets != b.targets
     alike = in_file[~differs[in_file]]
@@ -261,9 +261,8 @@ def _compare(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, m
 
 def _as_parts(spans: Spans, elements: Array) -> Spans:
     """Cut ranges to their first elements; complex numbers become two floats each."""
-    numbers = spans.columns.sources
-    parts = _PARTS[numbers]
-    return Spans(spans.files, spans.columns._replace(sizes=elements * _SIZES[numbers], sources=parts, targets=parts))
+    parts = _PARTS[spans.sources]
+    return spans._replace(sizes=elements * _SIZES[spans.sources], sources=parts, targets=parts)
 
 
 # ---- bytes ----
@@ -271,7 +270,7 @@ def _as_parts(spans: Spans, elements: Array) -> Spans:
 
 def _unequal(a: Spans, b: Spans, elements: Array, threads: int | None, meter: Meter) -> Array:
     """Return a mask of the tensors with different bytes, for two sides with equal dtypes."""
-    differs = np.zeros(len(a), bool)
+    differs = np.zeros(len(a.sizes), bool)
     pieces = _Pieces.of(a.lengths, BYTES)
     total = int(a.lengths.sum())
     a, b = a.divided(BYTES), b.divided(BYTES)
@@ -308,7 +307,7 @@ def _same(x: Array, y: Array) -> bool:
 def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, meter: Meter) -> list[Row]:
     """Compare the numbers of tensors that share a dtype in each checkpoint."""
     stored = [dtypes.BY_NUMBER[int(spans.targets[0])] for spans in (a, b)]
-    counts = a.columns.sizes // stored[0].block_bytes
+    counts = a.sizes // stored[0].block_bytes
     per_element = counts // np.array([math.prod(shape) for shape in shapes], np.int64)
     pieces = _Pieces.of(counts, NUMBERS)
     integers = [row.kind == lib.SL_KIND_INT for row in stored]
@@ -356,9 +355,9 @@ def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | Non
 
 def _read_as(spans: Spans, target: int) -> Spans:
     """Convert numbers to a dtype as they are read, in pieces of a block."""
-    targets = np.full_like(spans.targets, target)
-    converted = Spans(spans.files, spans.columns._replace(targets=targets))
-    return converted.divided(NUMBERS * dtypes.BY_NUMBER[target].block_bytes)
+    return spans._replace(targets=np.full_like(spans.targets, target)).divided(
+        NUMBERS * dtypes.BY_NUMBER[target].block_bytes
+    )
 
 
 def _added_up(largest: list[float], sums: Array, pieces: _Pieces) -> tuple[list[float], Array]:
