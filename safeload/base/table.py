@@ -141,6 +141,13 @@ class Table:
     _rows: list[dtypes.Dtype] | None = None
     _entries: list[Entry] | None = None
     _searches = 0
+    # Of a `ListedTable`, by the index of a tensor; rare properties.
+    _strides: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    _scales: Mapping[int, Scale] = MappingProxyType({})
+    _packed: Mapping[int, Packed] = MappingProxyType({})
+    _big_endian: Collection[int] = ()
+    _groups: Mapping[int, list[int]] = MappingProxyType({})  # of tensors that overlap
+    _metadata: Mapping[str, Any] | None = None
 
     def __init__(self, address: int, fields: Sequence[int] | None = None) -> None:
         self._address = address
@@ -190,17 +197,16 @@ class Table:
 
     def find(self, name: str) -> int:
         """Return the index of a tensor, or -1."""
-        if self._index is not None:
-            return self._index.get(name, -1)
-        self._searches += 1
-        if self._searches > _FREE_SEARCHES and self._searches * _SEARCH_COST > self.count:
+        if self._index is None:
+            self._searches += 1
+            if self._address and (self._searches <= _FREE_SEARCHES or self._searches * _SEARCH_COST <= self.count):
+                try:
+                    encoded = name.encode()
+                except UnicodeEncodeError:  # no file has a name with a lone surrogate
+                    return -1
+                return int(short.sl_table_find(self._address, encoded, len(encoded)))
             self._index = {known: index for index, known in enumerate(self.names)}
-            return self._index.get(name, -1)
-        try:
-            encoded = name.encode()
-        except UnicodeEncodeError:  # no file has a name with a lone surrogate
-            return -1
-        return int(short.sl_table_find(self._address, encoded, len(encoded)))
+        return self._index.get(name, -1)
 
     def index(self, name: str) -> int:
         """Return the index of a tensor."""
@@ -305,7 +311,10 @@ class Table:
 
     def layout(self, index: int) -> ArraySpec:
         """Return the layout of a tensor, without conversion."""
-        return array_spec(self.row(index), self.shape(index), *self.byte_range(index))
+        layout = array_spec(self.row(index), self.shape(index), *self.byte_range(index))
+        if self.shaped:
+            return layout._replace(strides=self.strides(index), big_endian=self.big_endian(index))
+        return layout
 
     def entry(self, index: int) -> Entry:
         """Return the properties needed to read a tensor."""
@@ -347,36 +356,30 @@ class Table:
         """Return the size of each tensor's elements in bytes."""
         return [end - begin for begin, end in self.byte_ranges()]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements of all tensors."""
-        begins, ends = (np.frombuffer(bytes_at(self._fields[k], 8 * self.count), np.uint64) for k in (_BEGINS, _ENDS))
-        return int((ends - begins).sum())
-
     def big_endian(self, index: int) -> bool:
         """Return whether the elements of a tensor are big-endian."""
-        return False
+        return index in self._big_endian
 
     def strides(self, index: int) -> tuple[int, ...] | None:
         """Return the bytes between neighbours along each axis, or None for C order."""
-        return None
+        return self._strides.get(index)
 
     def together(self, index: int) -> list[int]:
         """Return the tensors that overlap a tensor, itself included, in ascending order."""
-        return [index]
+        return self._groups.get(index, [index])
 
     def scale(self, index: int) -> Scale | None:
         """Return the scales of a quantized int8 tensor, or None."""
-        return None
+        return self._scales.get(index)
 
     def packed(self, index: int) -> Packed | None:
         """Return the codes and scales of a packed tensor, or None."""
-        return None
+        return self._packed.get(index)
 
     @property
     def scaled(self) -> bool:
         """Whether any tensor can be packed, or int8 with a scale."""
-        return False
+        return bool(self._scales or self._packed)
 
     def is_quantized(self, index: int) -> bool:
         """Return whether a tensor is blocked, packed, or int8 with a scale."""
@@ -398,10 +401,10 @@ class Table:
         return dtypes.may_hold_codes(self.numbers)
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Return ``__metadata__``, or None. The last value of a duplicate key wins."""
+        """Return ``__metadata__`` or all other content of the file, or None. The last value of a duplicate key wins."""
         fields = self._fields
         if not fields[_HAS_METADATA]:
-            return None
+            return self._metadata
         text: bytes = bytes_at(fields[_METADATA], fields[_METADATA_SIZE])
         ends = [0, *self._column(_METADATA_ENDS, 2 * fields[_PAIRS])]
         parts = [text[a:b].decode() for a, b in pairwise(ends)]
@@ -482,6 +485,10 @@ def unreadable(
     return Listing(name, row, (end - begin,), begin, end, unknown=unknown)
 
 
+# Types of the columns of a `ListedTable`.
+_KINDS = "uint8_t[]", "uint64_t[]", "uint64_t[]"
+
+
 class ListedTable(Table):
     """A table built in Python, in the order of the caller; tensors may overlap.
 
@@ -497,75 +504,40 @@ class ListedTable(Table):
         big_endian: bool = False,
         named_globals: Mapping[str, bool] | None = None,
     ) -> None:
-        self._names, self._shapes, self._rows = [], [], []
-        self._index = None
-        # Numbers go into compact arrays, rare properties into dicts, because a file can have a tensor every 14 bytes.
-        self._begins, self._ends = array("Q"), array("Q")
-        self._strides: dict[int, tuple[int, ...]] = {}
-        self._scales: dict[int, Scale] = {}
-        self._packed: dict[int, Packed] = {}
+        # Numbers go into compact columns, rare properties into dicts, because a file can have a tensor every 14 bytes.
+        names: list[str] = []
+        shapes: list[tuple[int, ...]] = []
+        numbers, begins, ends = self._memory = bytearray(), array("Q"), array("Q")
+        strided, scales, coded = {}, {}, {}
         swapped: set[int] = set()
         unknowns: dict[str, Unknown] = {}
         for index, (name, row, shape, begin, end, strides, scale, packed, big, unknown) in enumerate(tensors):
-            self._names.append(name)
-            self._rows.append(row)
-            self._shapes.append(shape)
-            self._begins.append(begin)
-            self._ends.append(end)
+            names.append(name)
+            numbers.append(row.number)
+            shapes.append(shape)
+            begins.append(begin)
+            ends.append(end)
             if strides is not None:
-                self._strides[index] = strides
+                strided[index] = strides
             if scale is not None:
-                self._scales[index] = scale
+                scales[index] = scale
             if packed is not None:
-                self._packed[index] = packed
+                coded[index] = packed
             if big:
                 swapped.add(index)
             if unknown is not None:
                 unknowns[name] = unknown
-        self.unknown = unknowns
-        self.count = len(self._names)
-        self._big_endian: Collection[int] = range(self.count) if big_endian else swapped
-        self.quantized = bool(self._scales or self._packed) or any(row.blocked for row in self._rows)
+        columns = dict(zip(("dtypes", "begins", "ends"), map(ffi.from_buffer, _KINDS, self._memory), strict=True))
+        self._cdata = ffi.new("sl_columns *", {"count": len(names), **columns})
+        super().__init__(0, columns_at(int(ffi.cast("uintptr_t", self._cdata))))
+        self._names, self._shapes, self.unknown = names, shapes, unknowns
+        self._strides, self._scales, self._packed = strided, scales, coded
+        self._big_endian = range(self.count) if big_endian else swapped
+        self.quantized = self.scaled or any(dtypes.BY_NUMBER[number].blocked for number in set(numbers))
         self._metadata = metadata
         self.named_globals = named_globals or {}
-        self._groups = _overlapping(self._begins, self._ends)
-        self.shaped = bool(self._big_endian) or bool(self._groups) or bool(self._strides)
-
-    def find(self, name: str) -> int:
-        if self._index is None:
-            self._index = {known: index for index, known in enumerate(self.names)}
-        return self._index.get(name, -1)
-
-    def sorted_names(self) -> list[str]:
-        return sorted(self.names)
-
-    @property
-    def numbers(self) -> bytes:
-        return bytes([row.number for row in self.rows])
-
-    def row(self, index: int) -> dtypes.Dtype:
-        return self.rows[index]
-
-    def layout(self, index: int) -> ArraySpec:
-        layout = super().layout(index)
-        return layout._replace(strides=self._strides.get(index), big_endian=index in self._big_endian)
-
-    def entry(self, index: int) -> Entry:
-        return self.rows[index].number, self.shapes[index], self._begins[index], self._ends[index]
-
-    def begins(self) -> list[int]:
-        return self._begins.tolist()
-
-    def byte_range(self, index: int) -> tuple[int, int]:
-        """Return the bytes of a tensor: [begin, end), including other tensors' bytes between its elements."""
-        return self._begins[index], self._ends[index]
-
-    def byte_ranges(self) -> list[tuple[int, int]]:
-        return list(zip(self._begins, self._ends, strict=True))
-
-    def _columns_between(self, begin: int, end: int) -> Columns:
-        between = slice(begin, end)
-        return Columns(self.numbers[between], self.shapes[between], self._begins[between], self._ends[between])
+        self._groups = _overlapping(begins, ends)
+        self.shaped = bool(self._big_endian) or bool(self._groups) or bool(strided)
 
     def sizes(self) -> list[int]:
         """Return the size of each tensor's elements in bytes, without gaps; a repeated element counts each time."""
@@ -574,36 +546,11 @@ class ListedTable(Table):
             sizes[index] = packed.nbytes
         return sizes
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.sizes())
-
-    def strides(self, index: int) -> tuple[int, ...] | None:
-        return self._strides.get(index)
-
-    def big_endian(self, index: int) -> bool:
-        return index in self._big_endian
-
-    def together(self, index: int) -> list[int]:
-        return self._groups.get(index, [index])
-
-    def scale(self, index: int) -> Scale | None:
-        return self._scales.get(index)
-
-    @property
-    def scaled(self) -> bool:
-        return bool(self._scales or self._packed)
-
-    def packed(self, index: int) -> Packed | None:
-        return self._packed.get(index)
-
-    def metadata(self) -> Mapping[str, Any] | None:
-        """Return all other content of the file, or None."""
-        return self._metadata
-
     def replace_rows(self, old: dtypes.Dtype, new: dtypes.Dtype) -> None:
         """Replace a dtype by another of the same size."""
-        self._rows = [new if row is old else row for row in self.rows]
+        numbers, *_ = self._memory
+        numbers[:] = numbers.replace(bytes([old.number]), bytes([new.number]))
+        self._rows = None
 
     def add_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add content that lies beside the tensors, which wins over content of the same key."""

@@ -52,8 +52,7 @@ class ReadPlan(NamedTuple):
         table = self.file.table
         place = self.begins[k], self.ends[k], self.sources[k], self.targets[k]
         index = self.tensors.indices[k]
-        strides, big_endian = (table.strides(index), table.big_endian(index)) if table.shaped else (None, False)
-        return ArraySpec(self.dtype(k), self.shapes[k], *place, strides, big_endian)
+        return ArraySpec(self.dtype(k), self.shapes[k], *place, table.strides(index), table.big_endian(index))
 
     def of_way(self, way: int) -> Sequence[int]:
         """Return the positions of the tensors with this way."""

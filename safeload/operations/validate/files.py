@@ -264,7 +264,7 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> t
         for file in opened.files:
             stack.callback(file.close)
         tables = [file.table for file in opened.files]
-        nbytes = sum(table.nbytes for table in tables)
+        nbytes = sum(sum(table.sizes()) for table in tables)
         absent = [tensor for tensor in expected.names[name] if all(table.find(tensor) < 0 for table in tables)]
     if not absent:
         return None, nbytes
