@@ -173,11 +173,8 @@ class Table:
     def names(self) -> list[str]:
         """Names in the order of the bytes. Must not be modified."""
         if self._names is None:
-            self._names = self._make_names()
+            self._names, _ = self._list_names(False)
         return self._names
-
-    def _make_names(self) -> list[str]:
-        return self._list_names(False)[0]
 
     def _list_names(self, ascending: bool) -> tuple[list[str], bool]:
         """Return the names, in ascending order if asked for and known to the core, and whether they ascend."""

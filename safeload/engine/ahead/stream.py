@@ -60,8 +60,26 @@ _T = TypeVar("_T")  # of the tensors: arrays, or also quantized tensors
 _Loaded: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
 
 
+class _Stream:
+    """What streams of tensors and of layers share."""
+
+    _left: Any  # names that were not taken yet
+    _count: int
+    _of = "tensor"
+
+    def __length_hint__(self) -> int:
+        return len(self._left)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self._left)} of {plural(self._count, self._of)} left>"
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"cannot copy or pickle a {kind}; copy or pickle the checkpoint, and call stream() again")
+
+
 @exported()
-class TensorStream(Iterator[tuple[str, _T]]):
+class TensorStream(_Stream, Iterator[tuple[str, _T]]):
     """An iterator of tensor names and arrays that reads ahead; made by `Checkpoint.stream`.
 
     Reading stops with `close`, an error, the end of the program or the last reference to the stream. Threads may share
@@ -111,15 +129,6 @@ class TensorStream(Iterator[tuple[str, _T]]):
                 raise
             return name, value
 
-    def __length_hint__(self) -> int:
-        return len(self._left)
-
-    def __repr__(self) -> str:
-        return f"<TensorStream: {len(self._left)} of {plural(self._count, 'tensor')} left>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("cannot copy or pickle a TensorStream; copy or pickle the checkpoint, and call stream() again")
-
     def check_process(self) -> None:
         """Raise RuntimeError after a fork; see ``Prefetch.check_process``."""
         self._results.check_process()
@@ -138,7 +147,7 @@ class TensorStream(Iterator[tuple[str, _T]]):
 
 
 @exported()
-class LayerStream(Iterator[tuple[str, dict[str, _T]]]):
+class LayerStream(_Stream, Iterator[tuple[str, dict[str, _T]]]):
     """An iterator of layers, each with all of its tensors, that reads ahead; made by `Checkpoint.stream`.
 
     Reading stops as for `TensorStream`. Threads may share a stream: each layer goes to a single thread.
@@ -149,6 +158,8 @@ class LayerStream(Iterator[tuple[str, dict[str, _T]]]):
         >>> layer, tensors = next(stream)
         >>> stream.close()
     """
+
+    _of = "layer"
 
     def __init__(self, tensors: TensorStream[_T], sizes: Mapping[str, int]) -> None:
         self._tensors = tensors
@@ -173,15 +184,6 @@ class LayerStream(Iterator[tuple[str, dict[str, _T]]]):
                 self.close()
                 raise
             return layer, tensors
-
-    def __length_hint__(self) -> int:
-        return len(self._left)
-
-    def __repr__(self) -> str:
-        return f"<LayerStream: {len(self._left)} of {plural(self._count, 'layer')} left>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("cannot copy or pickle a LayerStream; copy or pickle the checkpoint, and call stream() again")
 
     def close(self) -> None:
         """Stop reading and wait for the threads. Arrays that were taken stay valid."""

@@ -28,7 +28,6 @@ from ..run.memory import (
     address_of,
     aligned_bytes,
     check_disjoint,
-    paged_array,
     private_array,
 )
 from ..run.progress import Progress, reporter
@@ -358,7 +357,7 @@ class Reads:
         """Add the job that reads a tensor into its own array."""
         begin, source, target = plan.begins[k], plan.sources[k], plan.targets[k]
         if self._direct and source == target and self._out is None and self._memory is None:
-            array = paged_array(plan.shapes[k], plan.dtype(k), begin)
+            array = private_array(plan.shapes[k], plan.dtype(k), begin)
         else:
             array = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
         self._arrays[plan.names[k]] = array

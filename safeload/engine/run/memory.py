@@ -106,23 +106,16 @@ def aligned_bytes(size: int) -> Array:
     return raw[start : start + size]
 
 
-def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return a new array with undefined values, in huge pages if it is large."""
-    size = dtype.itemsize
-    for dim in shape:
-        size *= dim
-    return empty_array(shape, dtype) if size < HUGE_FROM else array_over(private_buffer(size), dtype, shape, 0)
+def private_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int = 0) -> Array:
+    """Return a new array with undefined values, in huge pages if it is large.
 
-
-def paged_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> Array:
-    """Return a new array for direct reads without a copy: pages of the file fill pages of the array.
-
-    The array and the tensor in its file begin at the same offset within a page, if the dtype's alignment allows it.
+    A direct read fills a large array without a copy if the array begins at the offset within a page at which its tensor
+    begins in the file, which is ``begin`` modulo the page; the dtype's alignment may not allow it.
     """
     size = dtype.itemsize
     for dim in shape:
         size *= dim
-    at = begin % PAGE
-    if size < HUGE_FROM or at % max(dtype.alignment, 1):
-        return private_array(shape, dtype)
+    if size < HUGE_FROM:
+        return empty_array(shape, dtype)
+    at = begin % PAGE if begin % max(dtype.alignment, 1) == 0 else 0
     return array_over(private_buffer(size + at), dtype, shape, at)
