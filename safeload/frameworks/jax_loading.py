@@ -17,8 +17,7 @@ from ..engine.codes import code_ranges
 from ..engine.codes.pieces import Meter
 from ..engine.read.lazy import materialize
 from ..engine.read.load import load_tensors
-from ..engine.read.plan import entries_of
-from ..engine.read.tensors import FileTensor, Tensors
+from ..engine.read.tensors import FileTensor, Tensors, entries_of
 from ..engine.run.cast import astype
 from ..engine.run.memory import POOLED_BELOW
 from ..engine.run.progress import Progress

@@ -20,7 +20,7 @@ from ..base.gc_pause import paused
 from ..checkpoint import tensors_of
 from ..engine.ahead.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, staged
 from ..engine.codes.pieces import Meter
-from ..engine.read.plan import Entry, entries_of, in_file_order
+from ..engine.read.tensors import Entry, entries_of, in_file_order
 from ..engine.run.progress import Progress
 from ..engine.run.threads import thread_count
 from . import torch_arrays

@@ -11,8 +11,7 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order
 from ..engine.read.load import VIEWED_FROM, load_tensors
-from ..engine.read.plan import Entry, entries_of
-from ..engine.read.tensors import FileTensor, Tensors
+from ..engine.read.tensors import Entry, FileTensor, Tensors, entries_of
 from ..engine.run.memory import address_of
 from ..engine.run.slice import as_index
 from ..engine.run.threads import MOST_THREADS

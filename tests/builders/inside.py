@@ -82,7 +82,7 @@ NAMES = {
     "Lazy": "engine.read.lazy:Lazy",
     "LazyQuantized": "engine.read.lazy:LazyQuantized",
     "parse_target": "engine.read.load:parse_target",
-    "entries_of": "engine.read.plan:entries_of",
+    "entries_of": "engine.read.tensors:entries_of",
     "read_tensors": "engine.read.tensors",
     "Tensors": "engine.read.tensors:Tensors",
     "atomic_file": "engine.run.atomic_file",

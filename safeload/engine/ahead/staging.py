@@ -16,8 +16,7 @@ from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
 from ..codes.code_ranges import Range, flat_ranges, rows_apart, rows_range, values_before
 from ..codes.restore import restore_jobs
 from ..read.delivery import deliver
-from ..read.plan import Entry
-from ..read.tensors import Tensors
+from ..read.tensors import Entry, Tensors
 from ..run.job import Job, moving
 from ..run.jobs import Batch
 from ..run.memory import ALIGNMENT, address_of, aligned_bytes, private_array

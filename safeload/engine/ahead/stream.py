@@ -23,8 +23,7 @@ from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Stopped, Task, chec
 from ..codes.pieces import Meter
 from ..read.delivery import check_fits, deliver, stored_in_parts
 from ..read.load import check_out_names, parse_target
-from ..read.plan import Entry, entries_of, in_file_order
-from ..read.tensors import FileTensor, Tensors
+from ..read.tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
 from ..run.memory import POOLED_BELOW, aligned_bytes, check_disjoint
 from ..run.progress import Progress
 from ..run.threads import check_threads

@@ -33,8 +33,7 @@ from ..run.memory import (
 from ..run.progress import Progress, reporter
 from ..run.threads import thread_count
 from ..run.weight_file import WeightFile, is_remote
-from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, VIEW, ReadPlan, decide, viewable
-from .tensors import Tensors, packed_of
+from .tensors import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, VIEW, ReadPlan, Tensors, decide, packed_of, viewable
 
 if TYPE_CHECKING:
     from ..codes.quantized_tensor import QuantizedTensor

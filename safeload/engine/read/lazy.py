@@ -12,7 +12,7 @@ from ...base.arrays import Array
 from ...base.packing import Packing
 
 if TYPE_CHECKING:
-    from .plan import Entry
+    from .tensors import Entry
 
 
 class Staged(NamedTuple):

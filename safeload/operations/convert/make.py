@@ -26,8 +26,7 @@ from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
 from ...engine.codes.restore import read_array
 from ...engine.codes.source import Source
 from ...engine.read.lazy import Lazy, LazyEncoded, LazyPacked, LazyQuantized, Staged
-from ...engine.read.plan import Entry
-from ...engine.read.tensors import Tensors
+from ...engine.read.tensors import Entry, Tensors
 from ...engine.run import jobs
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import private_array

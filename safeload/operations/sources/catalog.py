@@ -40,8 +40,7 @@ from ...checkpoint import (
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, in_file, of_array, of_numbers, of_packed
 from ...engine.read.load import Backend
-from ...engine.read.plan import Entry, entries_of
-from ...engine.read.tensors import FileTensor, Tensors, packed_of
+from ...engine.read.tensors import Entry, FileTensor, Tensors, entries_of, packed_of
 from ...engine.run import jobs
 from ...engine.run.memory import address_of
 from ...engine.run.weight_file import WeightFile
