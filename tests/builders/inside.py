@@ -102,7 +102,6 @@ NAMES = {
     "PAGE": "engine.run.memory:PAGE",
     "address_of": "engine.run.memory:address_of",
     "aligned_bytes": "engine.run.memory:aligned_bytes",
-    "overlapping": "engine.run.memory:overlapping",
     "progress": "engine.run.progress",
     "slicing": "engine.run.slice",
     "threads": "engine.run.threads",

@@ -40,7 +40,8 @@ def positions_in(rows: Any, count: int, name: str) -> Array:
     if isinstance(rows, (slice, str, bytes)) or rows is None or (not isinstance(rows, range) and _is_integer(rows)):
         kind = type(rows).__name__
         raise TypeError(f"{about}: rows must be a list, an integer array or a mask, got {kind}: {_ADVICE}")
-    indices = np.arange(rows.start, rows.stop, rows.step) if _is_plain_range(rows) else np.asarray(rows)
+    small = isinstance(rows, range) and max(map(abs, (rows.start, rows.stop, rows.step))) < 1 << 62  # fits 64 bits
+    indices = np.arange(rows.start, rows.stop, rows.step) if small else np.asarray(rows)
     if indices.ndim != 1:
         raise TypeError(f"{about}: rows must have 1 axis, got {indices.ndim}")
     if indices.dtype.kind == "b":
@@ -73,11 +74,6 @@ def _is_integer(value: Any) -> bool:
     except TypeError:
         return False
     return not isinstance(value, np.ndarray) or value.ndim == 0
-
-
-def _is_plain_range(rows: Any) -> bool:
-    """Return whether NumPy can hold a range in 64 bits."""
-    return isinstance(rows, range) and max(map(abs, (rows.start, rows.stop, rows.step))) < 1 << 62
 
 
 def take_rows(file: WeightFile, index: int, rows: Any, dtype: Any, name: str) -> Any:

@@ -134,24 +134,16 @@ class Tensors(Sequence[FileTensor]):
     def columns(self) -> Columns:
         """Dtype numbers, logical shapes and byte ranges."""
         with paused(len(self)):
-            return self._columns()
-
-    def _columns(self) -> Columns:
-        if self.file is None:
-            return self.files[0].table.columns(self.indices) if self.files else Columns(b"", (), (), ())
-        tables = [file.table.columns(range(file.table.count)) for file in self.files]
-        places = list(zip(self.file, self.indices, strict=True))
-        return Columns(
-            bytes([tables[file].numbers[k] for file, k in places]),
-            [tables[file].shapes[k] for file, k in places],
-            [tables[file].begins[k] for file, k in places],
-            [tables[file].ends[k] for file, k in places],
-        )
-
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """Logical shapes."""
-        return self.columns.shapes
+            if self.file is None:
+                return self.files[0].table.columns(self.indices) if self.files else Columns(b"", (), (), ())
+            tables = [file.table.columns(range(file.table.count)) for file in self.files]
+            rows = [(tables[file], k) for file, k in zip(self.file, self.indices, strict=True)]
+            return Columns(
+                bytes([table.numbers[k] for table, k in rows]),
+                [table.shapes[k] for table, k in rows],
+                [table.begins[k] for table, k in rows],
+                [table.ends[k] for table, k in rows],
+            )
 
     @cached_property
     def ranges(self) -> Ranges:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,13 +74,6 @@ def panels_of(right: Array) -> Array:
     panels[:whole] = right[:, : whole * width].reshape(rank, whole, width).transpose(1, 0, 2)
     panels[whole:, :, : columns - whole * width] = right[:, whole * width :]
     return panels
-
-
-class Described(Protocol):
-    """What becomes a struct of the C core just before its job runs."""
-
-    def prepare(self) -> Mapping[str, Any]:
-        """Return the fields of the struct; arrays stand for the addresses of their memory, None for NULL."""
 
 
 class Origin(NamedTuple):

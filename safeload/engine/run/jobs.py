@@ -13,7 +13,7 @@ from ...base.native import TIER, Error, check, ffi, lib, pointer, private_buffer
 from ...base.text import subject
 from ...errors import RangeError
 from ...stores.local import LocalStore, direct_of, none_free
-from .job import Described, Job, Origin
+from .job import Job, Origin
 from .memory import address_of
 from .progress import Progress, reporter
 from .threads import thread_count
@@ -327,8 +327,11 @@ def _affordable(packed: Sequence[Any], begin: int) -> int:
     return len(packed)
 
 
-def _describe(values: Sequence[Described | None], column: Array, dtype: np.dtype[Any]) -> Any:
-    """Fill a column of jobs with the addresses of their descriptions, and return what must live until they have run."""
+def _describe(values: Sequence[Any], column: Array, dtype: np.dtype[Any]) -> Any:
+    """Fill a column of jobs with the addresses of their descriptions, and return what must live until they have run.
+
+    ``prepare`` of a value returns the fields of its struct; arrays stand for the addresses of their memory.
+    """
     distinct = {id(value): value.prepare() for value in values if value is not None}
     if not distinct:
         return None

@@ -125,12 +125,6 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], advice: st
     return view if view.flags.c_contiguous else view.copy()
 
 
-def _is_box(axes: list[range], shape: tuple[int, ...]) -> bool:
-    """Return True if the selected elements are a box, and no range of the tensor's bytes."""
-    partial = any(len(axis) != size for axis, size in zip(axes[1:], shape[1:], strict=True))
-    return partial and all(axis.step == 1 for axis in axes)
-
-
 def _read_dense(file: WeightFile, layout: ArraySpec, axes: list[range], origin: Origin) -> Array:
     """Read the selected elements of a tensor in C order."""
     dtype, shape, begin = layout.dtype, layout.shape, layout.begin
@@ -138,7 +132,9 @@ def _read_dense(file: WeightFile, layout: ArraySpec, axes: list[range], origin: 
     if not result.size:
         return result
     read_box = getattr(file.store, "read_box", None)  # only an `AssembledStore` has it
-    if read_box is not None and _is_box(axes, shape) and file.store.has_boxes(begin, shape):  # type: ignore[attr-defined]
+    part = any(len(axis) != size for axis, size in zip(axes[1:], shape[1:], strict=True))  # no range of the bytes
+    box = read_box is not None and part and all(axis.step == 1 for axis in axes)
+    if read_box is not None and box and file.store.has_boxes(begin, shape):  # type: ignore[attr-defined]
         read_box(begin, [axis.start for axis in axes], result.reshape(*result.shape, 1).view(np.uint8))
         return result
     direct = jobs.Batch()

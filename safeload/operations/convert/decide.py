@@ -107,7 +107,7 @@ def _copied(catalog: Catalog, request: ConvertRequest, threads: int | None) -> C
     if spans is None:
         return None
     names = [*renamed(tensors.names, rename).values()] if rename else tensors.names
-    outputs = Outputs(catalog, request.format, threads, tensors.names, names, (), tensors.shapes, spans)
+    outputs = Outputs(catalog, request.format, threads, tensors.names, names, (), tensors.columns.shapes, spans)
     outputs = outputs._replace(metadata=metadata_for(catalog, request))
     left_out = _left_out(catalog, {}, empty=not names)
     if request.folder is None:

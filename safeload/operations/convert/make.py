@@ -210,7 +210,7 @@ def outputs_of(
             spans = None if tensors is None else spans_of(tensors, numbers)
             if tensors is not None and spans is not None:
                 names = [*renamed(reads, rename).values()] if rename else reads
-                return Outputs(catalog, format, threads, reads, names, decided, tensors.shapes, spans)
+                return Outputs(catalog, format, threads, reads, names, decided, tensors.columns.shapes, spans)
     maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
     made = [maker.output(name, decision) for name, decision in decisions.items()]
     names = [*renamed(reads, rename).values()] if rename else reads
@@ -265,7 +265,7 @@ def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
         if to in dtypes.TABLE and to not in dtypes.SAFETENSORS:
             return None  # the writer refuses it by name
         if to.blocked:
-            shapes = tensors.shapes
+            shapes = tensors.columns.shapes
             rows = {shapes[k][-1:] for k in np.flatnonzero(targets == to.number).tolist()}
             if () in rows or any(length % to.block for (length,) in rows):
                 return None

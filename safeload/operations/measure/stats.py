@@ -350,7 +350,7 @@ def _measure_plain(
     if len(real) < len(numbers):
         tensors = tensors.pick(np.flatnonzero(np.isin(tensors.ranges.numbers, real)))
     file, begins, sizes, of = tensors.ranges
-    shapes, columns = tensors.shapes, tensors.columns
+    columns, shapes = tensors.columns, tensors.columns.shapes
 
     def run(op: int, places: Array, rows: Array) -> None:
         with reporter(progress, int(sizes[rows].sum())) as report:
