@@ -141,11 +141,13 @@ class Table:
     _rows: list[dtypes.Dtype] | None = None
     _entries: list[Entry] | None = None
     _searches = 0
-    # Of a `ListedTable`, by the index of a tensor; rare properties.
-    _strides: Mapping[int, tuple[int, ...]] = MappingProxyType({})
-    _scales: Mapping[int, Scale] = MappingProxyType({})
-    _packed: Mapping[int, Packed] = MappingProxyType({})
-    _big_endian: Collection[int] = ()
+    # Rare properties, by the index of a tensor.
+    strides: Mapping[int, tuple[int, ...]] = MappingProxyType(
+        {}
+    )  # bytes between neighbours along each axis, not in C order
+    scales: Mapping[int, Scale] = MappingProxyType({})  # of int8
+    packed: Mapping[int, Packed] = MappingProxyType({})  # codes and scales
+    big_endian: Collection[int] = ()
     _groups: Mapping[int, list[int]] = MappingProxyType({})  # of tensors that overlap
     _metadata: Mapping[str, Any] | None = None
 
@@ -310,7 +312,7 @@ class Table:
         """Return the layout of a tensor, without conversion."""
         layout = array_spec(self.row(index), self.shape(index), *self.byte_range(index))
         if self.shaped:
-            return layout._replace(strides=self.strides(index), big_endian=self.big_endian(index))
+            return layout._replace(strides=self.strides.get(index), big_endian=index in self.big_endian)
         return layout
 
     def entry(self, index: int) -> Entry:
@@ -353,36 +355,20 @@ class Table:
         """Return the size of each tensor's elements in bytes."""
         return [end - begin for begin, end in self.byte_ranges()]
 
-    def big_endian(self, index: int) -> bool:
-        """Return whether the elements of a tensor are big-endian."""
-        return index in self._big_endian
-
-    def strides(self, index: int) -> tuple[int, ...] | None:
-        """Return the bytes between neighbours along each axis, or None for C order."""
-        return self._strides.get(index)
-
     def together(self, index: int) -> list[int]:
         """Return the tensors that overlap a tensor, itself included, in ascending order."""
         return self._groups.get(index, [index])
 
-    def scale(self, index: int) -> Scale | None:
-        """Return the scales of a quantized int8 tensor, or None."""
-        return self._scales.get(index)
-
-    def packed(self, index: int) -> Packed | None:
-        """Return the codes and scales of a packed tensor, or None."""
-        return self._packed.get(index)
-
     @property
     def scaled(self) -> bool:
         """Whether any tensor can be packed, or int8 with a scale."""
-        return bool(self._scales or self._packed)
+        return bool(self.scales or self.packed)
 
     def is_quantized(self, index: int) -> bool:
         """Return whether a tensor is blocked, packed, or int8 with a scale."""
         if not self.quantized:
             return False
-        return self.row(index).blocked or self.scale(index) is not None or self.packed(index) is not None
+        return self.row(index).blocked or index in self.scales or index in self.packed
 
     def refuse_unknown(self, indices: Iterable[int], path: str) -> None:
         """Refuse to read unreadable entries."""
@@ -528,18 +514,18 @@ class ListedTable(Table):
         self._cdata = ffi.new("sl_columns *", {"count": len(names), **columns})
         super().__init__(0, columns_at(int(ffi.cast("uintptr_t", self._cdata))))
         self._names, self._shapes, self.unknown = names, shapes, unknowns
-        self._strides, self._scales, self._packed = strided, scales, coded
-        self._big_endian = range(self.count) if big_endian else swapped
+        self.strides, self.scales, self.packed = strided, scales, coded
+        self.big_endian = range(self.count) if big_endian else swapped
         self.quantized = self.scaled or any(dtypes.BY_NUMBER[number].blocked for number in set(numbers))
         self._metadata = metadata
         self.named_globals = named_globals or {}
         self._groups = _overlapping(begins, ends)
-        self.shaped = bool(self._big_endian) or bool(self._groups) or bool(strided)
+        self.shaped = bool(self.big_endian) or bool(self._groups) or bool(strided)
 
     def sizes(self) -> list[int]:
         """Return the size of each tensor's elements in bytes, without gaps; a repeated element counts each time."""
         sizes = [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
-        for index, packed in self._packed.items():
+        for index, packed in self.packed.items():
             sizes[index] = packed.nbytes
         return sizes
 

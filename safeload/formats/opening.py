@@ -334,8 +334,8 @@ def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
 def _listing(name: str, file: WeightFile, index: int, shift: int) -> Listing:
     """Describe a tensor of a member by its place in the container."""
     table = file.table
-    if table.scale(index) is not None or table.packed(index) is not None:
+    if table.scales.get(index) is not None or table.packed.get(index) is not None:
         raise FormatError("a member has scales before they were looked for", file.path)
     begin, end = (byte + shift for byte in table.byte_range(index))
-    row, shape, strides = table.row(index), table.shape(index), table.strides(index)
-    return Listing(name, row, shape, begin, end, strides, big_endian=table.big_endian(index))
+    row, shape, strides = table.row(index), table.shape(index), table.strides.get(index)
+    return Listing(name, row, shape, begin, end, strides, big_endian=index in table.big_endian)

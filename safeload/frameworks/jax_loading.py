@@ -245,7 +245,7 @@ def _inside(rows: Sequence[tuple[int, int]], part: Slice) -> tuple[Any, ...]:
 
 def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
     """Return whether the values of a tensor can only be read all at once."""
-    packed = file.table.packed(index)
+    packed = file.table.packed.get(index)
     if packed is not None:
         return len(packed.packing.shape) < 2 or not (
             len(packed.packing.shape) > 2 or code_ranges.rows_apart(packed.packing)

@@ -245,7 +245,7 @@ def _arrivals(entries: Sequence[Entry], copies: Blocking, threads: int | None, p
 
 def _key(entry: Entry) -> Any:
     """Return a key: tensors with equal keys are the same bytes, read alike."""
-    layout = entry.file.table.strides(entry.at) if entry.strided else None
+    layout = entry.file.table.strides.get(entry.at) if entry.strided else None
     return entry.file, entry.begin, entry.end, entry.shape, entry.source, entry.target, layout, entry.packed is None
 
 

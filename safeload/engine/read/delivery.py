@@ -197,7 +197,7 @@ def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
 
     table = plan.file.table
     for k, (name, index) in enumerate(zip(plan.names, plan.tensors.indices, strict=True)):
-        row, scale = dtypes.BY_NUMBER[plan.sources[k]], table.scale(index)
+        row, scale = dtypes.BY_NUMBER[plan.sources[k]], table.scales.get(index)
         if plan.sources[k] != plan.targets[k]:
             continue
         if row.blocked:

@@ -80,7 +80,7 @@ def take_rows(file: WeightFile, index: int, rows: Any, dtype: Any, name: str) ->
     """Read rows of a tensor; see `Checkpoint.take`. ``name`` is its name in messages."""
     table = file.table
     table.refuse_unknown([index], file.path)
-    packed, target = table.packed(index), parse_target(dtype)
+    packed, target = table.packed.get(index), parse_target(dtype)
     shape = table.shape(index) if packed is None else packed.packing.shape
     if not shape:
         raise error_about(UnsupportedError, "has no axes, so it has no rows: use checkpoint[name]", tensor=name)
@@ -127,7 +127,7 @@ def _values(
 def _stored_rows(file: WeightFile, index: int, unique: Array, inverse: Array, target: dtypes.Dtype | None) -> Any:
     table = file.table
     row, shape, name = table.row(index), table.shape(index), table.names[index]
-    scale, inner = table.scale(index), math.prod(shape[1:])
+    scale, inner = table.scales.get(index), math.prod(shape[1:])
     if inner % row.block:
         if target is None:
             raise _cuts(name, row.name, row.block)
@@ -135,7 +135,7 @@ def _stored_rows(file: WeightFile, index: int, unique: Array, inverse: Array, ta
     if row.blocked or (scale is not None and table.is_quantized(index)):
         return _quantized(file, index, unique, inverse, target)
     converted = row.loaded_as(target)
-    if converted is row or table.strides(index) is not None:
+    if converted is row or table.strides.get(index) is not None:
         rows = _plain(file, index, unique)
         return _ordered(rows if converted is row else astype(rows, dtypes.element_dtype(converted.number)), inverse)
 
@@ -202,7 +202,7 @@ def _quantized(
 ) -> QuantizedTensor | Array:
     """Read rows of int8 with scales, or of blocks."""
     table = file.table
-    row, shape, scale = table.row(index), table.shape(index), table.scale(index)
+    row, shape, scale = table.row(index), table.shape(index), table.scales.get(index)
     axis = None if scale is None else scale.axis
     factors = None if scale is None else read_scale(file, scale)
 

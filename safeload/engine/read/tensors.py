@@ -178,7 +178,7 @@ class Tensors(Sequence[FileTensor]):
                 break
         else:
             return self, {}
-        codes = [file.table.packed(index) for _, file, index in self]
+        codes = [file.table.packed.get(index) for _, file, index in self]
         packed = {name: tensor for name, tensor in zip(self.names, codes, strict=True) if tensor is not None}
         return (self.pick([k for k, tensor in enumerate(codes) if tensor is None]) if packed else self), packed
 
@@ -186,9 +186,9 @@ class Tensors(Sequence[FileTensor]):
 def packed_of(file: WeightFile, index: int) -> Packed | None:
     """Return the codes and scales of a packed or int8 tensor; None for plain tensors."""
     table = file.table
-    scale = table.scale(index)
+    scale = table.scales.get(index)
     if scale is None:
-        return table.packed(index)
+        return table.packed.get(index)
     name, shape = table.names[index], table.shape(index)
     parts = {
         packing.CODES: Part(name, file, table.row(index), shape, *table.byte_range(index)),
@@ -234,7 +234,7 @@ class ReadPlan(NamedTuple):
         table = self.file.table
         place = self.begins[k], self.ends[k], self.sources[k], self.targets[k]
         index = self.tensors.indices[k]
-        return ArraySpec(self.dtype(k), self.shapes[k], *place, table.strides(index), table.big_endian(index))
+        return ArraySpec(self.dtype(k), self.shapes[k], *place, table.strides.get(index), index in table.big_endian)
 
     def of_way(self, way: int) -> Sequence[int]:
         """Return the positions of the tensors with this way."""
@@ -281,7 +281,7 @@ def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPla
                 ways[k] = READ
     if table.shaped:
         for k, (way, index) in enumerate(zip(ways, tensors.indices, strict=True)):
-            foreign = way == VIEW and foreign_order(table.big_endian(index))
+            foreign = way == VIEW and foreign_order(index in table.big_endian)
             if way in (READ, CONVERT) or (foreign and dtypes.array_dtype(sources[k]).itemsize > 1):
                 ways[k] = STRIDED
     if any(map(eq, begins, ends)):
@@ -306,7 +306,7 @@ def _convert(tensors: Tensors, target: dtypes.Dtype, plain: int) -> tuple[bytes,
     ways = bytearray(sources.translate(way))
     if file.table.quantized:
         for k, index in enumerate(tensors.indices):
-            if file.table.scale(index) is not None:
+            if file.table.scales.get(index) is not None:
                 targets[k], ways[k] = target.number, DEQUANTIZE
                 if not dtypes.BY_NUMBER[sources[k]].converts_to(target):
                     refused.append(k)
@@ -378,7 +378,7 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
         )
         for name, index, begin, end, shape, source, to, way in columns:
             codes = packed_of(file, index) if way == DEQUANTIZE else None
-            strided = way == STRIDED and (table.strides(index) is not None or table.big_endian(index))
+            strided = way == STRIDED and (table.strides.get(index) is not None or index in table.big_endian)
             entries[name] = Entry(name, file, index, begin, end, shape, source, to, codes, strided)
         indices = dict(zip(file_tensors.names, file_tensors.indices, strict=True)) if packed else {}
         for name, tensor in packed.items():

@@ -102,17 +102,15 @@ class WeightFile:
             fields = zip(names, codes, shapes, sizes, repeat(self.path), begins, own_names)
             # Makes each `TensorInfo` from a tuple of its fields without running Python code.
             infos: list[TensorInfo] = list(map(tuple.__new__, repeat(TensorInfo), fields))
-        for k, info in enumerate(infos) if table.quantized else ():
-            packed = table.packed(k)
-            if packed is not None:
-                parts = tuple(part.name for part in packed.parts.values())
-                label = packed.packing.label
-                if packed.packing.flat and label in dtypes.BLOCK_TYPES:  # named as in blocks along rows
-                    label = dtypes.BLOCK_TYPES[label].code
-                infos[k] = info._replace(dtype=label, parts=parts)
-            elif table.scale(k) is not None:
-                infos[k] = info._replace(dtype=INT8)
-            elif info.name in table.unknown:
+        for k, packed in table.packed.items():
+            label = packed.packing.label
+            if packed.packing.flat and label in dtypes.BLOCK_TYPES:  # named as in blocks along rows
+                label = dtypes.BLOCK_TYPES[label].code
+            infos[k] = infos[k]._replace(dtype=label, parts=tuple(part.name for part in packed.parts.values()))
+        for k in table.scales.keys() - table.packed.keys():
+            infos[k] = infos[k]._replace(dtype=INT8)
+        for k, info in enumerate(infos) if table.unknown else ():
+            if info.name in table.unknown:
                 unknown = table.unknown[info.name]
                 infos[k] = info._replace(dtype=unknown.label, shape=unknown.shape)
         return infos
@@ -142,9 +140,7 @@ def is_remote(file: object) -> bool:
 
 def quantization_in(files: Iterable[WeightFile]) -> str | None:
     """Return the dequantization configuration of the packed tensors of files, as JSON; None if none is packed."""
-    tables = [file.table for file in files if file.table.quantized]
-    packed = (table.packed(index) for table in tables for index in range(table.count))
-    return next((codes.packing.config for codes in packed if codes is not None), None)
+    return next((codes.packing.config for file in files for codes in file.table.packed.values()), None)
 
 
 _CODES = {number: row.code for number, row in dtypes.BY_NUMBER.items()}

@@ -307,7 +307,7 @@ def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> No
 def _is_mlx(catalog: Catalog, name: str) -> bool:
     """Return True if a tensor is packed in an MLX file."""
     file, number = catalog.place(name)[1:] if name in catalog else (None, 0)
-    packed = None if file is None else file.table.packed(number)
+    packed = None if file is None else file.table.packed.get(number)
     return packed is not None and packed.packing.family == MLX
 
 

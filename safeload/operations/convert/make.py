@@ -529,7 +529,7 @@ class Maker:
     def _packed(self, name: str, tensor: TensorDescription) -> LazyPacked:
         """Return a packed tensor as stored."""
         _, file, number = self._catalog.place(name)
-        packed = None if file is None else file.table.packed(number)
+        packed = None if file is None else file.table.packed.get(number)
         if packed is not None:  # read in chunks, never mapped
             parts = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
             output = LazyPacked(packed.packing, packed.names(name), parts)

@@ -406,7 +406,7 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
 
 def _zeros_disagree(opened: Checkpoint) -> bool:
     """True if the zero points of the smallest weight follow another GPTQ format than configured."""
-    groups = (file.table.packed(index) for _, file, index in tensors_of(opened))
+    groups = (file.table.packed.get(index) for _, file, index in tensors_of(opened))
     packed = [group for group in groups if group is not None and group.packing.zeros is not None]
     return bool(packed) and zeros_disagree(min(packed, key=lambda group: group.nbytes))
 

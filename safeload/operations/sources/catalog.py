@@ -283,8 +283,8 @@ class Catalog:
             return TensorDescription(
                 name, unknown.label, unknown.shape, end - begin, file.table.row(index), False, unknown.label
             )
-        row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
-        packed = file.table.packed(index)
+        row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scales.get(index)
+        packed = file.table.packed.get(index)
         if packed is not None:
             label = packed.packing.label
             return TensorDescription(name, label, shape, packed.nbytes, row, False, label, None, True)
@@ -350,7 +350,7 @@ class Catalog:
         origin, file, index = self._places[name]
         if isinstance(origin, Checkpoint) and file is not None:
             # If a tensor stays packed it is mapped, because its codes are read only once.
-            reads = dtype is not None or file.table.packed(index) is None or not self.mapped
+            reads = dtype is not None or file.table.packed.get(index) is None or not self.mapped
             backend: Backend = "pread" if reads else "mmap"
             return origin.load([name], dtype=dtype, backend=backend, threads=threads)[name]
         value = origin[name]
@@ -368,7 +368,7 @@ class Catalog:
         if self.made(name) is not None:
             return of_array(name if called is None else called, self.value(name, threads))
         origin, file, index = self._places[name]
-        source = None if file is None or file.table.packed(index) else in_file(origin, name, file, index)
+        source = None if file is None or file.table.packed.get(index) else in_file(origin, name, file, index)
         if source is None or (file is not None and file.table.quantized and self.about(name).quantized):
             value = self.value(name, threads)
             if isinstance(value, QuantizedTensor):

@@ -67,7 +67,7 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     scales = sum(
         scale.end - scale.begin
         for _, file, k in catalog.entries()
-        if file.table.quantized and (scale := file.table.scale(k)) is not None
+        if file.table.quantized and (scale := file.table.scales.get(k)) is not None
     )
     ignored = sum(part.end - part.begin for part in catalog.ignored.values())
     if total_size is not None and total_size not in (nbytes, nbytes + scales, nbytes + ignored):

@@ -92,7 +92,7 @@ def _places(file: WeightFile) -> list[StoredRange]:
     table = file.table
     places = []
     for k, (name, (begin, end)) in enumerate(zip(table.names, table.byte_ranges(), strict=True)):
-        packed = table.packed(k) if table.quantized else None
+        packed = table.packed.get(k)
         if packed is not None:
             for part in packed.parts.values():
                 if part.file is file and part.begin < part.end:
@@ -327,8 +327,7 @@ def check_tails(
         ends = [end for _, end, _ in ranges]
         if table.quantized:
             ends += [place.end for place in _places(file)]
-            scales = (table.scale(k) for k in range(table.count))
-            ends += [scale.end for scale in scales if scale is not None]
+            ends += [scale.end for scale in table.scales.values()]
         end = min(file.size, max(ends))
         hole = min(end, hole_begin(file))
         if (hole == end and not values) or is_zip(file.read_at(0, 4)):
