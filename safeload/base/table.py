@@ -352,8 +352,14 @@ class Table:
         )
 
     def sizes(self) -> list[int]:
-        """Return the size of each tensor's elements in bytes."""
-        return [end - begin for begin, end in self.byte_ranges()]
+        """Return the size of each tensor's elements in bytes, without gaps; a repeated element counts each time."""
+        if self.shaped:
+            sizes = [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
+        else:
+            sizes = [end - begin for begin, end in self.byte_ranges()]
+        for index, packed in self.packed.items():
+            sizes[index] = packed.nbytes
+        return sizes
 
     def together(self, index: int) -> list[int]:
         """Return the tensors that overlap a tensor, itself included, in ascending order."""
@@ -488,46 +494,22 @@ class ListedTable(Table):
         named_globals: Mapping[str, bool] | None = None,
     ) -> None:
         # Numbers go into compact columns, rare properties into dicts, because a file can have a tensor every 14 bytes.
-        names: list[str] = []
-        shapes: list[tuple[int, ...]] = []
-        numbers, begins, ends = self._memory = bytearray(), array("Q"), array("Q")
-        strided, scales, coded = {}, {}, {}
-        swapped: set[int] = set()
-        unknowns: dict[str, Unknown] = {}
-        for index, (name, row, shape, begin, end, strides, scale, packed, big, unknown) in enumerate(tensors):
-            names.append(name)
-            numbers.append(row.number)
-            shapes.append(shape)
-            begins.append(begin)
-            ends.append(end)
-            if strides is not None:
-                strided[index] = strides
-            if scale is not None:
-                scales[index] = scale
-            if packed is not None:
-                coded[index] = packed
-            if big:
-                swapped.add(index)
-            if unknown is not None:
-                unknowns[name] = unknown
+        names, rows, shapes, begins, ends, *rare, swapped, unknown = [*zip(*tensors, strict=True)] or [()] * 10
+        self.strides, self.scales, self.packed, unknowns = (
+            {k: value for k, value in enumerate(column) if value is not None} for column in (*rare, unknown)
+        )
+        self._memory = bytearray(row.number for row in rows), array("Q", begins), array("Q", ends)
         columns = dict(zip(("dtypes", "begins", "ends"), map(ffi.from_buffer, _KINDS, self._memory), strict=True))
         self._cdata = ffi.new("sl_columns *", {"count": len(names), **columns})
         super().__init__(0, columns_at(int(ffi.cast("uintptr_t", self._cdata))))
-        self._names, self._shapes, self.unknown = names, shapes, unknowns
-        self.strides, self.scales, self.packed = strided, scales, coded
-        self.big_endian = range(self.count) if big_endian else swapped
-        self.quantized = self.scaled or any(dtypes.BY_NUMBER[number].blocked for number in set(numbers))
+        self._names, self._shapes = [*names], [*shapes]
+        self.unknown = {names[k]: about for k, about in unknowns.items()}
+        self.big_endian = range(self.count) if big_endian else {k for k, swaps in enumerate(swapped) if swaps}
+        self.quantized = self.scaled or any(dtypes.BY_NUMBER[number].blocked for number in set(self.numbers))
         self._metadata = metadata
         self.named_globals = named_globals or {}
         self._groups = _overlapping(begins, ends)
-        self.shaped = bool(self.big_endian) or bool(self._groups) or bool(strided)
-
-    def sizes(self) -> list[int]:
-        """Return the size of each tensor's elements in bytes, without gaps; a repeated element counts each time."""
-        sizes = [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
-        for index, packed in self.packed.items():
-            sizes[index] = packed.nbytes
-        return sizes
+        self.shaped = bool(self.big_endian) or bool(self._groups) or bool(self.strides)
 
     def replace_rows(self, old: dtypes.Dtype, new: dtypes.Dtype) -> None:
         """Replace a dtype by another of the same size."""

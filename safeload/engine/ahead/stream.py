@@ -378,11 +378,10 @@ class Recycler:
 
     def _take(self, size: int) -> tuple[int, int]:
         """Return the capacity and address of memory for ``size`` bytes."""
-        best = None
         with self._lock:
-            fitting = [block for block in self._kept if size <= block[0] <= size + size // _WASTE]
-            if fitting:
-                best = min(fitting)
+            fitting = (block for block in self._kept if size <= block[0] <= size + size // _WASTE)
+            best = min(fitting, default=None)
+            if best is not None:
                 self._kept.remove(best)
         self._settle(True)
         if best is not None:

@@ -120,7 +120,7 @@ def _map(
     to_read, allowed = [], True
     for plan in plans:
         if VIEW in plan.ways:
-            buffer = _mapping(plan.file, mappings)
+            buffer = mapping(plan.file, mappings)
             if buffer is not None:
                 delivered.update(_views(plan, buffer))
             else:
@@ -140,7 +140,7 @@ def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile
         dtype = dtypes.array_dtype(part.row.number)
         known = mappings is not None and (not part.file.verified or part.file in mappings)
         mapped = known and part.begin < part.end and viewable(dtype, part.begin)
-        buffer = _mapping(part.file, mappings) if mapped else None
+        buffer = mapping(part.file, mappings) if mapped else None
         if buffer is None:
             arrays[role] = reads.stored(part)
         else:
@@ -164,17 +164,17 @@ def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None
     if not view:
         # A small read needs no threads, but `thread_count` checks SAFELOAD_NUM_THREADS.
         return jobs.read_small(file, *spec[:4]) if size < HUGE_FROM and thread_count(size, threads) else None
-    buffer = _mapping(file, mappings) if viewable(spec.dtype, spec.begin) else None
+    buffer = mapping(file, mappings) if viewable(spec.dtype, spec.begin) else None
     return None if buffer is None else array_over(buffer, spec.dtype, spec.shape, spec.begin)
 
 
-def _mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
+def mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
     """Return the mapping of a file; None if its store has none, or the system refuses it."""
     buffer = None if mappings is None else mappings.get(file)
     if buffer is None:
         buffer = mapping_of(file.store)
         if buffer is not None and mappings is not None:
-            mappings[file] = buffer
+            buffer = mappings.setdefault(file, buffer)  # another thread may have been faster
     return buffer
 
 
