@@ -205,7 +205,7 @@ VIEW = 1  # view of the mapped file
 READ = 2  # bytes are read unchanged
 CONVERT = 3  # values are converted while they are read, and blocks dequantized
 DEQUANTIZE = 4  # int8 values are multiplied by their scales while they are read
-STRIDED = 5  # non-contiguous, big-endian or sharing bytes: see `batch.Block`
+STRIDED = 5  # non-contiguous, big-endian or sharing bytes: see `delivery.Block`
 
 # Dtypes with arrays of bytes, not of elements.
 _IN_BYTES = frozenset(number for number, row in dtypes.BY_NUMBER.items() if row.bits < 8)
