@@ -16,8 +16,7 @@ from .base.selecting import Patterns
 from .base.text import clip, printable, show
 from .compat.names import SHARED, imported
 from .engine.read.load import Backend, check_backend, load_all, load_tensors, parse_target
-from .engine.read.plan import entries_of
-from .engine.read.tensors import Tensors
+from .engine.read.tensors import Tensors, entries_of
 from .engine.run.progress import Progress
 from .errors import public
 from .formats.opening import Paths

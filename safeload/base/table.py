@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import TensorNotFoundError, UnsupportedError, exported
 from . import dtypes
+from .arrays import ArraySpec, array_spec
 from .messages import error_about
 from .native import ITEM_SETTER, TEXT_MAKER, bytes_at, columns_at, ffi, lib, pointer, short
 from .packing import Packed
@@ -140,6 +141,15 @@ class Table:
     _rows: list[dtypes.Dtype] | None = None
     _entries: list[Entry] | None = None
     _searches = 0
+    # Rare properties, by the index of a tensor.
+    strides: Mapping[int, tuple[int, ...]] = MappingProxyType(
+        {}
+    )  # bytes between neighbours along each axis, not in C order
+    scales: Mapping[int, Scale] = MappingProxyType({})  # of int8
+    packed: Mapping[int, Packed] = MappingProxyType({})  # codes and scales
+    big_endian: Collection[int] = ()
+    _groups: Mapping[int, list[int]] = MappingProxyType({})  # of tensors that overlap
+    _metadata: Mapping[str, Any] | None = None
 
     def __init__(self, address: int, fields: Sequence[int] | None = None) -> None:
         self._address = address
@@ -165,11 +175,8 @@ class Table:
     def names(self) -> list[str]:
         """Names in the order of the bytes. Must not be modified."""
         if self._names is None:
-            self._names = self._make_names()
+            self._names, _ = self._list_names(False)
         return self._names
-
-    def _make_names(self) -> list[str]:
-        return self._list_names(False)[0]
 
     def _list_names(self, ascending: bool) -> tuple[list[str], bool]:
         """Return the names, in ascending order if asked for and known to the core, and whether they ascend."""
@@ -189,17 +196,16 @@ class Table:
 
     def find(self, name: str) -> int:
         """Return the index of a tensor, or -1."""
-        if self._index is not None:
-            return self._index.get(name, -1)
-        self._searches += 1
-        if self._searches > _FREE_SEARCHES and self._searches * _SEARCH_COST > self.count:
+        if self._index is None:
+            self._searches += 1
+            if self._address and (self._searches <= _FREE_SEARCHES or self._searches * _SEARCH_COST <= self.count):
+                try:
+                    encoded = name.encode()
+                except UnicodeEncodeError:  # no file has a name with a lone surrogate
+                    return -1
+                return int(short.sl_table_find(self._address, encoded, len(encoded)))
             self._index = {known: index for index, known in enumerate(self.names)}
-            return self._index.get(name, -1)
-        try:
-            encoded = name.encode()
-        except UnicodeEncodeError:  # no file has a name with a lone surrogate
-            return -1
-        return int(short.sl_table_find(self._address, encoded, len(encoded)))
+        return self._index.get(name, -1)
 
     def index(self, name: str) -> int:
         """Return the index of a tensor."""
@@ -302,6 +308,13 @@ class Table:
         """Return the bytes of each tensor in the file."""
         return list(zip(self._column(_BEGINS, self.count), self._column(_ENDS, self.count), strict=True))
 
+    def layout(self, index: int) -> ArraySpec:
+        """Return the layout of a tensor, without conversion."""
+        layout = array_spec(self.row(index), self.shape(index), *self.byte_range(index))
+        if self.shaped:
+            return layout._replace(strides=self.strides.get(index), big_endian=index in self.big_endian)
+        return layout
+
     def entry(self, index: int) -> Entry:
         """Return the properties needed to read a tensor."""
         if self._entries is not None:
@@ -339,45 +352,29 @@ class Table:
         )
 
     def sizes(self) -> list[int]:
-        """Return the size of each tensor's elements in bytes."""
-        return [end - begin for begin, end in self.byte_ranges()]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements of all tensors."""
-        begins, ends = (np.frombuffer(bytes_at(self._fields[k], 8 * self.count), np.uint64) for k in (_BEGINS, _ENDS))
-        return int((ends - begins).sum())
-
-    def big_endian(self, index: int) -> bool:
-        """Return whether the elements of a tensor are big-endian."""
-        return False
-
-    def strides(self, index: int) -> tuple[int, ...] | None:
-        """Return the bytes between neighbours along each axis, or None for C order."""
-        return None
+        """Return the size of each tensor's elements in bytes, without gaps; a repeated element counts each time."""
+        if self.shaped:
+            sizes = [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
+        else:
+            sizes = [end - begin for begin, end in self.byte_ranges()]
+        for index, packed in self.packed.items():
+            sizes[index] = packed.nbytes
+        return sizes
 
     def together(self, index: int) -> list[int]:
         """Return the tensors that overlap a tensor, itself included, in ascending order."""
-        return [index]
-
-    def scale(self, index: int) -> Scale | None:
-        """Return the scales of a quantized int8 tensor, or None."""
-        return None
-
-    def packed(self, index: int) -> Packed | None:
-        """Return the codes and scales of a packed tensor, or None."""
-        return None
+        return self._groups.get(index, [index])
 
     @property
     def scaled(self) -> bool:
         """Whether any tensor can be packed, or int8 with a scale."""
-        return False
+        return bool(self.scales or self.packed)
 
     def is_quantized(self, index: int) -> bool:
         """Return whether a tensor is blocked, packed, or int8 with a scale."""
         if not self.quantized:
             return False
-        return self.row(index).blocked or self.scale(index) is not None or self.packed(index) is not None
+        return self.row(index).blocked or index in self.scales or index in self.packed
 
     def refuse_unknown(self, indices: Iterable[int], path: str) -> None:
         """Refuse to read unreadable entries."""
@@ -393,10 +390,10 @@ class Table:
         return dtypes.may_hold_codes(self.numbers)
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Return ``__metadata__``, or None. The last value of a duplicate key wins."""
+        """Return ``__metadata__`` or all other content of the file, or None. The last value of a duplicate key wins."""
         fields = self._fields
         if not fields[_HAS_METADATA]:
-            return None
+            return self._metadata
         text: bytes = bytes_at(fields[_METADATA], fields[_METADATA_SIZE])
         ends = [0, *self._column(_METADATA_ENDS, 2 * fields[_PAIRS])]
         parts = [text[a:b].decode() for a, b in pairwise(ends)]
@@ -477,6 +474,10 @@ def unreadable(
     return Listing(name, row, (end - begin,), begin, end, unknown=unknown)
 
 
+# Types of the columns of a `ListedTable`.
+_KINDS = "uint8_t[]", "uint64_t[]", "uint64_t[]"
+
+
 class ListedTable(Table):
     """A table built in Python, in the order of the caller; tensors may overlap.
 
@@ -492,109 +493,29 @@ class ListedTable(Table):
         big_endian: bool = False,
         named_globals: Mapping[str, bool] | None = None,
     ) -> None:
-        self._names, self._shapes, self._rows = [], [], []
-        self._index = None
-        # Numbers go into compact arrays, rare properties into dicts, because a file can have a tensor every 14 bytes.
-        self._begins, self._ends = array("Q"), array("Q")
-        self._strides: dict[int, tuple[int, ...]] = {}
-        self._scales: dict[int, Scale] = {}
-        self._packed: dict[int, Packed] = {}
-        swapped: set[int] = set()
-        unknowns: dict[str, Unknown] = {}
-        for index, (name, row, shape, begin, end, strides, scale, packed, big, unknown) in enumerate(tensors):
-            self._names.append(name)
-            self._rows.append(row)
-            self._shapes.append(shape)
-            self._begins.append(begin)
-            self._ends.append(end)
-            if strides is not None:
-                self._strides[index] = strides
-            if scale is not None:
-                self._scales[index] = scale
-            if packed is not None:
-                self._packed[index] = packed
-            if big:
-                swapped.add(index)
-            if unknown is not None:
-                unknowns[name] = unknown
-        self.unknown = unknowns
-        self.count = len(self._names)
-        self._big_endian: Collection[int] = range(self.count) if big_endian else swapped
-        self.quantized = bool(self._scales or self._packed) or any(row.blocked for row in self._rows)
+        # Numbers go into compact columns, rare properties into dicts, because a file can have a tensor every 14 bytes.
+        names, rows, shapes, begins, ends, *rare, swapped, unknown = [*zip(*tensors, strict=True)] or [()] * 10
+        self.strides, self.scales, self.packed, unknowns = (
+            {k: value for k, value in enumerate(column) if value is not None} for column in (*rare, unknown)
+        )
+        self._memory = bytearray(row.number for row in rows), array("Q", begins), array("Q", ends)
+        columns = dict(zip(("dtypes", "begins", "ends"), map(ffi.from_buffer, _KINDS, self._memory), strict=True))
+        self._cdata = ffi.new("sl_columns *", {"count": len(names), **columns})
+        super().__init__(0, columns_at(int(ffi.cast("uintptr_t", self._cdata))))
+        self._names, self._shapes = [*names], [*shapes]
+        self.unknown = {names[k]: about for k, about in unknowns.items()}
+        self.big_endian = range(self.count) if big_endian else {k for k, swaps in enumerate(swapped) if swaps}
+        self.quantized = self.scaled or any(dtypes.BY_NUMBER[number].blocked for number in set(self.numbers))
         self._metadata = metadata
         self.named_globals = named_globals or {}
-        self._groups = _overlapping(self._begins, self._ends)
-        self.shaped = bool(self._big_endian) or bool(self._groups) or bool(self._strides)
-
-    def find(self, name: str) -> int:
-        if self._index is None:
-            self._index = {known: index for index, known in enumerate(self.names)}
-        return self._index.get(name, -1)
-
-    def sorted_names(self) -> list[str]:
-        return sorted(self.names)
-
-    @property
-    def numbers(self) -> bytes:
-        return bytes([row.number for row in self.rows])
-
-    def row(self, index: int) -> dtypes.Dtype:
-        return self.rows[index]
-
-    def entry(self, index: int) -> Entry:
-        return self.rows[index].number, self.shapes[index], self._begins[index], self._ends[index]
-
-    def begins(self) -> list[int]:
-        return self._begins.tolist()
-
-    def byte_range(self, index: int) -> tuple[int, int]:
-        """Return the bytes of a tensor: [begin, end), including other tensors' bytes between its elements."""
-        return self._begins[index], self._ends[index]
-
-    def byte_ranges(self) -> list[tuple[int, int]]:
-        return list(zip(self._begins, self._ends, strict=True))
-
-    def _columns_between(self, begin: int, end: int) -> Columns:
-        between = slice(begin, end)
-        return Columns(self.numbers[between], self.shapes[between], self._begins[between], self._ends[between])
-
-    def sizes(self) -> list[int]:
-        """Return the size of each tensor's elements in bytes, without gaps; a repeated element counts each time."""
-        sizes = [row.nbytes(prod(shape)) for shape, row in zip(self.shapes, self.rows, strict=True)]
-        for index, packed in self._packed.items():
-            sizes[index] = packed.nbytes
-        return sizes
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.sizes())
-
-    def strides(self, index: int) -> tuple[int, ...] | None:
-        return self._strides.get(index)
-
-    def big_endian(self, index: int) -> bool:
-        return index in self._big_endian
-
-    def together(self, index: int) -> list[int]:
-        return self._groups.get(index, [index])
-
-    def scale(self, index: int) -> Scale | None:
-        return self._scales.get(index)
-
-    @property
-    def scaled(self) -> bool:
-        return bool(self._scales or self._packed)
-
-    def packed(self, index: int) -> Packed | None:
-        return self._packed.get(index)
-
-    def metadata(self) -> Mapping[str, Any] | None:
-        """Return all other content of the file, or None."""
-        return self._metadata
+        self._groups = _overlapping(begins, ends)
+        self.shaped = bool(self.big_endian) or bool(self._groups) or bool(self.strides)
 
     def replace_rows(self, old: dtypes.Dtype, new: dtypes.Dtype) -> None:
         """Replace a dtype by another of the same size."""
-        self._rows = [new if row is old else row for row in self.rows]
+        numbers, *_ = self._memory
+        numbers[:] = numbers.replace(bytes([old.number]), bytes([new.number]))
+        self._rows = None
 
     def add_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add content that lies beside the tensors, which wins over content of the same key."""

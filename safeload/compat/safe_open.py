@@ -101,7 +101,7 @@ class SafeSlice:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor as an array."""
-        return self._file.layout(self._index).shape
+        return self._file.table.layout(self._index).shape
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -559,13 +559,13 @@ def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None
         raise chunk.fault(f": its chunk must hold a single tensor, got {len(names)}", path, offset)
     table = window.table
     chunk.check(table, 0, path, offset)
-    if table.big_endian(0):
+    if 0 in table.big_endian:
         raise error_about(UnsupportedError, "has big-endian chunks", path=path, tensor=chunk.name)
     begin, end = table.byte_range(0)
     if end - begin > 4 * chunk.nbytes + MAX_OVERHEAD:
         text = f": strides spread a chunk of {chunk.nbytes:,} bytes over {end - begin:,}"
         raise error_about(LimitError, text, path=path, tensor=chunk.name)
-    return Region(store, begin, table.strides(0))
+    return Region(store, begin, table.strides.get(0))
 
 
 def _moved(error: FormatError, by: int | None) -> FormatError:

@@ -294,11 +294,11 @@ def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
         if not isinstance(file.store, MemberStore):
             continue
         table = file.table  # the place of a member is in the container
-        if table.scale(index) is not None or table.packed(index) is not None:
+        if index in table.scales or index in table.packed:
             raise FormatError("a member has scales before they were looked for", file.path)
         begin, end = (byte + file.store.begin for byte in table.byte_range(index))
-        row, shape, strides = table.row(index), table.shape(index), table.strides(index)
-        listings.append(Listing(name, row, shape, begin, end, strides, big_endian=table.big_endian(index)))
+        row, shape, strides = table.row(index), table.shape(index), table.strides.get(index)
+        listings.append(Listing(name, row, shape, begin, end, strides, big_endian=index in table.big_endian))
     tables = [file.table for file in opened.files]
     named = {name: harmless for table in tables for name, harmless in table.named_globals.items()}
     container.table = ListedTable(listings, opened.metadata, named_globals=named)

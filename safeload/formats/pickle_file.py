@@ -236,8 +236,8 @@ def _alone(name: str, place: _Place, path: str) -> BoxedListing:
     """Describe an array as a single box."""
     file, index = place
     table = file.table
-    if table.big_endian(index):
+    if index in table.big_endian:
         raise error_about(UnsupportedError, "is big-endian, beside arrays in parts", path=path, tensor=name)
     shape = table.shape(index)
-    stored = Region(file.store, table.byte_range(index)[0], table.strides(index))
+    stored = Region(file.store, table.byte_range(index)[0], table.strides.get(index))
     return in_one_box(table.row(index), shape, stored)

@@ -41,7 +41,7 @@ class TensorSlice:
         self._index = index
         self._request = request
         self._target = target
-        self.dtype, self.shape, *_ = file.layout(index)
+        self.dtype, self.shape, *_ = file.table.layout(index)
         if target is not None:
             self.dtype = dtypes.array_dtype(target.number)
 
@@ -97,7 +97,7 @@ class TensorSlice:
 def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
     """Return a lazy tensor; ``dtype`` converts floating and packed tensors, and packed tensors default to float32."""
     file.table.refuse_unknown([index], file.path)
-    name, packed, target = file.table.names[index], file.table.packed(index), parse_target(dtype)
+    name, packed, target = file.table.names[index], file.table.packed.get(index), parse_target(dtype)
     if packed is not None or file.table.is_quantized(index):
         shape = file.table.shape(index) if packed is None else packed.packing.shape
         return QuantizedSlice(name, shape, packed, target or parse_target("float32"), checkpoint)

@@ -17,8 +17,7 @@ from ..engine.codes.pieces import Meter
 from ..engine.codes.restore import rows_apart
 from ..engine.read.lazy import materialize
 from ..engine.read.load import load_tensors
-from ..engine.read.plan import entries_of
-from ..engine.read.tensors import FileTensor, Tensors
+from ..engine.read.tensors import FileTensor, Tensors, entries_of
 from ..engine.run.cast import astype
 from ..engine.run.memory import POOLED_BELOW
 from ..engine.run.progress import Progress
@@ -246,7 +245,7 @@ def _inside(rows: Sequence[tuple[int, int]], part: Slice) -> tuple[Any, ...]:
 
 def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
     """Return whether the values of a tensor can only be read all at once."""
-    packed = file.table.packed(index)
+    packed = file.table.packed.get(index)
     if packed is not None:
         return len(packed.packing.shape) < 2 or not (len(packed.packing.shape) > 2 or rows_apart(packed.packing))
     return target is not None and file.table.row(index).packed

@@ -16,7 +16,7 @@ from ..base.messages import error_about
 from ..base.table import Table
 from ..base.text import clip, printable, show
 from ..engine.read.lazy import Lazy
-from ..engine.read.plan import Entry
+from ..engine.read.tensors import Entry
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
 from ..formats.safetensors.file import Memory
 from .torch_shared import check_not_shared, listed

@@ -20,7 +20,7 @@ from ..base.gc_pause import paused
 from ..checkpoint import tensors_of
 from ..engine.ahead.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, staged
 from ..engine.codes.pieces import Meter
-from ..engine.read.plan import Entry, entries_of, in_file_order
+from ..engine.read.tensors import Entry, entries_of, in_file_order
 from ..engine.run.progress import Progress
 from ..engine.run.threads import thread_count
 from . import torch_arrays
@@ -245,7 +245,7 @@ def _arrivals(entries: Sequence[Entry], copies: Blocking, threads: int | None, p
 
 def _key(entry: Entry) -> Any:
     """Return a key: tensors with equal keys are the same bytes, read alike."""
-    layout = entry.file.table.strides(entry.at) if entry.strided else None
+    layout = entry.file.table.strides.get(entry.at) if entry.strided else None
     return entry.file, entry.begin, entry.end, entry.shape, entry.source, entry.target, layout, entry.packed is None
 
 

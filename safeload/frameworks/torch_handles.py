@@ -10,9 +10,9 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order
+from ..engine.read.delivery import mapping
 from ..engine.read.load import VIEWED_FROM, load_tensors
-from ..engine.read.plan import Entry, entries_of
-from ..engine.read.tensors import FileTensor, Tensors
+from ..engine.read.tensors import Entry, FileTensor, Tensors, entries_of
 from ..engine.run.memory import address_of
 from ..engine.run.slice import as_index
 from ..engine.run.threads import MOST_THREADS
@@ -124,7 +124,7 @@ class TorchHandle:
         """Return a tensor in memory that never leaves this object: a private mapping, or a copy."""
         begin, end = file.table.byte_range(index)
         if begin < end and not foreign_order(False):
-            buffer = _mapping(file, self._inner)
+            buffer = mapping(file, self._inner)
             if buffer is not None:
                 return array_over(buffer, dtypes.array_dtype(file.table.row(index).number), shape, begin)
         backend = self._backend if self._backend != "mmap" else "pread"
@@ -139,7 +139,7 @@ class TorchHandle:
             return np.array(part)
         caller = object()
         if self._sliced.setdefault(index, caller) is caller:  # atomic: only one of two threads is first
-            buffer = _mapping(file, self._outer)
+            buffer = mapping(file, self._outer)
         else:
             buffer = mapping_of(file.store)
         if buffer is None:
@@ -160,16 +160,6 @@ def _rows_of(entry: Entry, rows: range | None) -> Entry:
 def _size(part: FileTensor) -> int:
     begin, end = part[1].table.byte_range(part[2])
     return end - begin
-
-
-def _mapping(file: WeightFile, mappings: dict[WeightFile, Any]) -> Any:
-    """Return the mapping of a file, creating it if needed; None if the system refuses."""
-    buffer = mappings.get(file)
-    if buffer is None:
-        buffer = mapping_of(file.store)
-        if buffer is not None:
-            buffer = mappings.setdefault(file, buffer)
-    return buffer
 
 
 def _is_integer(item: Any) -> bool:

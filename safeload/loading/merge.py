@@ -66,7 +66,7 @@ def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     """Return a tensor of an open checkpoint as a target."""
     finder.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
     ((_, file, index),) = tensors_of(checkpoint, [name])
-    packed, row = file.table.packed(index), file.table.row(index)
+    packed, row = file.table.packed.get(index), file.table.row(index)
     shape = tuple(file.table.shape(index) if packed is None else packed.packing.shape)
     quantized = packed is not None or file.table.is_quantized(index)
     if not quantized:

@@ -144,7 +144,7 @@ def _listings(file: WeightFile, finder: _Finder) -> Iterable[Listing]:
         elif name not in finder.hidden:
             index = table.find(name)
             own = finder.shapes.get(name, shape)
-            yield Listing(name, row, own, begin, end, table.strides(index), table.scale(index))
+            yield Listing(name, row, own, begin, end, table.strides.get(index), table.scales.get(index))
 
 
 class _Finder:

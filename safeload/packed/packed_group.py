@@ -86,7 +86,7 @@ class GroupContext:
         """Return a tensor as a part; None if its bytes are not in C order and little-endian."""
         file, index = self.places[name]
         table = file.table
-        if table.shaped and (table.strides(index) is not None or table.big_endian(index)):
+        if table.shaped and (table.strides.get(index) is not None or index in table.big_endian):
             return None
         if file not in self._ranges:
             self._ranges[file] = table.byte_ranges()

@@ -333,7 +333,7 @@ def test_a_part_in_a_store_that_has_no_bytes_is_not_waited_for(tmp_path):
     scales = next(file for file in opened.weight_files if "scales" in file.path)
     local = safeload.open(tmp_path)
     out = np.zeros((256, 256), np.float32)
-    (packed,) = [file.table.packed(0) for file in local.weight_files if file.table.packed(0) is not None]
+    (packed,) = [file.table.packed.get(0) for file in local.weight_files if file.table.packed.get(0) is not None]
     empty = packed.parts["scale"]._replace(name="empty", file=scales, begin=0, end=0)
     (job,) = restore.restore_jobs(packed, address_of(out), F32, "w")
     job = job._replace(packed=WithPart(job.packed, empty))

@@ -167,7 +167,7 @@ def test_a_flat_tensor_is_divided(tmp_path, monkeypatch):
     folder = write(tmp_path, tensors)
     inside.tune(monkeypatch, grid_bytes=4096)
     with safeload.open(folder) as opened:
-        packed = opened.weight_files[0].table.packed(0).packing
+        packed = opened.weight_files[0].table.packed.get(0).packing
         ranges = list(restore.ranges_of(packed))
         assert len(ranges) == 5
         assert [one.column for one in ranges] == [65536 * k for k in range(5)]

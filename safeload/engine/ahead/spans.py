@@ -15,12 +15,11 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
-from ...base.cached import cached_property
 from ...base.scheme import SCHEMES
 from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
 from ..read.tensors import Tensors
 from ..run.job import Job, moving
-from ..run.jobs import Batch, move
+from ..run.jobs import Batch, run_columns
 from ..run.memory import address_of, aligned_bytes
 from ..run.weight_file import WeightFile, is_remote
 from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size
@@ -32,28 +31,20 @@ for _row in (*dtypes.BY_NUMBER.values(), *_QUANTIZING):
     _BYTES[_row.number], _ELEMENTS[_row.number] = _row.block_bytes, _row.block
 
 
-class SpanColumns(NamedTuple):
-    """Byte ranges with the dtypes of their elements."""
+class Spans(NamedTuple):
+    """Byte ranges of files or memory, read in order and converted to target dtypes."""
 
+    files: Sequence[WeightFile | None]
     file: Array  # int64, index of the file
     begins: Array  # int64, first byte in the file, or address in memory
     sizes: Array  # int64, bytes in the file
     sources: Array  # uint8, dtype number in the file
     targets: Array  # uint8, dtype number of the result
 
-
-class Spans:
-    """Byte ranges of files or memory, read in order and converted to target dtypes."""
-
-    def __init__(self, files: Sequence[WeightFile | None], columns: SpanColumns) -> None:
-        self.files = files
-        self.columns = columns
-        self.targets = columns.targets
-
-    @cached_property
+    @property
     def lengths(self) -> Array:
         """Bytes of each result, int64."""
-        _, _, sizes, sources, targets = self.columns
+        _, _, _, sizes, sources, targets = self
         lengths: Array = sizes // _BYTES[sources] * _ELEMENTS[sources] // _ELEMENTS[targets] * _BYTES[targets]
         return lengths
 
@@ -61,71 +52,65 @@ class Spans:
     def of(cls, tensors: Tensors, targets: Array | None = None) -> Spans:
         """Return the spans of `Tensors.whole`; ``targets`` are dtype numbers, None to convert nothing."""
         file, begins, sizes, numbers = tensors.ranges
-        return cls(tensors.files, SpanColumns(file, begins, sizes, numbers, numbers if targets is None else targets))
-
-    def __len__(self) -> int:
-        return len(self.columns.sizes)
+        return cls(tensors.files, file, begins, sizes, numbers, numbers if targets is None else targets)
 
     def pick(self, rows: Array | slice) -> Spans:
         """Return the spans at these positions, in this order."""
-        return Spans(self.files, SpanColumns._make([column[rows] for column in self.columns]))
+        return Spans(self.files, *(column[rows] for column in self[1:]))
 
     def follows(self) -> Array:
         """Return a bool for each span except the first: True if it continues the previous span with equal dtypes."""
-        file, begins, sizes, sources, targets = self.columns
+        _, file, begins, sizes, sources, targets = self
         alike: Array = (begins[1:] == begins[:-1] + sizes[:-1]) & (file[1:] == file[:-1])
         alike &= (sources[1:] == sources[:-1]) & (targets[1:] == targets[:-1])
         return alike
 
     def merged(self, first: Array) -> Spans:
         """Merge spans that follow each other; ``first`` are the positions of spans that begin a new range."""
-        sizes = np.add.reduceat(self.columns.sizes, first)
-        return Spans(self.files, SpanColumns._make([column[first] for column in self.columns])._replace(sizes=sizes))
+        return self.pick(first)._replace(sizes=np.add.reduceat(self.sizes, first))
 
     def joined(self) -> Spans:
         """Return as few spans as possible with these bytes, without empty spans."""
-        sizes = self.columns.sizes
-        spans = self if sizes.all() else self.pick(sizes > 0)
-        return spans.merged(np.flatnonzero(np.concatenate([[True], ~spans.follows()]))) if len(spans) else spans
+        spans = self if self.sizes.all() else self.pick(self.sizes > 0)
+        return spans.merged(np.flatnonzero(np.append(True, ~spans.follows()))) if spans.sizes.size else spans
 
     def divided(self, limit: int) -> Spans:
         """Divide spans at whole blocks so that no result has more than ``limit`` bytes."""
-        sources, targets = self.columns.sources, self.columns.targets
+        sources, targets = self.sources, self.targets
         unit = np.lcm(_ELEMENTS[sources], _ELEMENTS[targets])
         step = limit // (unit // _ELEMENTS[targets] * _BYTES[targets])
         step_bytes = step * (unit // _ELEMENTS[sources] * _BYTES[sources])
-        parts = -(-self.columns.sizes // step_bytes)
-        if not len(self) or int(parts.max()) <= 1:
+        parts = -(-self.sizes // step_bytes)
+        if not parts.size or int(parts.max()) <= 1:
             return self
-        rows = np.repeat(np.arange(len(self)), parts)
-        number = np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)
-        columns = SpanColumns._make([column[rows] for column in self.columns])
-        before = number * step_bytes[rows]
-        sizes = np.minimum(columns.sizes - before, step_bytes[rows])
-        return Spans(self.files, columns._replace(begins=columns.begins + before, sizes=sizes))
+        rows = np.repeat(np.arange(len(parts)), parts)
+        before = (np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)) * step_bytes[rows]
+        spans = self.pick(rows)
+        sizes = np.minimum(spans.sizes - before, step_bytes[rows])
+        return spans._replace(begins=spans.begins + before, sizes=sizes)
 
     def fill(self, buffer: Array, threads: int | None) -> int:
         """Read all spans into a buffer, in order, and return the number of bytes."""
-        if not len(self):
+        files, file, begins, sizes, sources, targets = self
+        if not sizes.size:
             return 0
         ends = np.cumsum(self.lengths)
         memory = address_of(buffer) + ends - self.lengths
-        file, begins, sizes, sources, targets = self.columns
-        if any(is_remote(self.files[k]) for k in set(file.tolist())):
+        if any(is_remote(files[k]) for k in set(file.tolist())):
             rows = zip(*(column.tolist() for column in (file, begins, memory, sizes, sources, targets)), strict=True)
-            jobs = (Job(self.files[k], at, to, n, x, y, moving(x, y)) for k, at, to, n, x, y in rows)
+            jobs = (Job(files[k], at, to, n, x, y, moving(x, y)) for k, at, to, n, x, y in rows)
             Batch(jobs).run(threads=threads, progress=check_stopped)
         else:
-            move(
-                self.files,
+            run_columns(
+                files,
                 file,
                 offsets=begins,
                 memory=memory,
                 sizes=sizes,
                 sources=sources,
                 targets=targets,
+                report=check_stopped,
                 threads=threads,
-                check=check_stopped,
             )
         return int(ends[-1])
 
@@ -154,7 +139,7 @@ class Spans:
         ends = np.cumsum(spans.lengths)
         numbers = cycle(range(len(buffers)))
         begin = done = 0
-        while begin < len(spans):
+        while begin < len(ends):
             end = int(np.searchsorted(ends, done + size, side="right"))
             buffer = buffers[next(numbers)]
             yield Task(size, partial(_fill, spans.pick(slice(begin, end)), buffer, threads))

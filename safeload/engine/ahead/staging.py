@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, foreign_order
@@ -16,10 +15,9 @@ from ...base.packing import Packed, Packing, by_columns, row_unit
 from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
 from ..codes.restore import Range, flat_ranges, restore_jobs, rows_apart, rows_range, values_before
 from ..read.delivery import deliver
-from ..read.plan import Entry
-from ..read.tensors import Tensors
+from ..read.tensors import Entry, Tensors
 from ..run.job import Job, moving
-from ..run.jobs import Batch, move
+from ..run.jobs import Batch
 from ..run.memory import ALIGNMENT, address_of, aligned_bytes, private_array
 
 # Bytes of a buffer, and number of buffers. A buffer has work for all threads, and takes long enough to copy to a device
@@ -28,8 +26,6 @@ BUFFER, BUFFERS = 16 << 20, 4
 SMALLEST_BUFFER = 64 << 10
 # A chunk takes at most this part of a buffer, which limits the unused end of a buffer.
 _PER_BUFFER = 4
-# From this number of chunks in a buffer on, columns are faster than a job for each.
-_MANY = 32
 # Writers read up to this many bytes on request: reading ahead on a thread would take longer.
 IN_TURN = 4 << 20
 
@@ -40,22 +36,10 @@ IN_TURN = 4 << 20
 class Chunk(NamedTuple):
     """Consecutive bytes of a tensor's array, made by separate jobs: a large tensor needs the memory of a chunk."""
 
-    entry: Entry  # the tensor
+    name: str  # of the tensor
     begin: int  # first byte in the array
     nbytes: int
-    source: tuple[int, int] | Range  # first byte and size in the file, or a range of codes
-
-    def jobs(self, memory: int) -> Iterable[Job]:
-        """Return the jobs that make the chunk at an address."""
-        entry = self.entry
-        assert entry.target is not None
-        if isinstance(self.source, Range):
-            assert entry.packed is not None
-            # A range is written to its place in the whole array.
-            return restore_jobs(entry.packed, memory - self.begin, entry.target, entry.name, ranges=(self.source,))
-        begin, size = self.source
-        op = moving(entry.source, entry.target)
-        return (Job(entry.file, begin, memory, size, entry.source, entry.target, op),)
+    jobs: Callable[[int], Iterable[Job]]  # the jobs that make the chunk at an address
 
 
 def chunks_of(entry: Entry, limit: int) -> Iterator[Chunk] | None:
@@ -63,7 +47,8 @@ def chunks_of(entry: Entry, limit: int) -> Iterator[Chunk] | None:
     if entry.target is None or entry.strided or (foreign_order(False) and entry.dtype.itemsize > 1):
         return None
     if entry.packed is not None:
-        return _packed_chunks(entry, entry.packed, limit)
+        ranges = _ranges(entry.packed.packing, limit // entry.dtype.itemsize)
+        return None if ranges is None else (_restored(entry, entry.packed, span) for span in ranges)
     row = dtypes.BY_NUMBER[entry.source]
     if entry.source == entry.target:
         block_bytes = array_bytes = entry.dtype.itemsize
@@ -75,58 +60,50 @@ def chunks_of(entry: Entry, limit: int) -> Iterator[Chunk] | None:
 def _plain_chunks(entry: Entry, block_bytes: int, array_bytes: int, step: int) -> Iterator[Chunk]:
     """Yield chunks of ``step`` blocks with ``block_bytes`` each in the file and ``array_bytes`` in the array."""
     count = (entry.end - entry.begin) // block_bytes
+    assert entry.target is not None
+    how = entry.source, entry.target, moving(entry.source, entry.target)
+
+    def jobs(begin: int, size: int, memory: int) -> tuple[Job]:
+        return (Job(entry.file, begin, memory, size, *how),)
+
     for first in range(0, count, step):
         blocks = min(step, count - first)
-        source = entry.begin + first * block_bytes, blocks * block_bytes
-        yield Chunk(entry, first * array_bytes, blocks * array_bytes, source)
+        work = partial(jobs, entry.begin + first * block_bytes, blocks * block_bytes)
+        yield Chunk(entry.name, first * array_bytes, blocks * array_bytes, work)
 
 
-def _flat_chunks(entry: Entry, packing: Packing, limit: int) -> Iterator[Chunk] | None:
-    """Divide flat codes into chunks of at most ``limit`` values."""
-    element = entry.dtype.itemsize
-    ranges = list(flat_ranges(packing, limit))
-    if ranges[0].columns > limit:
-        return None
-    return (Chunk(entry, span.column * element, span.columns * element, span) for span in ranges)
-
-
-def _packed_chunks(entry: Entry, packed: Packed, limit: int) -> Iterator[Chunk] | None:
-    """Divide packed codes into chunks of whole matrices or, if rows can be dequantized separately, of rows."""
-    packing = packed.packing
-    element = entry.dtype.itemsize
-    matrix = packing.rows * packing.columns * element
-    if not matrix:
+def _ranges(packing: Packing, limit: int) -> Iterable[Range] | None:
+    """Divide codes into ranges of at most ``limit`` values: matrices, or rows that can be dequantized separately."""
+    rows, across = packing.rows, packing.columns
+    if not rows * across:
         return None
     if packing.flat:
-        return _flat_chunks(entry, packing, limit // entry.dtype.itemsize)
-    if matrix <= limit:
-        step = limit // matrix
-        ranges = (
-            Range(first, min(step, packing.matrices - first), 0, packing.rows, 0, packing.columns)
-            for first in range(0, packing.matrices, step)
-        )
-    else:
-        rows, across = packing.rows, packing.columns
-        if by_columns(packing):
-            rows, across = across, rows
-        block = row_unit(packing)
-        step = limit // (across * element) // block * block
-        if not step or not rows_apart(packing):
-            return None
-        ranges = (
-            rows_range(packing, first, at, min(at + step, rows))
-            for first in range(packing.matrices)
-            for at in range(0, rows, step)
-        )
-    return (
-        Chunk(
-            entry,
-            values_before(packing, span) * element,
-            span.values * element,
-            span,
-        )
-        for span in ranges
-    )
+        ranges = list(flat_ranges(packing, limit))
+        return ranges if ranges[0].columns <= limit else None
+    step = limit // (rows * across)
+    if step:
+        count = packing.matrices
+        return (Range(first, min(step, count - first), 0, rows, 0, across) for first in range(0, count, step))
+    if by_columns(packing):
+        rows, across = across, rows
+    block = row_unit(packing)
+    step = limit // across // block * block
+    if not step or not rows_apart(packing):
+        return None
+    places = product(range(packing.matrices), range(0, rows, step))
+    return (rows_range(packing, first, at, min(at + step, rows)) for first, at in places)
+
+
+def _restored(entry: Entry, packed: Packed, span: Range) -> Chunk:
+    packing, element = packed.packing, entry.dtype.itemsize
+    begin = values_before(packing, span) * element
+    assert entry.target is not None
+    target = entry.target
+
+    def jobs(memory: int) -> Iterable[Job]:  # a range is written to its place in the whole array
+        return restore_jobs(packed, memory - begin, target, entry.name, ranges=(span,))
+
+    return Chunk(entry.name, begin, span.values * element, jobs)
 
 
 # ---- buffers ----
@@ -257,38 +234,16 @@ def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: i
 def _fill(ring: Ring, chunks: Sequence[tuple[Chunk, int]], threads: int | None) -> Filled:
     number, buffer = ring.take()
     base = address_of(buffer)
-    if len(chunks) >= _MANY and not any(isinstance(c.source, Range) or c.entry.file.remote for c, _ in chunks):
-        _read(chunks, base, threads)
-    else:
-        batch = Batch(job for chunk, at in chunks for job in chunk.jobs(base + at))
-        batch.run(threads=threads, progress=check_stopped)
+    batch = Batch(job for chunk, at in chunks for job in chunk.jobs(base + at))
+    batch.run(threads=threads, progress=check_stopped)
     return Filled(number, _joined(chunks), buffer)
-
-
-def _read(chunks: Sequence[tuple[Chunk, int]], base: int, threads: int | None) -> None:
-    """Read chunks of local files that are not packed, many of them."""
-    entries = [chunk.entry for chunk, _ in chunks]
-    files = {file: k for k, file in enumerate(dict.fromkeys(entry.file for entry in entries))}
-    sources: Any = [chunk.source for chunk, _ in chunks]
-    ranges = np.array(sources, np.uint64)
-    move(
-        list(files),
-        np.array([files[entry.file] for entry in entries]),
-        offsets=ranges[:, 0],
-        memory=np.array([at for _, at in chunks], np.uint64) + np.uint64(base),
-        sizes=ranges[:, 1],
-        sources=np.array([entry.source for entry in entries]),
-        targets=np.array([entry.target for entry in entries]),
-        threads=threads,
-        check=check_stopped,
-    )
 
 
 def _joined(chunks: Iterable[tuple[Chunk, int]]) -> list[Piece]:
     """Return the chunks in a buffer as pieces, joining neighbours of a tensor."""
     pieces: list[Piece] = []
     for chunk, at in chunks:
-        name, begin, size = chunk.entry.name, chunk.begin, 0
+        name, begin, size = chunk.name, chunk.begin, 0
         if pieces:
             last = pieces[-1]
             if (last.name, last.begin + last.nbytes, last.at + last.nbytes) == (name, begin, at):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import Lock, RLock
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypedDict, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, get_args
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Stopped, Task, chec
 from ..codes.pieces import Meter
 from ..read.delivery import check_fits, deliver, stored_in_parts
 from ..read.load import check_out_names, parse_target
-from ..read.plan import Entry, entries_of, in_file_order
-from ..read.tensors import FileTensor, Tensors
+from ..read.tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
 from ..run.memory import POOLED_BELOW, aligned_bytes, check_disjoint
 from ..run.progress import Progress
 from ..run.threads import check_threads
@@ -60,8 +59,26 @@ _T = TypeVar("_T")  # of the tensors: arrays, or also quantized tensors
 _Loaded: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
 
 
+class _Stream:
+    """What streams of tensors and of layers share."""
+
+    _left: Any  # names that were not taken yet
+    _count: int
+    _of = "tensor"
+
+    def __length_hint__(self) -> int:
+        return len(self._left)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self._left)} of {plural(self._count, self._of)} left>"
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"cannot copy or pickle a {kind}; copy or pickle the checkpoint, and call stream() again")
+
+
 @exported()
-class TensorStream(Iterator[tuple[str, _T]]):
+class TensorStream(_Stream, Iterator[tuple[str, _T]]):
     """An iterator of tensor names and arrays that reads ahead; made by `Checkpoint.stream`.
 
     Reading stops with `close`, an error, the end of the program or the last reference to the stream. Threads may share
@@ -74,15 +91,16 @@ class TensorStream(Iterator[tuple[str, _T]]):
         >>> stream.close()
     """
 
-    def __init__(self, entries: Sequence[Entry], reader: _TensorReader, limit: int, progress: Progress) -> None:
+    def __init__(
+        self, entries: Sequence[Entry], reader: _Reader, limit: int, *, ordered: bool, progress: Progress
+    ) -> None:
         share = max(1, min(_UNIT, limit // _SHARE))
-        self._memory = memory = Recycler(limit)
-        weakref.finalize(self, memory.close)
-        units = (_Unit(k, part, reader, memory) for k, part in enumerate(_units(entries, reader, share)))
-        tasks = (Task(unit.nbytes, unit.run, unit.start if reader.out is not None else None) for unit in units)
+        self._memory = reader.memory
+        weakref.finalize(self, reader.memory.close)
+        tasks = (reader.task(number, unit) for number, unit in enumerate(reader.units(entries, share)))
         workers = REMOTE_WORKERS if any(entry.file.remote for entry in entries) else 1
         room = limit - limit // _SHARE - share
-        self._results: Prefetch[_Loaded] = Prefetch(tasks, room, workers=workers, ordered=reader.ordered)
+        self._results: Prefetch[_Loaded] = Prefetch(tasks, room, workers=workers, ordered=ordered)
         self._ready: deque[tuple[str, Any]] = deque()
         self._failed: list[Exception] = []
         self._left = {entry.name: reader.nbytes(entry) for entry in entries}
@@ -110,15 +128,6 @@ class TensorStream(Iterator[tuple[str, _T]]):
                 raise
             return name, value
 
-    def __length_hint__(self) -> int:
-        return len(self._left)
-
-    def __repr__(self) -> str:
-        return f"<TensorStream: {len(self._left)} of {plural(self._count, 'tensor')} left>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("cannot copy or pickle a TensorStream; copy or pickle the checkpoint, and call stream() again")
-
     def check_process(self) -> None:
         """Raise RuntimeError after a fork; see ``Prefetch.check_process``."""
         self._results.check_process()
@@ -137,7 +146,7 @@ class TensorStream(Iterator[tuple[str, _T]]):
 
 
 @exported()
-class LayerStream(Iterator[tuple[str, dict[str, _T]]]):
+class LayerStream(_Stream, Iterator[tuple[str, dict[str, _T]]]):
     """An iterator of layers, each with all of its tensors, that reads ahead; made by `Checkpoint.stream`.
 
     Reading stops as for `TensorStream`. Threads may share a stream: each layer goes to a single thread.
@@ -148,6 +157,8 @@ class LayerStream(Iterator[tuple[str, dict[str, _T]]]):
         >>> layer, tensors = next(stream)
         >>> stream.close()
     """
+
+    _of = "layer"
 
     def __init__(self, tensors: TensorStream[_T], sizes: Mapping[str, int]) -> None:
         self._tensors = tensors
@@ -173,109 +184,103 @@ class LayerStream(Iterator[tuple[str, dict[str, _T]]]):
                 raise
             return layer, tensors
 
-    def __length_hint__(self) -> int:
-        return len(self._left)
-
-    def __repr__(self) -> str:
-        return f"<LayerStream: {len(self._left)} of {plural(self._count, 'layer')} left>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("cannot copy or pickle a LayerStream; copy or pickle the checkpoint, and call stream() again")
-
     def close(self) -> None:
         """Stop reading and wait for the threads. Arrays that were taken stay valid."""
         self._tensors.close()
         self._left.clear()
 
 
-class _TensorReader(NamedTuple):
-    """Options for reading tensors."""
+class _Reader:
+    """Reads tensors in units: into the arrays that ``out`` returns, or into new arrays."""
 
-    target: dtypes.Dtype | None  # for floating and packed tensors; None to convert nothing
-    out: Callable[[str], Any] | None  # returns the arrays to fill; None for new arrays
-    threads: int | None
-    failed: list[int]  # numbers of failed units; later units are not read
-    ordered: bool = True  # False to return tensors as they become ready
+    def __init__(
+        self, target: dtypes.Dtype | None, out: Callable[[str], Any] | None, threads: int | None, limit: int
+    ) -> None:
+        self.memory = Recycler(limit)
+        self._target = target  # for floating and packed tensors; None to convert nothing
+        self._out = out
+        self._threads = threads
+        self._failed: list[int] = []  # numbers of failed units; later units are not read
 
-    def makes(self, entry: Entry) -> bool:
+    def _makes(self, entry: Entry) -> bool:
         """Return True if a tensor becomes a single array with its own memory.
 
         Unrestored packed codes become more than a single array. Repeated elements share bytes, because an array of all
         elements might be larger than any memory.
         """
-        return entry.target is not None and not (entry.repeated and self.out is None)
+        return entry.target is not None and not (entry.repeated and self._out is None)
 
     def nbytes(self, entry: Entry) -> int:
         """Return the bytes of the arrays of a tensor."""
-        return entry.end - entry.begin if entry.repeated and self.out is None else entry.nbytes
+        return entry.end - entry.begin if entry.repeated and self._out is None else entry.nbytes
 
-    def cost(self, entry: Entry) -> int:
+    def _cost(self, entry: Entry) -> int:
         """Return the memory for reading a tensor, including the byte range of a strided tensor."""
-        return self.nbytes(entry) + (entry.end - entry.begin if entry.strided and self.makes(entry) else 0)
+        return self.nbytes(entry) + (entry.end - entry.begin if entry.strided and self._makes(entry) else 0)
 
-    def read(self, entries: Sequence[Entry], out: Mapping[str, Array], memory: Recycler) -> dict[str, Any]:
-        """Read tensors into arrays of ``out`` or new arrays."""
-        if not entries:
-            return {}
-        single = self.makes(entries[0])
-        arrays, _ = deliver(
-            Tensors.of(entry.tensor for entry in entries),
-            target=self.target,
-            out=out if single and self.out is not None else None,
-            memory=memory.array if single else None,
-            threads=self.threads,
-            progress=check_stopped,
-        )
-        return arrays
+    def units(self, entries: Sequence[Entry], share: int) -> Iterator[list[Entry]]:
+        """Divide tensors into units to read together."""
+        unit: list[Entry] = []
+        size = 0
+        for entry in entries:
+            cost, single = self._cost(entry), self._makes(entry)
+            alone = entry.repeated and not single  # or `deliver` would let tensors of a storage share memory
+            if unit and (alone or size + cost > share or single != self._makes(unit[0])):
+                yield unit
+                unit, size = [], 0
+            unit.append(entry)
+            size += cost
+        if unit:
+            yield unit
 
+    def task(self, number: int, entries: Sequence[Entry]) -> Task:
+        """Return the task that reads the tensors of a unit up to the first error."""
+        given: dict[str, Array] = {}
+        refused: list[Exception] = []
 
-class _Unit:
-    """Tensors to read together."""
-
-    def __init__(self, number: int, entries: Sequence[Entry], reader: _TensorReader, memory: Recycler) -> None:
-        self._number = number
-        self._memory = memory
-        self.nbytes = sum(map(reader.cost, entries))
-        self._entries = entries
-        self._reader = reader
-        self._out: dict[str, Array] = {}
-        self._failed: list[Exception] = []
-
-    def start(self) -> None:
-        """Get the caller's arrays to fill, up to an error."""
-        for k, entry in enumerate(self._entries):
-            self._ask(entry)
-            if self._failed:
-                self._entries = self._entries[:k]
-                return
-
-    def _ask(self, entry: Entry) -> None:
-        assert self._reader.out is not None
-        try:
+        def start() -> None:
+            """Get the caller's arrays to fill, up to an error."""
             try:
-                self._out[entry.name] = self._reader.out(entry.name)
-            except StopIteration as error:  # of a `next` in the function: it would end the stream
-                raise RuntimeError(f"out: the function raised StopIteration for tensor {show(entry.name)}") from error
-            check_fits(entry.name, entry.dtype, entry.shape, self._out)
-        except Exception as error:
-            self._failed.append(error)
+                for entry in entries:
+                    given[entry.name] = self._given(entry)
+            except Exception as error:
+                refused.append(error)
 
-    def run(self) -> _Loaded:
-        """Read the tensors up to the first error."""
-        if any(number < self._number for number in self._reader.failed):
-            raise Stopped
-        loaded, failed = self._read(self._entries)
-        failed = failed or self._failed
-        if failed:
-            self._reader.failed.append(self._number)
-        return loaded, failed
+        def run() -> _Loaded:
+            if any(other < number for other in self._failed):
+                raise Stopped
+            ready = entries if self._out is None else entries[: len(given)]
+            loaded, failed = self._read(ready, given) if ready else (deque[tuple[str, Any]](), [])
+            failed = failed or refused
+            if failed:
+                self._failed.append(number)
+            return loaded, failed
 
-    def _read(self, entries: Sequence[Entry]) -> _Loaded:
+        return Task(sum(map(self._cost, entries)), run, None if self._out is None else start)
+
+    def _given(self, entry: Entry) -> Any:
+        assert self._out is not None
         try:
-            arrays = self._reader.read(entries, self._out, self._memory)
+            array = self._out(entry.name)
+        except StopIteration as error:  # of a `next` in the function: it would end the stream
+            raise RuntimeError(f"out: the function raised StopIteration for tensor {show(entry.name)}") from error
+        check_fits(entry.name, entry.dtype, entry.shape, {entry.name: array})
+        return array
+
+    def _read(self, entries: Sequence[Entry], given: Mapping[str, Array]) -> _Loaded:
+        single = self._makes(entries[0])
+        try:
+            arrays, _ = deliver(
+                Tensors.of(entry.tensor for entry in entries),
+                target=self._target,
+                out=given if single and given else None,
+                memory=self.memory.array if single else None,
+                threads=self._threads,
+                progress=check_stopped,
+            )
         except RemoteError as error:  # names the tensor, and was retried
             at = next((k for k, entry in enumerate(entries) if entry.name == error.tensor), 0)
-            loaded, failed = self._read(entries[:at]) if at else (deque(), [])
+            loaded, failed = self._read(entries[:at], given) if at else (deque(), [])
             return loaded, failed or [error]
         except Exception as error:
             if len(entries) < 2:
@@ -283,27 +288,11 @@ class _Unit:
         else:
             return deque((entry.name, arrays[entry.name]) for entry in entries), []
         half = len(entries) // 2  # again in halves, to find the tensor that cannot be read
-        loaded, failed = self._read(entries[:half])
+        loaded, failed = self._read(entries[:half], given)
         if not failed:
-            rest, failed = self._read(entries[half:])
+            rest, failed = self._read(entries[half:], given)
             loaded += rest
         return loaded, failed
-
-
-def _units(entries: Sequence[Entry], reader: _TensorReader, share: int) -> Iterator[list[Entry]]:
-    """Divide tensors into units."""
-    unit: list[Entry] = []
-    size = 0
-    for entry in entries:
-        cost, single = reader.cost(entry), reader.makes(entry)
-        alone = entry.repeated and not single  # or `deliver` would let tensors of a storage share memory
-        if unit and (alone or size + cost > share or single != reader.makes(unit[0])):
-            yield unit
-            unit, size = [], 0
-        unit.append(entry)
-        size += cost
-    if unit:
-        yield unit
 
 
 def stream(
@@ -339,8 +328,9 @@ def stream(
     if by_layer:
         entries = [entry for layer in layers.values() for entry in layer]
     give = out if out is None or callable(out) else out.__getitem__
-    reader = _TensorReader(target, give, threads, [], order != "ready")
-    tensor_stream: TensorStream[Any] = TensorStream(entries, reader, limit, progress)
+    reader = _Reader(target, give, threads, limit)
+    ordered = order != "ready"
+    tensor_stream: TensorStream[Any] = TensorStream(entries, reader, limit, ordered=ordered, progress=progress)
     if not by_layer:
         return tensor_stream
     return LayerStream(tensor_stream, {layer: len(members) for layer, members in layers.items()})
@@ -388,11 +378,10 @@ class Recycler:
 
     def _take(self, size: int) -> tuple[int, int]:
         """Return the capacity and address of memory for ``size`` bytes."""
-        best = None
         with self._lock:
-            fitting = [block for block in self._kept if size <= block[0] <= size + size // _WASTE]
-            if fitting:
-                best = min(fitting)
+            fitting = (block for block in self._kept if size <= block[0] <= size + size // _WASTE)
+            best = min(fitting, default=None)
+            if best is not None:
                 self._kept.remove(best)
         self._settle(True)
         if best is not None:

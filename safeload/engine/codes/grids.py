@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...base import dtypes, packing
-from ...base.arrays import Array, ArraySpec
+from ...base.arrays import Array
 from ...base.native import ffi
 from ...base.packing import COLUMNS, WORDS, Grid, Packed, Packing, Part, Zeros, by_columns
 from ..run import jobs
@@ -20,7 +20,6 @@ from ..run.job import Origin
 from ..run.memory import address_of
 
 _NO_BYTES: Array = np.empty(0, np.uint8)
-_U8 = dtypes.BY_CODE["U8"].number
 
 # First matrix and number of matrices, and the rows and columns of their grids.
 Place = tuple[tuple[int, int], tuple[slice, slice]]
@@ -32,8 +31,8 @@ def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
     end = part.end if size is None else first + size
     if part.file is None:
         return np.frombuffer(ffi.buffer(ffi.cast("char *", first), end - first), np.uint8) if end > first else _NO_BYTES
-    spec = ArraySpec(np.dtype(np.uint8), (end - first,), first, end, _U8, _U8)
-    return jobs.read_small(part.file, spec, Origin(part.name, part.shape))
+    origin = Origin(part.name, part.shape)
+    return jobs.read_small(part.file, np.dtype(np.uint8), (end - first,), first, end, origin=origin)
 
 
 def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any]:

@@ -17,7 +17,7 @@ from ...errors import UnsupportedError, exported, public
 from ..run import jobs
 from ..run.cast import target_array
 from ..run.job import Channels, Job
-from ..run.memory import address_of, overlapping
+from ..run.memory import address_of
 from ..run.slice import TAKE, check_index
 from ..run.threads import check_threads
 from . import grids, packed_rows, restore
@@ -161,7 +161,7 @@ class QuantizedTensor:
         result = target_array(self.shape, dtypes.element_dtype(target.number), out)
         if result.size == 0:
             return result
-        if out is not None and overlapping({"": result}, self.parts.values()):
+        if out is not None and any(np.may_share_memory(result, part) for part in self.parts.values()):
             np.copyto(result, self.dequantize(dtype, threads=threads))
             return result
         batch = jobs.Batch()

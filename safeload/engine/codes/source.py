@@ -74,7 +74,7 @@ class Source(NamedTuple):
 
 def in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | None:
     """Return a tensor in its file as a source; None unless it is in C order and little-endian."""
-    layout = file.layout(index)
+    layout = file.table.layout(index)
     if layout.strides is not None or layout.big_endian:
         return None
     return Source(name, file.table.shape(index), file.table.row(index), layout.begin, file, owner)

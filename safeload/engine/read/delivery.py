@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from operator import sub
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, ArraySpec, array_over, foreign_order, not_an_array, refuse_masked
+from ...base.arrays import Array, ArraySpec, array_over, array_spec, foreign_order, not_an_array, refuse_masked
 from ...base.gc_pause import paused
 from ...base.packing import Packed, Part
 from ...base.scheme import INT8
@@ -30,14 +28,12 @@ from ..run.memory import (
     address_of,
     aligned_bytes,
     check_disjoint,
-    paged_array,
     private_array,
 )
 from ..run.progress import Progress, reporter
 from ..run.threads import thread_count
-from ..run.weight_file import WeightFile, is_remote, layouts
-from .plan import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, VIEW, ReadPlan, decide, viewable
-from .tensors import Tensors, packed_of
+from ..run.weight_file import WeightFile, is_remote
+from .tensors import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, VIEW, ReadPlan, Tensors, decide, packed_of, viewable
 
 if TYPE_CHECKING:
     from ..codes.quantized_tensor import QuantizedTensor
@@ -71,15 +67,16 @@ def deliver(
         if array is not None:
             return {tensors.names[0]: array}, True
     mappings = {} if mappings is None else mappings
-    known = set(mappings) if any(file.verified for file in tensors.files) else None
+    known = set(mappings)
     tensors, packed = tensors.without_packed()
     plans = [_decide(file_tensors, target, view) for file_tensors in tensors.by_file()]
     if out is not None:
         _check_out(plans, packed, target, out)
-    delivered, to_read, allowed = _map(plans, target, mappings)
+    delivered: dict[str, Any] = {}
+    to_read, allowed = _map(plans, target, mappings, delivered)
     reading = False
     if to_read or packed:
-        reads = Reads(out, memory, direct=direct)
+        reads = Reads(delivered, out, memory, direct=direct)
         for plan in to_read:
             reads.add(plan)
         for name, tensor in packed.items():
@@ -87,17 +84,16 @@ def deliver(
                 reads.restore(name, tensor, target)
             else:
                 delivered[name] = _parts_of(name, tensor, reads, mappings if view else None)
-        reading = not view or any(way not in (VIEW, EMPTY) for plan in to_read for way in set(plan.ways))
-        if reading or packed:
+        reading = bool(packed) or not view or any(not {*plan.ways} <= {VIEW, EMPTY} for plan in to_read)
+        if reading:
             reads.run(threads, progress)
-            reading = True
-            allowed &= not reads.refused
-        delivered = _joined(delivered, reads.arrays)
+            allowed &= not reads.batch.refused
     for plan in plans:
         if plan.file.table.quantized:
             _wrap(plan, delivered)
-    if known is not None:
-        _give_away(file for file in mappings if file not in known)
+    for file in mappings:
+        if file.verified and file not in known:  # its memory belongs to the views, which their owner may change
+            file.store.forget()  # type: ignore[attr-defined]
     total = 0 if reading or not progress else sum(array.nbytes for array in delivered.values())
     if total:
         with reporter(progress, total) as report:
@@ -108,39 +104,31 @@ def deliver(
 def _decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
     """Like `decide`, but without views that would keep a verified file in memory for a small part of it."""
     plan = decide(tensors, target, view)
-    if view and plan.file.verified and 2 * _viewed(plan) < plan.file.size:
-        return decide(tensors, target, False)
-    return plan
-
-
-def _viewed(plan: ReadPlan) -> int:
-    return sum(plan.ends[k] - plan.begins[k] for k in plan.of_way(VIEW))
-
-
-def _give_away(files: Iterable[WeightFile]) -> None:
-    """Leave the memory of verified files to the views of it, which their owner may change."""
-    for file in files:
-        if file.verified:
-            file.store.forget()  # type: ignore[attr-defined]
+    if not (view and plan.file.verified):
+        return plan
+    viewed = sum(plan.ends[k] - plan.begins[k] for k in plan.of_way(VIEW))
+    return decide(tensors, target, False) if 2 * viewed < plan.file.size else plan
 
 
 def _map(
-    plans: Iterable[ReadPlan], target: dtypes.Dtype | None, mappings: dict[WeightFile, Any] | None
-) -> tuple[dict[str, Any], list[ReadPlan], bool]:
-    """Return the views of all plans by name, the plans with tensors to read, and False if a mapping was refused."""
-    views: dict[str, Any] = {}
+    plans: Iterable[ReadPlan],
+    target: dtypes.Dtype | None,
+    mappings: dict[WeightFile, Any],
+    delivered: dict[str, Any],
+) -> tuple[list[ReadPlan], bool]:
+    """Deliver the views of all plans; return the plans with tensors to read, and False if a mapping was refused."""
     to_read, allowed = [], True
     for plan in plans:
         if VIEW in plan.ways:
-            buffer = _mapping(plan.file, mappings)
+            buffer = mapping(plan.file, mappings)
             if buffer is not None:
-                views = _joined(views, _views(plan, buffer))
+                delivered.update(_views(plan, buffer))
             else:
                 allowed = False
                 plan = decide(plan.tensors, target, False)
         if plan.ways.count(VIEW) < len(plan.ways):
             to_read.append(plan)
-    return views, to_read, allowed
+    return to_read, allowed
 
 
 def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile, Any] | None) -> QuantizedTensor:
@@ -152,7 +140,7 @@ def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile
         dtype = dtypes.array_dtype(part.row.number)
         known = mappings is not None and (not part.file.verified or part.file in mappings)
         mapped = known and part.begin < part.end and viewable(dtype, part.begin)
-        buffer = _mapping(part.file, mappings) if mapped else None
+        buffer = mapping(part.file, mappings) if mapped else None
         if buffer is None:
             arrays[role] = reads.stored(part)
         else:
@@ -162,20 +150,12 @@ def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile
     return QuantizedTensor.of_parts(packed.packing, packed.names(name), arrays)
 
 
-def _joined(arrays: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Return the union of two dicts, reusing either dict to save a copy: neither may be used afterwards."""
-    if not arrays:
-        return more
-    arrays.update(more)
-    return arrays
-
-
 def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
     """Return a single contiguous tensor without the cost of columns; None if it needs a plan."""
     _, file, index = tensors[0]
     if file.table.shaped or file.table.quantized:
         return None
-    spec = file.layout(index)
+    spec = file.table.layout(index)
     if spec.begin == spec.end:
         return None
     size = spec.end - spec.begin
@@ -183,34 +163,32 @@ def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None
         return None
     if not view:
         # A small read needs no threads, but `thread_count` checks SAFELOAD_NUM_THREADS.
-        return jobs.read_small(file, spec) if size < HUGE_FROM and thread_count(size, threads) else None
-    buffer = _mapping(file, mappings) if viewable(spec.dtype, spec.begin) else None
+        return jobs.read_small(file, *spec[:4]) if size < HUGE_FROM and thread_count(size, threads) else None
+    buffer = mapping(file, mappings) if viewable(spec.dtype, spec.begin) else None
     return None if buffer is None else array_over(buffer, spec.dtype, spec.shape, spec.begin)
 
 
-def _mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
+def mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
     """Return the mapping of a file; None if its store has none, or the system refuses it."""
     buffer = None if mappings is None else mappings.get(file)
     if buffer is None:
         buffer = mapping_of(file.store)
         if buffer is not None and mappings is not None:
-            mappings[file] = buffer
+            buffer = mappings.setdefault(file, buffer)  # another thread may have been faster
     return buffer
 
 
-def _views(plan: ReadPlan, buffer: Any) -> dict[str, Array]:
-    """Return the views of a mapped file by name."""
+def _views(plan: ReadPlan, buffer: Any) -> Iterable[tuple[str, Array]]:
+    """Return the views of a mapped file with their names."""
     which = plan.of_way(VIEW)
     if plan.file.table.shaped:
         specs = [(plan.names[k], plan.spec(k)) for k in which]
-        return {name: array_over(buffer, s.dtype, s.shape, s.begin, s.strides) for name, s in specs}
-    kinds = dtypes.array_dtypes(plan.sources)
-    if len(which) == len(plan.ways):
-        return dict(zip(plan.names, over(buffer, kinds, plan.shapes, plan.begins), strict=True))
-    columns = zip(plan.names, kinds, plan.shapes, plan.begins, plan.ways, strict=True)
-    chosen = [(name, kind, shape, begin) for name, kind, shape, begin, way in columns if way == VIEW]
-    names, kinds_of, shapes, begins = zip(*chosen, strict=True)
-    return dict(zip(names, over(buffer, kinds_of, shapes, begins), strict=True))
+        return [(name, array_over(buffer, s.dtype, s.shape, s.begin, s.strides)) for name, s in specs]
+    columns: Any = plan.names, dtypes.array_dtypes(plan.sources), plan.shapes, plan.begins
+    if len(which) < len(plan.ways):
+        columns = ([column[k] for k in which] for column in columns)
+    names, kinds, shapes, begins = columns
+    return zip(names, over(buffer, kinds, shapes, begins), strict=True)
 
 
 def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
@@ -219,7 +197,7 @@ def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
 
     table = plan.file.table
     for k, (name, index) in enumerate(zip(plan.names, plan.tensors.indices, strict=True)):
-        row, scale = dtypes.BY_NUMBER[plan.sources[k]], table.scale(index)
+        row, scale = dtypes.BY_NUMBER[plan.sources[k]], table.scales.get(index)
         if plan.sources[k] != plan.targets[k]:
             continue
         if row.blocked:
@@ -310,8 +288,6 @@ def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Map
 # Size of the largest pool, which a single surviving small tensor can keep alive.
 POOL_SIZE = 16 << 20
 
-_F32 = dtypes.BY_CODE["F32"]
-
 
 class Reads:
     """Collect tensors, then read them in a single batch.
@@ -319,21 +295,25 @@ class Reads:
     ``memory`` must return C-contiguous arrays, aligned to `ALIGNMENT` and without shared bytes.
     """
 
-    def __init__(self, out: Mapping[str, Array] | None, memory: Memory | None = None, *, direct: bool = False) -> None:
-        self.arrays: dict[str, Array] = {}  # of all added tensors, by name; `run` fills them
-        self._out = out
-        self._memory = memory
-        self._direct = direct
-        self._batch = Batch(direct=direct)
+    def __init__(
+        self,
+        arrays: dict[str, Any],  # gets all added tensors by name; `run` fills them
+        out: Mapping[str, Array] | None,
+        memory: Memory | None = None,
+        *,
+        direct: bool = False,
+    ) -> None:
+        self.batch = Batch(direct=direct)
+        self._arrays, self._out, self._memory, self._direct = arrays, out, memory, direct
         self._shared: list[tuple[ReadPlan, Block]] = []
 
     def add(self, plan: ReadPlan) -> None:
         """Add the tensors of a plan, except views."""
         for k in plan.of_way(EMPTY):
-            self.arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
+            self._arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
         plain, converted = plan.of_way(READ), plan.of_way(CONVERT)
         if STRIDED in plan.ways:
-            alone, blocks = group_blocks(plan.file, {k: plan.spec(k) for k in plan.of_way(STRIDED)}, self._batch)
+            alone, blocks = group_blocks(plan.file, {k: plan.spec(k) for k in plan.of_way(STRIDED)}, self.batch)
             self._shared += [(plan, block) for block in blocks]
             plain = sorted([*plain, *(k for k in alone if plan.sources[k] == plan.targets[k])])
             converted = sorted([*converted, *(k for k in alone if plan.sources[k] != plan.targets[k])])
@@ -353,19 +333,17 @@ class Reads:
         from ..codes import restore  # imported by whatever read the table
 
         shape, dtype = packed.packing.shape, dtypes.array_dtype(target.number)
-        array = self.arrays[name] = self._array(name, shape, dtype)
+        array = self._arrays[name] = self._array(name, shape, dtype)
         if array.size:
-            for job in restore.restore_jobs(packed, self._batch.into(array), target.number, name):
-                self._batch.add(job)
+            self.batch.jobs += restore.restore_jobs(packed, self.batch.into(array), target.number, name)
 
     def stored(self, part: Part) -> Array:
         """Return an aligned array that `run` will fill with the unchanged bytes of a stored tensor."""
-        size = part.end - part.begin
-        dtype, shape = dtypes.array_dtype(part.row.number), dtypes.array_shape(part.row, part.shape, size)
+        size, number = part.end - part.begin, part.row.number
+        dtype, shape = dtypes.array_dtype(number), dtypes.array_shape(part.row, part.shape, size)
         array = array_over(aligned_bytes(size), dtype, shape, 0)
         if size:
-            number = part.row.number
-            self._batch.add(Job(part.file, part.begin, self._batch.into(array), size, number, number))
+            self.batch.add(Job(part.file, part.begin, self.batch.into(array), size, number, number))
         return array
 
     def _array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -378,12 +356,12 @@ class Reads:
         """Add the job that reads a tensor into its own array."""
         begin, source, target = plan.begins[k], plan.sources[k], plan.targets[k]
         if self._direct and source == target and self._out is None and self._memory is None:
-            array = paged_array(plan.shapes[k], plan.dtype(k), begin)
+            array = private_array(plan.shapes[k], plan.dtype(k), begin)
         else:
             array = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
-        self.arrays[plan.names[k]] = array
-        place = plan.file, begin, self._batch.into(array), plan.ends[k] - begin
-        self._batch.add(Job(*place, source, target, moving(source, target)))
+        self._arrays[plan.names[k]] = array
+        place = plan.file, begin, self.batch.into(array), plan.ends[k] - begin
+        self.batch.add(Job(*place, source, target, moving(source, target)))
 
     def _place(self, plan: ReadPlan, rows: Sequence[int], *, converted: bool) -> None:
         """Add jobs that read tensors into new memory: an array per large tensor, pools for small tensors.
@@ -398,7 +376,8 @@ class Reads:
         sources, begins, ends = plan.sources, plan.begins, plan.ends
         least = 1 if self._memory is None else ALIGNMENT
         steps = {source: _step(source, to, least) for source, to in set(zip(sources, plan.targets, strict=True))}
-        pool = _Pool([], [], [])
+        members: dict[int, int] = {}  # of the pool: offsets by position in the plan
+        runs: list[list[int]] = []  # per job: first member, first byte in the file, one past the last, offset
         at, previous, dtype = 0, -1, -1
         for k in rows:
             begin, end, source = begins[k], ends[k], sources[k]
@@ -408,56 +387,41 @@ class Reads:
                 self._read(plan, k)
                 continue
             if at + size + 2 * ALIGNMENT > POOL_SIZE:
-                self._fill(plan, pool, at)
-                pool = _Pool([], [], [])
-                at, previous = 0, -1
+                self._fill(plan, members, runs, at)
+                members, runs, at, previous = {}, [], 0, -1
             if begin != previous or at & mask or (converted and source != dtype):
                 # The same address modulo ALIGNMENT as in the file: tensors aligned in the file stay aligned.
                 at += -at % ALIGNMENT if converted or begin & mask else (begin - at) % ALIGNMENT
-                pool.runs.append([k, begin, end, at])
+                runs.append([k, begin, end, at])
             else:
-                pool.runs[-1][2] = end
-            pool.members.append(k)
-            pool.places.append(at)
+                runs[-1][2] = end
+            members[k] = at
             at, previous, dtype = at + size, end, source
-        if pool.members:
-            self._fill(plan, pool, at)
+        if members:
+            self._fill(plan, members, runs, at)
 
-    def _fill(self, plan: ReadPlan, pool: _Pool, size: int) -> None:
+    def _fill(self, plan: ReadPlan, members: Mapping[int, int], runs: Iterable[Sequence[int]], size: int) -> None:
         """Add the jobs that read small tensors into a pool, and the arrays over the pool."""
         memory = aligned_bytes(size) if self._memory is None else self._memory((size,), np.dtype(np.uint8))
         base = address_of(memory)
         file, names, shapes, sources, targets = plan.file, plan.names, plan.shapes, plan.sources, plan.targets
-        for k, begin, end, at in pool.runs:
+        for k, begin, end, at in runs:
             source, target = sources[k], targets[k]
-            self._batch.add(Job(file, begin, base + at, end - begin, source, target, moving(source, target)))
-        kinds = [dtypes.array_dtype(targets[k]) for k in pool.members]
-        arrays = over(memory, kinds, [shapes[k] for k in pool.members], pool.places)
-        self._batch.results(arrays)
-        self.arrays.update(zip([names[k] for k in pool.members], arrays, strict=True))
-
-    @property
-    def refused(self) -> bool:
-        """True if the system refused a direct read."""
-        return self._batch.refused
+            self.batch.add(Job(file, begin, base + at, end - begin, source, target, moving(source, target)))
+        kinds = [dtypes.array_dtype(targets[k]) for k in members]
+        arrays = over(memory, kinds, [shapes[k] for k in members], [*members.values()])
+        self.batch.results(arrays)
+        self._arrays.update(zip([names[k] for k in members], arrays, strict=True))
 
     def run(self, threads: int | None, progress: Progress) -> None:
         """Read all added tensors."""
-        self._batch.run(threads=threads, progress=progress)
+        self.batch.run(threads=threads, progress=progress)
         for plan, block in self._shared:
             block.swap()
             for k, spec in block.members.items():
                 shared = self._out is None and self._memory is None
                 out = None if shared else self._array(plan.names[k], spec.shape, spec.dtype)
-                self.arrays[plan.names[k]] = block.finish(spec, out, threads)
-
-
-class _Pool(NamedTuple):
-    """Small tensors that share memory."""
-
-    members: list[int]  # positions in the plan
-    places: list[int]  # offsets in the memory
-    runs: list[list[int]]  # per job: first member, first byte in the file, one past the last byte, offset in the memory
+                self._arrays[plan.names[k]] = block.finish(spec, out, threads)
 
 
 def _step(source: int, target: int, least: int) -> tuple[int, int, int]:
@@ -482,37 +446,30 @@ def over(
 
 def read_scale(file: WeightFile, scale: Scale) -> Array:
     """Read the scales of an int8 tensor."""
-    number = _F32.number
-    spec = ArraySpec(dtypes.array_dtype(number), scale.shape, scale.begin, scale.end, number, number)
-    return jobs.read_small(file, spec)
+    return jobs.read_small(file, np.dtype(np.float32), scale.shape, scale.begin, scale.end)
 
 
 # ---- non-contiguous, big-endian and overlapping tensors ----
 
 
 class Block:
-    """A byte range that is read once, for all tensors that share it."""
+    """A byte range that is read once, for all tensors that share it, into memory in which every member is aligned.
 
-    def __init__(self, file: WeightFile, begin: int, end: int, members: dict[int, ArraySpec]) -> None:
+    The member with the largest elements determines the alignment. Each member starts a whole number of its own elements
+    after the start of the storage, so members with equal or smaller elements are aligned too.
+    """
+
+    def __init__(self, file: WeightFile, members: dict[int, ArraySpec], batch: Batch) -> None:
         self.members = members
-        self._file = file
-        self._begin = begin
-        self._end = end
-        self._swap = _swap(next(iter(members.values())))
-        self._memory: Array = np.empty(0, np.uint8)
-
-    def read(self, batch: Batch) -> None:
-        """Add the job that reads the range into memory in which every member is aligned.
-
-        The member with the largest elements determines the alignment. Each member starts a whole number of its own
-        elements after the start of the storage, so members with equal or smaller elements are aligned too.
-        """
-        size = self._end - self._begin
-        largest = max(self.members.values(), key=lambda spec: dtypes.TABLE[spec.source].bits)
+        specs = members.values()
+        self._begin = begin = min(spec.begin for spec in specs)
+        self._swap = _swap(next(iter(specs)))
+        size = max(spec.end for spec in specs) - begin
+        largest = max(specs, key=lambda spec: dtypes.TABLE[spec.source].bits)
         raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
-        start = -(address_of(raw) + largest.begin - self._begin) % ALIGNMENT
+        start = -(address_of(raw) + largest.begin - begin) % ALIGNMENT
         self._memory = raw[start : start + size]
-        batch.add(Job(self._file, self._begin, address_of(self._memory), size))
+        batch.add(Job(file, begin, address_of(self._memory), size))
 
     def swap(self) -> None:
         """Swap the bytes that were read if their order is not this machine's."""
@@ -557,18 +514,12 @@ def group_blocks(file: WeightFile, specs: Mapping[int, ArraySpec], batch: Batch)
             swap, reach = _swap(specs[k]), specs[k].end
     plain, blocks = [], []
     for group in groups:
-        if len(group) == 1 and _is_plain(specs[group[0]]):
+        first = specs[group[0]]
+        if len(group) == 1 and first.strides is None and not first.big_endian:
             plain += group
         else:
-            begin, end = specs[group[0]].begin, max(specs[k].end for k in group)
-            block = Block(file, begin, end, {k: specs[k] for k in group})
-            block.read(batch)
-            blocks.append(block)
+            blocks.append(Block(file, {k: specs[k] for k in group}, batch))
     return plain, blocks
-
-
-def _is_plain(layout: ArraySpec) -> bool:
-    return layout.strides is None and not layout.big_endian
 
 
 def _swap(layout: ArraySpec) -> int:
@@ -577,9 +528,6 @@ def _swap(layout: ArraySpec) -> int:
 
 
 # ---- files that are in memory ----
-
-
-_BYTES = np.dtype(np.uint8)
 
 
 def views_of(table: Table, buffer: Any) -> dict[str, Array]:
@@ -598,19 +546,22 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
 
 
 def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as writable copies; small tensors share memory."""
-    if not table.plain:
-        return {name: array if array.base is None else array.copy() for name, array in _each(table, content)}
-    return views_of(table, _copy(content)) if content.nbytes < HUGE_FROM else _in_pools(table, content)
+    """Return all tensors, by name in the order of their bytes, as writable copies; those of small files share it."""
+    if table.plain and content.nbytes < HUGE_FROM:
+        return views_of(table, _copy(content))
+    arrays = views_of(table, content)
+    with paused(table.count):
+        for name, array in arrays.items():
+            if array.base is not None:
+                arrays[name] = array.copy() if array.nbytes < HUGE_FROM else _large_copy(array)
+    return arrays
 
 
 def lone(content: memoryview, number: int, shape: tuple[int, ...], begin: int, *, copy: bool) -> Array:
     """Return the only tensor of a file, which would be `Table.plain`, as a writable copy or as a view."""
     dtype = dtypes.array_dtype(number)
     if copy and content.nbytes >= HUGE_FROM:
-        array = private_array(shape, dtype)
-        array.reshape(-1).view(_BYTES).data[:] = content[begin:]
-        return array
+        return _large_copy(array_over(content, dtype, shape, begin))
     return array_over(_copy(content) if copy else content, dtype, shape, begin)
 
 
@@ -619,30 +570,17 @@ def _copy(content: memoryview) -> memoryview:
     return memoryview(bytearray(content))
 
 
+def _large_copy(array: Array) -> Array:
+    copy = private_array(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
 def _each(table: Table, buffer: Any) -> Iterator[tuple[str, Array]]:
     """Yield each tensor as a view, or in its own memory if it cannot be a view."""
-    for name, spec in zip(table.names, layouts(table, range(table.count)), strict=True):
-        if spec.begin == spec.end:
+    for name, number, shape, begin, end in zip(table.names, *table.columns(range(table.count)), strict=True):
+        spec = array_spec(dtypes.BY_NUMBER[number], shape, begin, end)
+        if begin == end:
             yield name, np.empty(spec.shape, spec.dtype)
         else:
-            yield name, jobs.native_order(array_over(buffer, spec.dtype, spec.shape, spec.begin))
-
-
-def _in_pools(table: Table, content: memoryview) -> dict[str, Array]:
-    """Copy each large tensor into its own memory, and the small tensors between them into pools."""
-    names = table.names
-    numbers, shapes, begins, ends = table.columns(range(table.count))
-    alone = [k for k, size in enumerate(map(sub, ends, begins)) if size >= POOLED_BELOW]
-    arrays: dict[str, Array] = {}
-    k = 0
-    while k < table.count:
-        start = begins[k] - begins[k] % ALIGNMENT  # aligned tensors of the file are aligned in the pool
-        full = bisect_right(ends, start + POOL_SIZE)
-        large = next(iter(alone[bisect_left(alone, k) :]), table.count)
-        stop = max(k + 1, min(full, large))
-        memory = private_array((ends[stop - 1] - start,), _BYTES)
-        memory.data[:] = content[start : ends[stop - 1]]
-        kinds, places = dtypes.array_dtypes(numbers[k:stop]), [begin - start for begin in begins[k:stop]]
-        arrays.update(zip(names[k:stop], over(memory, kinds, shapes[k:stop], places), strict=True))
-        k = stop
-    return arrays
+            yield name, jobs.native_order(array_over(buffer, spec.dtype, spec.shape, begin))

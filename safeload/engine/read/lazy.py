@@ -12,7 +12,7 @@ from ...base.arrays import Array
 from ...base.packing import Packing
 
 if TYPE_CHECKING:
-    from .plan import Entry
+    from .tensors import Entry
 
 
 class Staged(NamedTuple):
@@ -60,55 +60,8 @@ class Lazy:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class LazyQuantized:
-    """A `QuantizedTensor` that is created later: data and scale are `Lazy`."""
-
-    __slots__ = ("axis", "data", "scale", "scheme", "shape")
-
-    def __init__(
-        self, scheme: str, shape: tuple[int, ...], data: Lazy, scale: Lazy | None = None, axis: int | None = None
-    ) -> None:
-        self.scheme = scheme
-        self.shape = shape
-        self.data = data
-        self.scale = scale
-        self.axis = axis
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data and scale."""
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
-    def report_to(self, written: Callable[[int], object]) -> None:
-        """See `Lazy.report_to`."""
-        self.data.report_to(written)
-        if self.scale is not None:
-            self.scale.report_to(written)
-
-
-class LazyPacked:
-    """A packed `QuantizedTensor` that is written unchanged."""
-
-    def __init__(self, packing: Packing, names: Mapping[str, str], parts: Mapping[str, Lazy]) -> None:
-        self.packing = packing
-        self.names = names
-        self.roles = parts
-        self.scheme = packing.label
-        self.shape = packing.shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.nbytes for part in self.roles.values())
-
-    def report_to(self, written: Callable[[int], object]) -> None:
-        """See `Lazy.report_to`."""
-        for part in self.roles.values():
-            part.report_to(written)
-
-
-class LazyEncoded:
-    """A weight in the format of another engine, whose ``config.json`` describes it."""
+class _InParts:
+    """A tensor of several arrays that are created later."""
 
     def __init__(self, scheme: str, shape: tuple[int, ...], parts: Mapping[str, Lazy]) -> None:
         self.scheme = scheme
@@ -124,6 +77,32 @@ class LazyEncoded:
         """See `Lazy.report_to`."""
         for part in self.parts.values():
             part.report_to(written)
+
+
+class LazyQuantized(_InParts):
+    """A `QuantizedTensor` that is created later: data and scale are `Lazy`."""
+
+    def __init__(
+        self, scheme: str, shape: tuple[int, ...], data: Lazy, scale: Lazy | None = None, axis: int | None = None
+    ) -> None:
+        super().__init__(scheme, shape, {"data": data} if scale is None else {"data": data, "scale": scale})
+        self.data = data
+        self.scale = scale
+        self.axis = axis
+
+
+class LazyPacked(_InParts):
+    """A packed `QuantizedTensor` that is written unchanged."""
+
+    def __init__(self, packing: Packing, names: Mapping[str, str], roles: Mapping[str, Lazy]) -> None:
+        super().__init__(packing.label, packing.shape, roles)
+        self.packing = packing
+        self.names = names
+        self.roles = roles
+
+
+class LazyEncoded(_InParts):
+    """A weight in the format of another engine, whose ``config.json`` describes it."""
 
 
 def materialize(value: Array | Lazy) -> Array:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 import numpy as np
 
 from ...base import dtypes
-from ...base.arrays import Array, array_over, check_mapping, empty_array
+from ...base.arrays import Array, array_over, check_mapping
 from ...base.native import ffi, lib, pointer, short
 from ...base.scheme import advice_for
 from ...base.selecting import Patterns
@@ -215,9 +215,6 @@ class Views:
 # Bytes of a window, and of the largest tensor to copy from it. A system call takes as long as copying 8 KiB.
 _WINDOW, _COPIED = 64 << 10, 16 << 10
 
-# First byte of a window in the file, one past the last, and its memory.
-_Content = tuple[int, int, Any]
-
 
 class Window:
     """Small tensors of a file. Any thread may use it.
@@ -227,47 +224,26 @@ class Window:
     """
 
     def __init__(self) -> None:
-        self._content: _Content = 0, 0, None  # replaced as a whole, so that other threads never see a mixture
+        # Its first byte in the file, one past the last, and its memory: replaced as a whole, as other threads may read.
+        self._content: tuple[int, int, Any] = 0, 0, None
         self._next = -1  # end of the last tensor
 
     def tensor(self, file: WeightFile, index: int, entry: Entry) -> Array:
         """Return a tensor in its own memory; the file must not change between calls."""
         if not file.table.plain:
-            return read_small(file, file.layout(index))
+            return read_small(file, *file.table.layout(index)[:4])
         number, shape, begin, end = entry
-        content = self._content
+        dtype, store = dtypes.array_dtype(number), file.store
+        first, last, memory = self._content
         follows, self._next = begin == self._next, end
-        if not (content[0] <= begin and end <= content[1]):
-            rest = file.size - begin
-            if end - begin > _COPIED or not (follows or end - begin < rest <= _WINDOW):
-                return _read_plain(file, index, entry)
-            window = _read(file, begin)
-            if window is None:
-                return _read_plain(file, index, entry)
-            content = self._content = window
-        return np.array(array_over(content[2], dtypes.array_dtype(number), shape, begin - content[0]))
-
-
-def _read(file: WeightFile, begin: int) -> _Content | None:
-    """Read the window that begins with a tensor; None if it cannot be read."""
-    store = file.store
-    if not isinstance(store, LocalStore):
-        return None
-    begin -= begin % ALIGNMENT  # aligned tensors of the file are aligned in the window
-    memory = np.empty(min(_WINDOW, file.size - begin), np.uint8)
-    address = pointer(ffi.from_buffer(memory))
-    if store.use(short.sl_file_read, begin, address, memory.size, None) != lib.SL_OK:
-        return None
-    return begin, begin + memory.size, memory
-
-
-def _read_plain(file: WeightFile, index: int, entry: Entry) -> Array:
-    """Like `read_small`, for a tensor of a `Table.plain` table, given its entry."""
-    number, shape, begin, end = entry
-    array = empty_array(shape, dtypes.array_dtype(number))
-    store = file.store
-    if isinstance(store, LocalStore):
-        address = pointer(ffi.from_buffer(array))
-        if store.use(short.sl_file_read, begin, address, end - begin, None) == lib.SL_OK:
-            return array
-    return read_small(file, file.layout(index))
+        if not (first <= begin and end <= last):
+            near = follows or end - begin < file.size - begin <= _WINDOW
+            if end - begin > _COPIED or not near or not isinstance(store, LocalStore):
+                return read_small(file, dtype, shape, begin, end)
+            first = begin - begin % ALIGNMENT  # aligned tensors of the file are aligned in the window
+            memory = np.empty(min(_WINDOW, file.size - first), np.uint8)
+            address = pointer(ffi.from_buffer(memory))
+            if store.use(short.sl_file_read, first, address, memory.size, None) != lib.SL_OK:
+                return read_small(file, dtype, shape, begin, end)
+            self._content = first, first + memory.size, memory
+        return np.array(array_over(memory, dtype, shape, begin - first))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -83,9 +83,11 @@ def _convert(array: Array, out: Array, source: dtypes.Dtype, target: int, thread
     """Convert an array of any strides and byte order into a C-contiguous array in the core."""
     if array.dtype.itemsize > 1 and array.dtype.isnative != (sys.byteorder == "little"):
         array = byteswapped(array)
-    if np.may_share_memory(array, out) or _planes(array) > _MAX_PLANES:
+    jobs = None if np.may_share_memory(array, out) else _jobs(array, out, source.number, target)
+    if jobs is None:
         array = array.copy(order="C")
-    batch = Batch(_jobs(array, out, source.number, target))
+        jobs = _jobs(array, out, source.number, target)
+    batch = Batch(jobs or ())
     batch.results([out])
     batch.run(threads=threads)
 
@@ -111,57 +113,41 @@ _LINE = 16
 _MAX_PLANES = 1 << 14
 
 
-class _StridedAxis(NamedTuple):
-    """An axis of a copy."""
-
-    length: int  # number of elements
-    stride: int  # in the source, in bytes
-    target_stride: int  # in the destination, in bytes
+# An axis of a copy: its length, and the bytes between elements in the source and in the destination.
+_Axis: TypeAlias = tuple[int, int, int]
 
 
-def _merged_axes(array: Array, itemsize: int) -> list[_StridedAxis]:
+def _merged_axes(array: Array, itemsize: int) -> list[_Axis]:
     """Return the array's axes, innermost first; axes are merged if C order visits them as a single axis."""
-    axes: list[_StridedAxis] = []
+    axes: list[_Axis] = []
     for length, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
-        if length == 1:
-            continue
-        if axes and axes[-1].length * axes[-1].stride == stride:
-            axes[-1] = axes[-1]._replace(length=axes[-1].length * length)
-        else:
-            target = axes[-1].length * axes[-1].target_stride if axes else itemsize
-            axes.append(_StridedAxis(length, stride, target))
+        inner, *steps = axes[-1] if axes else (1, 0, itemsize)
+        if axes and inner * steps[0] == stride:
+            axes[-1] = (inner * length, *axes[-1][1:])
+        elif length > 1:
+            axes.append((length, stride, inner * steps[1]))
     return axes
 
 
-def _take_plane(axes: list[_StridedAxis]) -> tuple[_StridedAxis, _StridedAxis]:
-    """Remove rows and columns from the axes: columns along the destination's memory if they fill cache lines."""
-    while len(axes) < 2:
-        axes.append(_StridedAxis(1, 0, 0))
-    columns = axes.pop(0 if axes[0].length >= _LINE else axes.index(max(axes)))
-    rows = axes.pop(axes.index(max(axes)))
-    return rows, columns
+def _jobs(array: Array, out: Array, source: int, target: int) -> list[Job] | None:
+    """Return jobs that copy an array of any strides to a C-contiguous array: a job per plane of two axes.
 
-
-def _planes(array: Array) -> int:
-    axes = _merged_axes(array, array.dtype.itemsize)
-    _take_plane(axes)
-    return math.prod(axis.length for axis in axes)
-
-
-def _jobs(array: Array, out: Array, source: int, target: int) -> list[Job]:
-    """Return jobs that copy an array of any strides to a C-contiguous array: a job per plane of two axes."""
+    Columns are along the destination's memory if they fill cache lines. None for too many planes.
+    """
     axes = _merged_axes(array, out.dtype.itemsize)
     begin, memory = array.__array_interface__["data"][0], address_of(out)
-    if len(axes) == 0 or (len(axes) == 1 and axes[0].stride == array.dtype.itemsize):
+    if not axes or (len(axes) == 1 and axes[0][1] == array.dtype.itemsize):
         return [Job(None, begin, memory, array.nbytes, source, target, moving(source, target))]
-    rows, columns = _take_plane(axes)
+    axes += [(1, 0, 0)] * (2 - len(axes))
+    columns = axes.pop(0 if axes[0][0] >= _LINE else axes.index(max(axes)))
+    rows = axes.pop(axes.index(max(axes)))
+    if math.prod(length for length, _, _ in axes) > _MAX_PLANES:
+        return None
     planes = [(begin, memory)]
-    for axis in axes:
-        planes = [(a + k * axis.stride, b + k * axis.target_stride) for k in range(axis.length) for a, b in planes]
-    size = rows.length * columns.length * array.dtype.itemsize
-    strides = rows.stride, columns.stride, rows.target_stride, columns.target_stride
-    grid = JobGrid(rows.length, columns.length, strides)
-    op = moving(source, target, grid)
+    for length, stride, step in axes:
+        planes = [(a + k * stride, b + k * step) for k in range(length) for a, b in planes]
+    grid = JobGrid(rows[0], columns[0], (rows[1], columns[1], rows[2], columns[2]))
+    size, op = rows[0] * columns[0] * array.dtype.itemsize, moving(source, target, grid)
     return [Job(None, a, b, size, source, target, op, grid) for a, b in planes]
 
 

@@ -260,7 +260,7 @@ def _is_direct(job: Job) -> bool:
 def _extent(job: Job) -> int:
     """Return the length of the byte range that a job reads from its own file."""
     if job.packed is not None:
-        return job.packed.nbytes
+        return int(job.packed.nbytes)
     if job.grid is not None:
         grid, item = job.grid, dtypes.BY_NUMBER[job.source].nbytes(1)
         return (grid.rows - 1) * grid.strides[0] + (grid.columns - 1) * grid.strides[1] + item

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...base.arrays import Array
-from ...base.native import lib
-from .memory import address_of
+from ...base.native import ffi, lib
 from .weight_file import WeightFile
 
 # Bytes to plan, or to read, at a time from the network: enough for many requests.
@@ -23,9 +23,12 @@ class JobGrid(NamedTuple):
     columns: int  # elements in each row
     strides: tuple[int, int, int, int]  # in bytes: row and column of the source, row and column of the destination
 
-    def described(self) -> tuple[int, ...]:
+    def prepare(self) -> dict[str, Any]:
         """Return the fields of an ``sl_grid``."""
-        return self.rows, self.columns, *self.strides
+        return dict(zip(_GRID_FIELDS, (self.rows, self.columns, *self.strides), strict=True))
+
+
+_GRID_FIELDS = [name for name, _ in ffi.typeof("sl_grid").fields]
 
 
 class Channels(NamedTuple):
@@ -35,9 +38,9 @@ class Channels(NamedTuple):
     inner: int  # consecutive elements (in C order) of a channel
     factors: Array | None = None  # scales, f32 of shape [number]; None to compute absmax only
 
-    def described(self) -> tuple[int, ...]:
+    def prepare(self) -> dict[str, Any]:
         """Return the fields of an ``sl_channels``."""
-        return self.number, self.inner, 0 if self.factors is None else address_of(self.factors)
+        return {"count": self.number, "inner": self.inner, "factors": self.factors}
 
 
 class Update(NamedTuple):
@@ -54,13 +57,12 @@ class Updates(NamedTuple):
     columns: int  # of the matrix
     updates: Sequence[Update]
 
-    def described(self, table: Array) -> tuple[int, ...]:
-        """Return the fields of an ``sl_merge``, and fill its table of ``sl_update``."""
-        for row, update in zip(table, self.updates, strict=True):
-            row["rank"] = update.left.shape[1]
-            row["left"], row["right"] = address_of(update.left), address_of(update.panels)
-            row["scaling"] = update.scaling
-        return self.columns, len(self.updates), address_of(table) if len(table) else 0
+    def prepare(self) -> dict[str, Any]:
+        """Return the fields of an ``sl_merge``."""
+        floats = partial(ffi.from_buffer, "float[]")
+        rows = [(left.shape[1], floats(left), floats(panels), scaling) for left, panels, scaling in self.updates]
+        table = np.frombuffer(ffi.buffer(ffi.new("sl_update[]", rows)), np.uint8) if rows else None
+        return {"columns": self.columns, "count": len(rows), "updates": table}
 
 
 def panels_of(right: Array) -> Array:
@@ -72,27 +74,6 @@ def panels_of(right: Array) -> Array:
     panels[:whole] = right[:, : whole * width].reshape(rank, whole, width).transpose(1, 0, 2)
     panels[whole:, :, : columns - whole * width] = right[:, whole * width :]
     return panels
-
-
-class PreparedCodes(Protocol):
-    """Packed codes with their scales, which become an ``sl_packed`` just before the job runs."""
-
-    @property
-    def cost(self) -> int:
-        """Approximate number of bytes allocated by `prepare`."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes, from the job's offset on."""
-
-    def stored(self) -> Mapping[str, tuple[Any, int, int]]:
-        """Return the stored parts read by `prepare`, by role: file, first byte, and one past the last."""
-
-    def moved(self, addresses: Mapping[str, int]) -> PreparedCodes:
-        """Return a copy with the parts of these roles in memory."""
-
-    def prepare(self) -> Mapping[str, Any]:
-        """Return the fields of an ``sl_packed``; arrays stand for the addresses of their memory, None for NULL."""
 
 
 class Origin(NamedTuple):
@@ -117,7 +98,7 @@ class Job(NamedTuple):
     grid: JobGrid | None = None  # for strided 2-D copies
     channels: Channels | None = None  # for operations with channels
     origin: Origin | None = None  # None if the file can find the tensor by the failing byte
-    packed: PreparedCodes | None = None  # for operations on packed codes: `source` is F32, `size` counts values
+    packed: Any = None  # a `CodeReader` for operations on packed codes: `source` is F32, `size` counts values
     merge: Updates | None = None  # for `lib.SL_OP_MERGE`
 
     @property

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ...base.arrays import Array, ArraySpec, byteswapped, empty_array, swappable
-from ...base.native import TIER, Error, check, ffi, lib, private_buffer, short
+from ...base.arrays import Array, byteswapped, empty_array, swappable
+from ...base.native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
 from ...base.text import subject
 from ...errors import RangeError
-from ...stores.local import direct_of, none_free
-from .job import Channels, Job, JobGrid, Origin, Updates
+from ...stores.local import LocalStore, direct_of, none_free
+from .job import Job, Origin
 from .memory import address_of
 from .progress import Progress, reporter
 from .threads import thread_count
@@ -55,119 +55,93 @@ JOB = struct_dtype("sl_job")[
 _GRID = struct_dtype("sl_grid")
 _CHANNELS = struct_dtype("sl_channels")
 _PACKED = struct_dtype("sl_packed")
-_MERGE, _UPDATE = struct_dtype("sl_merge"), struct_dtype("sl_update")
+_MERGE = struct_dtype("sl_merge")
 
 # The source of a job: a file, a handle kept open by the caller, or None for memory.
 JobFile = WeightFile | int | None
-# Types of sources that are open already.
-_OPEN = frozenset((int, type(None)))
 
 
-class Runner:
-    """Run groups of jobs, one after another. ``fail`` raises the error of a job, whose index counts over all groups."""
+def run_jobs(
+    table: Array,
+    files: Sequence[JobFile],
+    total: int,
+    threads: int | None,
+    *,
+    report: Callable[[int], object],
+    fail: Callable[[int, Any, int], None],
+    packed: Sequence[Any] = (),
+    done: int = 0,
+    direct: bool = False,
+) -> bool:
+    """Run jobs in groups with few open files and scales; return True if the system refused a direct read.
 
-    def __init__(
-        self,
-        total: int,
-        threads: int | None,
-        *,
-        report: Callable[[int], object],
-        fail: Callable[[int, Any, int], None],
-        done: int = 0,
-        direct: bool = False,
-    ) -> None:
-        self.refused = False  # True if the system refused a direct read
-        self._total = total
-        self._threads = threads
-        self._report = report
-        self._fail = fail
-        self._done = done
-        self._first = 0  # index of the next job in all groups
-        self._direct = direct
-        self._room: Any = None
-
-    def run(self, group: Array, files: Sequence[JobFile]) -> None:
-        """Run a group of jobs, in parts if the process may not open all of their files at once."""
-        if _OPEN.issuperset(map(type, files)):
-            self._run(group, files, {file: _handle(file) for file in dict.fromkeys(files)})
-            return
-        begin = 0
-        while begin < len(files):
-            left = files[begin:] if begin else files
-            handles: dict[JobFile, int] = {}
-            try:
-                count = len(left)
-                if not self._open(left, handles):
-                    count = next(k for k, file in enumerate(left) if file not in handles)
-                self._run(group[begin : begin + count], left[:count], handles)
-                begin += count
-            finally:
-                for file in handles:
-                    if isinstance(file, WeightFile):
-                        file.local.end_use()
-
-    def _open(self, files: Sequence[JobFile], handles: dict[JobFile, int]) -> bool:
-        """Open as many files as the budget and the system allow, at least one; return True if all are open."""
-        each = 2 if self._direct else 1  # for direct reads a file has a second handle
-        for file in dict.fromkeys(files):
-            if not isinstance(file, WeightFile):
-                handles[file] = _handle(file)
-                continue
-            try:
-                handles[file] = file.local.begin_use(each if handles else 0)
-            except OSError as error:
-                if not handles or not none_free(error.errno):
-                    raise
-                return False
-        return True
-
-    def _run(self, group: Array, files: Sequence[JobFile], handles: Mapping[JobFile, int]) -> None:
-        """Run jobs on open files."""
-        group["file"] = [handles[file] for file in files]
-        direct: dict[JobFile, int] = {}
+    ``fail`` raises the error of the job at an index; ``done`` of the ``total`` bytes were moved before.
+    """
+    refused, room, begin = False, None, 0
+    while True:
+        end = _affordable(packed, begin) if packed else len(table)
+        prepared = _describe(packed[begin:end], table["packed"][begin:end], _PACKED) if packed else None
+        handles: dict[JobFile, int] = {}
+        unbuffered: dict[JobFile, int] = {}  # handles for direct reads
         try:
-            if self._direct:
-                self._open_direct(files, handles, group, direct)
-            self._run_open(group, [direct.get(file, 0) for file in files] if direct else [])
+            end = begin + _open(files[begin:end], handles, 2 if direct else 1)
+            group, ours = table[begin:end], files[begin:end]
+            group["file"] = [handles[file] for file in ours]
+            if direct:
+                refused |= not _open_direct(ours, handles, group, unbuffered)
+            count = thread_count(total, threads, direct=bool(unbuffered))
+            cursor, error = ffi.new("sl_cursor *"), Error()
+            if unbuffered:
+                group["direct"] = [unbuffered.get(file, 0) for file in ours]
+                room = room or ffi.from_buffer(private_buffer(count * lib.SL_DIRECT_ROOM))
+                cursor.room, cursor.rooms = room, count
+            described, slice_ms = ffi.from_buffer("sl_job[]", group), DIRECT_SLICE_MS if unbuffered else SLICE_MS
+            while not cursor.finished:
+                status = lib.sl_jobs_run(described, len(group), TIER, count, slice_ms, cursor, error)
+                if status != lib.SL_OK:
+                    fail(status, error, begin + cursor.failed_job)
+                report(done + cursor.bytes_done)
         finally:
-            for handle in direct.values():
+            for handle in unbuffered.values():
                 short.sl_file_close(handle)
-
-    def _run_open(self, group: Array, direct: Sequence[int]) -> None:
-        """Run jobs, given their handles for direct reads, if there are any."""
-        count = thread_count(self._total, self._threads, direct=bool(direct))
-        slice_ms = DIRECT_SLICE_MS if direct else SLICE_MS
-        described = ffi.from_buffer("sl_job[]", group)
-        cursor = ffi.new("sl_cursor *")
-        error = Error()
-        if direct:
-            group["direct"] = direct
-            if self._room is None:
-                self._room = ffi.from_buffer(private_buffer(count * lib.SL_DIRECT_ROOM))
-            cursor.room, cursor.rooms = self._room, count
-        while not cursor.finished:
-            status = lib.sl_jobs_run(described, len(group), TIER, count, slice_ms, cursor, error)
-            if status != lib.SL_OK:
-                self._fail(status, error, self._first + cursor.failed_job)
-            self._report(self._done + cursor.bytes_done)
-        self._done += int(cursor.bytes_done)
-        self._first += len(group)
-
-    def _open_direct(
-        self, files: Sequence[JobFile], handles: Mapping[JobFile, int], group: Array, direct: dict[JobFile, int]
-    ) -> None:
-        """Open handles for direct reads, by file, which the caller closes."""
-        plain = (group["grid"] == 0) & (group["packed"] == 0) & (group["size"] > 0)
-        for file in dict.fromkeys(file for file, usable in zip(files, plain.tolist(), strict=True) if usable):
-            handle = direct_of(handles[file]) if isinstance(file, WeightFile) else None
-            if handle is not None:
-                direct[file] = handle
-            elif isinstance(file, WeightFile):
-                self.refused = True
+            for file in handles:
+                if isinstance(file, WeightFile):
+                    file.local.end_use()
+        del prepared
+        done, begin = done + int(cursor.bytes_done), end
+        if begin == len(table):
+            return refused
 
 
-def _handle(file: JobFile) -> int:
-    return file if isinstance(file, int) else int(lib.SL_MEMORY)
+def _open(files: Sequence[JobFile], handles: dict[JobFile, int], each: int) -> int:
+    """Open files, at least one, of the first jobs that the budget and the system allow; return how many jobs.
+
+    ``each`` is the number of descriptors for a file: for direct reads it has a second handle.
+    """
+    for file in dict.fromkeys(files):
+        if not isinstance(file, WeightFile):
+            handles[file] = int(lib.SL_MEMORY) if file is None else file
+            continue
+        try:
+            handles[file] = file.local.begin_use(each if handles else 0)
+        except OSError as error:
+            if not handles or not none_free(error.errno):
+                raise
+            return next(k for k, other in enumerate(files) if other not in handles)
+    return len(files)
+
+
+def _open_direct(
+    files: Sequence[JobFile], handles: Mapping[JobFile, int], group: Array, unbuffered: dict[JobFile, int]
+) -> bool:
+    """Open handles for direct reads, by file, which the caller closes; return False if the system refuses one."""
+    plain = (group["grid"] == 0) & (group["packed"] == 0) & (group["size"] > 0)
+    usable = {file for file, reads in zip(files, plain.tolist(), strict=True) if reads and isinstance(file, WeightFile)}
+    for file in usable:
+        handle = direct_of(handles[file])
+        if handle is not None:
+            unbuffered[file] = handle
+    return len(unbuffered) == len(usable)
 
 
 class Batch:
@@ -232,46 +206,50 @@ class Batch:
     ) -> None:
         """Run jobs on local files and in memory, after ``done`` bytes of ``total``."""
         rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0, 0, 0) for job in jobs]
-        array = np.array(rows, dtype=JOB)
+        table = np.array(rows, dtype=JOB)
         descriptions = [
-            _point_at([job.grid for job in jobs], array["grid"], _GRID),
-            _point_at([job.channels for job in jobs], array["channels"], _CHANNELS),
-            _point_at_merges([job.merge for job in jobs], array["merge"]),
+            _describe([getattr(job, field) for job in jobs], table[field], dtype)
+            for field, dtype in (("grid", _GRID), ("channels", _CHANNELS), ("merge", _MERGE))
         ]
-        files = [job.file for job in jobs]
 
         def fail(status: int, error: Any, index: int) -> None:
-            self._fail(status, error, jobs[index] if jobs else None)
+            _fail(status, error, jobs[index] if jobs else None, self._path)
 
-        runner = Runner(total, threads, report=report, fail=fail, done=done, direct=self._direct)
-        for begin, end in _affordable(jobs):
-            group = array[begin:end]
-            prepared = _prepare(jobs[begin:end], group["packed"])
-            runner.run(group, files[begin:end])
-            del prepared
-        self.refused |= runner.refused
-        del descriptions
-
-    def _fail(self, status: int, error: Any, job: Job | None) -> None:
-        """Raise the core's error with the file and the tensor of the failed job."""
-        if status == lib.SL_E_MEMORY or job is None:  # not the error of a single job
-            check(status, error)
-            return
-        path = job.file.path if isinstance(job.file, WeightFile) else self._path
-        if job.origin is not None:
-            tensor = job.origin.tensor or None
-        else:
-            tensor = job.file.tensor_at(error.position) if isinstance(job.file, WeightFile) else None
-        if status == lib.SL_E_RANGE:
-            shape = () if job.origin is None else job.origin.shape
-            position = error.position + (0 if job.origin is None else job.origin.first)
-            at = [int(k) for k in np.unravel_index(position, shape)] if job.origin is not None else position
-            message = f"{subject(tensor)}element {at} {ffi.string(error.message).decode()}"
-            raise RangeError(message, path=path, tensor=tensor)
-        check(status, error, path, tensor=tensor)
+        files, packed = [job.file for job in jobs], [job.packed for job in jobs]
+        self.refused |= run_jobs(
+            table,
+            files,
+            total,
+            threads,
+            report=report,
+            fail=fail,
+            packed=packed if any(packed) else (),
+            done=done,
+            direct=self._direct,
+        )
+        del descriptions  # alive until the jobs have run
 
 
-def move(
+def _fail(status: int, error: Any, job: Job | None, path: str | None = None) -> None:
+    """Raise the core's error with the file and the tensor of the failed job."""
+    if status == lib.SL_E_MEMORY or job is None:  # not the error of a single job
+        check(status, error)
+        return
+    path = job.file.path if isinstance(job.file, WeightFile) else path
+    if job.origin is not None:
+        tensor = job.origin.tensor or None
+    else:
+        tensor = job.file.tensor_at(error.position) if isinstance(job.file, WeightFile) else None
+    if status == lib.SL_E_RANGE:
+        shape = () if job.origin is None else job.origin.shape
+        position = error.position + (0 if job.origin is None else job.origin.first)
+        at = [int(k) for k in np.unravel_index(position, shape)] if job.origin is not None else position
+        message = f"{subject(tensor)}element {at} {ffi.string(error.message).decode()}"
+        raise RangeError(message, path=path, tensor=tensor)
+    check(status, error, path, tensor=tensor)
+
+
+def run_columns(
     files: Sequence[WeightFile | None],
     file: Array,
     *,
@@ -280,59 +258,27 @@ def move(
     sizes: Array,
     sources: Array,
     targets: Array,
-    threads: int | None = None,
-    check: Callable[[], object] = lambda: None,
-) -> None:
-    """Read ranges of local files, described in columns: faster than a `Batch` if there are many.
-
-    The error of a value that cannot be quantized names no tensor.
-    """
-    op = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT)
-    columns = {"offset": offsets, "memory": memory, "size": sizes, "from": sources, "to": targets, "op": op}
-    _run_columns(files, file, columns, threads, report=lambda done: check())
-
-
-def work(
-    files: Sequence[WeightFile],
-    file: Array,
-    *,
-    op: int,
-    offsets: Array,
-    memory: Array,
-    sizes: Array,
-    numbers: Array,
-    origin: Callable[[int], Origin],
-    threads: int | None = None,
-    progress: Progress = None,
-) -> None:
-    """Run an operation without target dtype on tensors of local files, like `Source.work` for each in a `Batch`."""
-    columns = {"offset": offsets, "memory": memory, "size": sizes, "from": numbers, "to": numbers}
-    columns["op"] = np.full(len(sizes), op)
-    with reporter(progress, int(sizes.sum())) as report:
-        _run_columns(files, file, columns, threads, report=report, origin=origin)
-
-
-def _run_columns(
-    files: Sequence[WeightFile | None],
-    file: Array,
-    columns: Mapping[str, Array],
-    threads: int | None,
-    *,
     report: Callable[[int], object],
+    op: int | None = None,
     origin: Callable[[int], Origin | None] = lambda row: None,
+    threads: int | None = None,
 ) -> None:
-    """Run jobs in the order of their bytes, given the fields of `JOB`."""
-    order = np.lexsort((columns["offset"], file))
-    array = np.zeros(len(order), JOB)
-    for field, column in columns.items():
-        array[field] = column[order]
+    """Run an operation, by default a move, on ranges of local files: faster than a `Batch` if there are many.
+
+    Without ``origin``, the error of a value that cannot be quantized names no tensor.
+    """
+    order = np.lexsort((offsets, file))
+    table = np.zeros(len(order), JOB)
+    ops = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT) if op is None else np.full(len(order), op)
+    for field, column in zip(JOB.names[1:7], (offsets, memory, sizes, sources, targets, ops), strict=True):  # type: ignore[index]
+        table[field] = column[order]
     ordered = [files[k] for k in file[order].tolist()]
 
     def fail(status: int, error: Any, index: int) -> None:
-        job = Job(ordered[index], int(array["offset"][index]), 0, int(array["size"][index]))
-        Batch()._fail(status, error, job._replace(origin=origin(int(order[index]))))
+        place = int(table["offset"][index]), 0, int(table["size"][index])
+        _fail(status, error, Job(ordered[index], *place, origin=origin(int(order[index]))))
 
-    Runner(int(columns["size"].sum()), threads, report=report, fail=fail).run(array, ordered)
+    run_jobs(table, ordered, int(sizes.sum()), threads, report=report, fail=fail)
 
 
 def write(
@@ -364,82 +310,59 @@ def write(
         check(status, error, None if status == lib.SL_E_MEMORY else path)
 
     # A single thread is enough: ext4 and xfs serialize buffered writes to a file by its lock.
-    runner = Runner(position - begin, 1, report=lambda done: None, fail=fail)
-    runner.run(np.array(rows, dtype=JOB), [handle] * len(rows))
+    files = [handle] * len(rows)
+    run_jobs(np.array(rows, dtype=JOB), files, position - begin, 1, report=lambda done: None, fail=fail)
     return position
 
 
-def _affordable(jobs: Sequence[Job]) -> Iterator[tuple[int, int]]:
-    """Divide jobs into ranges [begin, end) with little memory for scales of packed codes."""
-    begin, cost = 0, 0
-    for k, job in enumerate(jobs):
-        if job.packed is None:
-            continue
-        if cost and cost + job.packed.cost > _PREPARED_BYTES:
-            yield begin, k
-            begin, cost = k, 0
-        cost += job.packed.cost
-    yield begin, len(jobs)
+def _affordable(packed: Sequence[Any], begin: int) -> int:
+    """Return the end of the jobs from ``begin`` on with little memory for scales of packed codes."""
+    cost = 0
+    for k in range(begin, len(packed)):
+        codes = packed[k]
+        if codes is not None:
+            if cost and cost + codes.cost > _PREPARED_BYTES:
+                return k
+            cost += codes.cost
+    return len(packed)
 
 
-def _prepare(jobs: Sequence[Job], column: Array) -> list[Any]:
-    """Prepare the packed codes of jobs, fill a column with the addresses of their descriptions, and return the owners.
+def _describe(values: Sequence[Any], column: Array, dtype: np.dtype[Any]) -> Any:
+    """Fill a column of jobs with the addresses of their descriptions, and return what must live until they have run.
 
-    The owners must stay alive until the jobs have run.
+    ``prepare`` of a value returns the fields of its struct; arrays stand for the addresses of their memory.
     """
-    packed = [(k, job.packed.prepare()) for k, job in enumerate(jobs) if job.packed is not None]
-    if not packed:
-        return []
-    table = np.zeros(len(packed), _PACKED)
-    for row, (_, fields) in enumerate(packed):
-        for name, value in fields.items():
-            table[row][name] = address_of(value) if isinstance(value, np.ndarray) else 0 if value is None else value
-    column[[k for k, _ in packed]] = address_of(table) + np.arange(len(packed), dtype=np.uint64) * table.itemsize
-    return [table, packed]
-
-
-def _point_at(values: Sequence[JobGrid | Channels | None], column: Array, dtype: np.dtype[Any]) -> Array | None:
-    """Fill a column of jobs with the addresses of their grids or channels, and return the described array.
-
-    The array must stay alive until the jobs have run; it is None if no job has a grid or channels.
-    """
-    if not any(values):
+    distinct = {id(value): value.prepare() for value in values if value is not None}
+    if not distinct:
         return None
-    distinct = {id(value): value for value in values if value is not None}
-    table = np.array([value.described() for value in distinct.values()], dtype=dtype)
-    begin = address_of(table)
-    places = {key: begin + k * table.itemsize for k, key in enumerate(distinct)}
+    table = np.zeros(len(distinct), dtype)
+    for row, fields in zip(table, distinct.values(), strict=True):
+        for name, value in fields.items():
+            row[name] = address_of(value) if isinstance(value, np.ndarray) else 0 if value is None else value
+    places = dict(zip(distinct, range(address_of(table), 1 << 64, table.itemsize), strict=False))
     column[...] = [0 if value is None else places[id(value)] for value in values]
-    return table
-
-
-def _point_at_merges(merges: Sequence[Updates | None], column: Array) -> list[Array]:
-    """Like `_point_at`, for merges; each has a table of updates."""
-    places = [k for k, merge in enumerate(merges) if merge is not None]
-    table = np.zeros(len(places), _MERGE)
-    tables = []
-    for row, k in enumerate(places):
-        merge = merges[k]
-        assert merge is not None
-        tables.append(np.zeros(len(merge.updates), _UPDATE))
-        table[row] = merge.described(tables[-1])
-        column[k] = address_of(table) + row * table.itemsize
-    return [table, *tables]
+    return table, distinct
 
 
 # ---- small tensors ----
 
 
-def read_small(file: WeightFile, layout: ArraySpec, origin: Origin | None = None) -> Array:
+def read_small(
+    file: WeightFile,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    begin: int,
+    end: int,
+    *,
+    origin: Origin | None = None,
+) -> Array:
     """Read a small tensor into private memory, without releasing the GIL and without converting it."""
-    array = empty_array(layout.shape, layout.dtype)
-    size = layout.end - layout.begin
-    if size and file.remote:
-        Batch([Job(file, layout.begin, address_of(array), size, origin=origin)]).run()
-    elif size and file.local.use(short.sl_file_read, layout.begin, address_of(array), size, None) != lib.SL_OK:
-        job = Job(file, layout.begin, address_of(array), size, origin=origin)
-        Batch([job]).run()  # fails again, with an error message
-    return native_order(array)
+    array, size, store = empty_array(shape, dtype), end - begin, file.store
+    if size:
+        address = pointer(ffi.from_buffer(array))
+        if not isinstance(store, LocalStore) or store.use(short.sl_file_read, begin, address, size, None) != lib.SL_OK:
+            Batch([Job(file, begin, address, size, origin=origin)]).run()  # a failed read fails again, with a message
+    return native_order(array) if _SWAPS or not array.flags.aligned else array
 
 
 def native_order(array: Array) -> Array:

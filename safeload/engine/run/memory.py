@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -28,25 +27,6 @@ PAGE = 4096
 def address_of(array: Array) -> int:
     """Return the address of a contiguous array's first element, faster than NumPy's own attributes."""
     return pointer(ffi.from_buffer(array))
-
-
-def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[str]:
-    """Return the names of targets overlapping the memory of a source, gaps between elements included."""
-    ends: list[int] = []
-    begins: list[int] = []
-    for begin, end in sorted(map(_bounds, sources)):
-        if ends and begin <= ends[-1]:
-            ends[-1] = max(ends[-1], end)
-        else:
-            begins.append(begin)
-            ends.append(end)
-    names = set()
-    for name, target in targets.items():
-        begin, end = _bounds(target)
-        at = bisect_right(ends, begin)  # the first merged source with an end behind the target's beginning
-        if target.size and at < len(begins) and begins[at] < end:
-            names.add(name)
-    return names
 
 
 _OWNS_DATA = attrgetter("flags.owndata")
@@ -88,17 +68,6 @@ def check_spans(
             last[writes] = (following, size, name)
 
 
-def _bounds(array: Array) -> tuple[int, int]:
-    """Return the first byte that an array of any strides uses, and one past the last."""
-    begin = end = array.__array_interface__["data"][0]
-    if not array.size:
-        return begin, end
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        reach = (length - 1) * stride
-        begin, end = begin + min(reach, 0), end + max(reach, 0)
-    return begin, end + array.dtype.itemsize
-
-
 def aligned_bytes(size: int) -> Array:
     """Return new memory aligned to `ALIGNMENT`, in huge pages if it is large."""
     raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
@@ -106,23 +75,16 @@ def aligned_bytes(size: int) -> Array:
     return raw[start : start + size]
 
 
-def private_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return a new array with undefined values, in huge pages if it is large."""
-    size = dtype.itemsize
-    for dim in shape:
-        size *= dim
-    return empty_array(shape, dtype) if size < HUGE_FROM else array_over(private_buffer(size), dtype, shape, 0)
+def private_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int = 0) -> Array:
+    """Return a new array with undefined values, in huge pages if it is large.
 
-
-def paged_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> Array:
-    """Return a new array for direct reads without a copy: pages of the file fill pages of the array.
-
-    The array and the tensor in its file begin at the same offset within a page, if the dtype's alignment allows it.
+    A direct read fills a large array without a copy if the array begins at the offset within a page at which its tensor
+    begins in the file, which is ``begin`` modulo the page; the dtype's alignment may not allow it.
     """
     size = dtype.itemsize
     for dim in shape:
         size *= dim
-    at = begin % PAGE
-    if size < HUGE_FROM or at % max(dtype.alignment, 1):
-        return private_array(shape, dtype)
+    if size < HUGE_FROM:
+        return empty_array(shape, dtype)
+    at = begin % PAGE if begin % max(dtype.alignment, 1) == 0 else 0
     return array_over(private_buffer(size + at), dtype, shape, at)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +26,6 @@ _BLOCK = 1 << 20
 TAKE = "checkpoint.take(name, rows) reads rows by index"
 
 
-class _SliceAxis(NamedTuple):
-    """Selected positions of an axis, ascending: start, start + step, ..."""
-
-    start: int
-    step: int
-    length: int  # number of positions
-
-
 def as_index(item: Any) -> int | None:
     """Return an integer of any type as int; None if NumPy would not accept it as an index, such as a boolean."""
     if isinstance(item, (bool, np.bool_)):
@@ -43,8 +36,8 @@ def as_index(item: Any) -> int | None:
         return None
 
 
-def _axes(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tuple[list[_SliceAxis], tuple[Any, ...]]:
-    """Return the positions to read along each axis, and the index of the requested array in the elements."""
+def _axes(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tuple[list[range], tuple[Any, ...]]:
+    """Return the ascending positions to read along each axis, and the index of the requested array in the elements."""
     count = sum(item is not None and item is not Ellipsis for item in index)
     if count > len(shape):
         raise IndexError(f"too many indices: tensor is {len(shape)}-dimensional, but {count} were indexed")
@@ -52,29 +45,23 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tuple[
         raise IndexError("an index can only have a single ellipsis ('...')")
     if not any(item is Ellipsis for item in index):
         index = (*index, Ellipsis)
-    axes: list[_SliceAxis] = []
+    axes: list[range] = []
     after: list[Any] = []
     for item in index:
         if item is Ellipsis:
-            for size in shape[len(axes) : len(axes) + len(shape) - count]:
-                axes.append(_SliceAxis(0, 1, size))
-                after.append(slice(None))
+            axes += map(range, shape[len(axes) : len(axes) + len(shape) - count])
+            after += [slice(None)] * (len(shape) - count)
         elif item is None:
             after.append(None)
         elif isinstance(item, slice):
-            start, stop, step = item.indices(shape[len(axes)])
-            length = len(range(start, stop, step))
-            if step > 0:
-                axes.append(_SliceAxis(start, step, length))
-                after.append(slice(None))
-            else:
-                axes.append(_SliceAxis(start + (length - 1) * step if length else 0, -step, length))
-                after.append(slice(None, None, -1))
+            positions = range(shape[len(axes)])[item]
+            axes.append(positions if positions.step > 0 else positions[::-1])
+            after.append(slice(None, None, 1 if positions.step > 0 else -1))
         elif (position := as_index(item)) is not None:
             size = shape[len(axes)]
             if not -size <= position < size:
                 raise IndexError(f"index {position} is out of bounds for axis {len(axes)} with size {size}")
-            axes.append(_SliceAxis(position % size, 1, 1))
+            axes.append(range(position % size, position % size + 1))
             after.append(0)
         else:
             raise IndexError(
@@ -88,50 +75,38 @@ def check_index(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> 
     _axes(index, shape, advice)
 
 
-class _Run(NamedTuple):
-    """A single read of the file."""
-
-    at: tuple[Any, ...]  # index of the elements in the result
-    offset: int  # first byte in the tensor
-    size: int  # in bytes
-    # 0 if all bytes are selected, in order. Otherwise the bytes are rows this far apart, along the last axis of `at`,
-    # from which the selected elements are copied.
-    pitch: int
+# A read: the index of its elements in the result, first byte in the tensor, bytes, and 0 if all bytes are selected, in
+# order. Otherwise the bytes are rows this far apart, along the last axis of the index, with the elements to copy.
+_Run = tuple[tuple[Any, ...], int, int, int]
 
 
-def _runs(axes: list[_SliceAxis], shape: tuple[int, ...], itemsize: int, block: int) -> Iterator[_Run]:
+def _runs(axes: list[range], shape: tuple[int, ...], itemsize: int, block: int) -> Iterator[_Run]:
     """Yield reads of the selected elements of a tensor in C order.
 
     Rows closer than ``block`` bytes are read with their gaps.
     """
     strides = c_strides(shape, itemsize)
+    full = [len(axis) == size for axis, size in zip(axes, shape, strict=True)]
 
     def walk(k: int, index: tuple[Any, ...], offset: int) -> Iterator[_Run]:
         """Yield the reads for axis k and the axes after it, at an index of the axes before it."""
-        rest = k
-        while rest < len(axes) and axes[rest].length == shape[rest]:
-            rest += 1
-        if rest == len(axes):  # the remaining axes are selected completely
-            yield _Run(index, offset, strides[k] * shape[k] if k < len(axes) else itemsize, 0)
+        if all(full[k:]):
+            yield index, offset, strides[k] * shape[k] if k < len(axes) else itemsize, 0
             return
         axis, stride = axes[k], strides[k]
         offset += axis.start * stride
-        inner_full = all(a.length == n for a, n in zip(axes[k + 1 :], shape[k + 1 :], strict=True))
-        if inner_full and axis.step == 1:
-            yield _Run(index, offset, axis.length * stride, 0)
+        if all(full[k + 1 :]) and axis.step == 1:
+            yield index, offset, len(axis) * stride, 0
             return
         pitch = axis.step * stride
-        selected = itemsize
-        for a in axes[k + 1 :]:
-            selected *= a.length
+        selected = itemsize * math.prod(map(len, axes[k + 1 :]))
         if pitch <= block and (pitch <= _NEAR or selected * 4 >= pitch):
             rows = block // pitch
-            for first in range(0, axis.length, rows):
-                count = min(rows, axis.length - first)
-                at = (*index, slice(first, first + count))
-                yield _Run(at, offset + first * pitch, (count - 1) * pitch + stride, pitch)
+            for first in range(0, len(axis), rows):
+                count = min(rows, len(axis) - first)
+                yield (*index, slice(first, first + count)), offset + first * pitch, (count - 1) * pitch + stride, pitch
             return
-        for i in range(axis.length):
+        for i in range(len(axis)):
             yield from walk(k + 1, (*index, i), offset + i * pitch)
 
     yield from walk(0, (), 0)
@@ -139,56 +114,50 @@ def _runs(axes: list[_SliceAxis], shape: tuple[int, ...], itemsize: int, block: 
 
 def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], advice: str) -> Array:
     """Read the selected elements into private memory."""
-    layout = file.layout(tensor)
+    layout = file.table.layout(tensor)
     axes, after = _axes(index, layout.shape, advice)
     origin = Origin(file.table.names[tensor], layout.shape)
-    if layout.strides is None:
-        result = _read_dense(file, layout, axes, origin)
-    else:
-        result = _read_strided(file, layout, layout.strides, axes, origin)
+    read = _read_dense if layout.strides is None else _read_strided
+    result = read(file, layout, axes, origin)
     if layout.big_endian:
         result = byteswapped(result)  # native_order swaps back if the machine is big-endian
     view: Array = jobs.native_order(result)[after]
     return view if view.flags.c_contiguous else view.copy()
 
 
-def _is_box(axes: list[_SliceAxis], shape: tuple[int, ...]) -> bool:
-    """Return True if the selected elements are a box, and no range of the tensor's bytes."""
-    partial = any(axis.length != n for axis, n in zip(axes[1:], shape[1:], strict=True))
-    return partial and all(axis.step == 1 for axis in axes)
-
-
-def _read_dense(file: WeightFile, layout: ArraySpec, axes: list[_SliceAxis], origin: Origin) -> Array:
+def _read_dense(file: WeightFile, layout: ArraySpec, axes: list[range], origin: Origin) -> Array:
     """Read the selected elements of a tensor in C order."""
     dtype, shape, begin = layout.dtype, layout.shape, layout.begin
-    result: Array = np.empty(tuple(axis.length for axis in axes), dtype)
+    result: Array = np.empty(tuple(map(len, axes)), dtype)
+    if not result.size:
+        return result
     read_box = getattr(file.store, "read_box", None)  # only an `AssembledStore` has it
-    if read_box is not None and result.size and _is_box(axes, shape) and file.store.has_boxes(begin, shape):  # type: ignore[attr-defined]
+    part = any(len(axis) != size for axis, size in zip(axes[1:], shape[1:], strict=True))  # no range of the bytes
+    box = read_box is not None and part and all(axis.step == 1 for axis in axes)
+    if read_box is not None and box and file.store.has_boxes(begin, shape):  # type: ignore[attr-defined]
         read_box(begin, [axis.start for axis in axes], result.reshape(*result.shape, 1).view(np.uint8))
         return result
-    if result.size:
-        direct = jobs.Batch()
-        for run in _runs(axes, shape, dtype.itemsize, WINDOW if file.remote else _BLOCK):
-            at = (*run.at, ...)  # the ellipsis returns an array even for a single element
-            target = result[at]
-            if run.pitch == 0:
-                direct.add(Job(file, begin + run.offset, address_of(target), run.size, origin=origin))
-                continue
-            block = np.empty(run.size, np.uint8)
-            jobs.Batch([Job(file, begin + run.offset, address_of(block), run.size, origin=origin)]).run()
-            inside = len(run.at)
-            rows = _strided(block, dtype, (len(target), *shape[inside:]), run.pitch)
-            inner = axes[inside:]
-            selected = (slice(None), *(slice(a.start, a.start + (a.length - 1) * a.step + 1, a.step) for a in inner))
-            target[...] = rows[selected]
-        direct.run()
+    direct = jobs.Batch()
+    for index, offset, size, pitch in _runs(axes, shape, dtype.itemsize, WINDOW if file.remote else _BLOCK):
+        at = (*index, ...)  # the ellipsis returns an array even for a single element
+        target = result[at]
+        if pitch == 0:
+            direct.add(Job(file, begin + offset, address_of(target), size, origin=origin))
+            continue
+        block = np.empty(size, np.uint8)
+        jobs.Batch([Job(file, begin + offset, address_of(block), size, origin=origin)]).run()
+        row = shape[len(index) :]
+        rows = array_over(block, dtype, (len(target), *row), 0, (pitch, *c_strides(row, dtype.itemsize)))
+        selected = (slice(None), *(slice(a.start, a.stop, a.step) for a in axes[len(index) :]))
+        target[...] = rows[selected]
+    direct.run()
     return result
 
 
-def _read_strided(
-    file: WeightFile, layout: ArraySpec, strides: tuple[int, ...], axes: list[_SliceAxis], origin: Origin
-) -> Array:
+def _read_strided(file: WeightFile, layout: ArraySpec, axes: list[range], origin: Origin) -> Array:
     """Read the selected elements of a tensor with explicit strides."""
+    strides = layout.strides
+    assert strides is not None
     # Sorted by stride, the axes of most tensors are in C order, for example of a transposed matrix. Axes of length 1 go
     # last, because their strides mean nothing.
     order = sorted(range(len(strides)), key=lambda k: (layout.shape[k] == 1, -strides[k]))
@@ -198,21 +167,16 @@ def _read_strided(
         dense = _read_dense(file, layout._replace(shape=shape), [axes[k] for k in order], origin)
         transposed: Array = dense.transpose([order.index(k) for k in range(len(order))])
         return transposed
-    selected = tuple(axis.length for axis in axes)
+    selected = tuple(map(len, axes))
     if 0 in selected:
         return np.empty(selected, layout.dtype)
     # Otherwise read everything from the first selected byte to the last, with the gaps.
     begin = sum(axis.start * stride for axis, stride in zip(axes, strides, strict=True))
-    steps = tuple(a.step * stride if a.length > 1 else 0 for a, stride in zip(axes, strides, strict=True))
-    reach = sum((axis.length - 1) * step for axis, step in zip(axes, steps, strict=True))
+    steps = tuple(axis.step * stride if len(axis) > 1 else 0 for axis, stride in zip(axes, strides, strict=True))
+    reach = sum((len(axis) - 1) * step for axis, step in zip(axes, steps, strict=True))
     block = np.empty(reach + layout.dtype.itemsize, np.uint8)
     jobs.Batch([Job(file, layout.begin + begin, address_of(block), block.size, origin=origin)]).run()
     return array_over(block, layout.dtype, selected, 0, steps)
-
-
-def _strided(block: Array, dtype: np.dtype[Any], shape: tuple[int, ...], pitch: int) -> Array:
-    """Return a view of rows ``pitch`` bytes apart."""
-    return array_over(block, dtype, shape, 0, (pitch, *c_strides(shape, dtype.itemsize)[1:]))
 
 
 # ---- rows: records at a constant distance ----

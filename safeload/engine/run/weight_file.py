@@ -10,7 +10,6 @@ from operator import sub
 from typing import Any, BinaryIO, NoReturn
 
 from ...base import dtypes
-from ...base.arrays import ArraySpec, array_spec
 from ...base.gc_pause import collected_young, paused
 from ...base.paths import PathLike
 from ...base.scheme import INT8
@@ -103,17 +102,15 @@ class WeightFile:
             fields = zip(names, codes, shapes, sizes, repeat(self.path), begins, own_names)
             # Makes each `TensorInfo` from a tuple of its fields without running Python code.
             infos: list[TensorInfo] = list(map(tuple.__new__, repeat(TensorInfo), fields))
-        for k, info in enumerate(infos) if table.quantized else ():
-            packed = table.packed(k)
-            if packed is not None:
-                parts = tuple(part.name for part in packed.parts.values())
-                label = packed.packing.label
-                if packed.packing.flat and label in dtypes.BLOCK_TYPES:  # named as in blocks along rows
-                    label = dtypes.BLOCK_TYPES[label].code
-                infos[k] = info._replace(dtype=label, parts=parts)
-            elif table.scale(k) is not None:
-                infos[k] = info._replace(dtype=INT8)
-            elif info.name in table.unknown:
+        for k, packed in table.packed.items():
+            label = packed.packing.label
+            if packed.packing.flat and label in dtypes.BLOCK_TYPES:  # named as in blocks along rows
+                label = dtypes.BLOCK_TYPES[label].code
+            infos[k] = infos[k]._replace(dtype=label, parts=tuple(part.name for part in packed.parts.values()))
+        for k in table.scales.keys() - table.packed.keys():
+            infos[k] = infos[k]._replace(dtype=INT8)
+        for k, info in enumerate(infos) if table.unknown else ():
+            if info.name in table.unknown:
                 unknown = table.unknown[info.name]
                 infos[k] = info._replace(dtype=unknown.label, shape=unknown.shape)
         return infos
@@ -124,11 +121,6 @@ class WeightFile:
             if begin <= position < end:
                 return name
         return None
-
-    def layout(self, index: int) -> ArraySpec:
-        """Return the `ArraySpec` of a tensor."""
-        layout = array_spec(self.table.row(index), self.table.shape(index), *self.table.byte_range(index))
-        return _shaped(self.table, index, layout) if self.table.shaped else layout
 
 
 def infos_of(
@@ -148,29 +140,10 @@ def is_remote(file: object) -> bool:
 
 def quantization_in(files: Iterable[WeightFile]) -> str | None:
     """Return the dequantization configuration of the packed tensors of files, as JSON; None if none is packed."""
-    tables = [file.table for file in files if file.table.quantized]
-    packed = (table.packed(index) for table in tables for index in range(table.count))
-    return next((codes.packing.config for codes in packed if codes is not None), None)
+    return next((codes.packing.config for file in files for codes in file.table.packed.values()), None)
 
 
 _CODES = {number: row.code for number, row in dtypes.BY_NUMBER.items()}
-
-# Up to this many tensors are looked up singly, which is faster than decoding columns.
-_FEW = 4
-
-
-def layouts(table: Table, indices: Sequence[int]) -> list[ArraySpec]:
-    """Return the `ArraySpec` of tensors of a table; for many tensors, each column is decoded once."""
-    if len(indices) <= _FEW and not table.shaped:
-        return [array_spec(table.row(i), table.shape(i), *table.byte_range(i)) for i in indices]
-    rows, shapes, ranges = table.rows, table.shapes, table.byte_ranges()
-    if table.shaped:
-        return [_shaped(table, i, array_spec(rows[i], shapes[i], *ranges[i])) for i in indices]
-    return [array_spec(rows[i], shapes[i], *ranges[i]) for i in indices]
-
-
-def _shaped(table: Table, index: int, layout: ArraySpec) -> ArraySpec:
-    return layout._replace(strides=table.strides(index), big_endian=table.big_endian(index))
 
 
 def places_in(file: WeightFile) -> dict[str, tuple[WeightFile, int]]:

@@ -39,15 +39,15 @@ class GgufTable(Table):
 
     def __init__(self, address: int, metadata: Metadata) -> None:
         super().__init__(address)
-        self._metadata = metadata
+        self._gguf = metadata
         self.ternary, self.unknown = metadata.ternary, metadata.unknown
         self.quantized = any(row.blocked for row in self.rows)
 
     def may_be_packed(self) -> bool:
-        return bool(self.ternary) or lib.SL_NVFP4 in self.numbers or is_rearranged(self._metadata)
+        return bool(self.ternary) or lib.SL_NVFP4 in self.numbers or is_rearranged(self._gguf)
 
     def metadata(self) -> Metadata:
-        return self._metadata
+        return self._gguf
 
 
 def read_table(file: WeightFile) -> GgufTable:

@@ -475,7 +475,9 @@ def _copied(catalog: Catalog, request: ConvertRequest, threads: int | None) -> C
         return None
     names = [*renamed(tensors.names, options["rename"]).values()] if options["rename"] else tensors.names
     metadata = metadata_for(catalog, request)
-    outputs = Outputs(catalog, format, threads, tensors.names, names, (), tensors.shapes, spans, metadata=metadata)
+    outputs = Outputs(
+        catalog, format, threads, tensors.names, names, (), tensors.columns.shapes, spans, metadata=metadata
+    )
     left_out = _left_out(catalog, {}, empty=not names)
     if request.folder is None:
         return Conversion(catalog, outputs, len(names), left_out)
@@ -567,7 +569,7 @@ def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> No
     experts = (
         (new, catalog.place(name)) for name, new in names.items() if _MLX_EXPERTS.search(new) and name in catalog
     )
-    packed = ((new, place.file.table.packed(place.number)) for new, place in experts if place.file is not None)
+    packed = ((new, place.file.table.packed.get(place.number)) for new, place in experts if place.file is not None)
     stacks = [new for new, tensor in packed if tensor is not None and tensor.packing.family == MLX]
     if stacks:
         more = f" and {plural(len(stacks) - 1, 'more tensor')}" if stacks[1:] else ""

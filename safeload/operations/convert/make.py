@@ -24,8 +24,7 @@ from ...engine.codes.packed_rows import PartRows
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
 from ...engine.codes.source import Source
 from ...engine.read.lazy import Lazy, LazyEncoded, LazyPacked, LazyQuantized, Staged
-from ...engine.read.plan import Entry
-from ...engine.read.tensors import Tensors
+from ...engine.read.tensors import Entry, Tensors
 from ...engine.run import jobs
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import private_array
@@ -107,8 +106,8 @@ class Outputs(NamedTuple):
         """The decision about each tensor."""
         if self.decided or self.spans is None:
             return self.decided
-        columns = self.spans.columns
-        targets = np.where(columns.sources == columns.targets, AS_STORED, columns.targets.astype(np.int16)).tolist()
+        sources, numbers = self.spans.sources, self.spans.targets
+        targets = np.where(sources == numbers, AS_STORED, numbers.astype(np.int16)).tolist()
         kinds = {k: Decision(None if k == AS_STORED else dtypes.BY_NUMBER[k].code) for k in {*targets}}
         return [kinds[target] for target in targets]
 
@@ -211,7 +210,7 @@ def outputs_of(
             numbers = np.array([targets[decision] for decision in decided], np.int16)
             spans = None if tensors is None else spans_of(tensors, numbers)
             if tensors is not None and spans is not None:
-                return Outputs(catalog, format, threads, reads, names, decided, tensors.shapes, spans)
+                return Outputs(catalog, format, threads, reads, names, decided, tensors.columns.shapes, spans)
     maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
     made = [maker.output(name, decision) for name, decision in decisions.items()]
     return Outputs(catalog, format, threads, reads, names, decided, made=made, maker=maker)
@@ -267,7 +266,7 @@ def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
         if to in dtypes.TABLE and to not in dtypes.SAFETENSORS:
             return None  # the writer refuses it by name
         if to.blocked:
-            shapes = tensors.shapes
+            shapes = tensors.columns.shapes
             rows = {shapes[k][-1:] for k in np.flatnonzero(targets == to.number).tolist()}
             if () in rows or any(length % to.block for (length,) in rows):
                 return None
@@ -307,7 +306,7 @@ class _CopyWriter:
         """Quantize the tensors one by one, in the order of the file, to get the error of the first."""
         outputs, blocks = self._outputs, {*self._outputs.in_blocks}
         for k in self._header.order.tolist():
-            source, target = (int(column[k]) for column in self._spans.columns[3:])
+            source, target = (int(column[k]) for column in self._spans[4:])
             if k in blocks and source != target:
                 scheme, shape, name = dtypes.of_number(target).name, outputs.shapes[k], outputs.reads[k]
                 (dtype, stored), _ = storage_of(scheme, shape, None)
@@ -526,7 +525,7 @@ class Maker:
     def _packed(self, name: str, tensor: TensorDescription) -> LazyPacked:
         """Return a packed tensor as stored."""
         _, file, number = self._catalog.place(name)
-        packed = None if file is None else file.table.packed(number)
+        packed = None if file is None else file.table.packed.get(number)
         if packed is not None:  # read in chunks, never mapped
             parts = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
             output = LazyPacked(packed.packing, packed.names(name), parts)

@@ -314,7 +314,7 @@ def _pieces(
         adapters = planned_adapters(stored)
     position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
     texts, spans = conversion.outputs.texts, conversion.outputs.spans
-    located = None if spans is None else (spans.files, spans.columns.file)
+    located = None if spans is None else (spans.files, spans.file)
     side = TensorFiles(stored, [*position], "a conversion in pieces", located)
     pieces = []
     for (file, shard), names in zip(shards.items(), reads, strict=True):

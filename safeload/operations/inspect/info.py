@@ -333,7 +333,7 @@ def _quantization(opened: Checkpoint) -> Iterator[str]:
         stored, restored = sum(info.nbytes for info in packed), sum(4 * info.size for info in packed)
         count = f"{len(packed):,} of {plural(len(opened), 'tensor')}"
         yield f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32"
-        groups = (file.table.packed(index) for _, file, index in tensors_of(opened))
+        groups = (file.table.packed.get(index) for _, file, index in tensors_of(opened))
         with_zeros = [group for group in groups if group is not None and group.packing.zeros is not None]
         if with_zeros and zeros_disagree(min(with_zeros, key=lambda group: group.nbytes)):
             yield "zero points: the format differs from the configuration and was recognized"

@@ -28,7 +28,7 @@ from ...base.results import Report, Row
 from ...base.scheme import INT8
 from ...base.selecting import Patterns, select
 from ...base.text import clip, more, plural, printable, show
-from ...engine.ahead.spans import SpanColumns, Spans
+from ...engine.ahead.spans import Spans
 from ...engine.codes.pieces import Meter, in_order
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_array
@@ -601,7 +601,7 @@ def _spans(sources: Sequence[Source]) -> Spans:
     numbers = np.array([source.row.number for source in sources], np.uint8)
     rows = [(files[source.file], source.offset, source.size) for source in sources]
     file, begins, sizes = np.array(rows, np.int64).T
-    return Spans([*files], SpanColumns(file, begins, sizes, numbers, numbers))
+    return Spans([*files], file, begins, sizes, numbers, numbers)
 
 
 # ---- blocks ----
@@ -642,9 +642,9 @@ class _Buffers(local):
 
     def read(self, side: int, spans: Spans) -> Array:
         """Read ranges into consecutive bytes; the next block of this side can overwrite them."""
-        spans = spans.joined() if len(spans) > _FEW_RANGES else spans
-        file, begins, sizes, sources, targets = spans.columns
-        if len(spans) == 1 and spans.files[int(file[0])] is None and sources[0] == targets[0]:
+        spans = spans.joined() if len(spans.sizes) > _FEW_RANGES else spans
+        files, file, begins, sizes, sources, targets = spans
+        if len(sizes) == 1 and files[int(file[0])] is None and sources[0] == targets[0]:
             return np.frombuffer(ffi.buffer(ffi.cast("char *", int(begins[0])), int(sizes[0])), np.uint8)
         memory = self.memory[side]
         return memory[: spans.fill(memory, threads=1)]
@@ -656,12 +656,10 @@ def _compare(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, m
     elements = np.array([math.prod(shape) for shape in shapes], np.int64)
     sides = []
     for spans in (a, b):  # complex numbers become two floats each
-        numbers = spans.columns.sources
-        parts = _PARTS[numbers]
-        columns = spans.columns._replace(sizes=elements * _SIZES[numbers], sources=parts, targets=parts)
-        sides.append(Spans(spans.files, columns))
+        parts = _PARTS[spans.sources]
+        sides.append(spans._replace(sizes=elements * _SIZES[spans.sources], sources=parts, targets=parts))
     a, b = sides
-    in_file = np.lexsort((a.columns.begins, a.columns.file))
+    in_file = np.lexsort((a.begins, a.file))
     in_file = in_file[elements[in_file] > 0]
     differs = a.targets != b.targets
     alike = in_file[~differs[in_file]]
@@ -682,7 +680,7 @@ def _compare(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, m
 
 def _unequal(a: Spans, b: Spans, elements: Array, threads: int | None, meter: Meter) -> Array:
     """Return a mask of the tensors with different bytes, for two sides with equal dtypes."""
-    differs = np.zeros(len(a), bool)
+    differs = np.zeros(len(a.sizes), bool)
     pieces = _Pieces.of(a.lengths, BYTES)
     total = int(a.lengths.sum())
     a, b = a.divided(BYTES), b.divided(BYTES)
@@ -719,7 +717,7 @@ def _same(x: Array, y: Array) -> bool:
 def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, meter: Meter) -> list[_Fields]:
     """Compare the numbers of tensors that share a dtype in each checkpoint."""
     stored = [dtypes.BY_NUMBER[int(spans.targets[0])] for spans in (a, b)]
-    counts = a.columns.sizes // stored[0].block_bytes
+    counts = a.sizes // stored[0].block_bytes
     per_element = counts // np.array([math.prod(shape) for shape in shapes], np.int64)
     pieces = _Pieces.of(counts, NUMBERS)
     integers = [row.kind == lib.SL_KIND_INT for row in stored]
@@ -729,8 +727,8 @@ def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | Non
     targets = [row if integer and not small else common for row, integer in zip(stored, integers, strict=True)]
     sides = []
     for spans, target in zip((a, b), targets, strict=True):
-        columns = spans.columns._replace(targets=np.full_like(spans.targets, target.number))
-        sides.append(Spans(spans.files, columns).divided(NUMBERS * target.block_bytes))
+        whole = spans._replace(targets=np.full_like(spans.targets, target.number))
+        sides.append(whole.divided(NUMBERS * target.block_bytes))
     total = int(counts.sum())
     buffers = _Buffers(min(total, 2 * NUMBERS) * _F64.block_bytes)
     progress = 8 * pieces.counts // per_element[pieces.tensors]

@@ -23,7 +23,7 @@ from ...engine.codes.source import Source, address, of_numbers, of_packed, of_re
 from ...engine.read.tensors import Tensors
 from ...engine.run import jobs
 from ...engine.run.job import Origin
-from ...engine.run.progress import Progress
+from ...engine.run.progress import Progress, reporter
 from ...engine.run.threads import check_threads
 from ...errors import UnsupportedError, exported, public
 from ..sources.catalog import Catalog, Given, has_names
@@ -351,21 +351,23 @@ def _measure_plain(
     if len(real) < len(numbers):
         tensors = tensors.pick(np.flatnonzero(np.isin(tensors.ranges.numbers, real)))
     file, begins, sizes, of = tensors.ranges
-    shapes, columns = tensors.shapes, tensors.columns
+    columns, shapes = tensors.columns, tensors.columns.shapes
 
     def run(op: int, places: Array, rows: Array) -> None:
-        jobs.work(
-            tensors.files,
-            file[rows],
-            op=op,
-            offsets=begins[rows],
-            memory=places[rows],
-            sizes=sizes[rows],
-            numbers=of[rows],
-            origin=lambda row: Origin(tensors.names[rows[row]], shapes[rows[row]]),
-            threads=threads,
-            progress=progress,
-        )
+        with reporter(progress, int(sizes[rows].sum())) as report:
+            jobs.run_columns(
+                tensors.files,
+                file[rows],
+                offsets=begins[rows],
+                memory=places[rows],
+                sizes=sizes[rows],
+                sources=of[rows],
+                targets=of[rows],
+                report=report,
+                op=op,
+                origin=lambda row: Origin(tensors.names[rows[row]], shapes[rows[row]]),
+                threads=threads,
+            )
 
     codes = [dtypes.BY_NUMBER[number].code for number in columns.numbers]
     heads = [*zip(codes, shapes, sizes.tolist(), strict=True)]

@@ -40,8 +40,7 @@ from ...checkpoint import (
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, in_file, of_array, of_numbers, of_packed
 from ...engine.read.load import Backend
-from ...engine.read.plan import Entry, entries_of
-from ...engine.read.tensors import FileTensor, Tensors, packed_of
+from ...engine.read.tensors import Entry, FileTensor, Tensors, entries_of, packed_of
 from ...engine.run import jobs
 from ...engine.run.memory import address_of
 from ...engine.run.weight_file import WeightFile
@@ -363,8 +362,8 @@ class Catalog:
             return TensorDescription(
                 name, unknown.label, unknown.shape, end - begin, file.table.row(index), False, unknown.label
             )
-        row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scale(index)
-        packed = file.table.packed(index)
+        row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scales.get(index)
+        packed = file.table.packed.get(index)
         if packed is not None:
             label = packed.packing.label
             return TensorDescription(name, label, shape, packed.nbytes, row, False, label, None, True)
@@ -429,7 +428,7 @@ class Catalog:
         origin, file, index = self._places[name]
         if isinstance(origin, Checkpoint) and file is not None:
             # If a tensor stays packed it is mapped, because its codes are read only once.
-            reads = dtype is not None or file.table.packed(index) is None or not self.mapped
+            reads = dtype is not None or file.table.packed.get(index) is None or not self.mapped
             backend: Backend = "pread" if reads else "mmap"
             return origin.load([name], dtype=dtype, backend=backend, threads=threads)[name]
         value = origin[name]
@@ -447,7 +446,7 @@ class Catalog:
         if name in self.made:
             return of_array(name, self.value(name, threads))
         origin, file, index = self._places[name]
-        if file is not None and not file.table.packed(index):
+        if file is not None and not file.table.packed.get(index):
             source = in_file(origin, name, file, index)
             if source is not None and not (file.table.quantized and self.about(name).quantized):
                 return source

@@ -284,7 +284,7 @@ class TensorFiles:
             file = catalog.place(name).file
             assert file is not None
             first.append(numbers.setdefault(file, len(numbers)))
-            packed = file.table.packed(catalog.place(name).number)
+            packed = file.table.packed.get(catalog.place(name).number)
             for part in () if packed is None else packed.parts.values():
                 if part.file is not file:
                     self._further.setdefault(k, []).append(numbers.setdefault(part.file, len(numbers)))

@@ -78,7 +78,7 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     scales = sum(
         scale.end - scale.begin
         for _, file, k in catalog.entries()
-        if file.table.quantized and (scale := file.table.scale(k)) is not None
+        if file.table.quantized and (scale := file.table.scales.get(k)) is not None
     )
     ignored = sum(part.end - part.begin for part in catalog.ignored.values())
     if total_size is not None and total_size not in (nbytes, nbytes + scales, nbytes + ignored):
@@ -246,7 +246,7 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> t
         for file in opened.files:
             stack.callback(file.close)
         tables = [file.table for file in opened.files]
-        nbytes = sum(table.nbytes for table in tables)
+        nbytes = sum(sum(table.sizes()) for table in tables)
         absent = [tensor for tensor in expected.names[name] if all(table.find(tensor) < 0 for table in tables)]
     if not absent:
         return None, nbytes

@@ -86,7 +86,7 @@ def _places(file: WeightFile) -> list[StoredRange]:
     table = file.table
     parts = []
     for k, (name, (begin, end)) in enumerate(zip(table.names, table.byte_ranges(), strict=True)):
-        packed = table.packed(k) if table.quantized else None
+        packed = table.packed.get(k)
         if packed is None:
             row = table.row(k)
             item = 1 if row.blocked or row.bits < 8 else row.bits // 8
@@ -259,8 +259,7 @@ def check_tails(
         ends = [end for _, end, _ in ranges]
         if table.quantized:
             ends += [place.end for place in _places(file)]
-            scales = (table.scale(k) for k in range(table.count))
-            ends += [scale.end for scale in scales if scale is not None]
+            ends += [scale.end for scale in table.scales.values()]
         end = min(file.size, max(ends))
         hole = min(end, hole_begin(file))
         if hole == end and not values:
