@@ -54,8 +54,9 @@ def of_url(path: str, *, writes: bool = False) -> tuple[str, str] | None:
     verb, advice = "reads", "safeload.load(URL, storage_options={}) reads it over the network"
     if writes:
         verb, advice = "writes", "safeload.convert(..., URL) writes folders in stores"
-    match = _matched(path)
-    if match is None:
+    backslashes = os.name == "nt" or path.partition(":")[0].lower() in _SCHEMES
+    match = _URL.fullmatch(path.replace("\\", "/") if backslashes else path)
+    if match is None or not (match[2] or match[1].lower() in _SCHEMES):
         return (shown(path), f"this function {verb} local files: {advice}") if is_url(path) else None
     scheme, rest = match[1].lower(), match[3]
     if scheme == "file":
@@ -72,12 +73,6 @@ def of_url(path: str, *, writes: bool = False) -> tuple[str, str] | None:
     argument = "URL" if url != f"{scheme}://{rest}" and page is None else f'"{page or url}"'
     options = "" if scheme in _PLAIN else ", storage_options={}"
     return url, f"{why}: safeload.load({argument}{options}) reads it over the network"
-
-
-def _matched(path: str) -> re.Match[str] | None:
-    backslashes = os.name == "nt" or path.partition(":")[0].lower() in _SCHEMES
-    match = _URL.fullmatch(path.replace("\\", "/") if backslashes else path)
-    return match if match is not None and (match[2] or match[1].lower() in _SCHEMES) else None
 
 
 # ---- local paths ----

@@ -110,12 +110,11 @@ class Filesystem(ObjectStore):
 
     def open(self, url: str, window: int = WINDOW) -> ByteStore:
         """Open a file; if it is on this machine, open it directly."""
-        place, shown = self.place(url), urls.shown(url)
+        place, shown, fs = self.place(url), urls.shown(url), self.fs
+        is_cache = isinstance(fs, CachingFileSystem)
         # A block cache repeats the answer of the filesystem beneath.
-        is_cache, kind = isinstance(self.fs, CachingFileSystem), WholeFileCacheFileSystem
-        if isinstance(self.fs, kind) if is_cache else getattr(self.fs, "local_file", False):
+        if isinstance(fs, WholeFileCacheFileSystem) if is_cache else getattr(fs, "local_file", False):
             return open_local(self._downloaded(place, shown), shown=shown)
-        fs = self.fs
         if is_cache:  # drop its blocks of a file of another version
             with self._turns.own:
                 cached = fs._check_file(place)
@@ -267,14 +266,15 @@ class Filesystem(ObjectStore):
         return size, digest_of({name: mark for name, mark in marks.items() if name not in self._passing})
 
     def read(self, place: str, shown: str, begin: int, end: int, version: tuple[Any, ...]) -> Any:
-        def read() -> Any:
-            return _call(self.fs, "cat_file", place, start=begin, end=end)
+        fs = self.fs
+        if not isinstance(fs, CachingFileSystem):
+            return _call(fs, "cat_file", place, start=begin, end=end)
 
         def read_in_turn() -> Any:
             with self._turns.own:
-                return read()
+                return fs.cat_file(place, start=begin, end=end)
 
-        return left_behind(read_in_turn) if isinstance(self.fs, CachingFileSystem) else read()
+        return left_behind(read_in_turn)
 
     def write(self, source: str, place: str, shown: str) -> None:
         """Write a file.

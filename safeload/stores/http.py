@@ -169,25 +169,13 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
 
 
 class HttpStore(RemoteStore):
-    """A file read by GET requests for ranges.
+    """A file read by GET requests for ranges."""
 
-    Attributes:
-        commits: commits of the Hub that opened the file, as the host of its URL states them
-
-    ``resolve`` is called from any thread, and again if access to its URL is refused.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        resolve: Callable[[], RequestTarget],
-        client: Client,
-        window: int = WINDOW,
-    ) -> None:
+    def __init__(self, path: str, resolve: Callable[[], RequestTarget], client: Client, window: int = WINDOW) -> None:
         super().__init__(window)
         self.path = path
-        self.commits: set[str] = set()
-        self._resolve = resolve
+        self.commits: set[str] = set()  # of the Hub, as the host of the URL states them
+        self._resolve = resolve  # called from any thread, and again if access to its URL is refused
         self._client = client
         self._renewing = ProcessLock()
         self._marks: tuple[str | None, str | None] | None = None  # until the file is open

@@ -158,24 +158,18 @@ class LocalStore:
     The descriptor may be closed between reads, because a checkpoint can have more shards than a process can have
     descriptors. The next read opens the file again and refuses it if it has changed.
 
-    Attributes:
-        path: the path in messages
-        place: the absolute path
-        size: in bytes
-        gives_way: True if this process may close the file in order to replace it (see `replace`)
-
     A ``brief`` file gets no `place`, and its descriptor stays open until it is closed.
     """
 
-    gives_way = False
+    gives_way = False  # True if this process may close the file in order to `replace` it
     mark: str | None = None  # identifies the content wherever a copy of it is, such as a commit; None to compare times
     closed = False  # True after `close`
 
     def __init__(self, path: str, opened: OpenedFile, *, brief: bool = False, shown: str | None = None) -> None:
         self._descriptor: int | None = opened[0]  # None between reads
         self._opened = opened
-        self.path = path if shown is None else shown
-        self.size = opened[1]
+        self.path = path if shown is None else shown  # in messages
+        self.size = opened[1]  # in bytes
         if not brief:
             self.place = absolute(path)
             if os.name == "nt":

@@ -135,7 +135,12 @@ def find(url: str) -> OllamaModel:
     manifests = ((folder, os.path.join(folder, "manifests", *name)) for folder in folders())
     folder, path = next((pair for pair in manifests if os.path.isfile(pair[1])), ("", ""))
     if not path:
-        raise missing_file(url, f"No such model: {url}; {_available()}")
+        known = [name.url for folder in folders() for name in names_in(folder, [])]
+        more = f" and {len(known) - _LISTED:,} more" if len(known) > _LISTED else ""
+        advice = f"ollama has {', '.join(known[:_LISTED])}{more}"
+        if not known:
+            advice = f"ollama has no models in {' or '.join(folders())}; set OLLAMA_MODELS if they are elsewhere"
+        raise missing_file(url, f"No such model: {url}; {advice}")
     model = read(folder, name)
     models, tensors = model.of(_MODEL), model.of(_TENSOR)
     if not models and not tensors:
@@ -197,12 +202,3 @@ def names_in(folder: str, failures: list[OSError]) -> Iterator[OllamaName]:
             yield from below(*parts, name)
 
     return islice(below(), MAX_MANIFESTS)
-
-
-def _available() -> str:
-    """Describe the models that are here, for a message."""
-    known = [name.url for folder in folders() for name in names_in(folder, [])]
-    if not known:
-        return f"ollama has no models in {' or '.join(folders())}; set OLLAMA_MODELS if they are elsewhere"
-    more = f" and {len(known) - _LISTED:,} more" if len(known) > _LISTED else ""
-    return f"ollama has {', '.join(known[:_LISTED])}{more}"

@@ -105,7 +105,9 @@ class VerifiedStore(RemoteStore):
         """Yield the file in pieces that have been read, in order."""
         local = isinstance(self._store, LocalStore)
         step = _CHUNK if local else _REMOTE_CHUNK
-        head = self._head
+        head, count = self._head, 2 if local else REMOTE_WORKERS
+        if local and (not alone or self.size < 8 * step):
+            count = 1
 
         def read(begin: int) -> memoryview:
             piece = view[begin : begin + step]
@@ -114,11 +116,7 @@ class VerifiedStore(RemoteStore):
 
         if head:
             yield view[:head]
-        begins = range(head, self.size, step)
-        if local and (not alone or self.size < 8 * step):
-            yield from map(read, begins)
-        else:
-            yield from in_order(read, begins, 2 if local else REMOTE_WORKERS)
+        yield from in_order(read, range(head, self.size, step), count)
 
     # ---- memory ----
 

@@ -61,7 +61,9 @@ class Fetch:
 
     def run(self, report: Callable[[int], object]) -> list[Job]:
         """Run all jobs that read from the network, and return the remaining jobs."""
-        tasks = self._tasks()
+        size = self._request_size
+        requests = ((window, request) for window in _windows(self._jobs, size) for request in window.requests(size))
+        tasks = (partial(self._serve, *request) for request in requests)
         first = list(islice(tasks, 2))
         if len(first) == 1:  # a single request needs no other thread
             first.pop()()
@@ -69,11 +71,6 @@ class Fetch:
         stores = [file.store for file in self._files if isinstance(file.store, RemoteStore)]
         each(lambda store: store.confirm(), stores)
         return self._local
-
-    def _tasks(self) -> Iterator[Callable[[], object]]:
-        for window in _windows(self._jobs, self._request_size):
-            for request in window.requests(self._request_size):
-                yield partial(self._serve, window, request)
 
     def _take(self, nbytes: int) -> Array:
         """Return staging memory, waiting if necessary. It is reused, because new pages cost as much as a copy."""
