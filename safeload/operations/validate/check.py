@@ -22,7 +22,6 @@ from ...base import log
 from ...base.arrays import Array, refuse_masked
 from ...base.gc_pause import paused
 from ...base.paths import PathLike, os_error
-from ...base.scheme import INT8
 from ...base.selecting import Patterns, Selection
 from ...base.table import Unknown
 from ...base.text import plural, show
@@ -543,13 +542,11 @@ def _pieces(catalog: Catalog, names: Sequence[str], check: str, **call: Any) -> 
 
 
 def _value_pieces(catalog: Catalog, names: Sequence[str], options: CheckSettings) -> Iterator[dict[str, Any]]:
-    tensors = catalog.descriptions(names)
     for piece in _pieces(catalog, names, "values", histogram=options.histogram):
-        int8 = [name for name in piece["names"] if tensors[name].scheme == INT8]
-        for key in ("scale", "absmax"):  # as a number, as numbers by name, or None if it applies to no tensor
-            limit = getattr(options.limits, key) if int8 else None
+        for key in ("scale", "absmax"):
+            limit = getattr(options.limits, key)
             if isinstance(limit, Mapping):
-                piece[key] = {name: float(limit[name]) for name in int8 if limit.get(name) is not None}
+                piece[key] = {name: float(limit[name]) for name in piece["names"] if limit.get(name) is not None}
             else:
                 piece[key] = None if limit is None else float(limit)
         yield piece
