@@ -371,22 +371,22 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
     if entries is None:
         return
     selected = selected - unknown.keys()
-    names = [name for name in tensors if name in selected and name not in codes]
+    read = {name: about for name, about in tensors.items() if name in selected and name not in codes}
     # Tied heads stored along with their embeddings.
     pairs = {head: embedding for head, embedding in tied.items() if {head, embedding} <= selected - zero}
-    tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
+    tables = _read(catalog, read, pairs, entries, options)  # raises errors of the executor
     with report.readable():
         for k, entry in enumerate(entries):
             for fault in _rows(tables, _CRC, [str(k)]).values():
                 report.add([entry.finding(fault)])
         bad = set()
-        for name in names:
-            if tensors[name].quantized:
+        for name, about in read.items():
+            if about.quantized:
                 of_scales = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
                 report.add(of_scales)
                 if _has_error(of_scales):
                     bad.add(name)
-        stats = report.stats = StatsTable(_rows(tables, _STATS, names))
+        stats = report.stats = StatsTable(_rows(tables, _STATS, [*read]))
         report.add(zeros.check_runs(catalog, role, zero, stats))
         about_values = values.check_values(
             stats,
@@ -457,7 +457,7 @@ def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]
 
 def _read(
     catalog: Catalog,
-    names: Sequence[str],
+    tensors: Descriptions,
     pairs: Mapping[str, str],
     entries: Sequence[FileEntry],
     options: CheckSettings,
@@ -466,18 +466,18 @@ def _read(
     if options.executor is not None:
         pieces = [
             *_entry_pieces(entries),
-            *_value_pieces(catalog, names, options),
+            *_value_pieces(catalog, [*tensors], options),
             *(piece for pair in pairs.items() for piece in _pieces(catalog, pair, _TIED, whole=True)),
         ]
         tables = run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
-        with paused(len(names)):
+        with paused(len(tensors)):
             return {**tables, _STATS: of_plain(tables.get(_STATS, {}))}
     tables = {}
     numbered = {str(k): entry for k, entry in enumerate(entries)}
     with _unread(tables, (_CRC,), numbered):
         tables[_CRC] = _faults(numbered, options.threads)
-    with _unread(tables, _VALUES, names):
-        _read_values(tables, catalog, names, options)
+    with _unread(tables, _VALUES, tensors):
+        _read_values(tables, catalog, tensors, options)
     with _unread(tables, (_TIED,), pairs):
         for pair in pairs.items():
             tables.setdefault(_TIED, {})[pair[0]] = values.check_tied(catalog, *pair)
@@ -502,15 +502,15 @@ def _faults(entries: Mapping[str, FileEntry], threads: int | None) -> dict[str, 
     return {number: fault for number, fault in faults if fault is not None}
 
 
-def _read_values(tables: Tables, catalog: Catalog, names: Sequence[str], options: CheckSettings) -> None:
+def _read_values(tables: Tables, catalog: Catalog, tensors: Descriptions, options: CheckSettings) -> None:
     limits, threads = options.limits, options.threads
-    tensors, scales = catalog.descriptions(names), tables.setdefault(_SCALES, {})
-    for name in names:
-        if tensors[name].quantized:
+    scales = tables.setdefault(_SCALES, {})
+    for name, about in tensors.items():
+        if about.quantized:
             scales[name] = list(values.check_scales(catalog, name, limits, threads))
     # Statistics of packed tensors with bad scales would only repeat the error.
     bad = {name for name, findings in scales.items() if _has_error(findings) and tensors[name].packed}
-    readable = [name for name in names if name not in bad]
+    readable = [name for name in tensors if name not in bad]
     stats = measure(catalog, readable, histogram=options.histogram, threads=threads, progress=options.progress)
     tables[_STATS] = stats
     large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and values.is_real(tensors[name])]
@@ -577,7 +577,7 @@ def run(
         limits = Limits(scale=piece.get("scale"), absmax=piece.get("absmax"))
         options = settings(limits=limits, histogram=piece.get("histogram") is True, threads=threads)
         with _unread(tables, _VALUES, names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
-            _read_values(tables, catalog, named, options)
+            _read_values(tables, catalog, catalog.descriptions(named), options)
             tables[_STATS] = as_plain(tables[_STATS])
     elif check == _TIED:
         with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
