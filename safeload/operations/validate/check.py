@@ -464,18 +464,20 @@ def _read(
 ) -> Tables:
     """Read all rows; errors of files become rows, too."""
     if options.executor is not None:
-        pieces = [
-            *_entry_pieces(entries),
-            *_value_pieces(catalog, [*tensors], options),
-            *(piece for pair in pairs.items() for piece in _pieces(catalog, pair, _TIED, whole=True)),
-        ]
+        pieces = [*_entry_pieces(entries)]
+        for piece in _pieces(catalog, [*tensors], "values", histogram=options.histogram):
+            for key in ("scale", "absmax"):
+                limit = getattr(options.limits, key)
+                if isinstance(limit, Mapping):
+                    piece[key] = {name: float(limit[name]) for name in piece["names"] if limit.get(name) is not None}
+                else:
+                    piece[key] = None if limit is None else float(limit)
+            pieces.append(piece)
+        pieces += (piece for pair in pairs.items() for piece in _pieces(catalog, pair, _TIED, whole=True))
         tables = run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
         with paused(len(tensors)):
             return {**tables, _STATS: of_plain(tables.get(_STATS, {}))}
-    tables = {}
-    numbered = {str(k): entry for k, entry in enumerate(entries)}
-    with _unread(tables, (_CRC,), numbered):
-        tables[_CRC] = _faults(numbered, options.threads)
+    tables = {_CRC: _faults({str(k): entry for k, entry in enumerate(entries)}, options.threads)}
     with _unread(tables, _VALUES, tensors):
         _read_values(tables, catalog, tensors, options)
     with _unread(tables, (_TIED,), pairs):
@@ -539,17 +541,6 @@ def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
 
 def _pieces(catalog: Catalog, names: Sequence[str], check: str, **call: Any) -> Iterator[dict[str, Any]]:
     return pieces_of(catalog.sizes(names), catalog, operation="validate", check=check, **call)
-
-
-def _value_pieces(catalog: Catalog, names: Sequence[str], options: CheckSettings) -> Iterator[dict[str, Any]]:
-    for piece in _pieces(catalog, names, "values", histogram=options.histogram):
-        for key in ("scale", "absmax"):
-            limit = getattr(options.limits, key)
-            if isinstance(limit, Mapping):
-                piece[key] = {name: float(limit[name]) for name in piece["names"] if limit.get(name) is not None}
-            else:
-                piece[key] = None if limit is None else float(limit)
-        yield piece
 
 
 def run(
