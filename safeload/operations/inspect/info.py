@@ -300,8 +300,7 @@ def describe(
         from ..measure.sizes import sizes  # only here: importing it takes milliseconds
 
         measured = sizes(opened)
-        loaded = dict(measured.dtypes)  # and the schemes that would quantize a tensor
-        loaded |= {name: n for name, n in measured.schemes.items() if n != loaded.get("float32")}
+        loaded = {**measured.dtypes, **measured.smaller}
     return Info(
         path=path,
         format=opened.format,
@@ -404,13 +403,10 @@ def _adapter(
     if any(".lora_" in name or name.startswith("base_model.model.") for name in opened):
         try:
             summary = _summarized(opened, base, storage_options)
-        except FileNotFoundError:
-            if base is not None:
-                raise
         except (SafeloadError, OSError) as error:
             if base is not None:
                 raise
-            summary = f"it cannot be merged: {one_line(error)}"
+            summary = None if isinstance(error, FileNotFoundError) else f"it cannot be merged: {one_line(error)}"
     if summary is None and base is not None:
         raise ValueError(f"base= needs a LoRA adapter, got {path}")
     return summary

@@ -457,19 +457,20 @@ def _compare_structure(
     report.only_b = [name for name in in_b if name not in a]
     described = (*b.values(), *map(a.__getitem__, report.only_a))
     report.described = {about.name: (about.code, about.shape, about.nbytes) for about in described}
-    shapes = {}
+    shapes: dict[str, Shape] = {}
     for name, x in a.items():
         if name not in b:
             continue
         y = b[name]
         if x.dtype != y.dtype or x.scheme != y.scheme:
             report.dtypes[name] = _dtype(x), _dtype(y)
-        shape: Shape | None = x.shape
-        if x.shape != y.shape:
-            report.shapes[name] = x.shape, y.shape
-            shape = _common_shape(x.shape, y.shape)
-        if shape is not None:
-            shapes[name] = shape
+        if x.shape == y.shape:
+            shapes[name] = x.shape
+            continue
+        report.shapes[name] = x.shape, y.shape
+        rows = min(x.shape[0], y.shape[0]) if x.shape and y.shape else 0
+        if rows and x.shape[1:] == y.shape[1:]:
+            shapes[name] = (rows, *x.shape[1:])
     return shapes
 
 
@@ -480,23 +481,13 @@ def _dtype(about: TensorDescription) -> str:
 # ---- values ----
 
 
-def _common_shape(a: Shape, b: Shape) -> Shape | None:
-    """Return the shape of the rows that tensors of different shapes have in common; None if other axes differ too."""
-    common = a and b and a[1:] == b[1:] and (min(a[0], b[0]), *a[1:])
-    return common if common and common[0] else None
-
-
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Compare the tensors of a piece; see `run_piece`."""
     with opened(piece, storage_options, ("sources", "against")) as (names, (a, b)):
         with paused(len(names)):
-            shapes = {}
-            for x, y in zip(a.descriptions(names).values(), b.descriptions(names).values(), strict=True):
-                shape = x.shape if x.shape == y.shape else _common_shape(x.shape, y.shape)
-                if shape is not None:
-                    shapes[x.name] = shape
+            shapes = _compare_structure(DiffReport("", ""), (a, b), None, None)
         rows = _compare_values(a, b, shapes, threads=threads, progress=None)
         return {"differences": {name: [*row] for name, row in rows.items()}}
 

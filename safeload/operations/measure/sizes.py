@@ -38,6 +38,11 @@ class Sizes(NamedTuple):
     # float32, and a tied head is a separate tensor.
     schemes: Mapping[str, int]
 
+    @property
+    def smaller(self) -> dict[str, int]:
+        """The schemes that quantize a tensor."""
+        return {name: nbytes for name, nbytes in self.schemes.items() if nbytes != self.dtypes.get("float32")}
+
 
 class _Kind(NamedTuple):
     """Tensors of equal dtype, shape and role."""

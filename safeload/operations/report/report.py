@@ -352,10 +352,8 @@ def _sizes(opened: Checkpoint) -> str:
     from ..measure.sizes import sizes
 
     loaded = sizes(opened)
-    unquantized = loaded.dtypes.get("float32")
-    schemes = {name: total for name, total in loaded.schemes.items() if total != unquantized}
-    note = f"{_SIZES} {_QUANTIZED}" if schemes else _SIZES
-    rows = [*loaded.dtypes.items(), *schemes.items()]
+    note = f"{_SIZES} {_QUANTIZED}" if loaded.smaller else _SIZES
+    rows = [*loaded.dtypes.items(), *loaded.smaller.items()]
     return section("Size when loaded", measures([("as stored", loaded.stored), *rows]), note=note) if rows else ""
 
 

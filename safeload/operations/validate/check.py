@@ -22,7 +22,6 @@ from ...base import log
 from ...base.arrays import Array, refuse_masked
 from ...base.gc_pause import paused
 from ...base.paths import PathLike, os_error
-from ...base.scheme import INT8
 from ...base.selecting import Patterns, Selection
 from ...base.table import Unknown
 from ...base.text import plural, show
@@ -386,22 +385,22 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
     if entries is None:
         return
     selected = selected - unknown.keys()
-    names = [name for name in tensors if name in selected and name not in codes]
+    read = {name: about for name, about in tensors.items() if name in selected and name not in codes}
     # Tied heads stored along with their embeddings.
     pairs = {head: embedding for head, embedding in tied.items() if {head, embedding} <= selected - zero}
-    tables = _read(catalog, names, pairs, entries, options)  # raises errors of the executor
+    tables = _read(catalog, read, pairs, entries, options)  # raises errors of the executor
     with report.readable():
         for k, entry in enumerate(entries):
             for fault in _rows(tables, _CRC, [str(k)]).values():
                 report.add([entry.finding(fault)])
         bad = set()
-        for name in names:
-            if tensors[name].quantized:
+        for name, about in read.items():
+            if about.quantized:
                 of_scales = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
                 report.add(of_scales)
                 if _has_error(of_scales):
                     bad.add(name)
-        stats = report.stats = StatsTable(_rows(tables, _STATS, names))
+        stats = report.stats = StatsTable(_rows(tables, _STATS, [*read]))
         report.add(zeros.check_runs(catalog, role, zero, stats))
         about_values = values.check_values(
             stats,
@@ -472,27 +471,29 @@ def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]
 
 def _read(
     catalog: Catalog,
-    names: Sequence[str],
+    tensors: Descriptions,
     pairs: Mapping[str, str],
     entries: Sequence[FileEntry],
     options: CheckSettings,
 ) -> Tables:
     """Read all rows; errors of files become rows, too."""
     if options.executor is not None:
-        pieces = [
-            *_entry_pieces(entries),
-            *_value_pieces(catalog, names, options),
-            *(piece for pair in pairs.items() for piece in _pieces(catalog, pair, _TIED, whole=True)),
-        ]
+        pieces = [*_entry_pieces(entries)]
+        for piece in _pieces(catalog, [*tensors], "values", histogram=options.histogram):
+            for key in ("scale", "absmax"):
+                limit = getattr(options.limits, key)
+                if isinstance(limit, Mapping):
+                    piece[key] = {name: float(limit[name]) for name in piece["names"] if limit.get(name) is not None}
+                else:
+                    piece[key] = None if limit is None else float(limit)
+            pieces.append(piece)
+        pieces += (piece for pair in pairs.items() for piece in _pieces(catalog, pair, _TIED, whole=True))
         tables = run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
-        with paused(len(names)):
+        with paused(len(tensors)):
             return {**tables, _STATS: of_plain(tables.get(_STATS, {}))}
-    tables = {}
-    numbered = {str(k): entry for k, entry in enumerate(entries)}
-    with _unread(tables, (_CRC,), numbered):
-        tables[_CRC] = _faults(numbered, options.threads)
-    with _unread(tables, _VALUES, names):
-        _read_values(tables, catalog, names, options)
+    tables = {_CRC: _faults({str(k): entry for k, entry in enumerate(entries)}, options.threads)}
+    with _unread(tables, _VALUES, tensors):
+        _read_values(tables, catalog, tensors, options)
     with _unread(tables, (_TIED,), pairs):
         for pair in pairs.items():
             tables.setdefault(_TIED, {})[pair[0]] = values.check_tied(catalog, *pair)
@@ -517,15 +518,15 @@ def _faults(entries: Mapping[str, FileEntry], threads: int | None) -> dict[str, 
     return {number: fault for number, fault in faults if fault is not None}
 
 
-def _read_values(tables: Tables, catalog: Catalog, names: Sequence[str], options: CheckSettings) -> None:
+def _read_values(tables: Tables, catalog: Catalog, tensors: Descriptions, options: CheckSettings) -> None:
     limits, threads = options.limits, options.threads
-    tensors, scales = catalog.descriptions(names), tables.setdefault(_SCALES, {})
-    for name in names:
-        if tensors[name].quantized:
+    scales = tables.setdefault(_SCALES, {})
+    for name, about in tensors.items():
+        if about.quantized:
             scales[name] = list(values.check_scales(catalog, name, limits, threads))
     # Statistics of packed tensors with bad scales would only repeat the error.
     bad = {name for name, findings in scales.items() if _has_error(findings) and tensors[name].packed}
-    readable = [name for name in names if name not in bad]
+    readable = [name for name in tensors if name not in bad]
     stats = measure(catalog, readable, histogram=options.histogram, threads=threads, progress=options.progress)
     tables[_STATS] = stats
     large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and values.is_real(tensors[name])]
@@ -556,19 +557,6 @@ def _pieces(catalog: Catalog, names: Sequence[str], check: str, **call: Any) -> 
     return pieces_of(catalog.sizes(names), catalog, operation="validate", check=check, **call)
 
 
-def _value_pieces(catalog: Catalog, names: Sequence[str], options: CheckSettings) -> Iterator[dict[str, Any]]:
-    tensors = catalog.descriptions(names)
-    for piece in _pieces(catalog, names, "values", histogram=options.histogram):
-        int8 = [name for name in piece["names"] if tensors[name].scheme == INT8]
-        for key in ("scale", "absmax"):  # as a number, as numbers by name, or None if it applies to no tensor
-            limit = getattr(options.limits, key) if int8 else None
-            if isinstance(limit, Mapping):
-                piece[key] = {name: float(limit[name]) for name in int8 if limit.get(name) is not None}
-            else:
-                piece[key] = None if limit is None else float(limit)
-        yield piece
-
-
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -594,7 +582,7 @@ def run(
         limits = Limits(scale=piece.get("scale"), absmax=piece.get("absmax"))
         options = settings(limits=limits, histogram=piece.get("histogram") is True, threads=threads)
         with _unread(tables, _VALUES, names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
-            _read_values(tables, catalog, named, options)
+            _read_values(tables, catalog, catalog.descriptions(named), options)
             tables[_STATS] = as_plain(tables[_STATS])
     elif check == _TIED:
         with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):

@@ -99,9 +99,13 @@ def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
     else:
         value = catalog.source(name, threads=1)  # copies big-endian and strided tensors
         dtype, shape = value.scheme if isinstance(value, QuantizedTensor) else value.row.code, value.shape
-        chunks = _array_pieces(value) if isinstance(value, QuantizedTensor) else source_pieces(value)
-        in_memory = value.restoring() if isinstance(value, QuantizedTensor) else None
-        restoring = None if in_memory is None else in_memory[0]
+        if isinstance(value, QuantizedTensor):
+            arrays = (native_order(np.ascontiguousarray(array)) for array in value.parts.values() if array.size)
+            chunks = (array.reshape(-1).view(np.uint8).data for array in arrays)
+            in_memory = value.restoring()
+            restoring = None if in_memory is None else in_memory[0]
+        else:
+            chunks = source_pieces(value)
     for chunk in chunks:
         digest.update(chunk)
         meter.add(len(chunk))
@@ -122,12 +126,6 @@ def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:
     defaults, values = fields._field_defaults, fields._asdict()
     changed = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
     return {key: _set_fields(value) if isinstance(value, (Grid, Zeros)) else value for key, value in changed.items()}
-
-
-def _array_pieces(value: QuantizedTensor) -> Iterator[memoryview]:
-    for array in value.parts.values():
-        if array.size:
-            yield native_order(np.ascontiguousarray(array)).reshape(-1).view(np.uint8).data
 
 
 def read(path: PathLike) -> dict[str, Any]:

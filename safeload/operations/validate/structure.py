@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import islice
+from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -389,10 +390,25 @@ def _find_causes(
     current = dict(config or {})
     wrong = _wrong(tensors, names, expected)
     while len(wrong) >= _TENSORS_AT_LEAST and len(findings) < _KEYS:
-        votes: Counter[tuple[str, int]] = Counter()
-        for name in islice(dict.fromkeys(name for name, _ in sorted(wrong)), _LOOKED_AT):
-            if name in expected:
-                votes.update(set(_proposals(schema, current, tensors[name].shape, expected[name])))
+        # The values of single keys that would give each tensor its size on an axis.
+        proposals: dict[str, set[tuple[str, int]]] = {}
+        for name, axis in sorted(wrong):
+            if name not in proposals and len(proposals) == _LOOKED_AT:
+                break
+            own = proposals.setdefault(name, set())
+            w = expected.get(name)
+            usual = None if w is None or axis < 0 else (w.shape or ())[axis]
+            if w is None or not usual:
+                continue
+            size, formula = tensors[name].shape[axis], (w.entry.shape or ())[axis].removesuffix(ANY)
+            for key in names_in(formula):
+                value = current.get(key)
+                if type(value) is int and size * value % usual == 0:
+                    proposed = size * value // usual
+                    with suppress(ValueError):
+                        if Config({**current, key: proposed}, schema.defaults).evaluate(formula) == size:
+                            own.add((key, proposed))
+        votes = Counter(chain.from_iterable(proposals.values()))
         best = None
         least = len(wrong)
         for (key, value), _ in votes.most_common(_TRIALS):
@@ -430,30 +446,6 @@ def _wrong(tensors: Descriptions, names: Sequence[str], expected: _Expected) -> 
         elif sizes is not None:
             wrong.update((name, k) for k, size in enumerate(sizes) if size not in (None, shape[k]))
     return wrong
-
-
-def _proposals(
-    schema: Schema, config: Mapping[str, Any], shape: tuple[int, ...], expected: ExpectedTensor
-) -> Iterable[tuple[str, int]]:
-    """Yield the values of single keys that would give a tensor its size on an axis."""
-    formulas = expected.entry.shape or ()
-    if expected.shape is None or len(shape) != len(expected.shape):
-        return
-    for size, usual, formula in zip(shape, expected.shape, formulas, strict=True):
-        if not usual or size == usual:
-            continue
-        bare = formula.removesuffix(ANY)
-        for key in names_in(bare):
-            value = config.get(key)
-            if type(value) is not int or size * value % usual:
-                continue
-            proposed = size * value // usual
-            try:
-                fitting = Config({**config, key: proposed}, schema.defaults).evaluate(bare) == size
-            except ValueError:
-                continue
-            if fitting:
-                yield key, proposed
 
 
 # ---- GGUF ----
