@@ -60,8 +60,7 @@ from ..quantize.file_types import ConvertScheme, FileTypeRules, metadata_with, r
 from ..quantize.importance import read_importance
 from ..quantize.keeping import Keep, Planned
 from ..quantize.stack import plan
-from ..sources.catalog import Catalog, Given, TensorDescription, has_names, is_path
-from ..sources.restructured import RestructuredCatalog
+from ..sources.catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
 from .make import Decision, Outputs, outputs_of, spans_of
 
 if TYPE_CHECKING:
@@ -243,9 +242,8 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) ->
 
     The Hub's models of one file are often passed as ``MODEL/model.safetensors``. An engine needs what lies beside it.
     """
-    if catalog.folder is not None or catalog.config is not None or len(catalog.weight_files) != 1:
-        return None
-    if catalog.format == "gguf":
+    alone = catalog.folder is None and catalog.config is None and len(catalog.weight_files) == 1
+    if not alone or catalog.format == "gguf":
         return None
     from ..architectures.llama_cpp import source_of  # only here: most results need no model
 

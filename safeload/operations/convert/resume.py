@@ -43,7 +43,7 @@ from ..folders.sink import Sink, free_names, indexed_names, shared_identity
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_layout import arranged
 from ..sources import executors
-from ..sources.catalog import Catalog, Given, has_names
+from ..sources.catalog import Catalog, Given, RestructuredCatalog, has_names
 from ..sources.executors import (
     INVALID_PIECE,
     INVALID_PLAN,
@@ -54,7 +54,6 @@ from ..sources.executors import (
     files_at,
     opened,
 )
-from ..sources.restructured import RestructuredCatalog
 from .decide import (
     Conversion,
     ConvertOptions,

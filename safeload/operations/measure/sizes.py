@@ -19,8 +19,7 @@ from ..quantize.encoding import Encoding
 from ..quantize.engine_layout import arranged
 from ..quantize.engine_rules import EngineRules
 from ..quantize.quantize import SchemeName
-from ..sources.catalog import Catalog, Given, TensorDescription
-from ..sources.restructured import RestructuredCatalog
+from ..sources.catalog import Catalog, Given, RestructuredCatalog, TensorDescription
 
 #: The dtypes to predict sizes for.
 DTYPES = ("float32", "float16", "bfloat16")

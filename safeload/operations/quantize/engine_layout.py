@@ -16,8 +16,7 @@ from ...models.choosing import STACK
 from ...models.family import MlxExperts, mlx_experts_of
 from ...models.schema import MAX_EXPERTS
 from ...packed.families import Preset, presets
-from ..sources.catalog import Catalog
-from ..sources.restructured import Move, RestructuredCatalog, TensorRecipe, TensorView
+from ..sources.catalog import Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 
 _WEIGHT = ".weight"
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)

@@ -18,8 +18,7 @@ from ...models.tied import tied_heads
 from ...packed.conv1d import conv1d_model, is_named_conv1d
 from ...packed.families import IS_EXPERT, IS_HEAD, Preset, presets
 from ...packed.quantization import Quantization, quantization_of
-from ..sources.catalog import Catalog, TensorDescription
-from ..sources.restructured import RestructuredCatalog
+from ..sources.catalog import Catalog, RestructuredCatalog, TensorDescription
 from .encoding import WEIGHTS, check_columns
 from .keeping import Keep, Kept, Planned
 

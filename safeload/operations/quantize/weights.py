@@ -15,8 +15,7 @@ from ...engine.codes.pieces import memory_of
 from ...engine.codes.source import Source
 from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
-from ..sources.catalog import Catalog, read_values
-from ..sources.restructured import RestructuredCatalog, TensorRecipe
+from ..sources.catalog import Catalog, RestructuredCatalog, TensorRecipe, read_values
 
 # Weights that are read at once: few enough for the caches, and as many as hide the latency of a network.
 _LOCAL, _REMOTE = 1 << 20, 4 << 20
