@@ -414,7 +414,7 @@ class Maker:
             plain = [
                 (each.sources or (name,))[0]
                 for name, each in self._decisions.items()
-                if each.scheme is None and each.stack is None and each.dtype == code
+                if each.scheme is None and not each.stack and each.dtype == code
             ]
             names = [each for each in plain if each in self._catalog]
             self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
