@@ -603,7 +603,7 @@ class Decider:
         beside = {*self._heads, *self._left_out, *(name for name in self._ignored if name not in catalog)}
         stored = [name for name in chosen if name not in beside]
         every = request.every_tensor and not self._left_out
-        tensors = catalog.plain(None if every else stored, blocks=True) if not catalog.made else None
+        tensors = catalog.plain(None if every else stored, blocks=True) if not catalog.makes else None
         self._tensors = None if tensors is None else tensors.named(stored)
         self._descriptions = catalog.descriptions(stored, self._tensors)
         if isinstance(self._rules, FileTypeRules):

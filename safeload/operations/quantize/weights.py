@@ -96,9 +96,9 @@ def weights_in(
         items = arranged.recipe(name).items
         if len(items) > 1:
             packed = any(base.about(source).packed for source in arranged.sources_of(name))
-            alone = packed or base.in_memory or bool(base.made)
+            alone = packed or base.in_memory or base.makes
             return _of_items(arranged, items, row, scratch, alone=alone)
-    elif not base.made:
+    elif not base.makes:
         value = catalog.values(name)
         if isinstance(value, Source) and value.packed is None:
             return _ranges_of(value, row, scratch)

@@ -151,6 +151,7 @@ class Catalog:
 
     kept_f32: Collection[str] = ()  # names that stay float32 whatever dtype is requested
     texts: Mapping[str, bytes] = {}  # further files of the result, by name
+    makes = False  # whether tensors are made when they are read
     merge: Merge | None = None  # adapters
     aliases: Mapping[str, str] = {}  # tensors by the second names that adapters need
 
@@ -162,6 +163,7 @@ class Catalog:
     ) -> None:
         self._origins = tuple(origins)
         self.mapped = mapped
+        self.rows: dict[str, Made] = {}  # of the tensors that are made, by name
         self.checkpoints: list[Checkpoint] = []
         self.files: list[str] = []
         self.weight_files: list[WeightFile] = []
@@ -356,8 +358,8 @@ class Catalog:
 
     def about(self, name: str) -> TensorDescription:
         """Describe a tensor without reading it."""
-        if name in self.made:
-            return self.made[name].about
+        if self.makes and (computed := self.made(name)) is not None:
+            return computed.about
         origin, file, index = self._places[name]
         if file is None:
             return about_value(name, origin[name])
@@ -413,10 +415,9 @@ class Catalog:
         entries = ((name, table.unknown.get(table.names[index])) for name, table, index in tables if table.unknown)
         return {name: entry for name, entry in entries if entry is not None}
 
-    @cached_property
-    def made(self) -> dict[str, Made]:
-        """The tensors whose values are not those of a file or of a dict."""
-        return {}
+    def made(self, name: str) -> Made | None:
+        """Return how a tensor is made, or None if its values are those of a file or of a dict."""
+        return self.rows.get(name)
 
     def check_kept(self, name: str) -> None:
         """Refuse a tensor if it cannot stay as it is stored."""
@@ -425,7 +426,7 @@ class Catalog:
 
     def value(self, name: str, threads: int | None = None, dtype: Any = None) -> Any:
         """Return an array or a `QuantizedTensor`, as stored without a dtype; file tensors get private memory."""
-        if (computed := self.made.get(name)) is not None:
+        if (computed := self.made(name)) is not None:
             row = computed.work if dtype is None else dtypes.parse(dtype)
             out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
             computed.fill(row, out, threads)
@@ -448,7 +449,7 @@ class Catalog:
 
     def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
         """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
-        if name in self.made:
+        if self.made(name) is not None:
             return of_array(name, self.value(name, threads))
         origin, file, index = self._places[name]
         if file is not None and not file.table.packed(index):
@@ -467,13 +468,13 @@ class Catalog:
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
         """Return read plans for the tensors stored in files; those in memory, and those that are made, are skipped."""
-        places = [(name, self._places[name]) for name in names if name not in self.made]
+        places = [(name, self._places[name]) for name in names if self.made(name) is None]
         parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
         return {entry.name: entry for entry in entries_of(parts, target)}
 
     def in_place(self, name: str) -> Source | None:
         """Return a tensor as a source if jobs can read or dequantize it in place; None if it must be copied first."""
-        if name in self.made:
+        if self.made(name) is not None:
             return None
         origin, file, index = self._places[name]
         if file is not None:
@@ -497,7 +498,7 @@ class Catalog:
 
     def restoring(self, name: str) -> Source | None:
         """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
-        if name in self.made:
+        if self.made(name) is not None:
             return None
         _, file, index = self._places[name]
         packed = None if file is None else packed_of(file, index)
@@ -513,7 +514,7 @@ class Catalog:
 
     def read_into(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> None:
         """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype."""
-        if (computed := self.made.get(name)) is not None:
+        if (computed := self.made(name)) is not None:
             computed.fill(row, out, threads)
             return
         ordered = read_values(self.values(name), row, out, threads)
@@ -650,6 +651,8 @@ class TensorRecipe(NamedTuple):
 class RestructuredCatalog(Catalog):
     """Tensors made by recipes when they are read."""
 
+    makes = True
+
     def __init__(
         self,
         base: Catalog,
@@ -684,11 +687,10 @@ class RestructuredCatalog(Catalog):
         source = self._recipes[name].renamed
         return TensorPlace({}) if source is None else self.base.place(source)
 
-    @cached_property
-    def made(self) -> dict[str, Made]:
-        return {name: self._made(name, recipe) for name, recipe in self._recipes.items()}
-
-    def _made(self, name: str, recipe: TensorRecipe) -> Made:
+    def made(self, name: str) -> Made:
+        recipe = self._recipes[name]
+        if name in self.rows:
+            return self.rows[name]
         sources = [*map(self.base.about, self.sources_of(name))]
         if self.for_engine and recipe.renamed is not None:
             about = sources[0]._replace(name=name)
@@ -704,7 +706,8 @@ class RestructuredCatalog(Catalog):
             self.make(recipe, row, out, threads)
             self.release()
 
-        return Made(fill, work, about)
+        self.rows[name] = Made(fill, work, about)
+        return self.rows[name]
 
     def _row(self, name: str, source: TensorDescription) -> dtypes.Dtype:
         """Return the dtype of the values of a source."""
@@ -786,7 +789,7 @@ class RestructuredCatalog(Catalog):
     def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
         """Return an item of a source; sources that are read as a whole are kept for the next item."""
         place, about = self.base.place(name), self.base.about(name)
-        if item is not None and place.file is not None and not about.packed and name not in self.base.made:
+        if item is not None and place.file is not None and not about.packed and self.base.made(name) is None:
             owner: Any = place.origin  # tensors of a dict have no file
             array: Array = owner.take(name, [item], row.name)[0]  # reads the item only
             return array
