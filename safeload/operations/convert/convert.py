@@ -29,13 +29,7 @@ from ...stores.local import LocalStore
 from ...stores.signature import Signature
 from ..folders.destinations import Destination, check_free, file_in_store, refuse_inputs
 from ..folders.disk_sink import DiskSink, check_shards, remove_shards, shards_beside
-from ..folders.shards import (
-    config_text,
-    extras_of,
-    index_text,
-    warn_of_schemes,
-    write_shards,
-)
+from ..folders.shards import config_text, extras_of, index_text, warn_of_schemes, write_shards
 from ..folders.sink import Sink, free_names
 from ..folders.targets import ObjectFile, SaveDestination, is_written_to
 from ..quantize.file_types import ConvertScheme
