@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..base.scheme import ENGINE_FORMATS, SCHEMES
@@ -213,9 +213,7 @@ def _schemes(texts: list[str] | None) -> Any:
 def _adapter(text: str) -> tuple[str, float]:
     """Parse PATH or PATH=WEIGHT; an existing path may contain =."""
     path, sign, weight = text.rpartition("=")
-    if not sign or os.path.exists(text):
-        return text, 1.0
-    try:
-        return path, float(weight)
-    except ValueError:
-        return text, 1.0
+    if sign and not os.path.exists(text):
+        with suppress(ValueError):
+            return path, float(weight)
+    return text, 1.0

@@ -314,6 +314,14 @@ def test_blocks_come_back_as_16_bits_of_the_rest():
         safeload.convert("x.gguf", "back/", resume=True)
 
 
+def test_integers_that_are_dropped_do_not_matter():
+    tensors = {"a": np.ones((4, 32), np.float32), "n": np.arange(3, dtype=np.int32)}
+    safeload.convert(tensors, "x.gguf", metadata={"general.architecture": "flux"}, raw=True)
+    assert safeload.convert("x.gguf", "back.safetensors", drop="n").tensors == 1
+    with pytest.raises(FormatError, match="'n' is int32, expected floating-point numbers"):
+        safeload.convert("x.gguf", "all.safetensors")
+
+
 def test_renamed_tensors_keep_their_original_shapes():
     tensors = model("sd1", "float16")
     convert(tensors, quantize="q4_k_m")

@@ -20,8 +20,7 @@ from ...models.diffusion import (
     original_shape,
     prefix_of,
 )
-from ..sources.catalog import Catalog
-from ..sources.restructured import Move, RestructuredCatalog, TensorRecipe
+from ..sources.catalog import Catalog, Move, RestructuredCatalog, TensorRecipe
 
 # Tensors with at most this many elements stay float32.
 _SMALL = 1024

@@ -11,8 +11,7 @@ from ...errors import FormatError, UnsupportedError
 from ...models.gguf import PLACE, GgufForm, GgufLayout, without_numbers
 from ...models.module_names import stored_names
 from ...models.schema import MAX_EXPERTS
-from ..sources.catalog import Catalog
-from ..sources.restructured import Move, TensorRecipe, TensorView
+from ..sources.catalog import Catalog, Move, TensorRecipe, TensorView
 from .settings import ModelConfig, count_at
 
 SINGLE, FUSED = "single", "fused"

@@ -19,8 +19,7 @@ from ...models.gguf import is_kept_f32
 from ...packed.quantization import without_quantization
 from ...stores.files import Location
 from ...stores.json_file import read_if_there
-from ..sources.catalog import Catalog
-from ..sources.restructured import RestructuredCatalog, TensorRecipe
+from ..sources.catalog import Catalog, RestructuredCatalog, TensorRecipe
 from .layouts import SINGLE, check_tensors, llama_cpp_recipes, published_recipes
 from .sentencepiece import MAX_PIECES
 from .settings import ModelConfig, config_of, form_of, settings_of

@@ -37,13 +37,7 @@ from ..folders.destinations import (
     refuse_inputs,
 )
 from ..folders.disk_sink import DiskSink, check_shards, remove_shards, shards_beside
-from ..folders.shards import (
-    config_text,
-    extras_of,
-    index_text,
-    warn_of_schemes,
-    write_shards,
-)
+from ..folders.shards import config_text, extras_of, index_text, warn_of_schemes, write_shards
 from ..folders.sink import Sink, free_names
 from ..quantize.rules import ConvertScheme, Keep
 from ..sources.catalog import Catalog, Given

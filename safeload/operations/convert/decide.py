@@ -68,8 +68,7 @@ from ..quantize.rules import (
     tied_heads,
 )
 from ..quantize.stack import plan
-from ..sources.catalog import Catalog, Given, TensorDescription, has_names, is_path
-from ..sources.restructured import RestructuredCatalog
+from ..sources.catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
 from .make import Decision, Outputs, outputs_of, spans_of
 
 if TYPE_CHECKING:
@@ -251,9 +250,8 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) ->
 
     The Hub's models of one file are often passed as ``MODEL/model.safetensors``. An engine needs what lies beside it.
     """
-    if catalog.folder is not None or catalog.config is not None or len(catalog.weight_files) != 1:
-        return None
-    if catalog.format == "gguf":
+    alone = catalog.folder is None and catalog.config is None and len(catalog.weight_files) == 1
+    if not alone or catalog.format == "gguf":
         return None
     from ..architectures.llama_cpp import source_of  # only here: most results need no model
 
@@ -614,7 +612,7 @@ class Decider:
         beside = {*self._heads, *self._left_out, *(name for name in self._ignored if name not in catalog)}
         stored = [name for name in chosen if name not in beside]
         every = request.every_tensor and not self._left_out
-        tensors = catalog.plain(None if every else stored, blocks=True) if not catalog.made else None
+        tensors = catalog.plain(None if every else stored, blocks=True) if not catalog.makes else None
         self._tensors = None if tensors is None else tensors.named(stored)
         self._descriptions = catalog.descriptions(stored, self._tensors)
         if isinstance(self._rules, FileTypeRules):

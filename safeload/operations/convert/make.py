@@ -203,7 +203,7 @@ def outputs_of(
     """Return the tensors as decided."""
     reads, decided = [*decisions], [*decisions.values()]
     names = [*renamed(reads, rename).values()] if rename else reads
-    if format == SAFETENSORS and matrix is None and not catalog.made:
+    if format == SAFETENSORS and matrix is None and not catalog.makes:
         targets = {decision: decision.target for decision in {*decided}}
         if None not in targets.values():
             tensors = catalog.plain(reads, blocks=True) if tensors is None else tensors.named(reads)
@@ -412,7 +412,7 @@ class Maker:
             plain = [
                 (each.sources or (name,))[0]
                 for name, each in self._decisions.items()
-                if each.scheme is None and each.stack is None and each.dtype == code
+                if each.scheme is None and not each.stack and each.dtype == code
             ]
             names = [each for each in plain if each in self._catalog]
             self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
@@ -545,7 +545,7 @@ class Maker:
         """Return True if a tensor is quantized together with others: it is small, plain, and in a local file."""
         if tensor.nbytes > _SMALL or not tensor.floating or tensor.scheme is not None:
             return False
-        file = self._catalog.place(source).file if not self._catalog.made else None
+        file = self._catalog.place(source).file if not self._catalog.makes else None
         return file is not None and not file.remote
 
     def begin(self, names: Iterable[str]) -> None:

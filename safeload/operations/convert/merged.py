@@ -50,13 +50,13 @@ def _merged(catalog: Catalog, adapters: Sequence[Adapter], heads: Heads, fits: S
     names = {**dict.fromkeys(catalog), **aliases}  # a piece has more in its files
     base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
     result, merge = Catalog.of(whole), Merge(base, adapters, heads, fits=fits)
-    result.merge, result.aliases = merge, aliases
+    result.makes, result.merge, result.aliases = True, merge, aliases
     for name in merge.changes:
         about = whole.about(name)
         work = dtypes.BY_CODE["F64" if about.row.code == "F64" else "F32"]
         if not about.packed and (about.quantized or about.row.packed):  # merging turns blocks into numbers
             about = TensorDescription(name, work.name, about.shape, work.nbytes(math.prod(about.shape)), work, True)
-        result.made[name] = Made(partial(merge.values, name), work, about)
+        result.rows[name] = Made(partial(merge.values, name), work, about)
     if heads.untied and result.config is not None:
         result.config = untied(result.config)
     return result

@@ -43,7 +43,7 @@ from ..folders.sink import Sink, free_names, indexed_names, shared_identity
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_rules import arranged
 from ..sources import executors
-from ..sources.catalog import Catalog, Given, has_names
+from ..sources.catalog import Catalog, Given, RestructuredCatalog, has_names
 from ..sources.executors import (
     INVALID_PIECE,
     INVALID_PLAN,
@@ -54,7 +54,6 @@ from ..sources.executors import (
     files_at,
     opened,
 )
-from ..sources.restructured import RestructuredCatalog
 from .decide import (
     Conversion,
     ConvertOptions,
@@ -428,13 +427,9 @@ def _check_not_applied(catalog: Catalog, folder: Sink, call: str) -> None:
     """Refuse to convert the result of an interrupted call, which replaced its own source, once more."""
     read = {file.files.public(file.place) for file in catalog.weight_files}
     for file, record in journal.records(folder).get(call, {}).items():
-        for place, name in journal.places(folder, call, file):
+        for name in [name for place, name in journal.places(folder, call, file) if place is folder]:
             path = (Location(folder.location.files, folder.place) / name).path
-            if (
-                place is folder
-                and path in read
-                and place.holds(name, record["size"], record["sha256"], record.get("object"))
-            ):
+            if path in read and folder.holds(name, record["size"], record["sha256"], record.get("object")):
                 raise ValueError(
                     f"resume: {show(folder.shown(name))} is already the result of this call: "
                     "pass overwrite=True without resume=True to apply it again"
@@ -500,7 +495,10 @@ def run(
     if folder is None:
         folder = sink_at(piece["folder"], piece.get("storage_options"), storage_options)
     whole, remote = journal.whole(folder, call, file, piece["id"]), folder.location.files.remote
-    if whole is None:
+    if whole is not None:
+        record, place, name = whole
+        identity = None if remote else place.identity(name)
+    else:
         if remote:  # a shard of a finished checkpoint, or of another conversion, stays
             shown = folder.shown(file)
             finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
@@ -509,16 +507,56 @@ def run(
                 raise FileExistsError(errno.EEXIST, message, shown)
             if any(file in records for other, records in journal.records(folder).items() if other != call):
                 raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
-        size, digest, identity = _write(piece, folder, threads, storage_options, outputs)
-        record = {"piece": piece["id"], "version": piece["version"], "options": piece["options"]}
-        record |= {"sources": versions_of(piece), "size": size, "sha256": digest}
+        place, identity = folder if remote else journal.subfolder(folder, call), None
+        with ExitStack() as stack, Digest() as digest:
+            with paused(sum(len(each["names"]) for each in piece["tensors"])):
+                if outputs is None:
+                    outputs = _outputs_of(stack, piece, threads, storage_options)
+                writer = outputs.writer(lambda nbytes: None)  # a piece counts when it is complete
+            if outputs.nbytes != piece["nbytes"]:
+                raise FormatError(
+                    f"the shard was planned with {piece['nbytes']:,} bytes of tensors, but has {outputs.nbytes:,}",
+                    place.shown(file),
+                )
+            try:
+                with place.writing(file, writer.size, digest=digest) as shard:
+                    writer.write_to(shard)
+                    shard.seal()
+                identity = None if remote else shared_identity(shard.identity)
+            except PermissionError:  # Windows: another process that runs this piece is reading the shard it just wrote
+                if remote or not place.holds(file, writer.size, digest.hexdigest()):
+                    raise
+            record = {"piece": piece["id"], "version": piece["version"], "options": piece["options"]}
+            record |= {"sources": versions_of(piece), "size": writer.size, "sha256": digest.hexdigest()}
         journal.write(folder, call, file, record)
-    else:
-        record, place, name = whole
-        size, digest, identity = record["size"], record["sha256"], None if remote else place.identity(name)
-    result = {"plan": piece["plan"], "file": file, "nbytes": piece["nbytes"], "size": size, "sha256": digest}
-    seconds = round(time.perf_counter() - started, 3)
-    return {**result, "identity": identity, "written": whole is None, "seconds": seconds}
+    return {
+        **{key: piece[key] for key in ("plan", "file", "nbytes")},
+        **{key: record[key] for key in ("size", "sha256")},
+        "identity": identity,
+        "written": whole is None,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+
+
+def _outputs_of(
+    stack: ExitStack, piece: Mapping[str, Any], threads: int | None, storage_options: Mapping[str, Any] | None
+) -> Outputs:
+    """Open the sources of a piece, and return the tensors of its shard."""
+    decisions, adapters = decisions_of(piece["tensors"]), piece["adapters"]
+    names = piece["names"] or reads_of([*decisions], [*decisions.values()])
+    heads = {head: embedding for adapter in adapters for head, embedding in adapter["untied"].items()}
+    stored = [heads.get(name, name) for name in names] if heads else names  # a tied head is stored as its embedding
+    _, (catalog,) = stack.enter_context(opened({**piece, "names": stored}, storage_options))
+    if adapters:
+        from .merged import reopened  # only here: most conversions merge nothing
+
+        untied = {name: heads[name] for name in names if name in heads and heads[name] in catalog}
+        catalog = reopened(stack, catalog, adapters, untied)
+    if piece["arranged_from"] is not None:
+        catalog.config = piece["arranged_from"]
+        catalog = arranged(catalog, presets()[piece["options"]["quantize"]], whole=False)
+    outputs = outputs_of(catalog, decisions, SAFETENSORS, rename=piece["rename"], threads=threads)
+    return outputs._replace(metadata=piece["metadata"] or {}, editable=piece["editable"])
 
 
 def versions_of(piece: Mapping[str, Any]) -> list[list[Any]]:
@@ -544,54 +582,6 @@ class PieceRunner:
 
     def __call__(self, piece: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
         return run(piece, threads, self._storage_options, self._folder, self._shards.get(piece["id"]))
-
-
-def _write(
-    piece: Mapping[str, Any],
-    folder: Sink,
-    threads: int | None,
-    storage_options: Mapping[str, Any] | None,
-    outputs: Outputs | None,
-) -> tuple[int, str, list[int] | None]:
-    """Write a shard, and open its sources unless its tensors are open; return its size, SHA-256 and identity."""
-    file = piece["file"]
-    if not folder.location.files.remote:
-        folder = journal.subfolder(folder, piece["call"])
-    with ExitStack() as stack, Digest() as digest:
-        with paused(sum(len(run["names"]) for run in piece["tensors"])):
-            if outputs is None:
-                decisions, adapters = decisions_of(piece["tensors"]), piece["adapters"]
-                names = piece["names"] or reads_of([*decisions], [*decisions.values()])
-                heads = {head: embedding for adapter in adapters for head, embedding in adapter["untied"].items()}
-                # A tied head is stored as its embedding.
-                files = {**piece, "names": [heads.get(name, name) for name in names] if heads else names}
-                _, (catalog,) = stack.enter_context(opened(files, storage_options))
-                if adapters:
-                    from .merged import reopened  # only here: most conversions merge nothing
-
-                    untied = {name: heads[name] for name in names if name in heads and heads[name] in catalog}
-                    catalog = reopened(stack, catalog, adapters, untied)
-                if piece["arranged_from"] is not None:
-                    catalog.config = piece["arranged_from"]
-                    catalog = arranged(catalog, presets()[piece["options"]["quantize"]], whole=False)
-                outputs = outputs_of(catalog, decisions, SAFETENSORS, rename=piece["rename"], threads=threads)
-                outputs = outputs._replace(metadata=piece["metadata"] or {}, editable=piece["editable"])
-            writer = outputs.writer(lambda nbytes: None)  # a piece counts when it is complete
-        if outputs.nbytes != piece["nbytes"]:
-            raise FormatError(
-                f"the shard was planned with {piece['nbytes']:,} bytes of tensors, but has {outputs.nbytes:,}",
-                folder.shown(file),
-            )
-        identity = None
-        try:
-            with folder.writing(file, writer.size, digest=digest) as shard:
-                writer.write_to(shard)
-                shard.seal()
-            identity = None if folder.location.files.remote else shared_identity(shard.identity)
-        except PermissionError:  # Windows: another process that runs this piece is reading the shard it just wrote
-            if folder.location.files.remote or not folder.holds(file, writer.size, digest.hexdigest()):
-                raise
-        return writer.size, digest.hexdigest(), identity
 
 
 @public
@@ -647,7 +637,18 @@ def _complete(
     planned: Mapping[str, str] | None = None,  # in the call that ran the pieces: the shard of each stored tensor
 ) -> ConvertReport:
     """Complete a folder like `finalize`. The call that ran the pieces trusts shards with their reported identity."""
-    done, each = _results_of(plan, results), folder.location.files.each
+    by_file, each = {}, folder.location.files.each
+    for result in results:
+        if isinstance(result, Mapping) and result.get("plan") == plan["id"]:
+            if not all(isinstance(result.get(key), kinds) for key, kinds in _RESULT.items()):
+                raise FormatError(f"invalid result of a piece: {show(dict(result))}")
+            by_file[result["file"]] = result
+    expected = [piece["file"] for piece in plan["pieces"]]
+    missing = [file for file in expected if file not in by_file]
+    if missing:
+        count = f"{plural(len(missing), 'piece')} of {len(expected):,}"
+        raise ValueError(f"no result for {count}, such as {show(missing[0])}: run them first")
+    done = [by_file[file] for file in expected]
 
     def find(result: Mapping[str, Any]) -> tuple[Sink, str]:
         return _place_of(plan, result, folder, trusted=planned is not None)
@@ -669,7 +670,7 @@ def _complete(
             tensor: name for name, tensors in zip(names, each(names_in, shards), strict=True) for tensor in tensors
         }
     else:
-        name_of = dict(zip([piece["file"] for piece in plan["pieces"]], names, strict=True))
+        name_of = dict(zip(expected, names, strict=True))
         stored = {tensor: name_of[file] for tensor, file in planned.items()}
     files: dict[str, bytes | Location] = {
         name: Location(files_at(path, public, storage_options), path) for name, (path, public) in plan["extras"].items()
@@ -692,21 +693,6 @@ def _complete(
         summary = Summary(before, total, schemes, kept)
     seconds, left_out = sum(result["seconds"] for result in done), tuple(plan["left_out"])
     return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, summary, left_out)
-
-
-def _results_of(plan: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the result of each piece."""
-    by_file = {}
-    for result in results:
-        if isinstance(result, Mapping) and result.get("plan") == plan["id"]:
-            if not all(isinstance(result.get(key), kinds) for key, kinds in _RESULT.items()):
-                raise FormatError(f"invalid result of a piece: {show(dict(result))}")
-            by_file[result["file"]] = result
-    missing = [piece["file"] for piece in plan["pieces"] if piece["file"] not in by_file]
-    if missing:
-        count = f"{plural(len(missing), 'piece')} of {len(plan['pieces']):,}"
-        raise ValueError(f"no result for {count}, such as {show(missing[0])}: run them first")
-    return [by_file[piece["file"]] for piece in plan["pieces"]]
 
 
 def _place_of(plan: Mapping[str, Any], result: Mapping[str, Any], folder: Sink, *, trusted: bool) -> tuple[Sink, str]:

@@ -18,8 +18,7 @@ from ..quantize.encoding import Encoding
 from ..quantize.engine_rules import EngineRules, arranged
 from ..quantize.quantize import SchemeName
 from ..quantize.rules import Rules, check_restorable, heads_to_quantize, schema_of, tied_heads
-from ..sources.catalog import Catalog, Given, TensorDescription
-from ..sources.restructured import RestructuredCatalog
+from ..sources.catalog import Catalog, Given, RestructuredCatalog, TensorDescription
 
 #: The dtypes to predict sizes for.
 DTYPES = ("float32", "float16", "bfloat16")

@@ -21,8 +21,7 @@ from ...engine.run.threads import thread_count
 from ...errors import RangeError, UnsupportedError
 from ...packed.families import Preset
 from ...stores.thread_group import in_order
-from ..sources.catalog import Catalog, read_values
-from ..sources.restructured import RestructuredCatalog, TensorRecipe
+from ..sources.catalog import Catalog, RestructuredCatalog, TensorRecipe, read_values
 
 # The dtypes of weights that engines quantize.
 WEIGHTS = ("BF16", "F16", "F32")
@@ -109,9 +108,9 @@ def weights_in(
         items = arranged.recipe(name).items
         if len(items) > 1:
             packed = any(base.about(source).packed for source in arranged.sources_of(name))
-            alone = packed or base.in_memory or bool(base.made)
+            alone = packed or base.in_memory or base.makes
             return _of_items(arranged, items, row, scratch, alone=alone)
-    elif not base.made:
+    elif not base.makes:
         value = catalog.values(name)
         if isinstance(value, Source) and value.packed is None:
             return _ranges_of(value, row, scratch)

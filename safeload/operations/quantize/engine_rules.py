@@ -23,8 +23,7 @@ from ...models.tied import tied_heads
 from ...packed.conv1d import conv1d_model, is_named_conv1d
 from ...packed.families import IS_EXPERT, IS_HEAD, Preset, presets
 from ...packed.quantization import Quantization, quantization_of
-from ..sources.catalog import Catalog, TensorDescription
-from ..sources.restructured import Move, RestructuredCatalog, TensorRecipe, TensorView
+from ..sources.catalog import Catalog, Move, RestructuredCatalog, TensorDescription, TensorRecipe, TensorView
 from .encoding import WEIGHTS, check_columns
 from .rules import Keep, Kept, Planned
 

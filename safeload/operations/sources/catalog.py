@@ -1,6 +1,7 @@
 """Tensors by name, from checkpoints of any format, dicts of arrays, or several of both, and their descriptions.
 
-Operations work on a `Catalog`: only this module distinguishes a `Checkpoint` from a dict.
+Operations work on a `Catalog`: only this module distinguishes a `Checkpoint` from a dict. The tensors of a
+`RestructuredCatalog` are made of those of another catalog: recipes say which items and rows go where.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from itertools import repeat
 from operator import add, attrgetter, itemgetter, sub
 from types import TracebackType
@@ -42,10 +44,12 @@ from ...engine.codes.source import Source, in_file, of_array, of_numbers, of_pac
 from ...engine.read.load import Backend
 from ...engine.read.tensors import Entry, FileTensor, Tensors, entries_of, packed_of
 from ...engine.run import jobs
+from ...engine.run.cast import astype
 from ...engine.run.memory import address_of
 from ...engine.run.weight_file import WeightFile
-from ...errors import SafeloadError
+from ...errors import FormatError, SafeloadError
 from ...loading.entry import open
+from ...models.config_dtype import dtype_in
 from ...packed import finder
 from ...packed.families import Stored
 from ...packed.finder import Codes
@@ -146,6 +150,7 @@ class Catalog:
 
     kept_f32: Collection[str] = ()  # names that stay float32 whatever dtype is requested
     texts: Mapping[str, bytes] = {}  # further files of the result, by name
+    makes = False  # whether tensors are made when they are read
     merge: Merge | None = None  # adapters
     aliases: Mapping[str, str] = {}  # tensors by the second names that adapters need
 
@@ -157,6 +162,7 @@ class Catalog:
     ) -> None:
         self._origins = tuple(origins)
         self.mapped = mapped
+        self.rows: dict[str, Made] = {}  # of the tensors that are made, by name
         self.checkpoints: list[Checkpoint] = []
         self.files: list[str] = []
         self.weight_files: list[WeightFile] = []
@@ -351,8 +357,8 @@ class Catalog:
 
     def about(self, name: str) -> TensorDescription:
         """Describe a tensor without reading it."""
-        if name in self.made:
-            return self.made[name].about
+        if self.makes and (computed := self.made(name)) is not None:
+            return computed.about
         origin, file, index = self._places[name]
         if file is None:
             return about_value(name, origin[name])
@@ -408,10 +414,9 @@ class Catalog:
         entries = ((name, table.unknown.get(table.names[index])) for name, table, index in tables if table.unknown)
         return {name: entry for name, entry in entries if entry is not None}
 
-    @cached_property
-    def made(self) -> dict[str, Made]:
-        """The tensors whose values are not those of a file or of a dict."""
-        return {}
+    def made(self, name: str) -> Made | None:
+        """Return how a tensor is made, or None if its values are those of a file or of a dict."""
+        return self.rows.get(name)
 
     def check_kept(self, name: str) -> None:
         """Refuse a tensor if it cannot stay as it is stored."""
@@ -420,7 +425,7 @@ class Catalog:
 
     def value(self, name: str, threads: int | None = None, dtype: Any = None) -> Any:
         """Return an array or a `QuantizedTensor`, as stored without a dtype; file tensors get private memory."""
-        if (computed := self.made.get(name)) is not None:
+        if (computed := self.made(name)) is not None:
             row = computed.work if dtype is None else dtypes.parse(dtype)
             out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
             computed.fill(row, out, threads)
@@ -443,7 +448,7 @@ class Catalog:
 
     def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
         """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
-        if name in self.made:
+        if self.made(name) is not None:
             return of_array(name, self.value(name, threads))
         origin, file, index = self._places[name]
         if file is not None and not file.table.packed.get(index):
@@ -462,13 +467,13 @@ class Catalog:
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
         """Return read plans for the tensors stored in files; those in memory, and those that are made, are skipped."""
-        places = [(name, self._places[name]) for name in names if name not in self.made]
+        places = [(name, self._places[name]) for name in names if self.made(name) is None]
         parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
         return {entry.name: entry for entry in entries_of(parts, target)}
 
     def in_place(self, name: str) -> Source | None:
         """Return a tensor as a source if jobs can read or dequantize it in place; None if it must be copied first."""
-        if name in self.made:
+        if self.made(name) is not None:
             return None
         origin, file, index = self._places[name]
         if file is not None:
@@ -492,7 +497,7 @@ class Catalog:
 
     def restoring(self, name: str) -> Source | None:
         """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
-        if name in self.made:
+        if self.made(name) is not None:
             return None
         _, file, index = self._places[name]
         packed = None if file is None else packed_of(file, index)
@@ -508,7 +513,7 @@ class Catalog:
 
     def read_into(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> None:
         """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype."""
-        if (computed := self.made.get(name)) is not None:
+        if (computed := self.made(name)) is not None:
             computed.fill(row, out, threads)
             return
         ordered = read_values(self.values(name), row, out, threads)
@@ -561,3 +566,236 @@ def has_names(source: Any) -> TypeGuard[Given]:
 def is_path(source: Any) -> bool:
     """Return True for the path of a file or folder, which is not open yet."""
     return isinstance(source, (str, os.PathLike)) or (is_located(source) and not is_file_object(source))
+
+
+_F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
+_ALL = slice(None)
+
+
+class TensorView(NamedTuple):
+    """A part of a tensor."""
+
+    item: int | None = None  # index of the first axis; None for the whole tensor
+    rows: slice = _ALL  # of the item, after it is transposed
+    transposed: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """True if rows are neither chosen nor transposed."""
+        return self.rows == _ALL and not self.transposed
+
+    def of(self, tensor: Array) -> Array:
+        """Return the part of an array, without copying."""
+        part: Array = tensor if self.item is None else tensor[self.item]
+        return self.in_item(part)
+
+    def in_item(self, item: Array) -> Array:
+        """Return the part of the item."""
+        part: Array = item.swapaxes(-1, -2) if self.transposed and item.ndim > 1 else item
+        return part[self.rows]
+
+
+class Move(NamedTuple):
+    """A part of a source that becomes a part of the result."""
+
+    source: str
+    read: TensorView = TensorView()
+    written: TensorView = TensorView()
+
+
+class TensorRecipe(NamedTuple):
+    """How a tensor is made."""
+
+    shape: tuple[int, ...]
+    moves: tuple[Move, ...]
+    heads: int = 0  # heads of the rows that change places; 0 if rows stay
+    inverse: bool = False  # the rows go back
+    shift: float = 0.0  # added to each element in float32
+    dtype: str | None = None  # code of the dtype; None for that of the sources
+    constant: Array | None = None  # float32 values of a tensor without sources
+
+    @property
+    def sources(self) -> Iterable[str]:
+        """The names of all sources, with duplicates."""
+        return (move.source for move in self.moves)
+
+    @property
+    def renamed(self) -> str | None:
+        """The source if the tensor is unchanged except for its name."""
+        if len(self.moves) != 1 or self.heads or self.shift or self.moves[0][1:] != (TensorView(), TensorView()):
+            return None
+        return self.moves[0].source
+
+    @property
+    def items(self) -> tuple[TensorRecipe, ...]:
+        """The recipe of each item of the first axis, or the recipe itself if items cannot be made alone."""
+        by_item: dict[int, list[Move]] = {}
+        for move in self.moves:
+            item = move.written.item
+            if item is None or self.heads or (move.read.item is None and not move.read.whole):
+                return (self,)
+            by_item.setdefault(item, []).append(move._replace(written=move.written._replace(item=None)))
+        return tuple(self._replace(shape=self.shape[1:], moves=tuple(by_item.get(k, ()))) for k in range(self.shape[0]))
+
+    def arranged(self, array: Array) -> Array:
+        """Return the array with its rows in the order of the result."""
+        if not self.heads:
+            return array
+        rows, half = array.shape[0], array.shape[0] // self.heads // 2
+        inner = (self.heads, half, 2) if self.inverse else (self.heads, 2, half)
+        swapped: Array = array.reshape(*inner, -1).swapaxes(1, 2).reshape(rows, *array.shape[1:])
+        return swapped
+
+
+class RestructuredCatalog(Catalog):
+    """Tensors made by recipes when they are read."""
+
+    makes = True
+
+    def __init__(
+        self,
+        base: Catalog,
+        recipes: Mapping[str, TensorRecipe],
+        *,
+        metadata: Mapping[str, Any],
+        config: dict[str, Any] | None = None,
+        format: str | None = None,  # of the structure: "gguf" for names of llama.cpp
+        kept_f32: Iterable[str] = (),
+        restored: dtypes.Dtype | None = None,  # of dequantized tensors; None for that of the config, else bfloat16
+        for_engine: bool = False,  # True to leave the tensors that are only renamed as they are stored
+    ) -> None:
+        super().__init__(base._origins, base.mapped)
+        self.base = base
+        self._recipes = recipes
+        self._restored = restored or dtype_in(base.config) or _BF16
+        self.for_engine = for_engine
+        self.kept_f32 = frozenset(kept_f32)
+        self.texts = base.texts
+        self.metadata = metadata
+        self.config = config
+        self.format = format
+        self.ignored = {}
+        self.codes = {}  # sources with codes are refused
+        self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
+        self._known = recipes
+
+    def plain(self, names: Collection[str] | None = None, *, blocks: bool = False) -> Tensors | None:
+        return None
+
+    def place(self, name: str) -> TensorPlace:
+        source = self._recipes[name].renamed
+        return TensorPlace({}) if source is None else self.base.place(source)
+
+    def made(self, name: str) -> Made:
+        recipe = self._recipes[name]
+        if name in self.rows:
+            return self.rows[name]
+        sources = [*map(self.base.about, self.sources_of(name))]
+        if self.for_engine and recipe.renamed is not None:
+            about = sources[0]._replace(name=name)
+        else:
+            rows = {self._row(name, source) for source in sources}
+            row = rows.pop() if len(rows) == 1 and not recipe.shift and name not in self.kept_f32 else _F32
+            row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
+            about = TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
+        # Dequantized values are not rounded before they are quantized again.
+        work = _F32 if any(source.quantized for source in sources) else about.row
+
+        def fill(row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+            self.make(recipe, row, out, threads)
+            self.release()
+
+        self.rows[name] = Made(fill, work, about)
+        return self.rows[name]
+
+    def _row(self, name: str, source: TensorDescription) -> dtypes.Dtype:
+        """Return the dtype of the values of a source."""
+        if source.quantized:
+            return self._restored
+        row = source.row
+        if not source.floating or row.packed:
+            raise FormatError(f"tensor {source.name!r} is {source.dtype}, expected floating-point numbers", tensor=name)
+        return row if row.code in ("F32", "F16", "BF16") else _F32 if row.bits > 16 else self._restored
+
+    def refuse_unknown(self, names: Iterable[str]) -> None:
+        self.base.refuse_unknown(source for name in names for source in self.sources_of(name))
+
+    def recipe(self, name: str) -> TensorRecipe:
+        """Return how a tensor is made."""
+        return self._recipes[name]
+
+    def sources_of(self, name: str) -> list[str]:
+        """Return the source tensors of a tensor."""
+        return list(dict.fromkeys(self._recipes[name].sources)) if name in self._recipes else []
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return a pattern of names, or the names whose sources match it if no name matches."""
+        if any(fnmatchcase(name, pattern) for name in self):
+            return [pattern]
+        names = [name for name in self if any(fnmatchcase(source, pattern) for source in self.sources_of(name))]
+        return names or [pattern]
+
+    def unknown(self) -> dict[str, Unknown]:
+        return {}
+
+    def check_kept(self, name: str) -> None:
+        for source in self.sources_of(name):
+            self.base.check_kept(source)
+
+    def array(self, name: str, threads: int | None = None) -> Array:
+        recipe = self._recipes[name]
+        whole = super().array(name, threads) if recipe.renamed is None else self.base.array(recipe.renamed, threads)
+        return whole.reshape(recipe.shape)
+
+    def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
+        recipe = self._recipes[name]
+        if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
+            return super().source(name, threads)
+        source = self.base.source(recipe.renamed, threads)
+        return source if isinstance(source, QuantizedTensor) else source._replace(name=name, shape=recipe.shape)
+
+    def restoring(self, name: str) -> Source | None:
+        recipe = self._recipes[name]
+        source = None if recipe.renamed is None else self.base.restoring(recipe.renamed)
+        return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
+
+    # ---- values ----
+
+    def release(self) -> None:
+        """Free the memory of a source that was read as a whole."""
+        self._whole = None
+
+    def make(self, recipe: TensorRecipe, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+        """Fill an array with a tensor or an item; several threads may call this if sources are plain and in files."""
+        if recipe.constant is not None:
+            out[...] = astype(recipe.constant, row.name)
+        for move in recipe.moves:
+            target = move.written.of(out)
+            if move.read.whole and not recipe.heads and not recipe.shift and target.flags.c_contiguous:
+                if move.read.item is None:
+                    stored: Array = target.reshape(self.base.about(move.source).shape)
+                    self.base.read_into(move.source, row, stored, threads)
+                else:
+                    target[...] = self._item(move.source, move.read.item, row, threads)
+                continue
+            work = _F32 if recipe.shift else row
+            array = self._item(move.source, move.read.item, work, threads)
+            array = recipe.arranged(move.read.in_item(array))
+            if recipe.shift:
+                array = astype(array + np.float32(recipe.shift), row.name, threads=threads)
+            target[...] = array
+
+    def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
+        """Return an item of a source; sources that are read as a whole are kept for the next item."""
+        place, about = self.base.place(name), self.base.about(name)
+        if item is not None and place.file is not None and not about.packed and self.base.made(name) is None:
+            owner: Any = place.origin  # tensors of a dict have no file
+            array: Array = owner.take(name, [item], row.name)[0]  # reads the item only
+            return array
+        if self._whole is None or self._whole[:2] != (name, row.code):
+            self._whole = None  # frees its memory first
+            whole: Array = np.empty(about.shape, dtypes.array_dtype(row.number))
+            self.base.read_into(name, row, whole, threads)
+            self._whole = name, row.code, whole
+        part: Array = self._whole[2] if item is None else self._whole[2][item]
+        return part

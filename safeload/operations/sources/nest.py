@@ -92,13 +92,18 @@ def flatten(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
                 path.pop()
             continue
         key, value = item
-        path.append(key if isinstance(key, str) else _part(key, sep.join(path)))
-        children = _children(value)
+        if not isinstance(key, str) and (not isinstance(key, int) or isinstance(key, bool)):
+            prefix = sep.join(path)
+            inside_of = f" in {show(prefix)}" if prefix else ""
+            raise TypeError(f"keys{inside_of} must be str or int, got {show(key)}")
+        path.append(key if isinstance(key, str) else str(key))
+        children: Any = value.items() if isinstance(value, Mapping) else None
+        children = enumerate(value) if isinstance(value, (list, tuple)) else children
         if children is not None:
             if id(value) in inside:
                 raise ValueError(f"{show(sep.join(path))} contains itself")
             inside.add(id(value))
-            walked.append((id(value), children))
+            walked.append((id(value), iter(children)))
             continue
         name = sep.join(path)
         path.pop()
@@ -106,20 +111,6 @@ def flatten(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
             raise ValueError(f"two values would have the name {show(name)}")
         flat[name] = value
     return flat
-
-
-def _children(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Return the items of a container, or None for a value."""
-    if isinstance(value, Mapping):
-        return iter(value.items())
-    return iter(enumerate(value)) if isinstance(value, (list, tuple)) else None
-
-
-def _part(key: Any, prefix: str) -> str:
-    if isinstance(key, int) and not isinstance(key, bool):
-        return str(key)
-    inside = f" in {show(prefix)}" if prefix else ""
-    raise TypeError(f"keys{inside} must be str or int, got {show(key)}")
 
 
 def _check_separator(sep: str) -> None:
