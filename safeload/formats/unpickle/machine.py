@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -111,25 +112,21 @@ class LargeBytes:
         return content
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Foreign:
     """The name of a global outside the table."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Inert:
     """A placeholder for the result of calling a `Foreign`: a record of the call."""
 
-    __slots__ = ("args", "items", "name", "state")
-
-    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
-        self.name = name  # of the global
-        self.args = args
-        self.items: dict[Any, Any] = {}  # set or appended by the pickle
-        self.state: Any = None  # set by BUILD
+    name: str  # of the global
+    args: tuple[Any, ...]
+    items: dict[Any, Any] = field(default_factory=dict)  # set or appended by the pickle
+    state: Any = None  # set by BUILD
 
 
 class Fault(Exception):  # noqa: N818 - becomes a FormatError or `kind` once the position is known
