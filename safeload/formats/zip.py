@@ -200,9 +200,6 @@ class FileStream(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = 0) -> int:
         at = offset + (0, self._at, self._file.size)[whence]
         if at < 0:

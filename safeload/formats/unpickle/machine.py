@@ -59,7 +59,7 @@ _COPIED_BYTES: dict[type[Any], int] = {str: 4, bytes: 4, list: 100, tuple: 100, 
 # Bytes of a mapped pickle that are not copied.
 _LARGE = 1 << 16
 # Bytes of arguments, for opcodes with a case in `_run`.
-_ARGUMENT = {0x4B: 1, 0x4D: 2, 0x58: 4, 0x68: 1, 0x71: 1, 0x72: 4, 0x8C: 1}
+_ARGUMENT = {0x4B: 1, 0x4D: 2, 0x58: 4, 0x68: 1, 0x72: 4, 0x8C: 1}
 _CLAUSE = "the pickle references"
 # Added to the message if unknown globals are the only fault of the pickle.
 ADVICE = '; unknown_globals="inert" reads the tensors around them'
@@ -666,13 +666,6 @@ def _run(machine: Builder, path: str, base: int | None) -> Any:
                 case 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
                     at += 1
-                case 0x71:  # BINPUT
-                    number = data[at + 1]
-                    if number <= room or number <= (room := len(memo) + NEAR):
-                        memo[number] = stack[-1]
-                    else:
-                        machine.remember(number, stack[-1])
-                    at += 2
                 case 0x8C:  # SHORT_BINUNICODE
                     end = at + 2 + data[at + 1]
                     if end > size:
