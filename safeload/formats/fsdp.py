@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from typing import Any, NamedTuple
 
@@ -105,10 +106,11 @@ class RankFile(NamedTuple):
         return in_one_box(listing.row, listing.shape, self.stored(listing))
 
 
-class RankFolder:
+class RankFolder(ExitStack):
     """The folder of a checkpoint, and its open rank files; leaving it with an error closes them."""
 
     def __init__(self, file: WeightFile, known: re.Pattern[str], request: OpenRequest) -> None:
+        super().__init__()
         self.file = file
         self._files, self._folder = file.files, file.files.split(file.place)[0]
         self.path = self._files.shown(self._folder)
@@ -116,27 +118,17 @@ class RankFolder:
         self._known, self._inert = known, request.inert
         self._ranks: list[RankFile] = []
 
-    def __enter__(self) -> RankFolder:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        for rank in self._ranks if kind is not None else ():
-            rank.file.close()
-
     def open(self, name: str) -> RankFile:
         """Open a file and run its pickle; known globals become placeholders, and all if the request is inert."""
         file = open_without_table(self._files.join(self._folder, name), files=self._files)
-        try:
-            archive = Archive(file)
-            archive.prefetch(archive.entries)
-            pickled, places = read_tensors(archive, file, inert=True)
-            named = dict.fromkeys(pickled.harmless, True)
-            named |= {name: self._known.fullmatch(name) is not None for name in pickled.foreign}
-            unknown = [name for name, harmless in named.items() if not harmless]
-            check_foreign(unknown, file.path, self._inert, "the pickle references")
-        except BaseException:
-            file.close()
-            raise
+        self.push(lambda kind, *_: None if kind is None else file.close())
+        archive = Archive(file)
+        archive.prefetch(archive.entries)
+        pickled, places = read_tensors(archive, file, inert=True)
+        named = dict.fromkeys(pickled.harmless, True)
+        named |= {name: self._known.fullmatch(name) is not None for name in pickled.foreign}
+        unknown = [name for name, harmless in named.items() if not harmless]
+        check_foreign(unknown, file.path, self._inert, "the pickle references")
         self._ranks.append(RankFile(file, pickled, places, named))
         return self._ranks[-1]
 

@@ -59,8 +59,7 @@ _WEIGHTS = frozenset(
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Open the checkpoint that a file of model states belongs to."""
-    checkpoint = _Zero(candidate.file, _KNOWN, request)
-    with checkpoint:
+    with _Zero(candidate.file, _KNOWN, request) as checkpoint:
         return checkpoint.read(request.root)
 
 
