@@ -93,22 +93,22 @@ class Built:
         raise NotImplementedError
 
 
+@dataclass(slots=True, eq=False)
 class LargeBytes:
     """Bytes that stay in a mapped pickle."""
 
-    __slots__ = ("_data", "_size", "at")
-
-    def __init__(self, data: Any, at: int, size: int) -> None:
-        self._data, self.at, self._size = data, at, size  # `at`: of the first byte in the pickle
+    data: Any
+    at: int  # of the first byte in the pickle
+    size: int
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __repr__(self) -> str:
-        return f"<{self._size:,} bytes>"
+        return f"<{self.size:,} bytes>"
 
     def __bytes__(self) -> bytes:
-        content: bytes = self._data[self.at : self.at + self._size]
+        content: bytes = self.data[self.at : self.at + self.size]
         return content
 
 
