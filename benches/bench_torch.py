@@ -20,7 +20,7 @@ from compare import Comparison, race, release, same_list
 
 import safeload
 from safeload.formats.torch.globals import ALLOWED, read_persistent_id
-from safeload.formats.unpickle.run import unpickle
+from safeload.formats.unpickle.machine import unpickle
 
 torch = pytest.importorskip("torch", reason="torch is absent")
 

@@ -37,8 +37,8 @@ from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
 from ..stores.store import ByteStore
 from .boxed import MAX_RANK, BoxedListing, Region, in_one_box, in_pieces
+from .fsdp import RankFile, RankFolder
 from .numbered import ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
-from .rank_files import RankFile, RankFolder
 from .registry import Candidate, Content, OpenRequest
 from .torch.globals import PickledTensor
 from .torch.tensors import Tree
@@ -59,8 +59,7 @@ _WEIGHTS = frozenset(
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Open the checkpoint that a file of model states belongs to."""
-    checkpoint = _Zero(candidate.file, _KNOWN, request)
-    with checkpoint:
+    with _Zero(candidate.file, _KNOWN, request) as checkpoint:
         return checkpoint.read(request.root)
 
 

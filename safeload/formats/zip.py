@@ -200,9 +200,6 @@ class FileStream(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = 0) -> int:
         at = offset + (0, self._at, self._file.size)[whence]
         if at < 0:
@@ -414,7 +411,13 @@ def every_entry(content: Readable, most: int) -> list[ZipEntry]:
     end = content.size
     entries: list[ZipEntry] = []
     listed: set[str] = set()  # offset and shift of each entry, to read it once: as text, whose hash no file can choose
-    while len(listed) <= most and (records := _ends(content, end)):
+    while len(listed) <= most:
+        start = max(0, end - _END.size - 0xFFFF)
+        tail = content.read_at(start, end - start)
+        # The possible last end records, in descending order.
+        records = [start + match.start() for match in re.finditer(rb"PK\x05\x06", tail)][::-1]
+        if not records:
+            break
         before = len(entries)
         for record in records:
             entries += _listed(content, record, listed, most)
@@ -423,13 +426,6 @@ def every_entry(content: Readable, most: int) -> list[ZipEntry]:
         if end >= records[0]:
             break
     return entries
-
-
-def _ends(content: Readable, end: int) -> list[int]:
-    """Return the offsets of possible last end records before an offset, in descending order."""
-    start = max(0, end - _END.size - 0xFFFF)
-    tail = content.read_at(start, end - start)
-    return [start + match.start() for match in re.finditer(rb"PK\x05\x06", tail)][::-1]
 
 
 def _directories(content: Readable, end: int) -> list[tuple[int, int, int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ...base import dtypes
@@ -32,17 +33,15 @@ _TABLE = read_data(__name__, "globals.json")
 TENSOR_OWN = frozenset(_TABLE["attributes_of_torch"])
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Storage:
     """Bytes shared by tensors."""
 
-    __slots__ = ("count", "key", "part", "raw", "type")
-
-    def __init__(self, type: Global, key: str, count: int, part: tuple[int, int] | None = None) -> None:
-        self.type = type  # row of its class or dtype
-        self.key = key  # its name in the file
-        self.count = count  # elements of the whole storage
-        self.part = part  # first element and number of elements of a part of this storage; None for all
-        self.raw: bytes | None = None  # its bytes, if they are in the pickle itself
+    type: Global  # row of its class or dtype
+    key: str  # its name in the file
+    count: int  # elements of the whole storage
+    part: tuple[int, int] | None = None  # first element and number of elements of a part of this storage; None for all
+    raw: bytes | None = None  # its bytes, if they are in the pickle itself
 
     @property
     def nbytes(self) -> int:
@@ -50,22 +49,19 @@ class Storage:
         return self.count * self.type.itemsize
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PickledTensor:
     """A tensor as the pickle describes it, unchecked."""
 
-    __slots__ = ("dtype", "offset", "pending", "shape", "storage", "strides")
-
-    def __init__(
-        self, storage: Any, offset: Any, shape: Any, strides: Any, *, dtype: Global | None, pending: Any
-    ) -> None:
-        self.storage = storage  # a `Storage`; of an unreadable tensor, why it is unreadable
-        self.offset = offset  # first element in the storage
-        self.shape = shape
-        self.strides = strides  # elements between neighbours along each axis
-        self.dtype = dtype  # None for the dtype of the storage
-        # Operations to apply to the elements, such as {"conj": True}, and an unknown class. Of an unreadable tensor its
-        # dtype in listings, or the name of the unknown global.
-        self.pending = pending
+    storage: Any  # a `Storage`; of an unreadable tensor, why it is unreadable
+    offset: Any  # first element in the storage
+    shape: Any
+    strides: Any  # elements between neighbours along each axis
+    _: KW_ONLY
+    dtype: Global | None  # None for the dtype of the storage
+    # Operations to apply to the elements, such as {"conj": True}, and an unknown class. Of an unreadable tensor its
+    # dtype in listings, or the name of the unknown global.
+    pending: Any
 
 
 def _arity(args: tuple[Any, ...], low: int, high: int, function: str) -> None:

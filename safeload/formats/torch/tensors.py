@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from types import MappingProxyType
@@ -90,17 +91,17 @@ STAND_INS = {row.itemsize: row for row in map(ALLOWED.__getitem__, ("torch.uint8
 # ---- names in nested containers ----
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Node:
     """Facts about a container."""
 
-    __slots__ = ("depth", "links", "plain", "tensors", "text", "value", "values")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value  # keeps its id from being reused
-        self.links: Sequence[Link] = ()  # to tensors, and to containers with tensors below
-        # Names below, characters of these names, values after expansion without tensors, levels below.
-        self.tensors = self.text = self.values = self.depth = 0
-        self.plain: Any = None  # the rest as scalars, list, tuple, dict, set; `_NOTHING` if all values are tensors
+    value: Any  # keeps its id from being reused
+    links: Sequence[Link] = ()  # to tensors, and to containers with tensors below
+    tensors: int = 0  # names below
+    text: int = 0  # characters of these names
+    values: int = 0  # after expansion, without tensors
+    depth: int = 0  # levels below
+    plain: Any = None  # the rest as scalars, list, tuple, dict, set; `_NOTHING` if all values are tensors
 
 
 class Tree:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ _COPIED_BYTES: dict[type[Any], int] = {str: 4, bytes: 4, list: 100, tuple: 100, 
 # Bytes of a mapped pickle that are not copied.
 _LARGE = 1 << 16
 # Bytes of arguments, for opcodes with a case in `_run`.
-_ARGUMENT = {0x4B: 1, 0x4D: 2, 0x58: 4, 0x68: 1, 0x71: 1, 0x72: 4, 0x8C: 1}
+_ARGUMENT = {0x4B: 1, 0x4D: 2, 0x58: 4, 0x68: 1, 0x72: 4, 0x8C: 1}
 _CLAUSE = "the pickle references"
 # Added to the message if unknown globals are the only fault of the pickle.
 ADVICE = '; unknown_globals="inert" reads the tensors around them'
@@ -92,44 +93,40 @@ class Built:
         raise NotImplementedError
 
 
+@dataclass(slots=True, eq=False)
 class LargeBytes:
     """Bytes that stay in a mapped pickle."""
 
-    __slots__ = ("_data", "_size", "at")
-
-    def __init__(self, data: Any, at: int, size: int) -> None:
-        self._data, self.at, self._size = data, at, size  # `at`: of the first byte in the pickle
+    data: Any
+    at: int  # of the first byte in the pickle
+    size: int
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __repr__(self) -> str:
-        return f"<{self._size:,} bytes>"
+        return f"<{self.size:,} bytes>"
 
     def __bytes__(self) -> bytes:
-        content: bytes = self._data[self.at : self.at + self._size]
+        content: bytes = self.data[self.at : self.at + self.size]
         return content
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Foreign:
     """The name of a global outside the table."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Inert:
     """A placeholder for the result of calling a `Foreign`: a record of the call."""
 
-    __slots__ = ("args", "items", "name", "state")
-
-    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
-        self.name = name  # of the global
-        self.args = args
-        self.items: dict[Any, Any] = {}  # set or appended by the pickle
-        self.state: Any = None  # set by BUILD
+    name: str  # of the global
+    args: tuple[Any, ...]
+    items: dict[Any, Any] = field(default_factory=dict)  # set or appended by the pickle
+    state: Any = None  # set by BUILD
 
 
 class Fault(Exception):  # noqa: N818 - becomes a FormatError or `kind` once the position is known
@@ -669,13 +666,6 @@ def _run(machine: Builder, path: str, base: int | None) -> Any:
                 case 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
                     at += 1
-                case 0x71:  # BINPUT
-                    number = data[at + 1]
-                    if number <= room or number <= (room := len(memo) + NEAR):
-                        memo[number] = stack[-1]
-                    else:
-                        machine.remember(number, stack[-1])
-                    at += 2
                 case 0x8C:  # SHORT_BINUNICODE
                     end = at + 2 + data[at + 1]
                     if end > size:

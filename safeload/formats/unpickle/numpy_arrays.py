@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
 from math import prod
 from typing import Any, BinaryIO
 
@@ -67,17 +68,15 @@ class NumpyDtype(Built):
             self.name, self.row = "elements of several fields", None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class NumpyArray(Built):
     """A NumPy array as the pickle describes it, checked when it is requested."""
 
-    __slots__ = ("dtype", "items", "order", "raw", "shape")
-
-    def __init__(self) -> None:
-        self.shape: tuple[int, ...] = ()
-        self.dtype: NumpyDtype | None = None  # None until the state is set
-        self.order: tuple[int, ...] | None = None  # axes in memory, outermost first; None for C order
-        self.raw: bytes | bytearray | LargeBytes = b""
-        self.items: list[Any] | None = None  # the elements, if they are Python objects
+    shape: tuple[int, ...] = ()
+    dtype: NumpyDtype | None = None  # None until the state is set
+    order: tuple[int, ...] | None = None  # axes in memory, outermost first; None for C order
+    raw: bytes | bytearray | LargeBytes = b""
+    items: list[Any] | None = None  # the elements, if they are Python objects
 
     def build(self, state: Any) -> None:
         """Set a state of (version, shape, dtype, True for Fortran order, bytes); the oldest states have no version."""

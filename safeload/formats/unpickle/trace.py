@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...errors import FormatError, LimitError
@@ -62,15 +63,13 @@ class Traced(NamedTuple):
     heads: frozenset[int] = frozenset()  # offsets of opcodes that only PROTO and FRAME precede
 
 
+@dataclass(slots=True, eq=False)
 class _Computed:
     """The result of a call, which can be any value when the pickle runs."""
 
-    __slots__ = ("args", "name", "state")
-
-    def __init__(self, name: str = "", args: tuple[Any, ...] = ()) -> None:
-        self.name = name
-        self.args = args
-        self.state: Any = None  # set by BUILD; unknown after a second one
+    name: str = ""
+    args: tuple[Any, ...] = ()
+    state: Any = None  # set by BUILD; unknown after a second one
 
 
 # Values that name nothing.
