@@ -139,6 +139,22 @@ def _group_size(spec: Mapping[str, Any], scale: tuple[int, ...], length: int, gr
     return size
 
 
+def _in_groups(
+    group: PackedGroup,
+    spec: Mapping[str, Any],
+    family: str,
+    prefix: str,
+    shape: tuple[int, int],
+    bits: int,
+    numbers: str,
+) -> Packing:
+    """Return the packing of integers in groups, which are stored transposed."""
+    (out, length), groups = shape, group.scales[0]
+    size = _group_size(spec, group.scales, length, groups)
+    label = label_of(prefix, Grid(1, size, out, groups), shape, _has_zeros(group, spec))
+    return group.transposed(family, label, shape, bits, numbers, size=size)
+
+
 # ---- 8-bit codes ----
 
 
@@ -149,7 +165,10 @@ def _bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     if integers:
         _check_zeros(group, spec, needed=False)
     if integers and spec.get("qscheme") == "per_group":
-        return _grouped_bytes(group, spec)
+        if len(stored) != 2 or len(scale) != 2 or scale[1] != stored[1] or 0 in stored:
+            raise Misfit(f"codes {list(stored)} and scales {list(scale)} must be [in, out] and [groups, out]")
+        group.has_zeros()  # of the same shape
+        return _in_groups(group, spec, "int8", "int8", (stored[1], stored[0]), 8, group.row.code)
     if len(stored) == 2 and (integers or (spec.get("ch_axis") in _COLUMNS and len(scale) == 1)):
         grid = _grid_of(group, spec, stored)
         if packing.ZERO in group.parts and math.prod(group.parts[packing.ZERO].shape) != math.prod(scale):
@@ -177,16 +196,6 @@ def _block(spec: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, int] |
     return (max(1, rows), max(1, columns)) if scheme == "per_tensor" else None
 
 
-def _grouped_bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
-    stored, scale = group.stored, group.scales
-    if len(stored) != 2 or len(scale) != 2 or scale[1] != stored[1] or 0 in stored:
-        raise Misfit(f"codes {list(stored)} and scales {list(scale)} must be [in, out] and [groups, out]")
-    group.has_zeros()  # of the same shape
-    size, shape = _group_size(spec, scale, stored[0], scale[0]), (stored[1], stored[0])
-    label = label_of("int8", Grid(1, size, stored[1], scale[0]), shape, _has_zeros(group, spec))
-    return group.transposed("int8", label, shape, 8, group.row.code, size=size)
-
-
 # ---- 4-bit integers in words ----
 
 
@@ -195,7 +204,7 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
     stored, scale = group.stored, group.scales
     if len(stored) != 2 or 0 in (*stored, *scale):
         raise Misfit(f"words {list(stored)} and scales {list(scale)} do not form a matrix")
-    layout = _layout(group)
+    layout = word_layout(mapping(group.config.values.get("export")).get("pack_method"), "export.pack_method")
     _check_zeros(group, spec, needed=numbers == "unsigned")
     if spec.get("qscheme") != "per_group":
         shape = (stored[0], stored[1] * _CODES_IN_WORD)
@@ -210,16 +219,8 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
     length, out = stored[0], scale[1]
     if layout == packing.WORDS and out % _CODES_IN_WORD:
         raise Refused(f"its {out} rows do not fill whole words of permuted codes")
-    size = _group_size(spec, scale, length, scale[0])
-    label = label_of("int4", Grid(1, size, out, scale[0]), (out, length), _has_zeros(group, spec))
-    zeros = _zeros_in_groups(group, layout, (scale[0], stored[1]))
-    return group.transposed("int", label, (out, length), 4, numbers, size=size, layout=layout, zeros=zeros)
-
-
-def _layout(group: PackedGroup) -> int:
-    """Return the order of the codes in a word."""
-    order = mapping(group.config.values.get("export")).get("pack_method")
-    return word_layout(order, "export.pack_method")
+    packed = _in_groups(group, spec, "int", "int4", (out, length), 4, numbers)
+    return packed._replace(layout=layout, zeros=_zeros_in_groups(group, layout, (scale[0], stored[1])))
 
 
 def word_layout(order: object, key: str) -> int:
@@ -309,8 +310,11 @@ def _scales_in_fp8(group: PackedGroup, spec: Mapping[str, Any], scales: Mapping[
 def unread(quantization: Quantization, name: str) -> str | None:
     """Return the unsupported quantization of a tensor, or None."""
     specs = _specs_of(quantization, name)
-    if _is_rotated(quantization, _module_of(name)):
-        return "Quark's weights in a rotated basis (algo_config)"
+    config, module = quantization.values.get("algo_config"), _module_of(name)
+    for algorithm in config if isinstance(config, list) else [config]:
+        layers = mapping(mapping(algorithm).get("online_config")).get("online_rotation_layers")
+        if isinstance(layers, list) and module in layers:  # their inputs are rotated at run time
+            return "Quark's weights in a rotated basis (algo_config)"
     kinds = [brief(str(spec.get("dtype"))) for spec in specs]
     if any(spec.get("scale_format") == "e5m3" for spec in specs):
         return f"Quark's {kinds[0]} with scales of e5m3"
@@ -348,16 +352,6 @@ def _globs(quantization: Quantization) -> Globs:
 def _module_of(name: str) -> str:
     """Return the module of a weight or bias."""
     return name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
-
-
-def _is_rotated(quantization: Quantization, module: str) -> bool:
-    """Return True if the module's weights are rotated, and its inputs at run time."""
-    config = quantization.values.get("algo_config")
-    for algorithm in config if isinstance(config, list) else [config]:
-        layers = mapping(mapping(algorithm).get("online_config")).get("online_rotation_layers")
-        if isinstance(layers, list) and module in layers:
-            return True
-    return False
 
 
 # ---- rows ----

@@ -31,6 +31,8 @@ def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
     end = part.end if size is None else first + size
     if part.file is None:
         return np.frombuffer(ffi.buffer(ffi.cast("char *", first), end - first), np.uint8) if end > first else _NO_BYTES
+    if isinstance(part.file, np.ndarray):
+        return part.file[first:end]
     origin = Origin(part.name, part.shape)
     return jobs.read_small(part.file, np.dtype(np.uint8), (end - first,), first, end, origin=origin)
 

@@ -168,6 +168,12 @@ class CodeReader:
     ``begin`` and ``nbytes`` locate the codes, ``cost`` is the size of the arrays that `prepare` makes.
     """
 
+    # Few objects for the garbage collector: 100,000 experts have as many readers.
+    __slots__ = (
+        "_down", "_name", "_packed", "_part", "_parts", "_place", "_stored", "begin", "cost", "nbytes",
+        "row_bytes",
+    )  # fmt: skip
+
     def __init__(self, packed: Packed, part: Range, name: str, stored: Mapping[str, Part] | None = None) -> None:
         spec, self._parts = packed
         self._packed, self._part, self._name = spec, part, name
@@ -179,17 +185,15 @@ class CodeReader:
         before = part.first * (spec.rows * spec.bits // depth) + part.row * spec.bits // depth
         self.begin = codes.begin + before * spec.row_bytes + bytes_before(spec, part.column)
         self.nbytes, self.cost = rows * self.row_bytes, 0
-        self._owners: list[Array] = []  # of parts in memory
         if spec.layout == packing.MASKED:
             self.begin, self.nbytes = codes.begin, codes.end - codes.begin
             self.cost = (_mask_bytes(spec) + 8) * part.rows
         elif self._down:  # from the first word of the columns to the last
             self.nbytes = max(0, rows - 1) * self.row_bytes + min(rows, 1) * bytes_before(spec, part.columns)
         if spec.grid is not None:
-            self._place = self._place_in(spec.grid)
-            (_, count), (rows_of, columns_of) = self._place
-            scales = count * (rows_of.stop - rows_of.start) * (columns_of.stop - columns_of.start)
-            self.cost += 4 * scales * len(_GRIDS.keys() & self._parts)
+            scales = (1 if spec.grid.shared else part.matrices) * spec.grid.rows * spec.grid.columns
+            share = scales * part.rows * part.columns // max(1, spec.rows * spec.columns)
+            self.cost += 4 * share * len(_GRIDS.keys() & self._parts)
 
     def _place_in(self, grid: Grid) -> grids.Place:
         """Return the scales of the range."""
@@ -215,7 +219,14 @@ class CodeReader:
 
     def prepare(self) -> dict[str, Any]:
         """Return the fields of an ``sl_packed``."""
-        self._read_small_parts()
+        parts = self._parts
+        self._parts = _with_small_parts(parts)
+        try:
+            return self._fields()
+        finally:
+            self._parts = parts
+
+    def _fields(self) -> dict[str, Any]:
         packed, part = self._packed, self._part
         fields: dict[str, Any] = {
             "layout": packed.layout,
@@ -248,6 +259,7 @@ class CodeReader:
         if packed.layout == packing.MASKED:
             fields.update(self._mask_fields())
         if packed.grid is not None:
+            self._place = self._place_in(packed.grid)
             self._add_grid(fields, packed.grid)
         if packing.FACTORS in self._parts:
             factors = self._finite_floats(packing.FACTORS, 0, packed.columns)
@@ -255,25 +267,6 @@ class CodeReader:
         elif packed.factor != 1:
             fields["factors"] = np.full(packed.columns, packed.factor, np.float32)
         return fields
-
-    def _read_small_parts(self) -> None:
-        file = self._parts[packing.CODES].file
-        if file is None or file.remote:
-            return
-        parts, handle = dict(self._parts), file.local.begin_use()
-        try:
-            for role, part in self._parts.items():
-                size = part.end - part.begin
-                if role == packing.CODES or part.file is not file or not 0 < size <= _SMALL_PART:
-                    continue
-                array = np.empty(size, np.uint8)
-                address = address_of(array)
-                if short.sl_file_read(handle, part.begin, address, size, None) == lib.SL_OK:  # else `read_part` fails
-                    self._owners.append(array)
-                    parts[role] = part._replace(file=None, begin=address, end=address + size)
-        finally:
-            file.local.end_use()
-        self._parts = parts
 
     def _fail(self, message: str, role: str) -> FormatError:
         file = self._stored[role].file
@@ -514,6 +507,26 @@ class CodeReader:
             raise self._fail(f"row {self._part.row + row} {places}", packing.MASK)
         divided: Array = starts[:-1, None] + np.cumsum(counts, -1) - counts
         return np.append(divided, starts[-1])
+
+
+def _with_small_parts(parts: Mapping[str, Part]) -> Mapping[str, Part]:
+    """Return the parts with the bytes of small ones in the place of their file."""
+    file = parts[packing.CODES].file
+    if file is None or file.remote:
+        return parts
+    result, handle = dict(parts), file.local.begin_use()
+    try:
+        for role, (name, own, row, shape, begin, end) in parts.items():
+            size = end - begin
+            if role != packing.CODES and own is file and 0 < size <= _SMALL_PART:
+                raw = np.empty(size, np.uint8)
+                if (
+                    short.sl_file_read(handle, begin, address_of(raw), size, None) == lib.SL_OK
+                ):  # else `read_part` fails
+                    result[role] = Part(name, raw, row, shape, 0, size)
+    finally:
+        file.local.end_use()
+    return result
 
 
 # Columns per recorded start, in whole bytes: restoring a piece of a row counts up to this many bits again.
