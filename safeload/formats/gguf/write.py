@@ -80,21 +80,16 @@ def save(
     if len(head) + offset >= 1 << 63:
         raise SafeloadError(f"a file cannot have {len(head) + offset} bytes")
     with AtomicFile(path, len(head) + offset, overwrite=overwrite, durable=durable) as file:
-        _write(file, np.frombuffer(head, np.uint8), [data for _, data in plans], alignment)
-
-
-def _write(file: AtomicFile, head: Array, tensors: Sequence[Array | Lazy], alignment: int) -> None:
-    """Write everything in order; buffers with the bytes of the file are passed on together."""
-    padding = np.zeros(alignment, np.uint8)
-    waiting = [(address_of(head), head.size)]
-    for data in tensors:
-        for _owner, address, size in pieces_of(materialize(data)):
-            waiting.append((address, size))
-            if isinstance(data, Lazy) or not written_as_is(data):
-                file.write([buffer for buffer in waiting if buffer[1]])
-                waiting.clear()
-        waiting.append((address_of(padding), -data.nbytes % alignment))
-    file.write([buffer for buffer in waiting if buffer[1]])
+        padding = np.zeros(alignment, np.uint8)
+        buffers = [(address_of(np.frombuffer(head, np.uint8)), len(head))]  # written together as far as they exist
+        for _, data in plans:
+            for _owner, address, size in pieces_of(materialize(data)):
+                buffers.append((address, size))
+                if isinstance(data, Lazy) or not written_as_is(data):
+                    file.write([buffer for buffer in buffers if buffer[1]])
+                    buffers.clear()
+            buffers.append((address_of(padding), -data.nbytes % alignment))
+        file.write([buffer for buffer in buffers if buffer[1]])
 
 
 # ---- tensors ----
@@ -106,30 +101,29 @@ def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> tuple[bytes, Ar
     if isinstance(value, np.generic):
         value = np.asarray(value)
     data: Array | Lazy
-
-    def unsupported(text: str) -> UnsupportedError:
-        return error_about(UnsupportedError, f"is {text}", tensor=name)
-
+    label = advice = ""
     if isinstance(value, LazyPacked) or (isinstance(value, QuantizedTensor) and value.packing is not None):
-        advice = 'dequantize it, or convert with quantize="q8_0" or dtype="float32"'
-        raise unsupported(f"{value.scheme}, which GGUF does not support: {advice}")
-    if isinstance(value, (QuantizedTensor, LazyQuantized)):
+        label, advice = value.scheme, 'dequantize it, or convert with quantize="q8_0" or dtype="float32"'
+    elif isinstance(value, (QuantizedTensor, LazyQuantized)):
         if value.scheme == INT8:
-            text = 'int8 with scales, which GGUF does not support: pass quantize="q8_0" or dtype="float32"'
-            raise unsupported(text)
-        number = _I2_S if value.scheme == "i2_s" else dtypes.BLOCK_TYPES[value.scheme].ggml
-        data = value.data
+            label, advice = "int8 with scales", 'pass quantize="q8_0" or dtype="float32"'
+        else:
+            number = _I2_S if value.scheme == "i2_s" else dtypes.BLOCK_TYPES[value.scheme].ggml
+            data = value.data
     elif isinstance(value, (np.ndarray, Lazy)):
         refuse_masked(value, tensor_named(name))
         row, data = dtypes.row_of(value.dtype), value
         number = -1 if row is None else row.ggml
-        if number < 0 and row is not None and row.floating and not row.packed:
-            raise unsupported(f'{value.dtype.name}, which GGUF does not support: pass dtype="float16"')
         if number < 0:
-            text = "its integers are int8 to int64. Convert the tensor with safeload.astype, or leave it out"
-            raise unsupported(f"{value.dtype.name}, which GGUF does not support: {text}")
+            label = value.dtype.name
+            advice = "its integers are int8 to int64. Convert the tensor with safeload.astype, or leave it out"
+            if row is not None and row.floating and not row.packed:
+                advice = 'pass dtype="float16"'
     else:
         raise not_an_array(tensor_named(name), value, "a NumPy array or a QuantizedTensor")
+    if advice:
+        text = f"is {label}, which GGUF does not support: {advice}"
+        raise error_about(UnsupportedError, text, tensor=name)
     raw, shape = encode(name, "tensor name", tensor=name), value.shape
     if b"\0" in raw:
         raise SafeloadError(f"tensor name {show(name)} contains NUL, where ggml would truncate it", tensor=name)

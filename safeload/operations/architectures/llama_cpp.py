@@ -146,27 +146,19 @@ def _general_keys(folder: Location, shapes: Mapping[str, tuple[int, ...]], confi
 
 def _size_label(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Return the number of parameters as llama.cpp's converter writes it: "8.0B", "8x7B"."""
-    total = shared = single = 0
+    parameters = 0  # of the model with a single expert
     counts = []
     for name, shape in shapes.items():
         size = math.prod(shape)
-        total += size
         if "_exps." in name and len(shape) >= 3:
-            count = max(1, shape[-2 if ".bias" in name else -3])
-            single += size // count
-            counts.append(count)
-        else:
-            shared += size
-    if not counts:
-        return _rounded(total)
-    return f"{sum(counts) // len(counts)}x{_rounded(shared + single)}"
-
-
-def _rounded(count: int) -> str:
-    divisor, unit = next(((divisor, unit) for divisor, unit in _UNITS if count > divisor), (1e3, "K"))
-    scaled = count * (1 / divisor)
+            counts.append(max(1, shape[-2 if ".bias" in name else -3]))
+            size //= counts[-1]
+        parameters += size
+    divisor, unit = next(((divisor, unit) for divisor, unit in _UNITS if parameters > divisor), (1e3, "K"))
+    scaled = parameters * (1 / divisor)
     digits = max(2 - len(str(round(scaled)).lstrip("0")), 0)
-    return f"{scaled:.{digits}f}{unit}"
+    experts = f"{sum(counts) // len(counts)}x" if counts else ""
+    return f"{experts}{scaled:.{digits}f}{unit}"
 
 
 # ---- the way back ----

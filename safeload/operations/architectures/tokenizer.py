@@ -8,12 +8,20 @@ llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that
    ``merges`` ("a b" or ["a", "b"], in order) and ``byte_fallback``; ``added_tokens`` has objects with ``id``,
    ``content``, ``special`` and ``normalized``.
 3. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `special_tokens`.
+
+llama.cpp has names for the ways to cut a text into words before byte pairs are merged (``pre_tokenizers.json``). A name
+is chosen by the token ids of a test text, which tell published vocabularies apart, or else by the pre-tokenizer in
+``tokenizer.json`` and its ``ignore_merges``: true if whole words are tokens whatever the merges are. The keys of
+``by_hash`` are SHA-256 of the list of token ids, as Python writes it. Sources: llama.cpp, conversion/base.py (hashes,
+2026-11) and src/llama-vocab.cpp (expressions).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +29,13 @@ import numpy as np
 from ...base import log
 from ...base.absent import needed
 from ...base.cached import cached_property
+from ...base.data import read_data
 from ...base.text import plural, show
 from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...stores.files import Location
 from ...stores.json_file import MAX_JSON, is_missing, read_if_there
 from ...stores.store import read_at
-from . import pre_tokenizers, sentencepiece
+from . import sentencepiece
 from .sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 JSON, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
@@ -38,6 +47,8 @@ _PADDING_SCORE, _ADDED_SCORE = -10000.0, -1000.0
 _CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 # GPT-2 writes a space as this character.
 _BYTE_SPACE = "\u0120"
+# Steps of published pre-tokenizers are at most this many.
+_MOST_STEPS = 16
 _ADVICE = "raw=True writes the tensors without a tokenizer"
 
 
@@ -334,7 +345,7 @@ def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> V
     parts = iter(decoded)
     for token in files.added_in_json:
         result.add(token if token.normalized else token._replace(text=next(parts)))
-    pre = pre_tokenizers.name_of(ids, files.json.get("pre_tokenizer"), model.get("ignore_merges") is True)
+    pre = _name_of(ids, files.json.get("pre_tokenizer"), model.get("ignore_merges") is True)
     if pre is None:
         raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
     result.pre = pre
@@ -351,7 +362,7 @@ def _by_library(files: TokenizerFiles, texts: list[str]) -> tuple[list[int], lis
         for text in texts:
             ids = library.encode(text, add_special_tokens=False).ids
             decoded.append(library.decode(ids, skip_special_tokens=False))
-        return library.encode(pre_tokenizers.probe_text(), add_special_tokens=True).ids, decoded
+        return library.encode(_pre_tokenizers()["probe_text"], add_special_tokens=True).ids, decoded
     except (KeyboardInterrupt, SystemExit, MemoryError, SafeloadError, OSError):
         raise
     except BaseException as error:  # it is written in Rust, and panics are not Exceptions
@@ -379,3 +390,48 @@ def _pairs(files: TokenizerFiles, model: Mapping[str, Any]) -> Iterator[tuple[st
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
             raise files.fault(JSON, f"invalid merge {show(merge)}")
         yield pair[0], pair[1]
+
+
+# ---- pre-tokenizers ----
+
+_pre_tokenizers = partial(read_data, __name__, "pre_tokenizers.json")
+
+
+def _name_of(ids: list[int], pre_tokenizer: Any, ignore_merges: bool) -> str | None:
+    """Return llama.cpp's name by the token ids of the probe text, or else by a ``tokenizer.json``."""
+    name: str | None = _pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
+    if name is not None:
+        return name
+    steps = _cuts(pre_tokenizer)
+    rows = (row for row in _pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
+    return next((row["name"] for row in rows if _cuts({"type": "Sequence", **row}) == steps), None)
+
+
+def pre_tokenizer_named(name: str) -> tuple[dict[str, Any], bool] | None:
+    """Return the pre-tokenizer with this name, and ``ignore_merges``; None if it is unknown."""
+    row = next((row for row in _pre_tokenizers()["by_steps"] if row["name"] == name), None)
+    if row is None:
+        return None
+    return {"type": "Sequence", "pretokenizers": [*row["pretokenizers"]]}, row["ignore_merges"]
+
+
+def _cuts(pre_tokenizer: Any) -> list[tuple[Any, ...] | None]:
+    """Return what decides about words in each step; None for an unknown step."""
+    steps = [pre_tokenizer]
+    if isinstance(pre_tokenizer, Mapping) and pre_tokenizer.get("type") == "Sequence":
+        steps = pre_tokenizer.get("pretokenizers") or [None]
+    return [_cut(step) for step in steps[:_MOST_STEPS]] if isinstance(steps, (list, tuple)) else [None]
+
+
+def _cut(step: Any) -> tuple[Any, ...] | None:
+    kind = step.get("type") if isinstance(step, Mapping) else None
+    if kind == "ByteLevel" and step.get("add_prefix_space") is False:
+        return kind, step.get("use_regex", True) is not False
+    if kind == "Digits" and step.get("individual_digits") is True:
+        return (kind,)
+    if kind == "Split" and isinstance(step.get("pattern"), Mapping):
+        # Matches are words of their own; without gaps, removing the gaps does the same.
+        isolated = step.get("behavior") == "Isolated" and not step.get("invert")
+        if isolated or (step.get("behavior") == "Removed" and step.get("invert") is True):
+            return kind, step["pattern"].get("Regex")
+    return None

@@ -13,11 +13,11 @@ from ...base.text import show
 from ...errors import FormatError
 from ...stores.json_file import parse_json
 from ..sources.catalog import Catalog
-from . import pre_tokenizers, sentencepiece
+from . import sentencepiece
 from .sentencepiece import CONTROL, NORMAL, UNUSED, USER_DEFINED, VocabularyPiece
 from .settings import text_at
 from .special_tokens import TYPES, USUAL
-from .tokenizer import CONFIG, JSON, KEPT, MODEL, TEMPLATE
+from .tokenizer import CONFIG, JSON, KEPT, MODEL, TEMPLATE, pre_tokenizer_named
 
 _PREFIX = "tokenizer.ggml."
 _MOST_SCORE = 1 << 127  # scores are f32
@@ -166,7 +166,7 @@ class _Tokens:
 
     def _template(self) -> dict[str, Any] | None:
         """Return a ``tokenizer.json`` without vocabulary for a foreign file."""
-        steps = pre_tokenizers.steps_of(self.pre or "")
+        steps = pre_tokenizer_named(self.pre or "")
         if steps is None:
             return None
         pre_tokenizer, ignore_merges = steps
