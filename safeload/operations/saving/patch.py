@@ -37,7 +37,8 @@ from ...formats.safetensors.header import MAX_HEADER, Header
 from ...stores.places import Located, places_of
 from ..folders.destinations import FileSink, SaveDestination, refuse_inputs, target_of
 from .edit import resolved
-from .writer import check_name, checked_metadata, value_of
+from .values import check_name, value_of
+from .writer import checked_metadata
 
 # A side of a patch.
 PatchSide: TypeAlias = PathLike | Located | Mapping[str, Any]
