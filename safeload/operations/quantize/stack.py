@@ -114,10 +114,9 @@ def stack(
         used = {name for stack in plans for name in stack.names}
         catalog.refuse_codes(used, "stack")
         result = _targets(plans, out)
-        given = {} if out is None else result
-        refuse_own_files(given, catalog.weight_files)
+        refuse_own_files(result if out is not None else {}, catalog.weight_files)
         filled = dict(result)
-        for name in overlapping(given, catalog.memory_of(used)):
+        for name in overlapping(result if out is not None else {}, catalog.memory_of(used)):
             filled[name] = private_array(result[name].shape, result[name].dtype)
         fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
         for name, array in filled.items():
