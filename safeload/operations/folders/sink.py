@@ -63,7 +63,8 @@ class Sink(ABC):
 
     def shown(self, name: str) -> str:
         """Return the path of a file for messages."""
-        return (self.location / name).shown
+        files = self.location.files
+        return files.shown(files.join(self.location.path, name))
 
     # ---- files that are there ----
 

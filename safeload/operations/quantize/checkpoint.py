@@ -201,10 +201,8 @@ def load_quantized(
                 raise nothing_left(rules.preset, kept)
             result = _encoded(catalog, rules, abouts, quantized, threads=threads, progress=progress)
         else:
-            importance: Mapping[str, Array] = {}
-            if imatrix is not None:
-                shapes = {name: abouts[name].shape for name, to in quantized.items() if to != INT8}
-                importance = importance_by_name(imatrix, shapes)
+            shapes = {name: abouts[name].shape for name, to in quantized.items() if to != INT8}
+            importance = importance_by_name({} if imatrix is None else imatrix, shapes)
             options: Any = {"rounding": rounding, "axis": axis, "threads": threads, "progress": progress}
             result = _quantized(catalog, abouts, heads, quantized, importance=importance, **options)
         for name, value in result.items():

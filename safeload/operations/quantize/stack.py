@@ -113,11 +113,10 @@ def stack(
         used = {name for stack in plans for name in stack.names}
         catalog.refuse_codes(used, "stack")
         result = _targets(plans, out)
-        given = {} if out is None else result
-        refuse_own_files(given, catalog.weight_files)
+        refuse_own_files(result if out is not None else {}, catalog.weight_files)
         filled = dict(result)
         sources = [] if out is None else [*catalog.memory_of(used)]
-        for name, array in given.items():
+        for name, array in result.items():
             if any(np.may_share_memory(array, source) for source in sources):
                 filled[name] = private_array(array.shape, array.dtype)
         fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)

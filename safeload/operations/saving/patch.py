@@ -36,7 +36,8 @@ from ...formats.safetensors.file import MAX_HEADER, Header, TensorToWrite, parse
 from ...stores.places import Located, places_of
 from ..folders.destinations import FileSink, SaveDestination, refuse_inputs, target_of
 from .edit import resolved
-from .writer import check_name, checked_metadata, value_of
+from .values import check_name, value_of
+from .writer import checked_metadata
 
 # A side of a patch.
 PatchSide: TypeAlias = PathLike | Located | Mapping[str, Any]
@@ -150,7 +151,10 @@ def make_patch(
             **texts,
             _KEY: json.dumps(facts._asdict()),
         }
-        target.write({name: tensor.to_write() for name, tensor in tensors.items()}, texts, room=0)
+        # The writer reads the bytes of a tensor when its turn comes.
+        lazy = {name: Lazy(np.dtype(np.uint8), (tensor.nbytes,), tensor.whole) for name, tensor in tensors.items()}
+        stored = {name: TensorToWrite(tensors[name].row, tensors[name].shape, data) for name, data in lazy.items()}
+        target.write(stored, texts, room=0)
     return report
 
 
@@ -290,10 +294,6 @@ class _Tensor(NamedTuple):
             for chunk in self.chunks():
                 digest.update(chunk.data)
         return json.dumps([name, self.row.code, list(self.shape), digest.hexdigest()])
-
-    def to_write(self) -> TensorToWrite:
-        """Return the input of the writer, which reads the bytes when their turn comes."""
-        return TensorToWrite(self.row, self.shape, Lazy(np.dtype(np.uint8), (self.nbytes,), self.whole))
 
 
 class _Side(NamedTuple):
