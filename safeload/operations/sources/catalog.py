@@ -29,7 +29,6 @@ from ...base.table import Unknown, missing
 from ...base.text import check_name
 from ...checkpoint import (
     Checkpoint,
-    check_names,
     codes_of,
     folder_of,
     index_of,
@@ -254,7 +253,7 @@ class Catalog:
     def check(self, names: Iterable[str]) -> None:
         """Refuse unknown names."""
         if isinstance(self._known, Checkpoint):
-            check_names(self._known, [*names])
+            tensors_of(self._known, names)  # looks all of them up
             return
         for name in names:
             if name not in self:
