@@ -511,16 +511,6 @@ def tensors_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> Te
     return Tensors.in_file(files[0], names) if where is None else Tensors.located(where)
 
 
-def check_names(checkpoint: Checkpoint, names: Sequence[str]) -> None:
-    """Refuse unknown names."""
-    where = checkpoint._where
-    if where is None:
-        checkpoint.weight_files[0].table.indices([*names])
-    elif not all(map(where.__contains__, names)):
-        for name in names:
-            checkpoint._locate(name)
-
-
 def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any) -> Tensors:
     """Return the tensors to load; see `Checkpoint.load` for errors."""
     checkpoint._check_open()

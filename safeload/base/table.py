@@ -494,18 +494,34 @@ class ListedTable(Table):
         named_globals: Mapping[str, bool] | None = None,
     ) -> None:
         # Numbers go into compact columns, rare properties into dicts, because a file can have a tensor every 14 bytes.
-        names, rows, shapes, begins, ends, *rare, swapped, unknown = [*zip(*tensors, strict=True)] or [()] * 10
-        self.strides, self.scales, self.packed, unknowns = (
-            {k: value for k, value in enumerate(column) if value is not None} for column in (*rare, unknown)
-        )
-        self._memory = bytearray(row.number for row in rows), array("Q", begins), array("Q", ends)
+        names: list[str] = []
+        shapes: list[tuple[int, ...]] = []
+        numbers, begins, ends = self._memory = bytearray(), array("Q"), array("Q")
+        self.strides, self.scales, self.packed = strided, scales, coded = {}, {}, {}
+        swapped: set[int] = set()
+        self.unknown = unknowns = {}
+        for index, (name, row, shape, begin, end, strides, scale, packed, big, unknown) in enumerate(tensors):
+            names.append(name)
+            numbers.append(row.number)
+            shapes.append(shape)
+            begins.append(begin)
+            ends.append(end)
+            if strides is not None:
+                strided[index] = strides
+            if scale is not None:
+                scales[index] = scale
+            if packed is not None:
+                coded[index] = packed
+            if big:
+                swapped.add(index)
+            if unknown is not None:
+                unknowns[name] = unknown
         columns = dict(zip(("dtypes", "begins", "ends"), map(ffi.from_buffer, _KINDS, self._memory), strict=True))
         self._cdata = ffi.new("sl_columns *", {"count": len(names), **columns})
         super().__init__(0, columns_at(int(ffi.cast("uintptr_t", self._cdata))))
-        self._names, self._shapes = [*names], [*shapes]
-        self.unknown = {names[k]: about for k, about in unknowns.items()}
-        self.big_endian = range(self.count) if big_endian else {k for k, swaps in enumerate(swapped) if swaps}
-        self.quantized = self.scaled or any(dtypes.BY_NUMBER[number].blocked for number in set(self.numbers))
+        self._names, self._shapes = names, shapes
+        self.big_endian = range(self.count) if big_endian else swapped
+        self.quantized = self.scaled or any(dtypes.BY_NUMBER[number].blocked for number in set(numbers))
         self._metadata = metadata
         self.named_globals = named_globals or {}
         self._groups = _overlapping(begins, ends)

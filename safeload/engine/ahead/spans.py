@@ -94,8 +94,9 @@ class Spans(NamedTuple):
         files, file, begins, sizes, sources, targets = self
         if not sizes.size:
             return 0
-        ends = np.cumsum(self.lengths)
-        memory = address_of(buffer) + ends - self.lengths
+        lengths = self.lengths
+        ends = np.cumsum(lengths)
+        memory = address_of(buffer) + ends - lengths
         if any(is_remote(files[k]) for k in set(file.tolist())):
             rows = zip(*(column.tolist() for column in (file, begins, memory, sizes, sources, targets)), strict=True)
             jobs = (Job(files[k], at, to, n, x, y, moving(x, y)) for k, at, to, n, x, y in rows)

@@ -321,7 +321,11 @@ def stream(
     if order != "given":
         entries = in_file_order(entries, files)
     if out is not None and not callable(out):
-        _check_out(out, entries)
+        check_out_names(out, (entry.name for entry in entries), "stream")
+        for entry in entries:
+            check_fits(entry.name, entry.dtype, entry.shape, out)
+        whole = [entry for entry in entries if not entry.strided]
+        check_disjoint(out, lambda: {entry.name: entry._replace(name="", at=0) for entry in whole})
     layers: dict[str, list[Entry]] = {}
     for entry in entries if by_layer else ():
         layers.setdefault(layer_of(entry.name), []).append(entry)
@@ -334,14 +338,6 @@ def stream(
     if not by_layer:
         return tensor_stream
     return LayerStream(tensor_stream, {layer: len(members) for layer, members in layers.items()})
-
-
-def _check_out(out: Mapping[str, Array], entries: Sequence[Entry]) -> None:
-    """Check that ``out`` has an array that fits for each tensor, and for no further tensor."""
-    check_out_names(out, (entry.name for entry in entries), "stream")
-    for entry in entries:
-        check_fits(entry.name, entry.dtype, entry.shape, out)
-    check_disjoint(out, lambda: {entry.name: entry._replace(name="", at=0) for entry in entries if not entry.strided})
 
 
 # ---- the memory of dropped arrays ----

@@ -15,7 +15,7 @@ from ...base.packing import Packed, Packing, Part, Zeros, by_columns, row_unit
 from ..run import jobs
 from ..run.job import Job, Origin
 from ..run.memory import address_of, private_array
-from ..run.slice import TAKE, check_index, read_rows
+from ..run.slice import TAKE, axes_of, read_rows
 from . import grids, restore
 from .restore import Range, bytes_before, rows_apart, rows_range, values_before, whole
 
@@ -201,7 +201,7 @@ def _rows_of_flat(
 def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
     """Return elements of a packed tensor of a file, dequantizing only the selected rows of the first axis."""
     shape = packed.packing.shape
-    check_index(index, shape, TAKE)
+    axes_of(index, shape, TAKE)  # checks the index
     rows = selected(index, shape)
     part = _range_of(packed.packing, rows)
     row = dtypes.BY_NAME[dtype.name]

@@ -127,8 +127,11 @@ def load_tensors(
     started = time.perf_counter()
     names = tensors.names
     remote = tensors.remote
-    if remote:
-        _verify(tensors, threads)
+    verified = [file for file in tensors.used if file.verified] if remote else []
+    if verified:  # hashed on several threads, before the first tensor is made
+        from ...stores.verified import verify_all  # only here: few programs verify
+
+        verify_all([file.store for file in verified], thread_count(sum(file.size for file in verified), threads))  # type: ignore[misc]
     if out is not None:
         check_out_names(out, names, "load")
         backend = "pread" if backend == "mmap" else backend
@@ -150,16 +153,6 @@ def load_tensors(
     elif remote or not allowed:
         backend = "pread"
     return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend)
-
-
-def _verify(tensors: Tensors, threads: int | None) -> None:
-    """Hash the files to verify on several threads, before the first tensor is made."""
-    used = tensors.files if tensors.file is None else [tensors.files[k] for k in sorted(set(tensors.file))]
-    files = [file for file in used if file.verified]
-    if files:
-        from ...stores.verified import verify_all  # only here: few programs verify
-
-        verify_all([file.store for file in files], thread_count(sum(file.size for file in files), threads))  # type: ignore[misc]
 
 
 def load_all(file: WeightFile, backend: str) -> dict[str, Array]:

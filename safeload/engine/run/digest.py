@@ -18,7 +18,7 @@ class Digest:
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "safeload-digest")  # starts with the first large memory
         self._running: Future[None] | None = None
 
     def begin(self, pieces: Sequence[tuple[int, int]]) -> None:
@@ -26,8 +26,6 @@ class Digest:
         if sum(size for _, size in pieces) < _ALONE:
             self._add(pieces)
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "safeload-digest")
         self._running = self._thread.submit(self._add, pieces)
 
     def _add(self, pieces: Sequence[tuple[int, int]]) -> None:
@@ -52,5 +50,4 @@ class Digest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()

@@ -25,8 +25,6 @@ SLICE_MS = 50
 DIRECT_SLICE_MS = 200
 # True if this machine is not little-endian like the files.
 _SWAPS = sys.byteorder == "big"
-# File handle of a job before its file is opened.
-_NO_FILE = -2
 # A file of up to this size is written without a job, which would take longer than the system call.
 _SHORT_FILE = 1 << 20
 # Memory for the scales of packed codes in a group of jobs.
@@ -180,8 +178,29 @@ class Batch:
         total = sum(job.size for job in self.jobs)
         count = thread_count(total, threads)
         with reporter(progress, total) as report:
-            local = self._fetch(count, report)
-            self._run(local, threads, total - sum(job.size for job in local), total, report)
+            jobs = self._fetch(count, report)
+            table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
+            descriptions = [
+                _describe([getattr(job, field) for job in jobs], table[field], dtype)
+                for field, dtype in (("grid", _GRID), ("channels", _CHANNELS), ("merge", _MERGE))
+            ]
+            files, packed = [job.file for job in jobs], [job.packed for job in jobs]
+
+            def fail(status: int, error: Any, index: int) -> None:
+                _fail(status, error, jobs[index] if jobs else None, self._path)
+
+            self.refused |= run_jobs(
+                table,
+                files,
+                total,
+                threads,
+                report=report,
+                fail=fail,
+                packed=packed if any(packed) else (),
+                done=total - sum(job.size for job in jobs),
+                direct=self._direct,
+            )
+            del descriptions  # alive until the jobs have run
         for result in self._results:
             swappable(result).byteswap(inplace=True)
         return total
@@ -200,34 +219,6 @@ class Batch:
             Batch(jobs, path).run(threads=1, progress=check_stopped)
 
         return Fetch(self.jobs, execute, threads).run(report)
-
-    def _run(
-        self, jobs: Sequence[Job], threads: int | None, done: int, total: int, report: Callable[[int], object]
-    ) -> None:
-        """Run jobs on local files and in memory, after ``done`` bytes of ``total``."""
-        rows = [(_NO_FILE, job[1], job[2], job[3], job[4], job[5], job[6], 0, 0, 0, 0, 0) for job in jobs]
-        table = np.array(rows, dtype=JOB)
-        descriptions = [
-            _describe([getattr(job, field) for job in jobs], table[field], dtype)
-            for field, dtype in (("grid", _GRID), ("channels", _CHANNELS), ("merge", _MERGE))
-        ]
-
-        def fail(status: int, error: Any, index: int) -> None:
-            _fail(status, error, jobs[index] if jobs else None, self._path)
-
-        files, packed = [job.file for job in jobs], [job.packed for job in jobs]
-        self.refused |= run_jobs(
-            table,
-            files,
-            total,
-            threads,
-            report=report,
-            fail=fail,
-            packed=packed if any(packed) else (),
-            done=done,
-            direct=self._direct,
-        )
-        del descriptions  # alive until the jobs have run
 
 
 def _fail(status: int, error: Any, job: Job | None, path: str | None = None) -> None:

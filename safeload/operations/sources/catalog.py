@@ -31,7 +31,6 @@ from ...base.table import Unknown, missing
 from ...base.text import check_name, tensor_named
 from ...checkpoint import (
     Checkpoint,
-    check_names,
     codes_of,
     folder_of,
     index_of,
@@ -337,7 +336,7 @@ class Catalog:
     def check(self, names: Iterable[str]) -> None:
         """Refuse unknown names."""
         if isinstance(self._known, Checkpoint):
-            check_names(self._known, [*names])
+            tensors_of(self._known, names)  # looks all of them up
             return
         for name in names:
             if name not in self:
