@@ -670,12 +670,12 @@ _TABLE_ONLY = (SAFETENSORS, GGUF)
 def open_file(path: str, request: OpenRequest) -> Opened:
     """Open a file without reading its tensors."""
     formats, root, _, files, window = request
-    fault: FormatError | None = None  # of the parser of safeload's first format
+    fault: list[FormatError] = []  # of the parser of safeload's first format
     if files is LOCAL and (formats is None or SAFETENSORS in formats):
         try:
             file: WeightFile = module_of(_OPENED_BY_PATH).open_file(path)
         except FormatError as error:
-            fault = error
+            fault.append(error)
         else:
             if root is not None:
                 file.close()
@@ -695,7 +695,7 @@ def open_file(path: str, request: OpenRequest) -> Opened:
                 file.store.verify()  # type: ignore[attr-defined]  # a file that differs is the better reason
         raise
     finally:
-        fault = None  # it refers to this frame
+        fault.clear()  # it refers to this frame
     return opened
 
 
@@ -708,14 +708,14 @@ def reopen_file(path: str, identity: tuple[Any, ...], request: OpenRequest) -> O
     return opened
 
 
-def _open_candidate(candidate: Candidate, request: OpenRequest, fault: FormatError | None) -> Opened:
+def _open_candidate(candidate: Candidate, request: OpenRequest, fault: list[FormatError]) -> Opened:
     """Open a file by the container or the row that it is; ``fault`` is why it is not safetensors, if that was tried."""
     file, formats = candidate.file, request.formats
-    if fault is not None and (
+    if fault and (
         foreign.is_safetensors(candidate.head)
         or (formats is not None and not _PROGRAM(candidate.head) and not foreign.is_tar(candidate.head))
     ):
-        raise fault
+        raise fault.pop()
     own = formats is None or not FORMATS.keys().isdisjoint(formats)  # else a plug-in was asked for
     container = _container(candidate) if own else None
     row = find_row(candidate, request, fault) if container is None else None
@@ -765,7 +765,7 @@ def _container(candidate: Candidate) -> Container | None:
     return container
 
 
-def find_row(candidate: Candidate, request: OpenRequest, fault: FormatError | None = None) -> Format:
+def find_row(candidate: Candidate, request: OpenRequest, fault: list[FormatError] | None = None) -> Format:
     """Return the row of a file, which ``request`` must accept."""
     path, head = candidate.path, candidate.head
     local, formats = candidate.file.files is LOCAL, request.formats
@@ -782,9 +782,7 @@ def find_row(candidate: Candidate, request: OpenRequest, fault: FormatError | No
     elif row is None and formats is None:
         row = _claiming(lambda row: row.accepts(candidate))
     if row is None:
-        error = _refusal(head, path, candidate.file, always=local and (fault is None or _PROGRAM(head))) or fault
-        if error is not None:
-            raise error
+        _refuse(head, path, candidate.file, always=local and (not fault or _PROGRAM(head)), fault=fault)
         row = BY_NAME[SAFETENSORS]  # whose parser says more
     if formats is not None and row.name not in formats:
         kind = _describe(head, path) or foreign.Kind(row.kind)
@@ -819,6 +817,20 @@ def explain(path: str) -> FormatError | None:
 _BROKEN = b"\xff" * 8
 
 
+def _refuse(
+    head: bytes, path: str, file: WeightFile | None, *, always: bool, fault: list[FormatError] | None = None
+) -> None:
+    """Raise the error of `_refusal`, or the fault, and keep neither in a frame to which it refers."""
+    error = _refusal(head, path, file, always=always)
+    try:
+        if error is not None:
+            raise error
+        if fault:
+            raise fault.pop()
+    finally:
+        del error
+
+
 def _refusal(head: bytes, path: str, file: WeightFile | None, *, always: bool) -> SafeloadError | None:
     """Return the error for a file that is recognisably of another format; if ``always``, for any file."""
     kind = _describe(head, path)
@@ -841,9 +853,5 @@ def check_head(head: bytes, path: str) -> None:
     """Refuse a file by its first `foreign.HEAD_SIZE` bytes if it cannot have a supported format."""
     containers = any(row.matches(head) for row in CONTAINERS)
     known = foreign.is_safetensors(head) or any(_matching(head)) or containers
-    if (
-        not known
-        and _claiming(lambda row: row.matches(head)) is None
-        and (error := _refusal(head, path, None, always=True))
-    ):
-        raise error
+    if not known and _claiming(lambda row: row.matches(head)) is None:
+        _refuse(head, path, None, always=True)

@@ -144,6 +144,7 @@ def _in_groups(
     spec: Mapping[str, Any],
     family: str,
     prefix: str,
+    *,
     shape: tuple[int, int],
     bits: int,
     numbers: str,
@@ -168,7 +169,7 @@ def _bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
         if len(stored) != 2 or len(scale) != 2 or scale[1] != stored[1] or 0 in stored:
             raise Misfit(f"codes {list(stored)} and scales {list(scale)} must be [in, out] and [groups, out]")
         group.has_zeros()  # of the same shape
-        return _in_groups(group, spec, "int8", "int8", (stored[1], stored[0]), 8, group.row.code)
+        return _in_groups(group, spec, "int8", "int8", shape=(stored[1], stored[0]), bits=8, numbers=group.row.code)
     if len(stored) == 2 and (integers or (spec.get("ch_axis") in _COLUMNS and len(scale) == 1)):
         grid = _grid_of(group, spec, stored)
         if packing.ZERO in group.parts and math.prod(group.parts[packing.ZERO].shape) != math.prod(scale):
@@ -219,7 +220,7 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
     length, out = stored[0], scale[1]
     if layout == packing.WORDS and out % _CODES_IN_WORD:
         raise Refused(f"its {out} rows do not fill whole words of permuted codes")
-    packed = _in_groups(group, spec, "int", "int4", (out, length), 4, numbers)
+    packed = _in_groups(group, spec, "int", "int4", shape=(out, length), bits=4, numbers=numbers)
     return packed._replace(layout=layout, zeros=_zeros_in_groups(group, layout, (scale[0], stored[1])))
 
 
