@@ -417,13 +417,14 @@ def diff(
         catalogs = catalog_a, catalog_b
         report = DiffReport(catalog_a.title, catalog_b.title)
         with paused(len(catalog_a) + len(catalog_b)):
-            shapes = _compare_structure(report, catalogs, only, drop)
+            shapes, described = _compare_structure(report, catalogs, only, drop)
+            report.described = {about.name: (about.code, about.shape, about.nbytes) for about in described}
         for catalog in catalogs:
             catalog.refuse_codes(shapes, "diff")
         if executor is None:
             rows = _compare_values(*catalogs, shapes, threads=threads, progress=progress)
         else:
-            sizes = {name: 8 * math.prod(shape) for name, shape in shapes.items()}
+            sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
             pieces = pieces_of(sizes, *catalogs, operation="diff")
             rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
             rows = {name: (most, at and tuple(at), *numbers) for name, (most, at, *numbers) in rows.items()}
@@ -446,8 +447,8 @@ def diff(
 
 def _compare_structure(
     report: DiffReport, catalogs: tuple[Catalog, Catalog], only: Patterns, drop: Patterns
-) -> dict[str, Shape]:
-    """Report differences in names, dtypes and shapes; return the common shapes of the tensors to compare by value."""
+) -> tuple[dict[str, Shape], Iterable[TensorDescription]]:
+    """Report differences in names, dtypes and shapes; return the common shapes to compare by value, and all tensors."""
     in_a, in_b = map(list, catalogs)
     if only is not None or drop is not None:
         selected = set(select([*dict.fromkeys((*in_a, *in_b))], only, drop))
@@ -455,8 +456,6 @@ def _compare_structure(
     a, b = (catalog.descriptions(names) for catalog, names in zip(catalogs, (in_a, in_b), strict=True))
     report.only_a = [name for name in in_a if name not in b]
     report.only_b = [name for name in in_b if name not in a]
-    described = (*b.values(), *map(a.__getitem__, report.only_a))
-    report.described = {about.name: (about.code, about.shape, about.nbytes) for about in described}
     shapes: dict[str, Shape] = {}
     for name, x in a.items():
         if name not in b:
@@ -471,7 +470,7 @@ def _compare_structure(
         rows = min(x.shape[0], y.shape[0]) if x.shape and y.shape else 0
         if rows and x.shape[1:] == y.shape[1:]:
             shapes[name] = (rows, *x.shape[1:])
-    return shapes
+    return shapes, (*b.values(), *map(a.__getitem__, report.only_a))
 
 
 def _dtype(about: TensorDescription) -> str:
@@ -487,7 +486,7 @@ def run(
     """Compare the tensors of a piece; see `run_piece`."""
     with opened(piece, storage_options, ("sources", "against")) as (names, (a, b)):
         with paused(len(names)):
-            shapes = _compare_structure(DiffReport("", ""), (a, b), None, None)
+            shapes, _ = _compare_structure(DiffReport("", ""), (a, b), None, None)
         rows = _compare_values(a, b, shapes, threads=threads, progress=None)
         return {"differences": {name: [*row] for name, row in rows.items()}}
 
