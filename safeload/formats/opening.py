@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
@@ -14,7 +14,7 @@ from ..base import hub_cache, log
 from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing
-from ..base.text import plural, printable, show
+from ..base.text import printable, show
 from ..engine.read.load import LoadOptions
 from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
 from ..engine.run.weight_file import WeightFile
@@ -204,14 +204,13 @@ def _open_all(texts: Sequence[str], recipe: Recipe) -> Opened:
     if recipe.listed:
         title += f" and {len(texts) - 1} more" * (len(texts) > 1)
         return _logged(title, recipe, folder.open_list(texts, options))
-    kept = getattr(files, "kept", None)  # of files behind URLs only
-    with nullcontext() if kept is None else kept(texts[0]):
-        return _logged(title, recipe, folder.open_path(texts[0], options))
+    return _logged(title, recipe, folder.open_path(texts[0], options))
 
 
 def _logged(title: str, recipe: Recipe, opened: Opened) -> Opened:
     """Log and return the open files of a folder, a list or an index."""
-    log.debug("opened %s: %s", title, plural(len(opened.files), "file"))
+    count = len(opened.files)
+    log.debug("opened %s: %d file%s", title, count, "" if count == 1 else "s")
     for note in opened.notes:
         log.debug("%s: %s", title, note)
     complete = opened.config is not None or opened.index_file is not None
