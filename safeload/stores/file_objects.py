@@ -25,7 +25,7 @@ from ..base.text import show
 from ..errors import FormatError, UnsupportedError, missing_file
 from .files import Files
 from .local import LocalStore, of_descriptor
-from .members import Member, MemberStore
+from .members import MemberStore
 from .remote import RemoteStore
 from .store import WINDOW, ByteStore
 
@@ -77,7 +77,7 @@ _locks_lock = ProcessLock()
 
 
 class FileObjectStore(RemoteStore):
-    """The bytes of a file object from a position to its end, read on demand, or those of an `io.BytesIO`."""
+    """The bytes of a file object from a position to its end, read on demand, or of an `io.BytesIO`."""
 
     here = True
 
@@ -168,7 +168,7 @@ class _FileObject:
     def _local(self, store: LocalStore) -> ByteStore:
         self._latest, start = store, self._start or 0
         self.refuse_end(store.size)
-        return MemberStore(store, Member(start, store.size - start), self.name) if start else store
+        return MemberStore(store, (start, store.size - start), self.name) if start else store
 
     def refuse_end(self, end: int) -> None:
         """Refuse a position at the end of the file."""
@@ -212,10 +212,7 @@ def _answers(file: Any, method: str, default: bool) -> bool:
 
 
 def _descriptor(file: Any) -> int | None:
-    """Return the descriptor of a regular file, or None for any other object and on Windows.
-
-    Only Python's own classes are trusted: ``fileno`` of a decompressor leads to the compressed file.
-    """
+    """Return the descriptor of a regular file; None on Windows, and for classes that may unpack what it reads."""
     if os.name == "nt":
         return None
     if type(file).__module__ == "tempfile" and type(file).__name__ == "_TemporaryFileWrapper":

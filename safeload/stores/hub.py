@@ -133,10 +133,7 @@ class Snapshot(NamedTuple):
 
 
 class Hub(Backend):
-    """Repositories of the Hugging Face Hub.
-
-    Each revision is resolved once, in a single request, and stays at that commit for the lifetime of the object.
-    """
+    """Repositories of the Hugging Face Hub; each revision is resolved once, and stays at that commit."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         rest = {key: value for key, value in options.items() if key not in _OPTIONS}

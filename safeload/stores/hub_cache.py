@@ -103,10 +103,7 @@ class CachedRepository:
         return sizes
 
     def is_complete(self, commit: str) -> bool:
-        """Return whether the weights at the top of a snapshot are complete, as far as the snapshot tells.
-
-        Used for caches of versions that list no trees. A configuration must be there, because it can change values.
-        """
+        """Return whether the weights at the top of a snapshot and their configuration seem complete, without a tree."""
         names = {name for name in self.files(commit) if "/" not in name}
         if not names.intersection(_CONFIGS):
             return False

@@ -97,10 +97,7 @@ class RemoteFiles(Files):
 
 
 def _store_of(url: str, options: Mapping[str, Any]) -> tuple[object, Callable[[], Backend]]:
-    """Return a key shared by all URLs of a store, and the function that makes its backend.
-
-    Each host has its own backend, so hosts never share redirects or credentials.
-    """
+    """Return a key of a URL's store, and what makes its backend; hosts share no redirects or credentials."""
     scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
     if not chained and scheme in ("http", "https", "hf"):
         version = needed("urllib3", "http, https and hf URLs need urllib3").__version__

@@ -157,9 +157,11 @@ def _verify(tensors: Tensors, threads: int | None) -> None:
     used = tensors.files if tensors.file is None else [tensors.files[k] for k in sorted(set(tensors.file))]
     files = [file for file in used if file.verified]
     if files:
-        from ...stores.verified import verify_all  # only here: few programs verify
+        from ...stores.thread_group import each  # only here: few programs verify
 
-        verify_all([file.store for file in files], thread_count(sum(file.size for file in files), threads))  # type: ignore[misc]
+        stores: list[Any] = [file.store for file in files]
+        count = thread_count(sum(file.size for file in files), threads)
+        each(lambda store: store.verify(alone=len(stores) < count), stores, max(1, count))
 
 
 def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
