@@ -32,6 +32,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from ..base.absent import needed
@@ -355,26 +356,23 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> Expected:
     library()
     config = import_module(f"{_PACKAGE}.verifying").Config()
     capture = _Capture()
-    with tempfile.TemporaryDirectory(prefix="safeload-") as folder:
-        path = os.path.join(folder, "model.sig")  # the bytes that were read, whatever happens to the file meanwhile
-        with open(path, "xb") as file:
-            file.write(content)
+    # The library prints warnings.
+    with tempfile.TemporaryDirectory(prefix="safeload-") as folder, redirect_stdout(sys.stderr):
         try:
-            with redirect_stdout(sys.stderr):  # it prints warnings
-                try:
-                    if signature.key is not None:
-                        config.use_elliptic_key_verifier(public_key=signature.key)
-                    else:
-                        config.use_certificate_verifier(certificate_chain=signature.certificates)
-                except Exception as error:
-                    files = ", ".join(os.fspath(path) for path in signature._proofs)
-                    keys = "a public key on the curve P-256, P-384 or P-521"
-                    kind = "certificates" if signature.key is None else keys
-                    reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
-                    raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None
-                config.set_hashing_config(capture).verify(folder, path)
-        except VerificationError:
-            raise
+            if signature.key is not None:
+                config.use_elliptic_key_verifier(public_key=signature.key)
+            else:
+                config.use_certificate_verifier(certificate_chain=signature.certificates)
+        except Exception as error:
+            files = ", ".join(os.fspath(path) for path in signature._proofs)
+            keys = "a public key on the curve P-256, P-384 or P-521"
+            kind = "certificates" if signature.key is None else keys
+            reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
+            raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None
+        copy = Path(folder, SIGNATURE_NAME)  # the bytes that were read, whatever happens to the file meanwhile
+        copy.write_bytes(content)
+        try:
+            config.set_hashing_config(capture).verify(folder, copy)
         except Exception as error:
             reason = one_line(error) or type(error).__name__
             raise refused(f"the signature is not valid: {reason}", shown) from None

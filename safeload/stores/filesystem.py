@@ -26,7 +26,7 @@ from ..base.absent import is_absent
 from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
-from ..base.url import CACHES, parsed, unescaped
+from ..base.url import CACHES, divided, parsed, unescaped
 from ..errors import FormatError, RemoteError, UnsupportedError
 from .foreign import ObjectStore, StoredObject, checked, copy_whole, secrets_of, secrets_of_urls
 from .local import open_local
@@ -111,7 +111,7 @@ class Filesystem(ObjectStore):
         is_cache = isinstance(fs, CachingFileSystem)
         # A block cache repeats the answer of the filesystem beneath.
         if isinstance(fs, WholeFileCacheFileSystem) if is_cache else getattr(fs, "local_file", False):
-            return open_local(self._downloaded(place, shown), shown=shown)
+            return open_local(self._downloaded(place, shown) if is_cache else place, shown=shown)
         if is_cache:  # drop its blocks of a file of another version
             with self._turns.own:
                 cached = fs._check_file(place)
@@ -175,15 +175,14 @@ class Filesystem(ObjectStore):
             return None  # a customer's encryption key must be sent in headers
 
         def resolve() -> RequestTarget:
-            from .http_client import RequestTarget, web_url
+            from .http_client import target_of
 
             req = _settings(self.fs, "req_kw")
             named = {key: value for key, value in req.items() if key == "RequestPayer" and value}
             url = str(self.ask(shown, "url", place, expires=_VALID, **named))
-            web, _ = web_url(url)
-            signed = parse_qs(web.query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
+            signed = parse_qs(divided(url).query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
             headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
-            return RequestTarget(web, headers)
+            return target_of(url, headers)
 
         try:
             from .http import HttpStore
@@ -200,8 +199,6 @@ class Filesystem(ObjectStore):
     def _downloaded(self, place: str, shown: str) -> str:
         """Return the path of the local copy, which a whole-file cache makes first."""
         fs = self.fs
-        if not isinstance(fs, CachingFileSystem):
-            return place
 
         def fetch() -> str:
             with fs.open(place, "rb") as file:

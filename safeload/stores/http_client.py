@@ -37,8 +37,7 @@ from ..base import url as urls
 from ..base.absent import needed
 from ..base.forking import ProcessLock, making_context
 from ..base.text import show
-from ..base.url import UrlError, WebUrl, divided
-from ..base.url import web_url as parse_web
+from ..base.url import UrlError, WebUrl, divided, web_url
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError
 from .foreign import requested_wait
 from .thread_group import Stopped, current
@@ -540,7 +539,7 @@ class Client:
             if url.scheme not in ("http", "https"):
                 raise UnsupportedError(f"proxies must use http, https or socks, got {url.scheme or 'no scheme'}")
             try:
-                via, credentials = parse_web(url)
+                via, credentials = web_url(url)
             except UrlError as error:
                 raise UnsupportedError(f"the proxy {url.shown} cannot be used: {error}") from None
         if scheme == "https" or (via is not None and via.scheme == "https"):
@@ -622,17 +621,12 @@ def _system_context(file: str | None, folder: str | None) -> ssl.SSLContext:
         return ssl.create_default_context()
 
 
-def web_url(url: str) -> tuple[WebUrl, tuple[str, str] | None]:
-    """Return the URL to connect to, and the user and password if the URL has them."""
-    try:
-        return parse_web(divided(url))
-    except UrlError as error:
-        raise RemoteError(f"this URL cannot be opened: {error}", urls.shown(url)) from None
-
-
 def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
     """Return the target of a URL; its user and password become a header."""
-    web, credentials = web_url(url)
+    try:
+        web, credentials = web_url(divided(url))
+    except UrlError as error:
+        raise RemoteError(f"this URL cannot be opened: {error}", urls.shown(url)) from None
     if credentials is None:
         return RequestTarget(web, headers)
     secret = base64.b64encode(":".join(credentials).encode("utf-8", "surrogateescape")).decode("ascii")

@@ -86,10 +86,9 @@ def _keep_within_budget() -> None:
         _release(count - budget + budget // 4)
 
 
-def with_room(attempt: Callable[[], int], error: Any, status: int | None = None) -> int:
+def with_room(attempt: Callable[[], int], error: Any) -> int:
     """Retry an open in the C core until a descriptor is free: close idle files, then wait for other threads' uses."""
-    if status is None:
-        status = attempt()
+    status = attempt()
     begin = alive = time.monotonic()
     while status == lib.SL_E_OS and none_free(error.os_errno):
         now = time.monotonic()

@@ -140,9 +140,6 @@ class LocalUrls(Backend):
 
     def remove(self, targets: Sequence[str]) -> None:
         for url in targets:
-            if url.endswith("/"):
-                with suppress(OSError):  # it may be missing, or have files
-                    os.rmdir(urls.local_path(url))
-                continue
-            with suppress(FileNotFoundError):
-                os.remove(urls.local_path(url))
+            is_folder = url.endswith("/")
+            with suppress(OSError if is_folder else FileNotFoundError):  # a folder may be missing, or have files
+                (os.rmdir if is_folder else os.remove)(urls.local_path(url))
