@@ -64,15 +64,10 @@ class MemberFiles(Files):
         self.waits = isinstance(container, RemoteStore) and not container.here
         self._folders: dict[str, dict[str, bool]] = {"": {}}  # names in each folder, and if they are folders
         for name in members:
-            folder, base = self.split(name)
-            is_folder = False
-            while base:
-                known = self._folders.setdefault(folder, {})
-                if base in known:
-                    break
-                known[base] = is_folder
-                is_folder = True
-                folder, base = self.split(folder)
+            parts, folder = name.split("/"), ""
+            for k, part in enumerate(parts, 1):
+                self._folders.setdefault(folder, {}).setdefault(part, k < len(parts))
+                folder = self.join(folder, part)
 
     def __repr__(self) -> str:
         return f"<MemberFiles {self._path}>"
