@@ -49,10 +49,7 @@ class _Locked:
     @classmethod
     def of(cls, file: Any) -> _Locked:
         with _locks_lock.own:
-            locked = _locks.get(id(file))
-            if locked is None or locked.file is not file:
-                locked = _locks[id(file)] = cls(file)
-            return locked
+            return _locks.setdefault(id(file), cls(file))
 
     @contextmanager
     def at(self, position: int, whence: int = os.SEEK_SET) -> Iterator[None]:

@@ -44,7 +44,7 @@ class VerifiedStore(RemoteStore):
         self._head = 0  # bytes read while the file was opened, which the table may depend on
         self._used = 0  # bytes taken from the memory
         self.dropped_early = False
-        self._opening = False
+        self.opening = False  # until `settle` only the header is read, for the table and for nothing else
         self._lent = False
         self._verified = False
         self._error: VerificationError | None = None
@@ -53,7 +53,7 @@ class VerifiedStore(RemoteStore):
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         begin, end = spans[0].offset, spans[-1].end
-        head = self._opening and end < min(self.size, _HEAD)
+        head = self.opening and end < min(self.size, _HEAD)
         # `forget` waits: afterwards the memory belongs to a caller, who may change it.
         with self._reading.own:
             memory = self._room() if head else self._ready()
@@ -65,13 +65,9 @@ class VerifiedStore(RemoteStore):
         if not head:
             self._files.keep(self)
 
-    def begin(self) -> None:
-        """Read only the header until `settle`. The caller must use it for the table, and for nothing else."""
-        self._opening = True
-
     def settle(self) -> None:
         super().settle()
-        self._opening = False
+        self.opening = False
 
     def verify(self, *, alone: bool = True) -> None:
         """Read and hash the file unless that is done. Alone, it reads ahead of the hash on other threads."""
