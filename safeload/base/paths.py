@@ -78,6 +78,17 @@ def unwritable(error: OSError, path: str) -> OSError:
     return error if known is None else missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")
 
 
+def folder_names(folder: str, failures: list[OSError]) -> list[str]:
+    """Return the sorted names in a folder, none if it is missing; add an error to the failures."""
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        failures.append(error)
+        return []
+
+
 def absolute(path: str) -> str:
     """Return a path that stays valid when the working directory changes."""
     if path.startswith("/") and os.name != "nt":  # the fast path, because every open calls this

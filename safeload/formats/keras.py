@@ -83,7 +83,7 @@ from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.json_file import parse_json
-from ..stores.members import Member, MemberFiles
+from ..stores.members import MemberFiles
 from . import npz
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
 from .metadata import names_below
@@ -241,7 +241,7 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     entry = archive.entries[WEIGHTS]
     if entry.method == STORED:
         archive.check_stored(WEIGHTS)
-        members = {WEIGHTS: Member(archive.locate(WEIGHTS), entry.size)}
+        members = {WEIGHTS: (archive.locate(WEIGHTS), entry.size)}
         archive.check_overlap()
         opened = open_members(file, MemberFiles(file.store, file.path, members), request, kind="a Keras archive")
     else:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from ..stores.members import Member, MemberFiles, name_fault
+from ..stores.members import MemberFiles, name_fault
 from .opening import open_members
 from .registry import Candidate, Opened, OpenRequest
 from .zip import STORED, Archive
@@ -36,7 +36,7 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     """Open the GGUF in a program; see `open_members`."""
     file = candidate.file
     archive = Archive(file, appended=True)
-    members: dict[str, Member] = {}
+    members: dict[str, tuple[int, int]] = {}
     for name, entry in archive.entries.items():
         if not _is_model(name):
             continue
@@ -47,6 +47,6 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
             text = f"zip entry {show(name)} is compressed: extract it with unzip, and open the result"
             raise error_about(UnsupportedError, text, path=file.path)
         archive.check_stored(name)
-        members[name] = Member(archive.locate(name), entry.size)
+        members[name] = archive.locate(name), entry.size
     archive.check_overlap()
     return open_members(file, MemberFiles(file.store, file.path, members), request, kind="a llamafile")

@@ -685,7 +685,7 @@ def open_file(path: str, request: OpenRequest) -> Opened:
     candidate = None
     try:
         if file.verified:
-            file.store.begin()  # type: ignore[attr-defined]
+            file.store.opening = True  # type: ignore[attr-defined]
         candidate = Candidate(file)
         opened = _open_candidate(candidate, request, fault)
         file.settle()

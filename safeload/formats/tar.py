@@ -24,7 +24,7 @@ from ..base.messages import error_about
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
-from ..stores.members import Member, MemberFiles, name_fault
+from ..stores.members import MemberFiles, name_fault
 from .opening import open_members
 from .registry import Candidate, Opened, OpenRequest
 
@@ -61,8 +61,8 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     return open_members(file, MemberFiles(file.store, file.path, members), request, kind="a tar archive")
 
 
-def _members(file: WeightFile) -> Iterator[tuple[str, Member]]:
-    """Yield the files of an archive by name."""
+def _members(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield name, first byte and size of the files of an archive."""
     seen: dict[str, bool] = {}  # names, and if they are folders
     for at, full, kind, size in _headers(file):
         is_folder = kind == _FOLDER
@@ -84,7 +84,7 @@ def _members(file: WeightFile) -> Iterator[tuple[str, Member]]:
             raise FormatError(f"two tar members are named {show(name)}", file.path, at)
         seen[name] = is_folder
         if not is_folder:
-            yield name, Member(at + _BLOCK, size)
+            yield name, (at + _BLOCK, size)
     for name in seen:
         folder = name.rpartition("/")[0]
         while folder:

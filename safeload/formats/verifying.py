@@ -19,6 +19,7 @@ from ..stores.digests import (
     Expected,
     Signature,
     is_manifest,
+    name_below,
     refused,
     signed_files,
 )
@@ -230,7 +231,8 @@ def digests_of(
         ]
     else:
         folder = os.path.dirname(path)
-        places = [(name_below(folder, place, LOCAL), place) for place in {path, *read} if not is_same(place, document)]
+        inside = [place for place in {path, *read} if not is_same(place, document)]
+        places = [(name_below(folder, place, LOCAL) or place, place) for place in inside]
     places.sort()
     entries = each(lambda item: entry_of(item[1]), places, max(1, threads))
     return {name: digest for (name, _), digest in zip(places, entries, strict=True)}
@@ -241,17 +243,6 @@ def is_same(path: str, document: str | None) -> bool:
     return (
         document is not None and os.path.exists(document) and os.path.exists(path) and os.path.samefile(path, document)
     )
-
-
-def name_below(folder: str, path: str, files: Files) -> str:
-    """Return the name of a path relative to a folder; the path itself if it leads elsewhere."""
-    parent, name = files.split(path)
-    while parent != folder:
-        above, part = files.split(parent)
-        if above == parent:
-            return files.shown(path)
-        parent, name = above, f"{part}/{name}"
-    return name
 
 
 def entry_of(path: str, tick: Callable[[int], object] = bool) -> dict[str, Any]:

@@ -31,6 +31,8 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from ..base.absent import needed
@@ -89,27 +91,11 @@ class Expected(NamedTuple):
     alone: str = ""  # absolute path of a model that is a single file
     skips_empty: bool = False  # empty files have no digest: the signature lists ranges
 
-    def entries(self) -> set[tuple[str, str]]:
-        """Return the names and digests as model-signing has them."""
-        return {
-            (f"{name}:{part.begin}:{part.end}" if self.skips_empty else name, part.digest)
-            for name, parts in (self.files or {}).items()
-            for part in parts
-        }
-
     def name_of(self, path: str, files: Files) -> str | None:
         """Return the path relative to the root; None if it leads elsewhere."""
         path = files.absolute(path)
-        if path == self.alone and _ALONE in (self.files or ()):
-            return _ALONE
-        names: list[str] = []
-        while path.rstrip("/\\") != self.root:
-            folder, name = files.split(path)
-            if len(names) >= _LEVELS or folder == path:
-                return None
-            names.append(name)
-            path = folder
-        return "/".join(reversed(names))
+        is_alone = path == self.alone and _ALONE in (self.files or ())
+        return _ALONE if is_alone else name_below(self.root, path, files)
 
     def covers(self, path: str, files: Files) -> bool:
         """Return whether a file is listed, whether it exists or not."""
@@ -130,6 +116,18 @@ class Expected(NamedTuple):
     def leaves_out(self, name: str) -> bool:
         """Return whether a relative path is ignored, itself or by its folder."""
         return any(name == path or name.startswith(f"{path}/") for path in self.ignored)
+
+
+def name_below(folder: str, path: str, files: Files) -> str | None:
+    """Return the path of a file relative to a folder, with slashes; None if it leads elsewhere."""
+    names: list[str] = []
+    while folder not in (path, path.rstrip("/\\")):
+        above, name = files.split(path)
+        if len(names) >= _LEVELS or above == path:
+            return None
+        names.append(name)
+        path = above
+    return "/".join(reversed(names))
 
 
 def digest_in_cache(path: str) -> ExpectedRange | None:
@@ -355,35 +353,32 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> Expected:
         raise refused(text, shown)
     if signature.key is None and "publicKey" in kinds:
         raise refused("the signature was made with a key, not with a certificate: pass key= (--key)", shown)
-    from importlib import import_module
-
     library()
     config = import_module(f"{_PACKAGE}.verifying").Config()
     capture = _Capture()
-    with tempfile.TemporaryDirectory(prefix="safeload-") as folder:
-        path = os.path.join(folder, "model.sig")  # the bytes that were read, whatever happens to the file meanwhile
-        with open(path, "xb") as file:
-            file.write(content)
+    # The library prints warnings.
+    with tempfile.TemporaryDirectory(prefix="safeload-") as folder, redirect_stdout(sys.stderr):
         try:
-            with redirect_stdout(sys.stderr):  # it prints warnings
-                try:
-                    if signature.key is not None:
-                        config.use_elliptic_key_verifier(public_key=signature.key)
-                    else:
-                        config.use_certificate_verifier(certificate_chain=signature.certificates)
-                except Exception as error:
-                    files = ", ".join(os.fspath(path) for path in signature._proofs)
-                    keys = "a public key on the curve P-256, P-384 or P-521"
-                    kind = "certificates" if signature.key is None else keys
-                    reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
-                    raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None
-                config.set_hashing_config(capture).verify(folder, path)
-        except VerificationError:
-            raise
+            if signature.key is not None:
+                config.use_elliptic_key_verifier(public_key=signature.key)
+            else:
+                config.use_certificate_verifier(certificate_chain=signature.certificates)
+        except Exception as error:
+            files = ", ".join(os.fspath(path) for path in signature._proofs)
+            keys = "a public key on the curve P-256, P-384 or P-521"
+            kind = "certificates" if signature.key is None else keys
+            reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
+            raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None
+        copy = Path(folder, SIGNATURE_NAME)  # the bytes that were read, whatever happens to the file meanwhile
+        copy.write_bytes(content)
+        try:
+            config.set_hashing_config(capture).verify(folder, copy)
         except Exception as error:
             reason = one_line(error) or type(error).__name__
             raise refused(f"the signature is not valid: {reason}", shown) from None
-    if capture.entries != signed.entries():
+    shards, listed = signed.skips_empty, signed.files or {}
+    parts = ((f"{name}:{part.begin}:{part.end}" if shards else name, part) for name in listed for part in listed[name])
+    if capture.entries != {(name, part.digest) for name, part in parts}:
         raise refused("model-signing reads other files in this signature", shown)
     return signed._replace(proof=signature.proof)
 
@@ -427,10 +422,7 @@ class _Capture:
 
 
 def check_readable(path: PathLike) -> None:
-    """Refuse a key that cannot be opened, because the library's own errors do not name it.
-
-    A pipe can be opened only once, so the library opens it.
-    """
-    if stat.S_ISREG(os.stat(path).st_mode):
+    """Refuse a key that cannot be opened, because the library's own errors do not name it."""
+    if stat.S_ISREG(os.stat(path).st_mode):  # a pipe can be opened only once, by the library
         with open(path, "rb"):
             pass

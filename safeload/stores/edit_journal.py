@@ -177,10 +177,7 @@ class Locked(io.FileIO):
 
 
 def replace_header(file: Locked, old: bytes, new: bytes, *, durable: bool) -> None:
-    """Replace the header of a file in place by one of the same size, under a journal.
-
-    After an error the old header is in place, unless the message says to recover it.
-    """
+    """Replace the header by one of the same size, or after an error keep the old one unless the message says no."""
     write(file, old, new, durable=durable)
     try:
         file.overwrite_header(old, new, durable=durable)
@@ -203,15 +200,12 @@ def recover(file: Locked) -> str:
         journal = _read(file.path)
     except FileNotFoundError:
         return "nothing"
-    if journal is None:
-        remove(file.path)
-        return "old"
-    old, new_digest = journal
+    done = "old"
+    old, new_digest = journal or (b"", "")
     present = file.head(len(old))
     if _digest(present) == new_digest:
-        remove(file.path)
-        return "new"
-    if present != old:
+        done = "new"
+    elif present != old:
         # The first bytes of an interrupted edit, in which a write may have been cut.
         size, begin = len(BROKEN), present[: len(BROKEN)]
         cuts = range(1, size + 1)
@@ -222,4 +216,4 @@ def recover(file: Locked) -> str:
             raise FormatError(text, file.path)
         file.overwrite_header(b"", old, durable=True)
     remove(file.path)
-    return "old"
+    return done

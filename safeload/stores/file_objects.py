@@ -25,7 +25,7 @@ from ..base.text import show
 from ..errors import FormatError, UnsupportedError, missing_file
 from .files import Files
 from .local import LocalStore, of_descriptor
-from .members import Member, MemberStore
+from .members import MemberStore
 from .remote import RemoteStore
 from .store import WINDOW, ByteStore
 
@@ -49,10 +49,7 @@ class _Locked:
     @classmethod
     def of(cls, file: Any) -> _Locked:
         with _locks_lock.own:
-            locked = _locks.get(id(file))
-            if locked is None or locked.file is not file:
-                locked = _locks[id(file)] = cls(file)
-            return locked
+            return _locks.setdefault(id(file), cls(file))
 
     @contextmanager
     def at(self, position: int, whence: int = os.SEEK_SET) -> Iterator[None]:
@@ -77,7 +74,7 @@ _locks_lock = ProcessLock()
 
 
 class FileObjectStore(RemoteStore):
-    """The bytes of a file object from a position to its end, read on demand, or those of an `io.BytesIO`."""
+    """The bytes of a file object from a position to its end, read on demand, or of an `io.BytesIO`."""
 
     here = True
 
@@ -168,7 +165,7 @@ class _FileObject:
     def _local(self, store: LocalStore) -> ByteStore:
         self._latest, start = store, self._start or 0
         self.refuse_end(store.size)
-        return MemberStore(store, Member(start, store.size - start), self.name) if start else store
+        return MemberStore(store, (start, store.size - start), self.name) if start else store
 
     def refuse_end(self, end: int) -> None:
         """Refuse a position at the end of the file."""
@@ -212,10 +209,7 @@ def _answers(file: Any, method: str, default: bool) -> bool:
 
 
 def _descriptor(file: Any) -> int | None:
-    """Return the descriptor of a regular file, or None for any other object and on Windows.
-
-    Only Python's own classes are trusted: ``fileno`` of a decompressor leads to the compressed file.
-    """
+    """Return the descriptor of a regular file; None on Windows, and for classes that may unpack what it reads."""
     if os.name == "nt":
         return None
     if type(file).__module__ == "tempfile" and type(file).__name__ == "_TemporaryFileWrapper":

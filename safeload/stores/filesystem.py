@@ -26,7 +26,7 @@ from ..base.absent import is_absent
 from ..base.cached import cached_property
 from ..base.forking import ProcessLock
 from ..base.text import show
-from ..base.url import CACHES, parsed, unescaped
+from ..base.url import CACHES, divided, parsed, unescaped
 from ..errors import FormatError, RemoteError, UnsupportedError
 from .foreign import ObjectStore, StoredObject, checked, copy_whole, secrets_of, secrets_of_urls
 from .local import open_local
@@ -50,10 +50,7 @@ _TICK = 0.2
 
 
 class Filesystem(ObjectStore):
-    """A filesystem of fsspec behind URLs, or a caller's, for use in any process, forked processes included.
-
-    An asynchronous filesystem belongs to the thread of its event loop, which a fork does not copy.
-    """
+    """A filesystem of fsspec behind URLs, or a caller's, for use in any process, forked processes included."""
 
     def __init__(self, fs: Any, secrets: list[str] | None = None, place: str | None = None) -> None:
         self._own = secrets is None
@@ -86,7 +83,7 @@ class Filesystem(ObjectStore):
 
     @property
     def fs(self) -> Any:
-        """The filesystem; a forked process gets its own."""
+        """The filesystem; a forked process gets its own, because a fork does not copy the thread of an event loop."""
         if self._process != os.getpid():
             self._fs, self._process = _renewed(self._fs), os.getpid()
         return self._fs
@@ -114,7 +111,7 @@ class Filesystem(ObjectStore):
         is_cache = isinstance(fs, CachingFileSystem)
         # A block cache repeats the answer of the filesystem beneath.
         if isinstance(fs, WholeFileCacheFileSystem) if is_cache else getattr(fs, "local_file", False):
-            return open_local(self._downloaded(place, shown), shown=shown)
+            return open_local(self._downloaded(place, shown) if is_cache else place, shown=shown)
         if is_cache:  # drop its blocks of a file of another version
             with self._turns.own:
                 cached = fs._check_file(place)
@@ -136,10 +133,7 @@ class Filesystem(ObjectStore):
         return checked(lambda: _call(self.fs, name, *arguments, **named), url, self.secrets)
 
     def info(self, url: str, path: str) -> dict[str, Any]:
-        """Return the store's current information about a path, bypassing caches.
-
-        Caches would list the folder, which http does not have.
-        """
+        """Return the store's information about a path; caches would list the folder, which http does not have."""
 
         def read() -> Any:
             fs = self._innermost()
@@ -171,11 +165,8 @@ class Filesystem(ObjectStore):
         return Client({} if verify is None else {"verify": verify}, "s3")
 
     def _signed(self, place: str, shown: str, window: int) -> HttpStore | None:
-        """Open an S3 object by a presigned URL; return None if s3fs has to read it, or may have a better error.
-
-        s3fs signs, and `HttpStore` reads straight into the arrays' memory. Each range is read with ``If-Match``, which
-        s3fs does not send, and opening takes one request instead of two.
-        """
+        """Open an S3 object by a presigned URL; return None if s3fs has to read it, or may have a better error."""
+        # `HttpStore` reads straight into the arrays' memory and sends If-Match, and opening takes one request, not two.
         fs = self.fs  # s3fs itself, not a cache of it
         config, keys = _settings(fs, "config_kwargs"), {*_settings(fs, "req_kw"), *_settings(fs, "kwargs")}
         if "s3" not in _protocols(fs) or not hasattr(fs, "call_s3") or _CONNECTION & {*config}:
@@ -184,15 +175,14 @@ class Filesystem(ObjectStore):
             return None  # a customer's encryption key must be sent in headers
 
         def resolve() -> RequestTarget:
-            from .http_client import RequestTarget, web_url
+            from .http_client import target_of
 
             req = _settings(self.fs, "req_kw")
             named = {key: value for key, value in req.items() if key == "RequestPayer" and value}
             url = str(self.ask(shown, "url", place, expires=_VALID, **named))
-            web, _ = web_url(url)
-            signed = parse_qs(web.query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
+            signed = parse_qs(divided(url).query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
             headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
-            return RequestTarget(web, headers)
+            return target_of(url, headers)
 
         try:
             from .http import HttpStore
@@ -209,8 +199,6 @@ class Filesystem(ObjectStore):
     def _downloaded(self, place: str, shown: str) -> str:
         """Return the path of the local copy, which a whole-file cache makes first."""
         fs = self.fs
-        if not isinstance(fs, CachingFileSystem):
-            return place
 
         def fetch() -> str:
             with fs.open(place, "rb") as file:
@@ -277,11 +265,7 @@ class Filesystem(ObjectStore):
         return left_behind(read_in_turn)
 
     def write(self, source: str, place: str, shown: str) -> None:
-        """Write a file.
-
-        An interrupted multipart upload leaves hidden parts in the store; a lifecycle rule of the bucket should remove
-        such parts.
-        """
+        """Write a file; what an interrupted multipart upload leaves is for a lifecycle rule of the bucket to remove."""
         if isinstance(self.fs, LocalFileSystem):
             copy_whole(source, place, shown)
         elif self._is_atomic():

@@ -70,10 +70,7 @@ def checked(
     tries: int = 1,
     translate: Callable[..., Exception] | None = None,
 ) -> _Result:
-    """Call another library and translate its errors, after up to ``tries`` attempts if they are transient.
-
-    The errors are not chained, because they may contain secrets.
-    """
+    """Call another library, again after transient errors; raise its errors translated, unchained and secret-free."""
     for k in range(1, tries + 1):
         try:
             return function()
@@ -174,10 +171,7 @@ def cleaned(error: BaseException, secrets: list[str]) -> str:
 
 
 class ObjectStore(Backend):
-    """An object store behind URLs, by five calls: entries, stat, read, write and delete.
-
-    Ctrl-C and the stop of the thread end each call; errors are safeload's.
-    """
+    """An object store behind URLs, by five calls, which end at Ctrl-C and `stop`, and have safeload's errors."""
 
     name: str  # of the library's class
     secrets: list[str]  # for messages
@@ -319,17 +313,15 @@ def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def secrets_of(options: Mapping[str, Any] | None) -> list[str]:
     """Return the secrets in ``storage_options``, longest first, to keep them out of messages."""
-    return sorted(set(_texts(options or {})), key=len, reverse=True)
+    texts: set[str] = set()
+    for key, value in (options or {}).items():
+        if isinstance(value, Mapping):
+            texts.update(secrets_of(value))
+        elif isinstance(value, (str, bytes)) and key not in PUBLIC and len(value) >= _LEAST:
+            texts.add(value if isinstance(value, str) else value.decode("latin-1"))
+    return sorted(texts, key=len, reverse=True)
 
 
 def secrets_of_urls(chain: Iterable[Url]) -> Iterator[str]:
     """Return the secrets in the links of a chain."""
     return (text for link in chain for text in link.secrets if len(text) >= _LEAST)
-
-
-def _texts(options: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _texts(value)
-        elif isinstance(value, (str, bytes)) and key not in PUBLIC and len(value) >= _LEAST:
-            yield value if isinstance(value, str) else value.decode("latin-1")

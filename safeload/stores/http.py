@@ -369,10 +369,7 @@ def _check_range(exchange: Exchange, begin: int, end: int, path: str) -> None:
 
 
 def _marks_of(exchange: Exchange) -> tuple[str | None, str | None]:
-    """Return the marks that tell contents apart: the ETag, and the time unless a strong ETag decides alone.
-
-    Any difference is a change: a mark that is gone, new, or of another kind.
-    """
+    """Return the marks whose difference is a change: the ETag, and the time unless a strong ETag decides alone."""
     etag, modified = exchange.headers.get("ETag") or None, exchange.headers.get("Last-Modified") or None
     return etag, modified if etag is None or is_weak(etag) else None
 

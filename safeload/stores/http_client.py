@@ -37,8 +37,7 @@ from ..base import url as urls
 from ..base.absent import needed
 from ..base.forking import ProcessLock, making_context
 from ..base.text import show
-from ..base.url import UrlError, WebUrl, divided
-from ..base.url import web_url as parse_web
+from ..base.url import UrlError, WebUrl, divided, web_url
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError
 from .foreign import requested_wait
 from .thread_group import Stopped, current
@@ -476,9 +475,8 @@ class Client:
             raise FileNotFoundError(errno.ENOENT, "verify: no such certificate file or folder", os.fspath(verify))
         self._context: ssl.SSLContext | None = context
         self._verify = verify
-        self._proxies: dict[tuple[str, str], str | None] = {}
-        # By process, scheme and proxy: a fork copies the parent's sockets, and locks in whatever state they are.
-        self._managers: dict[tuple[int, str, str | None], Any] = {}
+        # By process, scheme and host: a fork copies the parent's sockets, and locks in whatever state they are.
+        self._managers: dict[tuple[int, str, str], Any] = {}
         self._lock = ProcessLock()
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # open files
         weakref.finalize(self, _close, self._managers)
@@ -510,26 +508,20 @@ class Client:
             _close(self._managers)
 
     def _manager(self, url: WebUrl) -> Any:
-        key = os.getpid(), url.scheme, self._proxy_of(url)
+        key = os.getpid(), url.scheme, url.place
         manager = self._managers.get(key)
         if manager is None:
-            with self._lock.own:  # reading certificates is slow
+            with self._lock.own:  # reading certificates is slow, and so can be asking the system for proxies
                 manager = self._managers.get(key)
                 if manager is None:
-                    manager = self._managers[key] = self._make(*key[1:])
+                    proxies = getproxies()
+                    proxy = proxies.get(url.scheme) or proxies.get("all")
+                    if not proxy or proxy_bypass(url.place):
+                        proxy = None
+                    elif "://" not in proxy:
+                        proxy = f"http://{proxy}"
+                    manager = self._managers[key] = self._make(url.scheme, proxy)
         return manager
-
-    def _proxy_of(self, url: WebUrl) -> str | None:
-        key = url.scheme, url.place
-        if key not in self._proxies:  # asking the system can be slow
-            proxies = getproxies()
-            proxy = proxies.get(url.scheme) or proxies.get("all")
-            if not proxy or proxy_bypass(url.place):
-                proxy = None
-            elif "://" not in proxy:
-                proxy = f"http://{proxy}"
-            self._proxies[key] = proxy
-        return self._proxies[key]
 
     def _make(self, scheme: str, proxy: str | None) -> Any:
         options: dict[str, Any] = {"maxsize": _IDLE, "timeout": self._timeout}
@@ -540,7 +532,7 @@ class Client:
             if url.scheme not in ("http", "https"):
                 raise UnsupportedError(f"proxies must use http, https or socks, got {url.scheme or 'no scheme'}")
             try:
-                via, credentials = parse_web(url)
+                via, credentials = web_url(url)
             except UrlError as error:
                 raise UnsupportedError(f"the proxy {url.shown} cannot be used: {error}") from None
         if scheme == "https" or (via is not None and via.scheme == "https"):
@@ -569,7 +561,7 @@ class Client:
         return manager
 
 
-def _close(managers: dict[tuple[int, str, str | None], Any]) -> None:
+def _close(managers: dict[tuple[int, str, str], Any]) -> None:
     """Close this process's connections."""
     for key in [key for key in managers if key[0] == os.getpid()]:
         manager = managers.pop(key, None)
@@ -622,17 +614,12 @@ def _system_context(file: str | None, folder: str | None) -> ssl.SSLContext:
         return ssl.create_default_context()
 
 
-def web_url(url: str) -> tuple[WebUrl, tuple[str, str] | None]:
-    """Return the URL to connect to, and the user and password if the URL has them."""
-    try:
-        return parse_web(divided(url))
-    except UrlError as error:
-        raise RemoteError(f"this URL cannot be opened: {error}", urls.shown(url)) from None
-
-
 def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
     """Return the target of a URL; its user and password become a header."""
-    web, credentials = web_url(url)
+    try:
+        web, credentials = web_url(divided(url))
+    except UrlError as error:
+        raise RemoteError(f"this URL cannot be opened: {error}", urls.shown(url)) from None
     if credentials is None:
         return RequestTarget(web, headers)
     secret = base64.b64encode(":".join(credentials).encode("utf-8", "surrogateescape")).decode("ascii")

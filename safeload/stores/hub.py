@@ -32,15 +32,7 @@ from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from .foreign import TRIES, checked, cleaned, secrets_of, status_of, translated
 from .http import HttpStore, check_accepted, request, whole_body
-from .http_client import (
-    Client,
-    Exchange,
-    Failure,
-    RequestTarget,
-    checked_headers,
-    of_status,
-    target_of,
-)
+from .http_client import Client, Exchange, Failure, RequestTarget, checked_headers, of_status, target_of
 from .hub_cache import COMMIT, CachedRepository
 from .json_file import MAX_JSON, parse_json
 from .local import LocalStore, open_local
@@ -85,7 +77,6 @@ _REFUSALS = {
     "WrongToken": f"the Hub refuses the token: {_WRONG_TOKEN}; log in with `hf auth login`, or set HF_TOKEN",
 }
 _DISABLED = "Access to this resource is disabled."
-
 
 _Result = TypeVar("_Result")
 
@@ -133,10 +124,7 @@ class Snapshot(NamedTuple):
 
 
 class Hub(Backend):
-    """Repositories of the Hugging Face Hub.
-
-    Each revision is resolved once, in a single request, and stays at that commit for the lifetime of the object.
-    """
+    """Repositories of the Hugging Face Hub; each revision is resolved once, and stays at that commit."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         rest = {key: value for key, value in options.items() if key not in _OPTIONS}
@@ -287,16 +275,12 @@ class Hub(Backend):
 
     def _commit(self, place: HubPlace, operations: list[Any], message: str) -> None:
         """Change a branch, which is resolved again on its next use."""
-
-        def commit() -> None:
-            writer = _library().HfApi(
-                endpoint=self._url, token=self._token, library_name="safeload", library_version=__version__,
-                headers=self._client.headers,
-            )  # fmt: skip
-            options = {"commit_message": message, "repo_type": place.kind, "revision": place.revision}
-            writer.create_commit(place.repo, operations, **options)
-
-        self._checked(commit, place, TRIES)
+        writer = _library().HfApi(
+            endpoint=self._url, token=self._token, library_name="safeload", library_version=__version__,
+            headers=self._client.headers,
+        )  # fmt: skip
+        options = {"commit_message": message, "repo_type": place.kind, "revision": place.revision}
+        self._checked(lambda: writer.create_commit(place.repo, operations, **options), place, TRIES)
         self._snapshots.pop(place[:3], None)
 
     def check_writable(self, url: str) -> None:

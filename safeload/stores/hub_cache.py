@@ -15,9 +15,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 
 from ..base import hub_cache
+from ..base.paths import folder_names
 from ..errors import FormatError
 from .json_file import read_json
 
@@ -64,10 +64,7 @@ class CachedRepository:
 
     def commits(self) -> list[str]:
         """Return the commits with a snapshot."""
-        try:
-            return sorted(filter(COMMIT.fullmatch, os.listdir(os.path.join(self.path, "snapshots"))))
-        except OSError:
-            return []
+        return [*filter(COMMIT.fullmatch, folder_names(os.path.join(self.path, "snapshots"), []))]
 
     def file(self, commit: str, path: str) -> str | None:
         """Return the local path of a file of a commit; None if it was not downloaded."""
@@ -103,16 +100,12 @@ class CachedRepository:
         return sizes
 
     def is_complete(self, commit: str) -> bool:
-        """Return whether the weights at the top of a snapshot are complete, as far as the snapshot tells.
-
-        Used for caches of versions that list no trees. A configuration must be there, because it can change values.
-        """
+        """Return whether the weights at the top of a snapshot and their configuration seem complete, without a tree."""
         names = {name for name in self.files(commit) if "/" not in name}
         if not names.intersection(_CONFIGS):
             return False
-        with suppress(OSError):
-            if any(name.endswith(".incomplete") for name in os.listdir(os.path.join(self.path, "blobs"))):
-                return False
+        if any(name.endswith(".incomplete") for name in folder_names(os.path.join(self.path, "blobs"), [])):
+            return False
         indexes = [name for name in names if ".index." in name and name.endswith(".json")]
         for index in indexes:
             try:
@@ -135,17 +128,8 @@ class CachedRepository:
 def repositories(failures: list[OSError]) -> Iterator[tuple[str, CachedRepository]]:
     """Iterate over the models in the cache, by owner and name."""
     folder = hub_cache.folder()
-    try:
-        names = sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        failures.append(error)
-        return
-    for name in names:
-        match = _FOLDER.fullmatch(name)
-        if match is not None:
-            yield match[1].replace("--", "/", 1), CachedRepository(os.path.join(folder, name))
+    for match in filter(None, map(_FOLDER.fullmatch, folder_names(folder, failures))):
+        yield match[1].replace("--", "/", 1), CachedRepository(os.path.join(folder, match[0]))
 
 
 def _walk(folder: str) -> Iterator[tuple[str, ...]]:

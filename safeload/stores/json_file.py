@@ -20,10 +20,7 @@ MAX_DEPTH = 64
 
 
 def read_json(path: PathLike, what: str, files: Files = LOCAL) -> dict[str, Any]:
-    """Read a JSON object from a file in UTF-8 (RFC 8259), with or without a byte order mark.
-
-    Only regular files are opened, because reading another kind could block or never end.
-    """
+    """Read a JSON object from a regular file in UTF-8 (RFC 8259), with or without a byte order mark."""
     return read_version(native_path(path)[0], what, files)[0]
 
 

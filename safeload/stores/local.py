@@ -38,7 +38,7 @@ class Identity(NamedTuple):
 # The lock of all descriptors: reentrant, because garbage collection may close a file inside the lock. It is held for
 # moments only, never while a file is opened or looked up.
 _lock = RLock()
-# Files by their open descriptors, those opened first in front.
+# Files by their open descriptors, the oldest first.
 _open: dict[int, weakref.ref[LocalStore]] = {}
 # Threads that use the descriptor of a file, a thread once for each use.
 _used: dict[LocalStore, list[int]] = {}
@@ -86,14 +86,9 @@ def _keep_within_budget() -> None:
         _release(count - budget + budget // 4)
 
 
-def with_room(attempt: Callable[[], int], error: Any, status: int | None = None) -> int:
-    """Retry an open in the C core until a descriptor is free, and return its status.
-
-    Idle files are closed first. Then other threads are awaited, unless this thread uses descriptors too: such threads
-    must not wait for each other.
-    """
-    if status is None:
-        status = attempt()
+def with_room(attempt: Callable[[], int], error: Any) -> int:
+    """Retry an open in the C core until a descriptor is free: close idle files, then wait for other threads' uses."""
+    status = attempt()
     begin = alive = time.monotonic()
     while status == lib.SL_E_OS and none_free(error.os_errno):
         now = time.monotonic()
@@ -102,6 +97,7 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
         released = _release(max(1, len(_open) // 2))
         if users or released:
             alive = now
+        # Threads that use descriptors must not wait for each other.
         if now - begin > _PATIENCE or now - alive > _MOMENT or (not released and get_ident() in users):
             break
         if not released:
@@ -155,10 +151,8 @@ OpenedFile: TypeAlias = tuple[int, int, int, int, int]
 class LocalStore:
     """A regular file, open for reading until it is closed or no longer referenced.
 
-    The descriptor may be closed between reads, because a checkpoint can have more shards than a process can have
-    descriptors. The next read opens the file again and refuses it if it has changed.
-
-    A ``brief`` file gets no `place`, and its descriptor stays open until it is closed.
+    Its descriptor may be closed between reads, because a checkpoint can have more shards than a process descriptors;
+    the next read refuses a changed file. A ``brief`` file has no `place`, and stays open until it is closed.
     """
 
     gives_way = False  # True if this process may close the file in order to `replace` it
@@ -213,11 +207,8 @@ class LocalStore:
             self.end_use()
 
     def begin_use(self, each: int = 0) -> int:
-        """Return the descriptor, opened again if it was closed, and valid until this thread's `end_use`.
-
-        With ``each``, a job's number of descriptors for a file, fail if jobs already use half of the budget.
-        """
-        with _lock:
+        """Return the descriptor, opened again if it was closed, and valid until this thread's `end_use`."""
+        with _lock:  # `each` is a job's number of descriptors for a file: jobs use at most half of the budget
             if each * len(_used) > _UNCHECKED // 2 and each * len(_used) >= _budget() // 2:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), self.path)
             _used.setdefault(self, []).append(get_ident())
@@ -260,10 +251,7 @@ class LocalStore:
         return self._descriptor
 
     def release(self) -> bool:
-        """Close the descriptor until the next read; return True if it was closed.
-
-        Files in use keep their descriptor, and so do moved or modified files, which could not be opened again.
-        """
+        """Close the descriptor until the next read, unless it is used or cannot be opened again; return if it was."""
         if self._descriptor is None or self in _used:
             return False
         try:
@@ -321,12 +309,8 @@ def open_local(path: PathLike, *, shown: str | None = None) -> LocalStore:
 
 
 def of_descriptor(number: int, path: str) -> LocalStore:
-    """Return a store over a duplicate of an open descriptor of a regular file; not on Windows.
-
-    ``path`` is for messages only: it may lead elsewhere.
-    """
-    status = os.fstat(number)
-    identity = identity_of(status)
+    """Return a store over a duplicate of a regular file's descriptor; the path, for messages, may lead elsewhere."""
+    identity = identity_of(os.fstat(number))
     return LocalStore(path, (os.dup(number), *identity))
 
 
@@ -358,10 +342,7 @@ def direct_of(handle: int) -> int | None:
 
 
 def mapping_of(store: ByteStore) -> Any:
-    """Return the bytes of a store as a writable buffer, mapped copy-on-write or private; None if there is none.
-
-    A buffer of verified bytes is the store's own until ``store.forget()``.
-    """
+    """Return a store's bytes as a writable buffer, copy-on-write or lent until ``store.forget()``; None without one."""
     make = getattr(store, "map", None)
     try:
         return None if make is None else make()
@@ -441,26 +422,18 @@ def copy_range(source: int, begin: int, nbytes: int, target: int, at: int) -> No
                 if error.errno not in _NO_COPY:
                     raise
         if not copied:
-            copied = _through_memory(source, begin, step, target, at)
+            size = min(step, _BUFFER)
+            if hasattr(os, "pread"):  # it does not move the source's position, which a caller may share
+                data = os.pread(source, size, begin)
+            else:
+                os.lseek(source, begin, os.SEEK_SET)
+                data = os.read(source, size)
+            if not data:
+                raise OSError(errno.EIO, f"the file ends at byte {begin}, {step} bytes too early")
+            os.lseek(target, at, os.SEEK_SET)
+            copied = os.write(target, data)
         begin, at, nbytes = begin + copied, at + copied, nbytes - copied
         step = min(nbytes, _STEP)
-
-
-def _through_memory(source: int, begin: int, nbytes: int, target: int, at: int) -> int:
-    """Copy without the system's help, and without moving the source's position, which a caller may share."""
-    size = min(nbytes, _BUFFER)
-    if hasattr(os, "pread"):
-        data = os.pread(source, size, begin)
-    else:
-        os.lseek(source, begin, os.SEEK_SET)
-        data = os.read(source, size)
-    if not data:
-        raise OSError(errno.EIO, f"the file ends at byte {begin}, {nbytes} bytes too early")
-    os.lseek(target, at, os.SEEK_SET)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(target, view) :]
-    return len(data)
 
 
 # ---- locks against other processes, which end with this process ----
@@ -471,10 +444,7 @@ _FAR = 1 << 62  # no byte of the file, which others may read
 
 
 def lock(descriptor: int) -> bool | None:
-    """Lock an open file until it is closed.
-
-    False if somebody else holds the lock, None if the filesystem has no locks.
-    """
+    """Lock an open file until it is closed; False if somebody else holds the lock, None if there are no locks."""
     try:
         if sys.platform == "win32":
             import msvcrt

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ..errors import UnsupportedError, missing_file
 from .files import Files
 from .local import LocalStore, compare, identity_of
 from .remote import RemoteStore, read_spans
 from .store import WINDOW, ByteStore, Span
-
-
-class Member(NamedTuple):
-    """The bytes of a member in its container."""
-
-    begin: int
-    size: int
-
 
 # Longest name of a member in characters, and most folders in a name.
 MAX_NAME = 4096
@@ -40,9 +32,9 @@ def name_fault(name: str) -> str | None:
 
 
 class MemberStore(RemoteStore):
-    """The bytes of a member, read from its container. Closing it leaves the container open."""
+    """The bytes of a member, which is a first byte and a size in a container; closing it leaves the container open."""
 
-    def __init__(self, container: ByteStore, member: Member, path: str) -> None:
+    def __init__(self, container: ByteStore, member: tuple[int, int], path: str) -> None:
         super().__init__()
         self.path = path
         self.begin, self.size = member
@@ -61,29 +53,21 @@ class MemberStore(RemoteStore):
 
 
 class MemberFiles(Files):
-    """The members of a container. A path is a member's name; "" is the folder at the top.
-
-    Names are parts joined with "/", none of them empty, "." or "..".
-    """
+    """The members of a container by their names, which have no `name_fault`; "" is the folder at the top."""
 
     remote = True  # nothing here is a path of this machine
 
-    def __init__(self, container: ByteStore, path: str, members: Mapping[str, Member]) -> None:
+    def __init__(self, container: ByteStore, path: str, members: Mapping[str, tuple[int, int]]) -> None:
         self._container = container
         self._path = path
         self._members = members
         self.waits = isinstance(container, RemoteStore) and not container.here
         self._folders: dict[str, dict[str, bool]] = {"": {}}  # names in each folder, and if they are folders
         for name in members:
-            folder, base = self.split(name)
-            is_folder = False
-            while base:
-                known = self._folders.setdefault(folder, {})
-                if base in known:
-                    break
-                known[base] = is_folder
-                is_folder = True
-                folder, base = self.split(folder)
+            parts, folder = name.split("/"), ""
+            for k, part in enumerate(parts, 1):
+                self._folders.setdefault(folder, {}).setdefault(part, k < len(parts))
+                folder = self.join(folder, part)
 
     def __repr__(self) -> str:
         return f"<MemberFiles {self._path}>"
@@ -93,7 +77,7 @@ class MemberFiles(Files):
 
     @property
     def folders(self) -> list[str]:
-        """All folders, those at the top first."""
+        """All folders, from the top down."""
         return sorted(self._folders, key=lambda folder: (folder.count("/") if folder else -1, folder))
 
     def is_local(self, path: str) -> bool:

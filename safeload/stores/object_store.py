@@ -58,11 +58,7 @@ def of_obstore(store: Any, path: str) -> Location:
 
 
 def path_of(value: Any) -> Location:
-    """Return the location of an object other than a str or a local path.
-
-    Accepts a `Location`; objects with an fsspec filesystem as ``fs`` and a path as ``path`` (``fsspec.core.OpenFile``,
-    universal_pathlib's ``UPath``); and stores with the members of `ByteStore`.
-    """
+    """Return the location of a `Location`, a `FilesystemPath` or a `ByteStore`."""
     if isinstance(value, Location):
         return value
     fs, path = getattr(value, "fs", None), getattr(value, "path", None)
@@ -95,10 +91,7 @@ class Single(Backend):
 
 
 class Obstore(ObjectStore):
-    """An obstore store, and its URLs. Each range arrives in its own buffer, with the version it belongs to.
-
-    obstore waits for no signal and works in no forked process, so its calls run in threads of their own.
-    """
+    """An obstore store, and its URLs; its calls run in threads of their own, because obstore waits for no signal."""
 
     proves = True
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
+from ..base.paths import folder_names
 from ..base.text import plural, show
 from ..base.url import shown
 from ..errors import FormatError, MissingShardError, UnsupportedError, missing_file
@@ -191,14 +192,7 @@ def names_in(folder: str, failures: list[OSError]) -> Iterator[OllamaName]:
         if len(parts) == len(OllamaName._fields):
             yield OllamaName(*parts)
             return
-        try:
-            entries = os.listdir(os.path.join(folder, "manifests", *parts))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            failures.append(error)
-            return
-        for name in sorted(filter(_COMPONENT.fullmatch, entries)):
+        for name in filter(_COMPONENT.fullmatch, folder_names(os.path.join(folder, "manifests", *parts), failures)):
             yield from below(*parts, name)
 
     return islice(below(), MAX_MANIFESTS)

@@ -80,20 +80,20 @@ def places_of(
 
                 url_files = RemoteFiles(storage_options)
             files = _common(files, url_files)
-            texts.append(text)
         elif is_file_object(path) and not _is_at_start(path):
             if objects is None:
                 from .file_objects import FileObjects  # only here: most paths are local
 
                 objects = FileObjects()
             files = _common(files, objects)
-            texts.append(objects.add(path))
+            text = objects.add(path)
         else:
             from .object_store import path_of
 
             location = path_of(path)
             files = _common(files, location.files)
-            texts.append(location.path)
+            text = location.path
+        texts.append(text)
     return texts, files
 
 

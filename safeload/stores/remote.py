@@ -118,10 +118,7 @@ class Backend(ABC):
 
 
 class RemoteStore:
-    """A file read by ranges, from any thread. Subclasses have `read_spans`, or `content` if a read cannot be aborted.
-
-    While the file is opened, small reads are served from windows, which are fetched on demand.
-    """
+    """A file read by ranges, small ones from windows; subclasses have `read_spans`, or an unabortable `content`."""
 
     path: str  # the URL in messages, without user, password and query
     size: int  # in bytes
@@ -141,12 +138,7 @@ class RemoteStore:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
     def read_spans(self, spans: Sequence[Span]) -> None:
-        """Fill spans, if possible by a single request from the first span's first byte to the last span's last byte.
-
-        Called from any thread; `stop.current` aborts it. Transient failures are retried.
-
-        Spans are ascending and do not overlap.
-        """
+        """Fill ascending spans that do not overlap, by a single request, from any thread, until `current` stops."""
         begin, end = spans[0].offset, spans[-1].end
         fill(spans, begin, self.content(begin, end))
 
@@ -206,10 +198,7 @@ class RemoteStore:
         return None
 
     def _around(self, offset: int) -> list[tuple[int, bytes]]:
-        """Return the windows that may hold a byte: the last few that begin before it, and the first window.
-
-        A few are enough because windows overlap little.
-        """
+        """Return the windows that may hold a byte: the last few before it, as windows overlap little, and the first."""
         with self._lock.own:
             at = bisect_left(self._windows, (offset + 1,))
             return self._windows[max(0, at - 3) : at] + self._windows[: min(1, at)]
@@ -262,10 +251,7 @@ class RemoteStore:
 
 
 class ForeignStore(RemoteStore):
-    """A caller's store with the four members of `ByteStore`.
-
-    Reads go through a separate buffer, because they may not be abortable.
-    """
+    """A caller's store with the four members of `ByteStore`, read into separate buffers: nothing may abort it."""
 
     def __init__(self, store: ByteStore, path: str) -> None:
         super().__init__()

@@ -97,10 +97,7 @@ class RemoteFiles(Files):
 
 
 def _store_of(url: str, options: Mapping[str, Any]) -> tuple[object, Callable[[], Backend]]:
-    """Return a key shared by all URLs of a store, and the function that makes its backend.
-
-    Each host has its own backend, so hosts never share redirects or credentials.
-    """
+    """Return a key of a URL's store, and what makes its backend; hosts share no redirects or credentials."""
     scheme, chained = urls.scheme_of(url), len(urls.links(url)) > 1
     if not chained and scheme in ("http", "https", "hf"):
         version = needed("urllib3", "http, https and hf URLs need urllib3").__version__
@@ -143,9 +140,6 @@ class LocalUrls(Backend):
 
     def remove(self, targets: Sequence[str]) -> None:
         for url in targets:
-            if url.endswith("/"):
-                with suppress(OSError):  # it may be missing, or have files
-                    os.rmdir(urls.local_path(url))
-                continue
-            with suppress(FileNotFoundError):
-                os.remove(urls.local_path(url))
+            is_folder = url.endswith("/")
+            with suppress(OSError if is_folder else FileNotFoundError):  # a folder may be missing, or have files
+                (os.rmdir if is_folder else os.remove)(urls.local_path(url))

@@ -335,10 +335,7 @@ class Prefetch(Iterator[_Result], Generic[_Result]):
             self._count += 1
 
     def close(self) -> None:
-        """Stop the threads, within a time slice, and wait for them. Further results are dropped.
-
-        State that the consumer's thread may be using is left to that thread.
-        """
+        """Stop the threads, within a time slice, and wait for them; the consumer's thread may be using other state."""
         self._next, self._tasks = None, iter(())
         self._threads.end(self._grace)
         if self._grace < math.inf:
@@ -351,10 +348,7 @@ class Prefetch(Iterator[_Result], Generic[_Result]):
 
 
 def run(tasks: Iterable[Callable[[], object]], limit: int, tick: Callable[[], object] | None = None) -> None:
-    """Run tasks on up to ``limit`` threads. The first error stops all tasks, and is raised.
-
-    This thread advances ``tasks`` and calls ``tick``, and its exception stops the tasks.
-    """
+    """Run tasks on up to ``limit`` threads until the first error, also of this thread, which advances and ticks."""
     due = 0.0
     calls = (Task(1, task) for task in tasks)
     results: Prefetch[object] = Prefetch(calls, 2 * limit, workers=limit, ordered=False, tick=tick, grace=_GRACE)
@@ -381,10 +375,7 @@ def each(function: Callable[[_Item], _Result], items: Sequence[_Item], limit: in
 
 
 def in_order(function: Callable[[_Item], _Result], items: Iterable[_Item], count: int) -> Iterator[_Result]:
-    """Yield the results of a function that releases the GIL, called on ``count`` threads, in the order of its items.
-
-    A few calls run ahead of the consumer. Closing the generator stops all calls.
-    """
+    """Yield the results of a function that releases the GIL, a few calls ahead, until the generator is closed."""
     if count == 1:
         yield from map(function, items)
         return

@@ -8,7 +8,6 @@ hashed later, before the first tensor is returned.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ from .files import Files
 from .local import LocalStore, read_from
 from .remote import RemoteStore, fill
 from .store import WINDOW, ByteStore, Span
-from .thread_group import REMOTE_WORKERS, each, in_order
+from .thread_group import REMOTE_WORKERS, in_order
 
 # Bytes to read and hash at a time: they stay in the processor's cache in between.
 _CHUNK, _REMOTE_CHUNK = 512 << 10, 8 << 20
@@ -45,7 +44,7 @@ class VerifiedStore(RemoteStore):
         self._head = 0  # bytes read while the file was opened, which the table may depend on
         self._used = 0  # bytes taken from the memory
         self.dropped_early = False
-        self._opening = False
+        self.opening = False  # until `settle` only the header is read, for the table and for nothing else
         self._lent = False
         self._verified = False
         self._error: VerificationError | None = None
@@ -54,7 +53,7 @@ class VerifiedStore(RemoteStore):
 
     def read_spans(self, spans: Sequence[Span]) -> None:
         begin, end = spans[0].offset, spans[-1].end
-        head = self._opening and end < min(self.size, _HEAD)
+        head = self.opening and end < min(self.size, _HEAD)
         # `forget` waits: afterwards the memory belongs to a caller, who may change it.
         with self._reading.own:
             memory = self._room() if head else self._ready()
@@ -66,13 +65,9 @@ class VerifiedStore(RemoteStore):
         if not head:
             self._files.keep(self)
 
-    def begin(self) -> None:
-        """Read only the header until `settle`. The caller must use it for the table, and for nothing else."""
-        self._opening = True
-
     def settle(self) -> None:
         super().settle()
-        self._opening = False
+        self.opening = False
 
     def verify(self, *, alone: bool = True) -> None:
         """Read and hash the file unless that is done. Alone, it reads ahead of the hash on other threads."""
@@ -120,16 +115,8 @@ class VerifiedStore(RemoteStore):
 
     # ---- memory ----
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return 0 if self._memory is None else self.size
-
     def map(self) -> Any:
-        """Lend the verified bytes as a writable buffer, once: call `forget` before the borrower may write to it.
-
-        Another call meanwhile gets None: arrays of two callers must not share memory.
-        """
+        """Lend the verified bytes as a writable buffer, until `forget`; None if they are lent to another caller."""
         with self._reading.own:
             if self._lent:
                 return None
@@ -182,14 +169,6 @@ def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> 
         raise refused(text, path)
 
 
-def verify_content(
-    store: ByteStore, expected: ExpectedFile, *, path: str, source: str, tick: Callable[[int], object]
-) -> None:
-    """Hash a file without keeping it."""
-    check_size(expected, store.size, path=path, source=source)
-    compare_digests(pieces_of(store, path, tick), expected, store.size, path=path, source=source)
-
-
 def pieces_of(store: ByteStore, path: str, tick: Callable[[int], object] = lambda nbytes: None) -> Iterator[memoryview]:
     """Read a file in pieces, one after another into the same memory, and report their sizes once they are used."""
     step = _CHUNK if isinstance(store, LocalStore) else _REMOTE_CHUNK
@@ -207,7 +186,7 @@ class VerifiedFiles:
     def __init__(self, files: Files, expected: Expected) -> None:
         self._files = files
         self.expected = expected
-        self._stores: OrderedDict[int, VerifiedStore] = OrderedDict()  # files in memory
+        self._stores: dict[VerifiedStore, None] = {}  # files in memory, the least recently used first
         self._limit = _KEPT
         self._lock = ProcessLock()
 
@@ -245,20 +224,20 @@ class VerifiedFiles:
                 with suppress(AttributeError, ValueError, OSError):
                     half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
                 self._limit = max(self._limit, min(2 * self._limit, half))
-            self._stores[id(store)] = store
-            self._stores.move_to_end(id(store))
-            total = sum(other.nbytes for other in self._stores.values())
+            self._stores.pop(store, None)
+            self._stores[store] = None
+            total = sum(other.size for other in self._stores)
             while total > self._limit and len(self._stores) > _FEWEST:
-                _, oldest = self._stores.popitem(last=False)
-                total -= oldest.nbytes
-                dropped.append(oldest)
+                dropped.append(next(iter(self._stores)))
+                total -= dropped[-1].size
+                del self._stores[dropped[-1]]
         for oldest in dropped:
             oldest.forget()
 
     def drop(self, store: VerifiedStore) -> None:
         """Forget a store that has no memory."""
         with self._lock.own:
-            self._stores.pop(id(store), None)
+            self._stores.pop(store, None)
 
     def public_options(self) -> NoReturn:
         """Refuse a plan."""
@@ -267,9 +246,3 @@ class VerifiedFiles:
     def __getattr__(self, name: str) -> Any:
         """Return anything else as the files behind have it."""
         return getattr(self._files, name)
-
-
-def verify_all(stores: Sequence[VerifiedStore], count: int) -> None:
-    """Read and hash files on several threads, a file on each."""
-    alone = len(stores) < count
-    each(lambda store: store.verify(alone=alone), stores, max(1, count))

@@ -246,7 +246,7 @@ def test_an_expired_url_is_resolved_again():
 
     def resolve():
         issued.append(there.url(f"/a?signature={len(issued)}"))
-        return client.RequestTarget(client.web_url(issued[-1])[0], {})
+        return client.target_of(issued[-1], {})
 
     def check(answer, request):
         if request.path != f"/a?signature={valid[0]}":

@@ -109,7 +109,7 @@ def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> 
     """Call ``sl_safetensors_load`` again if its native.failure may pass, or raise its error."""
     loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
     if status == lib.SL_E_OS:
-        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
+        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error)
     if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
         raise folder_given(text, folders)
     if status == lib.SL_E_FORMAT:

@@ -17,15 +17,15 @@ from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads, thread_count
 from ...errors import SafeloadError, VerificationError, exported, one_line, public
 from ...formats.registry import BY_NAME
-from ...formats.verifying import Verify, expected_of, is_same, name_below, walk
+from ...formats.verifying import Verify, expected_of, is_same, walk
 from ...packed.quantization import BESIDE, find_quantization
 from ...stores import ollama
-from ...stores.digests import GIT_PATHS, Expected
+from ...stores.digests import GIT_PATHS, Expected, name_below
 from ...stores.files import LOCAL, Files, Location
 from ...stores.places import Located, places_of
 from ...stores.store import WINDOW, ByteStore
 from ...stores.thread_group import each
-from ...stores.verified import verify_content
+from ...stores.verified import check_size, compare_digests, pieces_of
 from ..folders.sink import is_extra
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
@@ -222,7 +222,7 @@ def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, 
                 continue
             except (OSError, SafeloadError):
                 pass
-            yield name_below(folder, place, files), place
+            yield name_below(folder, place, files) or files.shown(place), place
         return
     absolute = set(map(files.absolute, read))
     names: set[str] = set()
@@ -326,7 +326,9 @@ def _checked(place: str, expected: Expected, files: Files, meter: Meter) -> tupl
         except VerificationError as error:
             return "not covered", store.size, str(error).removeprefix(f"{shown}: ")
         try:
-            verify_content(store, content, path=shown, source=expected.source, tick=meter.add)
+            check_size(content, store.size, path=shown, source=expected.source)
+            pieces = pieces_of(store, shown, meter.add)
+            compare_digests(pieces, content, store.size, path=shown, source=expected.source)
         except VerificationError as error:
             return "changed", store.size, str(error).removeprefix(f"{shown}: ")
         except (OSError, SafeloadError) as error:
