@@ -229,19 +229,12 @@ _PARTNERS = {
 }
 # Wrappers in PEFT's module names, and names of other methods.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
-_WRAPPED = (".base_layer.", _SAVED)
+_WRAPPED = [".base_layer.", _SAVED]
 _NOT_LORA = ("trainable_tokens", "token_adapter", "lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
 
 
 class Adapter:
     """An open adapter."""
-
-    checkpoint: Checkpoint
-    weight: float
-    settings: AdapterSettings
-    config: dict[str, Any]  # the parsed adapter_config.json
-    config_at: Location
-    modules: dict[str, dict[str, str]]  # module of the base -> role -> tensor name
 
     def __init__(self, checkpoint: Checkpoint, weight: float = 1.0) -> None:
         self.checkpoint, self.weight = checkpoint, weight
@@ -254,7 +247,7 @@ class Adapter:
             _check_names(checkpoint, "")
             raise
         self.settings = _parse(self.config, self.config_at.shown)
-        self.modules = _modules(checkpoint, self.settings)
+        self.modules = _modules(checkpoint, self.settings)  # by module of the base: role -> tensor name
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of an adapter tensor."""
@@ -315,24 +308,21 @@ def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
             raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
 
 
-def _own_name(checkpoint: Checkpoint) -> str:
-    """Return the adapter's own name, which the names of a saved state dict contain."""
-    roles = (match for name in checkpoint if (match := _ROLE.search(name)) is not None and match[2])
-    names = list(dict.fromkeys(match[2] for match in roles))
-    if len(names) > 1:
-        text = f"several adapters in one file: {', '.join(map(show, names[:5]))}; save each one with PEFT"
-        raise error_about(UnsupportedError, text, path=checkpoint.path)
-    return names[0] if names else "default"
-
-
 def _modules(checkpoint: Checkpoint, settings: AdapterSettings) -> dict[str, dict[str, str]]:
     """Group tensor names by module of the base and role; a whole tensor is its own module."""
     modules: dict[str, dict[str, str]] = {}
-    own = "" if settings.mlx else f"{_SAVED}{_own_name(checkpoint)}."
+    wrappers = _WRAPPED
+    if not settings.mlx:  # the names of a saved state dict contain the adapter's own name
+        roles = (match for name in checkpoint if (match := _ROLE.search(name)) is not None and match[2])
+        own = list(dict.fromkeys(match[2] for match in roles)) or ["default"]
+        if len(own) > 1:
+            text = f"several adapters in one file: {', '.join(map(show, own[:5]))}; save each one with PEFT"
+            raise error_about(UnsupportedError, text, path=checkpoint.path)
+        wrappers = [f"{_SAVED}{own[0]}.", *_WRAPPED]
     for name in checkpoint:
         if _UNUSED in name:  # the base's own value, stored beside its replacement
             continue
-        module, part = _parse_name(name, settings, checkpoint.path, own)
+        module, part = _parse_name(name, settings, checkpoint.path, wrappers)
         parts = modules.setdefault(module, {})
         if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
             continue
@@ -363,7 +353,7 @@ def _check_parts(parts: Mapping[str, str], settings: AdapterSettings, path: str)
         raise FormatError(f"the module of tensor {show(name)} has {state}, which contradicts {show(key)}", path)
 
 
-def _parse_name(name: str, settings: AdapterSettings, path: str, own: str) -> tuple[str, str]:
+def _parse_name(name: str, settings: AdapterSettings, path: str, wrappers: Iterable[str]) -> tuple[str, str]:
     """Return the module and the role of an adapter tensor."""
     bare = unwrapped(name)
     if settings.mlx:
@@ -382,7 +372,7 @@ def _parse_name(name: str, settings: AdapterSettings, path: str, own: str) -> tu
         named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
         text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
         raise error_about(UnsupportedError, text, path=path, tensor=name)
-    for wrapped in (*((own,) if own else ()), *_WRAPPED):
+    for wrapped in wrappers:
         while wrapped in rest:  # wrappers can nest
             rest = rest.replace(wrapped, ".")
     return rest, VALUE

@@ -299,13 +299,12 @@ def _parameters(adapter: Adapter, base: Base, unclear: dict[str, str]) -> dict[s
             wrapped.setdefault(outermost(module), []).append(module)
     parameters: dict[str, str] = {}
     for outer, modules in wrapped.items():
-        names = {f"{outer}.{last}": None for last in targets.get("", ()) if base.find(f"{outer}.{last}")}
         last_parts = outer.rsplit(".", depth)[-depth:]
-        for begin in range(len(last_parts) - 1, -1, -1):
-            place = ".".join(last_parts[begin:])
-            names.update((f"{outer}.{last}", None) for last in targets.get(place, ()))
+        places = (".".join(last_parts[begin:]) for begin in range(len(last_parts), -1, -1))
+        targeted = ((place, f"{outer}.{last}") for place in places for last in targets.get(place, ()))
+        names = [*dict.fromkeys(name for place, name in targeted if place or base.find(name))]
         if names:
-            parameters.update(_matched(adapter, sorted(modules, key=len), list(names), base, unclear))
+            parameters.update(_matched(adapter, sorted(modules, key=len), names, base, unclear))
     return parameters
 
 
@@ -377,27 +376,20 @@ def _guesses(
     flag = adapter.settings.transposed
     plain = (module for module, parts in adapter.modules.items() if A in parts and module not in parameters)
     unsure = not conv1d and not flag and not all(_last(module) in CONV1D for module in plain)
-
-    def expert(module: str) -> bool | None:
-        for orders in (experts.get(outermost(module), set()), every_expert):
-            if len(orders) == 1:
-                return next(iter(orders))
-        return True if model_type in _IN_FIRST else None
-
-    def layer(last: str) -> bool | None:
-        if model_type in CONV1D_MODELS:
-            return last in CONV1D
-        orders = layers.get(last, set())
-        if len(orders) != 1 and last in CONV1D:
-            if unsure:
-                return None
-            orders = conv1d
-        if len(orders) == 1:
-            return next(iter(orders))
-        return flag if every_layer <= {flag} else None
-
-    square = [module for module, order in turned.items() if order is None]
-    return {module: expert(module) if module in parameters else layer(_last(module)) for module in square}
+    guesses: dict[str, bool | None] = {}
+    for module in (module for module, order in turned.items() if order is None):
+        last = _last(module)
+        if module in parameters:
+            known = {True} if model_type in _IN_FIRST else set()
+            choices = [experts.get(outermost(module), set()), every_expert, known]
+        elif model_type in CONV1D_MODELS:
+            choices = [{last in CONV1D}]
+        else:
+            choices = [layers.get(last, set()), conv1d if last in CONV1D else set()]
+            if every_layer <= {flag} and not (unsure and last in CONV1D):
+                choices.append({flag})
+        guesses[module] = next((next(iter(orders)) for orders in choices if len(orders) == 1), None)
+    return guesses
 
 
 def _last(module: str) -> str:

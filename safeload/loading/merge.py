@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +25,12 @@ from ..checkpoint import Checkpoint, chosen, codes_of, tensors_of, with_aliases
 from ..engine.codes.restore import rows_apart
 from ..engine.codes.source import Source, in_file
 from ..engine.read.delivery import check_fits, refuse_own_files
-from ..engine.read.load import check_backend, check_out_names, parse_target
+from ..engine.read.load import check_out_names, parse_target
 from ..engine.run.cast import astype, target_array
 from ..engine.run.job import Job, Origin, Update, Updates, panels_of
 from ..engine.run.jobs import Batch, native_order
 from ..engine.run.memory import address_of, check_disjoint
 from ..engine.run.progress import Progress, reporter
-from ..engine.run.threads import check_threads
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..packed import finder
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B, listed, opened
@@ -65,7 +65,12 @@ def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
     source = None if quantized else in_rows(in_file(checkpoint, name, file, index), work)
     if row.packed and not quantized:  # elements share bytes, so they are decoded together
-        return AdapterTarget(name, shape, None, work, partial(_decoded, checkpoint, name), True, source)
+
+        def decoded(rows: Any) -> Array:
+            values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
+            return values
+
+        return AdapterTarget(name, shape, None, work, decoded, True, source)
     together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
     read = checkpoint.get_slice(name, dtype=work.name).__getitem__
     return AdapterTarget(name, shape, None if quantized else row, work, read, together, source)
@@ -88,11 +93,6 @@ def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
             "config.json"
         )
         raise error_about(UnsupportedError, text, path=path, tensor=name)
-
-
-def _decoded(checkpoint: Checkpoint, name: str, rows: Any) -> Array:
-    values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
-    return values
 
 
 # ---- changes of a tensor ----
@@ -302,6 +302,8 @@ class Merge:
             target, changes = _replaced(target, changes[last]), changes[last + 1 :]
         stacked = any(change.stacked for change in changes)
         factors = [self._factors_of(change, target.work.name) for change in changes]
+        narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
+        in_core = narrows and target.work == np.float32
         parts = result.reshape(target.shape if stacked else (1, *_flat(target.shape)))
         for k, (matrix, part) in enumerate(zip(_matrices(target) if stacked else (target,), parts, strict=True)):
             steps: list[_Step] = []
@@ -309,7 +311,7 @@ class Merge:
                 number, rows = change.part or (k, slice(None))
                 step = _Step(left[number, rows], right[number], change.scaling)
                 steps.append(_with_norms(step, change, matrix, steps) if MAGNITUDE in change.parts else step)
-            if _in_core(matrix, steps, row):
+            if in_core and all(step.norms is step.columns is None for step in steps):
                 _merge_in_core(matrix, steps, part, row, threads)
                 continue
             for begin, tile in _changed_tiles(matrix, steps):
@@ -373,17 +375,19 @@ def _matrices(target: AdapterTarget) -> Iterator[AdapterTarget]:
     matrix = target._replace(shape=(rows, columns), together=target.row is None)
     source = target.source
     whole = target.read(slice(0, count)) if target.together and source is None else None
+
+    def read(k: int, rows: slice) -> Array:
+        if whole is not None:
+            return whole[k, rows]
+        # A matrix of packed values cannot be dequantized in parts.
+        values: Array = target.read((k, rows)) if target.row is not None else target.read(slice(k, k + 1))[0][rows]
+        return values
+
     for k in range(count):
         if source is not None:
             offset = source.offset + k * source.row.nbytes(rows * columns)
             matrix = matrix._replace(source=source._replace(shape=(rows, columns), offset=offset))
-        yield matrix._replace(read=partial(_rows, target, k) if whole is None else whole[k].__getitem__)
-
-
-def _rows(target: AdapterTarget, k: int, rows: slice) -> Array:
-    """Return rows of a matrix of a stack; a packed matrix is dequantized whole."""
-    values: Array = target.read((k, rows)) if target.row is not None else target.read(slice(k, k + 1))[0][rows]
-    return values
+        yield matrix._replace(read=partial(read, k))
 
 
 def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
@@ -399,20 +403,25 @@ def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
 
 
 def _changed_tiles(target: AdapterTarget, steps: Sequence[_Step]) -> Iterator[tuple[int, Array]]:
-    """Like `_tiles`, with changes added by NumPy."""
+    """Like `_tiles`, with changes added by NumPy, as many rows at a time as its buffer has."""
     rows, columns = _flat(target.shape)
-    product = np.empty((min(rows, max(1, _PRODUCT // max(1, columns))), columns), target.work)
+    height = min(rows, max(1, _PRODUCT // max(1, columns)))
+    buffer = np.empty((height, columns), target.work)
     for begin, tile in _tiles(target):
-        with np.errstate(all="ignore"):
-            for step in steps:
-                _apply(step, tile, begin, product)
+        end = begin + len(tile)
+        for step, first in product(steps, range(begin, end, height)):
+            last = min(end, first + height)
+            part = tile[first - begin : last - begin]
+            with np.errstate(all="ignore"):
+                change = np.matmul(step.left[first:last], step.right, out=buffer[: len(part)])
+                change *= step.scaling
+                part += change
+                if step.columns is not None:
+                    part *= step.columns
+                if step.norms is not None:
+                    norms = np.sqrt(np.einsum("ij,ij->i", part, part, dtype=np.float64))
+                    part *= (step.norms[first:last] / norms).astype(part.dtype)[:, None]
         yield begin, tile
-
-
-def _in_core(target: AdapterTarget, steps: Sequence[_Step], row: dtypes.Dtype) -> bool:
-    """Return True if the C core computes these changes."""
-    narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
-    return narrows and target.work == np.float32 and all(step.norms is step.columns is None for step in steps)
 
 
 def _merge_in_core(
@@ -424,43 +433,24 @@ def _merge_in_core(
         return
     assert all(len(step.left) == len(out) and step.right.shape[1] == columns for step in steps)
     with np.errstate(over="ignore"):  # a scaling beyond float32 gives infinity
-        scalings = [float(np.float32(step.scaling)) for step in steps]
-    updates = [
-        Update(step.left, panels_of(step.right), scaling)
-        for step, scaling in zip(steps, scalings, strict=True)
-        if step.left.shape[1]  # MLX's rank can be 0
-    ]
-    origin = Origin(target.name, target.shape)
-
-    def run(part: Array, begin: int, **source: Any) -> None:
+        updates = [
+            Update(step.left, panels_of(step.right), float(np.float32(step.scaling)))
+            for step in steps
+            if step.left.shape[1]  # MLX's rank can be 0
+        ]
+    job = Job(None, 0, 0, 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=Origin(target.name, target.shape))
+    source = target.source
+    for begin, values in _tiles(target) if source is None else [(0, out)]:
+        part = out[begin : begin + len(values)]
+        if source is not None:
+            job = job._replace(file=source.file, offset=source.offset, size=source.size, source=source.row.number)
+        else:
+            tile = native_order(np.ascontiguousarray(values))
+            job = job._replace(offset=address_of(tile), size=tile.nbytes)
         merge = Updates(columns, [update._replace(left=update.left[begin:]) for update in updates])
-        job = Job(None, 0, address_of(part), 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=origin, merge=merge)
-        batch = Batch([job._replace(**source)])
+        batch = Batch([job._replace(memory=address_of(part), merge=merge)])
         batch.results([part])
         batch.run(threads=threads)
-
-    source = target.source
-    if source is not None:
-        run(out, 0, file=source.file, offset=source.offset, size=source.size, source=source.row.number)
-        return
-    for begin, values in _tiles(target):
-        tile = native_order(np.ascontiguousarray(values))
-        run(out[begin : begin + len(values)], begin, offset=address_of(tile), size=tile.nbytes)
-
-
-def _apply(step: _Step, tile: Array, begin: int, product: Array) -> None:
-    """Change a tile in place. The rows of ``product`` limit how many rows change at a time."""
-    for first in range(begin, begin + len(tile), len(product)):
-        part = tile[first - begin : first - begin + len(product)]
-        last = first + len(part)
-        change = np.matmul(step.left[first:last], step.right, out=product[: len(part)])
-        change *= step.scaling
-        part += change
-        if step.columns is not None:
-            part *= step.columns
-        if step.norms is not None:
-            norms = np.sqrt(np.einsum("ij,ij->i", part, part, dtype=np.float64))
-            part *= (step.norms[first:last] / norms).astype(part.dtype)[:, None]
 
 
 def _factors(
@@ -507,11 +497,7 @@ def fit(
     heads = heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
     view = with_aliases(checkpoint, absent) if absent else checkpoint
-
-    def shape(name: str) -> tuple[int, ...]:
-        return view.tensors[name].shape
-
-    base = Base(view.path, view, view.config, shape, partial(target_of, view))
+    base = Base(view.path, view, view.config, lambda name: view.tensors[name].shape, partial(target_of, view))
     return view, Merge(base, adapters, heads, problems=problems)
 
 
@@ -550,31 +536,27 @@ def load_merged(
     progress: Progress = None,
 ) -> dict[str, Any]:
     """Like `Checkpoint.load`, with adapters merged."""
-    check_backend(backend)
-    check_threads(threads)
     all_names = [part[0] for part in chosen(checkpoint, names, only, drop, dtype)]
     rows = {name: merge.target_row(name, dtype) for name in all_names if name in merge}
     shapes = {name: tuple(checkpoint.tensors[name].shape) for name in rows}
-    merged: dict[str, Array] = {}
-    plain_out = None
+    plain = [name for name in all_names if name not in rows]
+    plain_out = out
     if out is not None:
         check_out_names(out, all_names, "load")
         refuse_own_files(out, checkpoint.weight_files)
         for name, row in rows.items():
             check_fits(name, dtypes.array_dtype(row.number), shapes[name], out)
-            merged[name] = out[name]
         check_disjoint(
             {name: array for name, array in out.items() if isinstance(array, np.ndarray) and array.flags.c_contiguous}
         )
         plain_out = {name: array for name, array in out.items() if name not in rows}
-    plain = [name for name in all_names if name not in rows]
     sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
     arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)
     done = sum(array.nbytes for array in arrays.values())
     with reporter(progress, done + sum(sizes.values())) as report:
         report(done)
         for name, row in rows.items():
-            merged[name] = merge.values(name, row, merged.get(name), threads)
+            arrays[name] = merge.values(name, row, None if out is None else out[name], threads)
             done += sizes[name]
             report(done)
-    return {name: merged[name] if name in merged else arrays[name] for name in all_names}
+    return {name: arrays[name] for name in all_names}

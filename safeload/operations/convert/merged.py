@@ -54,11 +54,8 @@ def _merged(
     aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
     whole = catalog.with_aliases(aliases)
     names = {**dict.fromkeys(catalog), **aliases}  # a piece has more in its files
-
-    def shape(name: str) -> tuple[int, ...]:
-        return whole.about(name).shape
-
-    base = Base(whole.title, names, whole.config, shape, partial(_target, whole), places=places)
+    target = partial(_target, whole)
+    base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, target, places=places)
     result, merge = Catalog.of(whole), Merge(base, adapters, heads, fits=fits)
     result.makes, result.merge, result.aliases = True, merge, aliases
     for name in merge.changes:
