@@ -86,13 +86,13 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
 
 def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
     """Return the changed tensor of a tied pair, or None if the adapter changes neither or both."""
-    if adapter.settings.mlx:  # its embeddings are their own heads
+    if adapter.mlx:  # its embeddings are their own heads
         return None
     pair, modules = (head, embedding), adapter.modules
     factors = [name for name in pair if modules.get(name.removesuffix(".weight"), {}).keys() & {A, EMBEDDING_A}]
     changed = factors or [name for name in pair if adapter.is_copy(name)]
     values = [modules.get(name, {}).get(VALUE) for name in pair]
-    if not factors and (adapter.settings.tying or not changed) and all(value is not None for value in values):
+    if not factors and (adapter.tying or not changed) and all(value is not None for value in values):
         if _equal(adapter, *map(str, values)):
             return None
         if not changed:
@@ -251,7 +251,7 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
         name, sizes = tensor_of(module, parameters), _sizes(adapter, module)
         whole = module if VALUE in parts else f"{module}.bias" if BIAS in parts else name
         base.find(whole)  # so that a base with unclear names is refused at once
-        if adapter.settings.mlx or sizes is None or module in unclear or not base.find(name):
+        if adapter.mlx or sizes is None or module in unclear or not base.find(name):
             continue
         shape = base.shape(name)
         if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):  # PEFT never transposes one expert
@@ -262,7 +262,7 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
     for module, order in turned.items():
         if order is None:
             unclear[module] = _ambiguous(adapter, module, tensor_of(module, parameters), base, module in parameters)
-    flag = adapter.settings.transposed
+    flag = adapter.transposed
     transposed = frozenset(m for m in adapter.modules if turned.get(m, flag and m not in parameters))
     return Fit(parameters, transposed, unclear)
 
@@ -283,13 +283,13 @@ def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
 
 def _parameters(adapter: Adapter, base: Base, unclear: dict[str, str]) -> dict[str, str]:
     """Return the tensors named by ``target_parameters``, and MLX's stacks of separate experts, by module."""
-    if adapter.settings.mlx:
+    if adapter.mlx:
         stacks = {module: f"{module}.weight" for module in adapter.modules if STACK in module}
         return {module: name for module, name in stacks.items() if isinstance(base.find(name), Apart)}
-    if not adapter.settings.parameters:
+    if not adapter.parameters:
         return {}
     targets: dict[str, list[str]] = {}  # by the end of their module's name
-    for target in adapter.settings.parameters:
+    for target in adapter.parameters:
         place, _, last = target.rpartition(".")
         targets.setdefault(place, []).append(last)
     depth = max(place.count(".") for place in targets) + 1
@@ -373,7 +373,7 @@ def _guesses(
             orders.setdefault(key, set()).add(order)
     every_expert, every_layer = set().union(*experts.values()), set().union(*layers.values())
     conv1d = set().union(*(orders for last, orders in layers.items() if last in CONV1D))
-    flag = adapter.settings.transposed
+    flag = adapter.transposed
     plain = (module for module, parts in adapter.modules.items() if A in parts and module not in parameters)
     unsure = not conv1d and not flag and not all(_last(module) in CONV1D for module in plain)
     guesses: dict[str, bool | None] = {}

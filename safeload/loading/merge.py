@@ -193,7 +193,7 @@ class Merge:
         self, adapter: Adapter, fit: Fit, module: str, parts: Mapping[str, str], target: AdapterTarget
     ) -> Change:
         """Return the change of a base tensor by a module of an adapter; refuse shapes that do not fit."""
-        shape, mlx, path = target.shape, adapter.settings.mlx, adapter.checkpoint.path
+        shape, mlx, path = target.shape, adapter.mlx, adapter.checkpoint.path
         shapes = {part: adapter.shape(name) for part, name in parts.items()}
 
         def refused(part: str, text: str) -> UnsupportedError:
@@ -218,13 +218,12 @@ class Merge:
                 raise refused(VALUE, text)
             return Change(adapter, parts)
         parameter = module in fit.parameters and not mlx
-        if parameter and (adapter.settings.dora or BIAS in parts):
+        if parameter and (adapter.dora or BIAS in parts):
             text = f"changes the parameter {show(target.name)}, for which PEFT has neither DoRA nor lora_bias"
             raise refused(A, text)
         if BIAS in parts:
             need(shapes[BIAS] == shape, BIAS, "an equal shape, because it is added to the base tensor")
-            scaling = adapter.settings.scaling(module, sum(shapes[A][:1]), parts[A])
-            return Change(adapter, parts, scaling * adapter.weight)
+            return Change(adapter, parts, adapter.scaling(module, sum(shapes[A][:1]), parts[A]))
         a, b = (EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)
         for part in (a, b):
             need(len(shapes[part]) > 1, part, "two axes")
@@ -254,8 +253,8 @@ class Merge:
         if MAGNITUDE in parts:
             norms = columns if by_columns and not mlx else rows
             need(math.prod(shapes[MAGNITUDE]) == norms, MAGNITUDE, f"{norms} norms")
-        scaling = adapter.settings.scaling(target.name if parameter else module, rank, parts[a])
-        return Change(adapter, parts, scaling * adapter.weight, by_columns, stacked, count)
+        scaling = adapter.scaling(target.name if parameter else module, rank, parts[a])
+        return Change(adapter, parts, scaling, by_columns, stacked, count)
 
     def _add(self, name: str, change: Change) -> None:
         changes = self.changes.setdefault(name, [])
@@ -275,7 +274,7 @@ class Merge:
         first_expert = f"{name.rpartition('.')[0]}.0."
         if name == "lm_head.weight" and any(stored.endswith(_EMBEDDINGS) for stored in self.base.names):
             text += ": it has no head, and its config does not tie one to the embedding"
-        elif adapter.settings.parameters and any(stored.startswith(first_expert) for stored in self.base.names):
+        elif adapter.parameters and any(stored.startswith(first_expert) for stored in self.base.names):
             text += ": its experts are stored one by one, under names that are not known to make that stack"
         elif name.endswith(".bias"):
             text += ": the layer has no bias in the base"
@@ -360,7 +359,7 @@ def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Seq
     """Return a step of DoRA, which gives rows or columns new norms."""
     checkpoint, name = change.adapter.checkpoint, change.parts[MAGNITUDE]
     magnitude = checkpoint.load([name], dtype=target.work.name, backend="pread")[name].reshape(-1).astype(np.float64)
-    if not change.by_columns or change.adapter.settings.mlx:  # MLX has a norm for each row of an embedding
+    if not change.by_columns or change.adapter.mlx:  # MLX has a norm for each row of an embedding
         return step._replace(norms=magnitude)
     squares = np.zeros(step.right.shape[1])
     for _, tile in _changed_tiles(target, [*earlier, step]):
@@ -463,7 +462,7 @@ def _factors(
     """
     arrays = adapter.checkpoint.load([name_a, name_b], dtype=dtype, backend="pread")
     a, b = arrays[name_a], arrays[name_b]
-    if not adapter.settings.mlx:
+    if not adapter.mlx:
         rank, columns = len(a) // count, math.prod(a.shape[1:])
         a, b = a.reshape(count, rank, columns), b.reshape(len(b), rank, count).transpose(2, 0, 1)
     elif a.ndim == 2:
