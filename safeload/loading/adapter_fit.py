@@ -91,10 +91,14 @@ def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
     pair, modules = (head, embedding), adapter.modules
     factors = [name for name in pair if modules.get(name.removesuffix(".weight"), {}).keys() & {A, EMBEDDING_A}]
     changed = factors or [name for name in pair if adapter.is_copy(name)]
-    values = [modules.get(name, {}).get(VALUE) for name in pair]
-    if not factors and (adapter.tying or not changed) and all(value is not None for value in values):
-        if _equal(adapter, *map(str, values)):
-            return None
+    values = [modules[name][VALUE] for name in pair if VALUE in modules.get(name, ())]
+    if not factors and (adapter.tying or not changed) and len(values) == 2:
+        first, second = map(adapter.checkpoint.tensors.__getitem__, values)
+        if (first.dtype, first.shape) == (second.dtype, second.shape):
+            loaded = adapter.checkpoint.load(values)
+            a, b = (np.ascontiguousarray(loaded[name]).reshape(-1).view(np.uint8) for name in values)
+            if np.array_equal(a, b):
+                return None
         if not changed:
             raise FormatError(
                 f"tensors {show(values[0])} and {show(values[1])} of the adapter differ, but the base ties them and "
@@ -103,16 +107,6 @@ def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
                 tensor=values[0],
             )
     return changed[0] if changed else None
-
-
-def _equal(adapter: Adapter, first: str, second: str) -> bool:
-    """Return whether two tensors of an adapter have equal bytes."""
-    infos = adapter.checkpoint.tensors
-    if (infos[first].dtype, infos[first].shape) != (infos[second].dtype, infos[second].shape):
-        return False
-    loaded = adapter.checkpoint.load([first, second])
-    a, b = (np.ascontiguousarray(loaded[name]).reshape(-1).view(np.uint8) for name in (first, second))
-    return bool(np.array_equal(a, b))
 
 
 # ---- stacks of experts, and renamed tensors ----
@@ -248,7 +242,7 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
     parameters = _parameters(adapter, base, unclear)
     turned: dict[str, bool | None] = {}  # whether a weight is stored as [in, out]; None if it is square
     for module, parts in adapter.modules.items():
-        name, sizes = tensor_of(module, parameters), _sizes(adapter, module)
+        name, sizes = parameters.get(module, f"{module}.weight"), _sizes(adapter, module)
         whole = module if VALUE in parts else f"{module}.bias" if BIAS in parts else name
         base.find(whole)  # so that a base with unclear names is refused at once
         if adapter.mlx or sizes is None or module in unclear or not base.find(name):
@@ -261,15 +255,21 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
     turned.update(_guesses(adapter, turned, parameters, base.model_type))
     for module, order in turned.items():
         if order is None:
-            unclear[module] = _ambiguous(adapter, module, tensor_of(module, parameters), base, module in parameters)
+            name, experts = parameters.get(module, f"{module}.weight"), module in parameters
+            orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
+            if experts:
+                why = "Square experts do not show the order, and the adapter changes no other experts"
+            else:
+                why = "'fan_in_fan_out' may not hold for every layer of this adapter"
+                if not base.model_type:
+                    why += "; open the base as a folder, because its config.json may show the order"
+            unclear[module] = (
+                f"tensor {show(adapter.modules[module][A])} of the adapter changes {show(name)} of {base.title}, which "
+                f"is {list(base.shape(name))}: {orders}? {why}"
+            )
     flag = adapter.transposed
     transposed = frozenset(m for m in adapter.modules if turned.get(m, flag and m not in parameters))
     return Fit(parameters, transposed, unclear)
-
-
-def tensor_of(module: str, parameters: Mapping[str, str]) -> str:
-    """Return the base tensor changed by the factors of a module."""
-    return parameters.get(module, f"{module}.weight")
 
 
 def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
@@ -394,14 +394,3 @@ def _guesses(
 
 def _last(module: str) -> str:
     return module.rpartition(".")[2]
-
-
-def _ambiguous(adapter: Adapter, module: str, name: str, base: Base, experts: bool) -> str:
-    """Return the reason to refuse a square weight."""
-    shape, tensor = list(base.shape(name)), adapter.modules[module][A]
-    orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
-    message = f"tensor {show(tensor)} of the adapter changes {show(name)} of {base.title}, which is {shape}: {orders}? "
-    if experts:
-        return f"{message}Square experts do not show the order, and the adapter changes no other experts"
-    hint = "" if base.model_type else "; open the base as a folder, because its config.json may show the order"
-    return f"{message}'fan_in_fan_out' may not hold for every layer of this adapter{hint}"

@@ -270,7 +270,6 @@ class Merge:
 
     def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
         text = f"of the adapter belongs to {show(name)}, which {self.base.title} does not have"
-        near = similar(name, list(self.base.names)) if len(self._problems) < _MAX_COMPARED else []
         first_expert = f"{name.rpartition('.')[0]}.0."
         if name == "lm_head.weight" and any(stored.endswith(_EMBEDDINGS) for stored in self.base.names):
             text += ": it has no head, and its config does not tie one to the embedding"
@@ -278,7 +277,7 @@ class Merge:
             text += ": its experts are stored one by one, under names that are not known to make that stack"
         elif name.endswith(".bias"):
             text += ": the layer has no bias in the base"
-        elif near:
+        elif len(self._problems) < _MAX_COMPARED and (near := similar(name, list(self.base.names))):
             text += f"; similar names: {', '.join(near)}"
         return error_about(TensorNotFoundError, text, path=adapter.checkpoint.path, tensor=tensor)
 
