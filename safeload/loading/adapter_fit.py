@@ -302,7 +302,7 @@ def _parameters(adapter: Adapter, base: Base, unclear: dict[str, str]) -> dict[s
         last_parts = outer.rsplit(".", depth)[-depth:]
         places = (".".join(last_parts[begin:]) for begin in range(len(last_parts), -1, -1))
         targeted = ((place, f"{outer}.{last}") for place in places for last in targets.get(place, ()))
-        names = [*dict.fromkeys(name for place, name in targeted if place or base.find(name))]
+        names = [*dict.fromkeys(name for place, name in targeted if place or not outer or base.find(name))]
         if names:
             parameters.update(_matched(adapter, sorted(modules, key=len), names, base, unclear))
     return parameters

@@ -68,7 +68,7 @@ _KINDS = tuple(
         (r"\.lora_[ab]$", "a LoRA adapter (MLX)"),
     )
 )  # fmt: skip
-_MERGED = ("a LoRA adapter (PEFT)", "a LoRA adapter (MLX)")
+_MERGED = ("a LoRA adapter (PEFT", "a LoRA adapter (MLX")  # a rank can follow: "(PEFT, r 8)"
 # Tensors that accompany an adapter's.
 _BESIDE = re.compile(
     r"^base_model\.model\.(?!.*\.base_layer\.)|\.(?:alpha|dora_scale|diff|diff_b|m|magnitude)$", re.ASCII
@@ -82,7 +82,7 @@ def _kind(name: str) -> str | None:
 def foreign_kind(name: str) -> str | None:
     """Return the method or tool of an unsupported adapter with a tensor of this name."""
     kind = _kind(name)
-    return None if kind in _MERGED else kind
+    return None if kind is None or kind.startswith(_MERGED) else kind
 
 
 def adapter_kind(names: Iterable[str]) -> str | None:
@@ -105,7 +105,7 @@ def adapter_note(kind: str) -> str:
 
 
 def _advice(kind: str) -> str:
-    return "pass it as adapters= with its base" if kind in _MERGED else "safeload does not merge it"
+    return "pass it as adapters= with its base" if kind.startswith(_MERGED) else "safeload does not merge it"
 
 
 def refuse_adapters(sources: Iterable[tuple[str, Iterable[str]]]) -> list[tuple[str, str]]:
