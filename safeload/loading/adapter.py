@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..base import log
 from ..base.messages import error_about
@@ -52,40 +52,6 @@ _PLAIN = re.compile(r"\^?[\w.]+", re.ASCII)
 _MAX_PATTERNS = 256
 
 
-class AdapterSettings(NamedTuple):
-    """The settings of ``adapter_config.json`` behind the values of merged tensors."""
-
-    path: str  # the config file, for messages
-    mlx: bool  # written by MLX, not PEFT
-    rank: int | None  # default rank of a module; None if only the shapes tell
-    alpha: float  # default alpha of a module; for MLX the factor itself
-    rslora: bool  # the factor is alpha / sqrt(r) instead of alpha / r
-    dora: bool  # rows are rescaled to magnitudes
-    transposed: bool  # weights of the base are [in, out]
-    ranks: Mapping[str, int]  # module pattern -> rank
-    alphas: Mapping[str, float]  # module pattern -> alpha
-    parameters: Sequence[str] = ()  # name endings of target tensors other than a module's ``weight``
-    saved: Sequence[str] = ()  # name endings of the modules copied and trained by PEFT
-    tying: bool = False  # PEFT kept the head and the embedding of a tied model equal
-
-    def alpha_of(self, module: str) -> float:
-        """Return the alpha of a module; for MLX the factor."""
-        alpha: float = _of_module(self.alphas, "alpha_pattern", module, self.alpha)
-        return alpha
-
-    def scaling(self, module: str, rank: int, tensor: str) -> float:
-        """Return the factor of a module's change."""
-        if self.mlx:
-            return self.alpha
-        expected = _of_module(self.ranks, "rank_pattern", module, self.rank)
-        if rank < 1 or (expected is not None and expected != rank):
-            key = "r" if expected == self.rank else "rank_pattern"
-            text = f"has rank {rank}, but {show(key)} of {CONFIG} says {expected}"
-            raise error_about(FormatError, text, path=self.path, tensor=tensor)
-        alpha = self.alpha_of(module)
-        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
-
-
 def _of_module(patterns: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the end of a module's name, at a name boundary."""
     for pattern, value in patterns.items():
@@ -110,10 +76,8 @@ def _ends_with(module: str, end: str) -> bool:
     return all(expected in (".", letter) for expected, letter in zip(bare, module[begin:], strict=True))
 
 
-def _parse(config: Mapping[str, Any], path: str) -> AdapterSettings:
-    """Parse ``adapter_config.json``."""
-    if "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config):
-        return _parse_mlx(config, path)
+def _check_method(config: Mapping[str, Any], path: str) -> None:
+    """Refuse adapters of PEFT that are no plain LoRA."""
     kind = config.get("peft_type")
     if kind != "LORA":
         problem = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
@@ -131,31 +95,6 @@ def _parse(config: Mapping[str, Any], path: str) -> AdapterSettings:
             path,
             show(initialization),
         )
-    return AdapterSettings(
-        path,
-        False,
-        int(_number(config, "r", _RANK, path, whole=True)),
-        _number(config, "lora_alpha", _ALPHA, path),
-        _flag(config, "use_rslora", path),
-        _flag(config, "use_dora", path),
-        _flag(config, "fan_in_fan_out", path),
-        {key: int(value) for key, value in _numbers(config, "rank_pattern", path, whole=True).items()},
-        _numbers(config, "alpha_pattern", path),
-        _names(config, "target_parameters", path),
-        _names(config, "modules_to_save", path),
-        _flag(config, "ensure_weight_tying", path),
-    )
-
-
-def _parse_mlx(config: Mapping[str, Any], path: str) -> AdapterSettings:
-    kind = config.get("fine_tune_type", "lora")
-    if kind not in ("lora", "dora"):
-        text = f'"fine_tune_type" must be "lora" or "dora", got {show(kind)}'
-        raise error_about(UnsupportedError, text, path=path)
-    inner = config.get("lora_parameters")
-    if not isinstance(inner, Mapping):
-        raise FormatError(f'"lora_parameters" must be an object with rank and scale, got {show(inner)}', path)
-    return AdapterSettings(path, True, None, _number(inner, "scale", None, path), False, kind == "dora", False, {}, {})
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None, path: str, *, whole: bool = False) -> float:
@@ -229,19 +168,12 @@ _PARTNERS = {
 }
 # Wrappers in PEFT's module names, and names of other methods.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
-_WRAPPED = (".base_layer.", _SAVED)
+_WRAPPED = [".base_layer.", _SAVED]
 _NOT_LORA = ("trainable_tokens", "token_adapter", "lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
 
 
 class Adapter:
-    """An open adapter."""
-
-    checkpoint: Checkpoint
-    weight: float
-    settings: AdapterSettings
-    config: dict[str, Any]  # the parsed adapter_config.json
-    config_at: Location
-    modules: dict[str, dict[str, str]]  # module of the base -> role -> tensor name
+    """An open adapter: the settings behind the values of merged tensors, and its tensors by module of the base."""
 
     def __init__(self, checkpoint: Checkpoint, weight: float = 1.0) -> None:
         self.checkpoint, self.weight = checkpoint, weight
@@ -249,12 +181,54 @@ class Adapter:
         _check_names(checkpoint)
         self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
         try:
-            self.config = read_json(self.config_at.path, CONFIG, file.files)
+            config = self.config = read_json(self.config_at.path, CONFIG, file.files)
         except FileNotFoundError:
             _check_names(checkpoint, "")
             raise
-        self.settings = _parse(self.config, self.config_at.shown)
-        self.modules = _modules(checkpoint, self.settings)
+        path = self.config_at.shown
+        self.mlx = "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config)
+        self.default_rank: int | None = None  # only the shapes tell
+        if self.mlx:
+            kind, inner = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
+            if kind not in ("lora", "dora"):
+                text = f'"fine_tune_type" must be "lora" or "dora", got {show(kind)}'
+                raise error_about(UnsupportedError, text, path=path)
+            if not isinstance(inner, Mapping):
+                raise FormatError(f'"lora_parameters" must be an object with rank and scale, got {show(inner)}', path)
+            self.alpha = _number(inner, "scale", None, path)  # the factor itself
+            self.dora = kind == "dora"
+            config = {}  # it has no other settings
+        else:
+            _check_method(config, path)
+            self.default_rank = int(_number(config, "r", _RANK, path, whole=True))
+            self.alpha = _number(config, "lora_alpha", _ALPHA, path)
+            self.dora = _flag(config, "use_dora", path)  # rows are rescaled to magnitudes
+        self.rslora = _flag(config, "use_rslora", path)  # the factor is alpha / sqrt(r) instead of alpha / r
+        self.transposed = _flag(config, "fan_in_fan_out", path)  # weights of the base are [in, out]
+        self.ranks = _numbers(config, "rank_pattern", path, whole=True)
+        self.alphas = _numbers(config, "alpha_pattern", path)
+        # Name endings: of target tensors other than a module's ``weight``, and of the modules copied and trained.
+        self.parameters = _names(config, "target_parameters", path)
+        self.saved = _names(config, "modules_to_save", path)
+        # PEFT kept the head and the embedding of a tied model equal.
+        self.tying = _flag(config, "ensure_weight_tying", path)
+        self.modules = self._modules()
+
+    def alpha_of(self, module: str) -> float:
+        """Return the alpha of a module; for MLX the factor."""
+        alpha: float = _of_module(self.alphas, "alpha_pattern", module, self.alpha)
+        return alpha
+
+    def scaling(self, module: str, rank: int, tensor: str) -> float:
+        """Return the factor of a module's change."""
+        if self.mlx:
+            return self.alpha * self.weight
+        expected = _of_module(self.ranks, "rank_pattern", module, self.default_rank)
+        if rank < 1 or expected != rank:
+            key = "r" if expected == self.default_rank else "rank_pattern"
+            text = f"has rank {rank}, but {show(key)} of {CONFIG} says {expected}"
+            raise error_about(FormatError, text, path=self.config_at.shown, tensor=tensor)
+        return self.alpha_of(module) / (math.sqrt(rank) if self.rslora else rank) * self.weight
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of an adapter tensor."""
@@ -263,15 +237,86 @@ class Adapter:
     def is_copy(self, name: str) -> bool:
         """Return whether PEFT trained a copy of the module of a base tensor, which replaces the tensor."""
         stored = self.modules.get(name, {}).get(VALUE)
-        if stored is None or self.settings.mlx:
+        if stored is None or self.mlx:
             return False
-        return _SAVED in stored or name.rpartition(".")[0].endswith(tuple(self.settings.saved))
+        return _SAVED in stored or name.rpartition(".")[0].endswith(self.saved)
 
     def rank(self, module: str) -> int:
         """Return the rank of a module with factors, summed over the matrices of a stack."""
         parts = self.modules[module]
         shape = self.shape(parts[A if A in parts else EMBEDDING_A])
-        return sum(shape[1:2] if self.settings.mlx else shape[:1])
+        return sum(shape[1:2] if self.mlx else shape[:1])
+
+    def _modules(self) -> dict[str, dict[str, str]]:
+        """Group tensor names by module of the base and role; a whole tensor is its own module."""
+        checkpoint = self.checkpoint
+        modules: dict[str, dict[str, str]] = {}
+        wrappers = _WRAPPED
+        if not self.mlx:  # the names of a saved state dict contain the adapter's own name
+            roles = (match for name in checkpoint if (match := _ROLE.search(name)) is not None and match[2])
+            own = list(dict.fromkeys(match[2] for match in roles)) or ["default"]
+            if len(own) > 1:
+                text = f"several adapters in one file: {', '.join(map(show, own[:5]))}; save each one with PEFT"
+                raise error_about(UnsupportedError, text, path=checkpoint.path)
+            wrappers = [f"{_SAVED}{own[0]}.", *_WRAPPED]
+        for name in checkpoint:
+            if _UNUSED in name:  # the base's own value, stored beside its replacement
+                continue
+            module, part = self._parse_name(name, wrappers)
+            parts = modules.setdefault(module, {})
+            if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
+                continue
+            if part in parts and not (part == VALUE and _SAVED in parts[part]):
+                both = f"tensors {show(parts[part])} and {show(name)}"
+                raise FormatError(
+                    f"{both} of the adapter are the same part of one module", checkpoint.path, tensor=name
+                )
+            parts[part] = name
+        if not modules:
+            raise FormatError("the adapter has no tensors", checkpoint.path)
+        for parts in modules.values():
+            self._check_parts(parts)
+        return modules
+
+    def _parse_name(self, name: str, wrappers: Iterable[str]) -> tuple[str, str]:
+        """Return the module and the role of an adapter tensor."""
+        bare = unwrapped(name)
+        if self.mlx:
+            for suffix, part in _MLX.items():
+                if bare.endswith(suffix):
+                    return bare.removesuffix(suffix), part
+        elif not bare.startswith(_PREFIX):
+            text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
+        rest = bare if self.mlx else bare.removeprefix(_PREFIX)
+        role = None if self.mlx else _ROLE.search(rest)
+        key = "" if role is None else f".{role[1]}{role[3] or ''}"
+        if role is not None and key in _PEFT:
+            return rest[: role.start()], _PEFT[key]
+        if any(part in rest for part in _NOT_LORA):
+            named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
+            text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
+        for wrapped in wrappers:
+            while wrapped in rest:  # wrappers can nest
+                rest = rest.replace(wrapped, ".")
+        return rest, VALUE
+
+    def _check_parts(self, parts: Mapping[str, str]) -> None:
+        """Refuse inconsistent roles of a module."""
+        path = self.checkpoint.path
+        if {A, EMBEDDING_A} <= parts.keys():
+            both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
+            raise FormatError(f"{both} of the adapter change one module in two ways", path)
+        for part, partners in _PARTNERS.items():
+            if part in parts and not partners & parts.keys():
+                text = "of the adapter has no counterpart: A and B belong together"
+                raise error_about(FormatError, text, path=path, tensor=parts[part])
+        if parts.keys() & {A, EMBEDDING_A} and self.dora != (MAGNITUDE in parts):
+            name = next(iter(parts.values()))
+            state = "no magnitude" if self.dora else "a magnitude"
+            key = "fine_tune_type" if self.mlx else "use_dora"
+            raise FormatError(f"the module of tensor {show(name)} has {state}, which contradicts {show(key)}", path)
 
 
 def listed(adapters: Any) -> list[tuple[Any, float]]:
@@ -313,76 +358,3 @@ def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
         if (not prefix or not bare.startswith(prefix)) and (kind := foreign_kind(bare)) is not None:
             text = f"belongs to {kind}, not to a LoRA of PEFT or MLX; merge it with its own tool, or convert it to PEFT"
             raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
-
-
-def _own_name(checkpoint: Checkpoint) -> str:
-    """Return the adapter's own name, which the names of a saved state dict contain."""
-    roles = (match for name in checkpoint if (match := _ROLE.search(name)) is not None and match[2])
-    names = list(dict.fromkeys(match[2] for match in roles))
-    if len(names) > 1:
-        text = f"several adapters in one file: {', '.join(map(show, names[:5]))}; save each one with PEFT"
-        raise error_about(UnsupportedError, text, path=checkpoint.path)
-    return names[0] if names else "default"
-
-
-def _modules(checkpoint: Checkpoint, settings: AdapterSettings) -> dict[str, dict[str, str]]:
-    """Group tensor names by module of the base and role; a whole tensor is its own module."""
-    modules: dict[str, dict[str, str]] = {}
-    own = "" if settings.mlx else f"{_SAVED}{_own_name(checkpoint)}."
-    for name in checkpoint:
-        if _UNUSED in name:  # the base's own value, stored beside its replacement
-            continue
-        module, part = _parse_name(name, settings, checkpoint.path, own)
-        parts = modules.setdefault(module, {})
-        if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
-            continue
-        if part in parts and not (part == VALUE and _SAVED in parts[part]):
-            both = f"tensors {show(parts[part])} and {show(name)}"
-            raise FormatError(f"{both} of the adapter are the same part of one module", checkpoint.path, tensor=name)
-        parts[part] = name
-    if not modules:
-        raise FormatError("the adapter has no tensors", checkpoint.path)
-    for parts in modules.values():
-        _check_parts(parts, settings, checkpoint.path)
-    return modules
-
-
-def _check_parts(parts: Mapping[str, str], settings: AdapterSettings, path: str) -> None:
-    """Refuse inconsistent roles of a module."""
-    if {A, EMBEDDING_A} <= parts.keys():
-        both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
-        raise FormatError(f"{both} of the adapter change one module in two ways", path)
-    for part, partners in _PARTNERS.items():
-        if part in parts and not partners & parts.keys():
-            text = "of the adapter has no counterpart: A and B belong together"
-            raise error_about(FormatError, text, path=path, tensor=parts[part])
-    if parts.keys() & {A, EMBEDDING_A} and settings.dora != (MAGNITUDE in parts):
-        name = next(iter(parts.values()))
-        state = "no magnitude" if settings.dora else "a magnitude"
-        key = "fine_tune_type" if settings.mlx else "use_dora"
-        raise FormatError(f"the module of tensor {show(name)} has {state}, which contradicts {show(key)}", path)
-
-
-def _parse_name(name: str, settings: AdapterSettings, path: str, own: str) -> tuple[str, str]:
-    """Return the module and the role of an adapter tensor."""
-    bare = unwrapped(name)
-    if settings.mlx:
-        for suffix, part in _MLX.items():
-            if bare.endswith(suffix):
-                return bare.removesuffix(suffix), part
-    elif not bare.startswith(_PREFIX):
-        text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
-        raise error_about(UnsupportedError, text, path=path, tensor=name)
-    rest = bare if settings.mlx else bare.removeprefix(_PREFIX)
-    role = None if settings.mlx else _ROLE.search(rest)
-    key = "" if role is None else f".{role[1]}{role[3] or ''}"
-    if role is not None and key in _PEFT:
-        return rest[: role.start()], _PEFT[key]
-    if any(part in rest for part in _NOT_LORA):
-        named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
-        text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
-        raise error_about(UnsupportedError, text, path=path, tensor=name)
-    for wrapped in (*((own,) if own else ()), *_WRAPPED):
-        while wrapped in rest:  # wrappers can nest
-            rest = rest.replace(wrapped, ".")
-    return rest, VALUE

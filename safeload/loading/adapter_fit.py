@@ -6,7 +6,7 @@ architectures. Whatever remains ambiguous is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -38,22 +38,6 @@ class AdapterTarget(NamedTuple):
     read: Callable[[Any], Array]
     together: bool = False  # values can only be read all at once
     source: Source | None = None  # the plain values, if jobs can read them a few rows at a time
-
-
-class Base(NamedTuple):
-    """The tensors of a model to merge adapters into."""
-
-    title: str  # the path, for messages
-    names: Collection[str]
-    config: Mapping[str, Any] | None
-    shape: Callable[[str], tuple[int, ...]]
-    target: Callable[[str], AdapterTarget]
-
-    @property
-    def model_type(self) -> str | None:
-        """``model_type`` in ``config.json``."""
-        model_type = (self.config or {}).get("model_type")
-        return model_type if isinstance(model_type, str) else None
 
 
 # ---- tied heads ----
@@ -102,15 +86,19 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
 
 def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
     """Return the changed tensor of a tied pair, or None if the adapter changes neither or both."""
-    if adapter.settings.mlx:  # its embeddings are their own heads
+    if adapter.mlx:  # its embeddings are their own heads
         return None
     pair, modules = (head, embedding), adapter.modules
     factors = [name for name in pair if modules.get(name.removesuffix(".weight"), {}).keys() & {A, EMBEDDING_A}]
     changed = factors or [name for name in pair if adapter.is_copy(name)]
-    values = [modules.get(name, {}).get(VALUE) for name in pair]
-    if not factors and (adapter.settings.tying or not changed) and all(value is not None for value in values):
-        if _equal(adapter, *map(str, values)):
-            return None
+    values = [modules[name][VALUE] for name in pair if VALUE in modules.get(name, ())]
+    if not factors and (adapter.tying or not changed) and len(values) == 2:
+        first, second = map(adapter.checkpoint.tensors.__getitem__, values)
+        if (first.dtype, first.shape) == (second.dtype, second.shape):
+            loaded = adapter.checkpoint.load(values)
+            a, b = (np.ascontiguousarray(loaded[name]).reshape(-1).view(np.uint8) for name in values)
+            if np.array_equal(a, b):
+                return None
         if not changed:
             raise FormatError(
                 f"tensors {show(values[0])} and {show(values[1])} of the adapter differ, but the base ties them and "
@@ -119,16 +107,6 @@ def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
                 tensor=values[0],
             )
     return changed[0] if changed else None
-
-
-def _equal(adapter: Adapter, first: str, second: str) -> bool:
-    """Return whether two tensors of an adapter have equal bytes."""
-    infos = adapter.checkpoint.tensors
-    if (infos[first].dtype, infos[first].shape) != (infos[second].dtype, infos[second].shape):
-        return False
-    loaded = adapter.checkpoint.load([first, second])
-    a, b = (np.ascontiguousarray(loaded[name]).reshape(-1).view(np.uint8) for name in (first, second))
-    return bool(np.array_equal(a, b))
 
 
 # ---- stacks of experts, and renamed tensors ----
@@ -172,45 +150,54 @@ class Apart(NamedTuple):
         """Yield each stored tensor with its expert and its first row in the expert's matrix."""
         for expert in range(self.experts):
             for k, layer in enumerate(self.layers):
-                yield _expert_name(self.outer, expert, layer), expert, k * self.rows
+                yield f"{self.outer}.{expert}.{layer}.weight", expert, k * self.rows
 
 
-def _expert_name(outer: str, expert: int, layer: str) -> str:
-    return f"{outer}.{expert}.{layer}.weight"
+class Base:
+    """The tensors of a model to merge adapters into, found by the names of the model."""
 
+    def __init__(
+        self,
+        title: str,  # the path, for messages
+        names: Collection[str],  # of the stored tensors
+        config: Mapping[str, Any] | None,
+        shape: Callable[[str], tuple[int, ...]],  # of a stored tensor
+        target: Callable[[str], AdapterTarget],  # a stored tensor
+        *,
+        places: Mapping[str, str | Apart] | None = None,  # found in the whole base, if this is a part of it
+    ) -> None:
+        self.title, self.names, self._shape, self.target = title, names, shape, target
+        model_type = (config or {}).get("model_type")
+        self.model_type = model_type if isinstance(model_type, str) else None
+        self.is_part = places is not None
+        # Stored names, and stacks of separately stored experts, by the names of the model looked up so far.
+        self.places = dict(places or {})
 
-class WithStacks:
-    """A base under the names of the model: renamed tensors, and stacks of separately stored experts."""
-
-    def __init__(self, base: Base) -> None:
-        self.base = base
-        self.apart: dict[str, Apart] = {}  # stacks looked up so far, by name
-        self.renamed: dict[str, str] = {}  # model name -> stored name, for tensors looked up so far
-
-    def find(self, name: str) -> bool:
-        """Return whether the base has a tensor, and remember the name under which it is stored."""
-        if name in self.base.names or name in self.apart or name in self.renamed:
-            return True
-        names = [name, *(name.replace(part, stored) for part, stored in _RENAMED if part in name)]
-        for stored in names:
-            if stored in self.base.names:
-                self.renamed[name] = stored
-                return True
-            if (stack := self._stack(stored)) is not None:
-                self.apart[name] = stack
-                return True
-        wrapped = next((self._unwrapped[stored] for stored in names if stored in self._unwrapped), None)
-        if wrapped is not None:
-            self.renamed[name] = wrapped
-        return wrapped is not None
+    def find(self, name: str) -> str | Apart | None:
+        """Return where a tensor of the model is stored; None if the base lacks it."""
+        if name in self.names:
+            return name
+        if name not in self.places and not self.is_part:
+            names = [name, *(name.replace(part, stored) for part, stored in _RENAMED if part in name)]
+            for stored in names:
+                place = stored if stored in self.names else self._stack(stored)
+                if place is not None:
+                    self.places[name] = place
+                    return place
+            place = next(filter(None, map(self._unwrapped.get, names)), None)
+            if place is not None:
+                self.places[name] = place
+        return self.places.get(name)
 
     @cached_property
     def _unwrapped(self) -> dict[str, str]:
         """The stored names by their names without wrappers; few names are missing, so most bases need none."""
-        return stored_names(self.base.names, self.base.title)
+        return stored_names(self.names, self.title)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.apart[name].shape if name in self.apart else self.base.shape(self.renamed.get(name, name))
+        """Return the shape of a tensor that `find` finds."""
+        place = self.find(name) or name
+        return place.shape if isinstance(place, Apart) else self._shape(place)
 
     def _stack(self, name: str) -> Apart | None:
         """Return the stack of this name, or None if the base lacks its experts."""
@@ -221,12 +208,12 @@ class WithStacks:
             outer, choices = f"{block}.experts", [(layer,) for layer in _MLX_LAYERS.get(last, ())]
         for layers in choices:
             count = 0
-            while all(_expert_name(outer, count, layer) in self.base.names for layer in layers):
+            while all(f"{outer}.{count}.{layer}.weight" in self.names for layer in layers):
                 count += 1
-            shapes = {self.base.shape(_expert_name(outer, k, layer)) for k in range(count) for layer in layers}
+            stack = Apart(count, layers, 0, 0, outer)
+            shapes = {self._shape(stored) for stored, _, _ in stack.tensors()}
             if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
-                rows, columns = shape
-                return Apart(count, layers, rows, columns, outer)
+                return stack._replace(rows=shape[0], columns=shape[1])
         return None
 
 
@@ -247,55 +234,42 @@ class Fit(NamedTuple):
     parameters: Mapping[str, str]  # module -> tensor, see `_parameters`; all other modules: ``weight``
     transposed: frozenset[str]  # modules with weights stored as [in, out]
     unclear: Mapping[str, str]  # module -> reason why it cannot be merged
-    apart: Mapping[str, Apart]  # parameters stored expert by expert in the base
-    mirrored: Mapping[str, str] = {}  # tied tensor -> the adapter's value for the tensor it is tied to
-    redundant: Set[str] = frozenset()  # tied heads with a copy of the embedding's values in the adapter
-    renamed: Mapping[str, str] = {}  # name in the model -> name in the base
 
 
-def fitted(adapter: Adapter, whole: Base, heads: Heads) -> Fit:
+def fitted(adapter: Adapter, base: Base) -> Fit:
     """Find the tensors of a base that an adapter changes."""
     unclear: dict[str, str] = {}
-    base = WithStacks(whole)
     parameters = _parameters(adapter, base, unclear)
     turned: dict[str, bool | None] = {}  # whether a weight is stored as [in, out]; None if it is square
-    for module, parts in () if adapter.settings.mlx else adapter.modules.items():
-        name = module if VALUE in parts else tensor_of(module, parameters)
-        sizes = _sizes(adapter, module)
-        if not base.find(name) or sizes is None or module in unclear:
+    for module, parts in adapter.modules.items():
+        name, sizes = parameters.get(module, f"{module}.weight"), _sizes(adapter, module)
+        whole = module if VALUE in parts else f"{module}.bias" if BIAS in parts else name
+        base.find(whole)  # so that a base with unclear names is refused at once
+        if adapter.mlx or sizes is None or module in unclear or not base.find(name):
             continue
         shape = base.shape(name)
         if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):  # PEFT never transposes one expert
             continue
         if sizes in (shape[-2:], shape[:-3:-1]):
             turned[module] = None if sizes == sizes[::-1] else sizes != shape[-2:]
-    turned.update(_guesses(adapter, turned, parameters, whole.model_type))
+    turned.update(_guesses(adapter, turned, parameters, base.model_type))
     for module, order in turned.items():
         if order is None:
-            unclear[module] = _ambiguous(adapter, module, tensor_of(module, parameters), base, module in parameters)
-    for module, parts in adapter.modules.items():
-        base.find(module if VALUE in parts else f"{module}.{'bias' if BIAS in parts else 'weight'}")
-    flag = adapter.settings.transposed
-    values = {name: parts[VALUE] for name, parts in adapter.modules.items() if VALUE in parts}
-    tied = ((name, other) for pair in heads.pairs.items() for name, other in (pair, pair[::-1]))
-    return Fit(
-        parameters,
-        frozenset(m for m in adapter.modules if turned.get(m, flag and m not in parameters)),
-        unclear,
-        base.apart,
-        {
-            other: values[name]
-            for name, other in tied
-            if name in values and not adapter.is_copy(name) and other not in adapter.modules and other in whole.names
-        },
-        {head for head in heads.pairs if head not in heads.untied and head in values},
-        base.renamed,
-    )
-
-
-def tensor_of(module: str, parameters: Mapping[str, str]) -> str:
-    """Return the base tensor changed by the factors of a module."""
-    return parameters.get(module, f"{module}.weight")
+            name, experts = parameters.get(module, f"{module}.weight"), module in parameters
+            orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
+            if experts:
+                why = "Square experts do not show the order, and the adapter changes no other experts"
+            else:
+                why = "'fan_in_fan_out' may not hold for every layer of this adapter"
+                if not base.model_type:
+                    why += "; open the base as a folder, because its config.json may show the order"
+            unclear[module] = (
+                f"tensor {show(adapter.modules[module][A])} of the adapter changes {show(name)} of {base.title}, which "
+                f"is {list(base.shape(name))}: {orders}? {why}"
+            )
+    flag = adapter.transposed
+    transposed = frozenset(m for m in adapter.modules if turned.get(m, flag and m not in parameters))
+    return Fit(parameters, transposed, unclear)
 
 
 def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
@@ -307,15 +281,15 @@ def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
     return (b[0], a[1]) if len(a) == len(b) == 2 else None
 
 
-def _parameters(adapter: Adapter, base: WithStacks, unclear: dict[str, str]) -> dict[str, str]:
+def _parameters(adapter: Adapter, base: Base, unclear: dict[str, str]) -> dict[str, str]:
     """Return the tensors named by ``target_parameters``, and MLX's stacks of separate experts, by module."""
-    if adapter.settings.mlx:
+    if adapter.mlx:
         stacks = {module: f"{module}.weight" for module in adapter.modules if STACK in module}
-        return {module: name for module, name in stacks.items() if base.find(name) and name in base.apart}
-    if not adapter.settings.parameters:
+        return {module: name for module, name in stacks.items() if isinstance(base.find(name), Apart)}
+    if not adapter.parameters:
         return {}
     targets: dict[str, list[str]] = {}  # by the end of their module's name
-    for target in adapter.settings.parameters:
+    for target in adapter.parameters:
         place, _, last = target.rpartition(".")
         targets.setdefault(place, []).append(last)
     depth = max(place.count(".") for place in targets) + 1
@@ -325,13 +299,12 @@ def _parameters(adapter: Adapter, base: WithStacks, unclear: dict[str, str]) -> 
             wrapped.setdefault(outermost(module), []).append(module)
     parameters: dict[str, str] = {}
     for outer, modules in wrapped.items():
-        names = {f"{outer}.{last}": None for last in targets.get("", ()) if base.find(f"{outer}.{last}")}
         last_parts = outer.rsplit(".", depth)[-depth:]
-        for begin in range(len(last_parts) - 1, -1, -1):
-            place = ".".join(last_parts[begin:])
-            names.update((f"{outer}.{last}", None) for last in targets.get(place, ()))
+        places = (".".join(last_parts[begin:]) for begin in range(len(last_parts), -1, -1))
+        targeted = ((place, f"{outer}.{last}") for place in places for last in targets.get(place, ()))
+        names = [*dict.fromkeys(name for place, name in targeted if place or not outer or base.find(name))]
         if names:
-            parameters.update(_matched(adapter, sorted(modules, key=len), list(names), base, unclear))
+            parameters.update(_matched(adapter, sorted(modules, key=len), names, base, unclear))
     return parameters
 
 
@@ -344,7 +317,7 @@ def outermost(module: str) -> str:
 
 
 def _matched(
-    adapter: Adapter, modules: Sequence[str], names: Sequence[str], base: WithStacks, unclear: dict[str, str]
+    adapter: Adapter, modules: Sequence[str], names: Sequence[str], base: Base, unclear: dict[str, str]
 ) -> dict[str, str]:
     """Match the changes of one module with its parameters.
 
@@ -369,7 +342,7 @@ def _matched(
         return dict(zip(modules, orders[0], strict=False))
     changes = " and ".join(show(adapter.modules[module][A]) for module in modules[:_MAX_PARAMETERS])
     of_base = " and ".join(map(show, names[:_MAX_PARAMETERS]))
-    unclear.update(dict.fromkeys(modules, f"{changes} of the adapter change {of_base} of {base.base.title}: {reason}"))
+    unclear.update(dict.fromkeys(modules, f"{changes} of the adapter change {of_base} of {base.title}: {reason}"))
     return dict.fromkeys(modules, names[0])
 
 
@@ -400,44 +373,24 @@ def _guesses(
             orders.setdefault(key, set()).add(order)
     every_expert, every_layer = set().union(*experts.values()), set().union(*layers.values())
     conv1d = set().union(*(orders for last, orders in layers.items() if last in CONV1D))
-    flag = adapter.settings.transposed
+    flag = adapter.transposed
     plain = (module for module, parts in adapter.modules.items() if A in parts and module not in parameters)
     unsure = not conv1d and not flag and not all(_last(module) in CONV1D for module in plain)
-
-    def expert(module: str) -> bool | None:
-        for orders in (experts.get(outermost(module), set()), every_expert):
-            if len(orders) == 1:
-                return next(iter(orders))
-        return True if model_type in _IN_FIRST else None
-
-    def layer(last: str) -> bool | None:
-        if model_type in CONV1D_MODELS:
-            return last in CONV1D
-        orders = layers.get(last, set())
-        if len(orders) != 1 and last in CONV1D:
-            if unsure:
-                return None
-            orders = conv1d
-        if len(orders) == 1:
-            return next(iter(orders))
-        return flag if every_layer <= {flag} else None
-
-    square = [module for module, order in turned.items() if order is None]
-    return {module: expert(module) if module in parameters else layer(_last(module)) for module in square}
+    guesses: dict[str, bool | None] = {}
+    for module in (module for module, order in turned.items() if order is None):
+        last = _last(module)
+        if module in parameters:
+            known = {True} if model_type in _IN_FIRST else set()
+            choices = [experts.get(outermost(module), set()), every_expert, known]
+        elif model_type in CONV1D_MODELS:
+            choices = [{last in CONV1D}]
+        else:
+            choices = [layers.get(last, set()), conv1d if last in CONV1D else set()]
+            if every_layer <= {flag} and not (unsure and last in CONV1D):
+                choices.append({flag})
+        guesses[module] = next((next(iter(orders)) for orders in choices if len(orders) == 1), None)
+    return guesses
 
 
 def _last(module: str) -> str:
     return module.rpartition(".")[2]
-
-
-def _ambiguous(adapter: Adapter, module: str, name: str, base: WithStacks, experts: bool) -> str:
-    """Return the reason to refuse a square weight."""
-    shape, tensor = list(base.shape(name)), adapter.modules[module][A]
-    orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
-    message = (
-        f"tensor {show(tensor)} of the adapter changes {show(name)} of {base.base.title}, which is {shape}: {orders}? "
-    )
-    if experts:
-        return f"{message}Square experts do not show the order, and the adapter changes no other experts"
-    hint = "" if base.base.model_type else "; open the base as a folder, because its config.json may show the order"
-    return f"{message}'fan_in_fan_out' may not hold for every layer of this adapter{hint}"

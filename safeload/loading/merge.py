@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,17 +25,16 @@ from ..checkpoint import Checkpoint, chosen, codes_of, tensors_of, with_aliases
 from ..engine.codes.restore import rows_apart
 from ..engine.codes.source import Source, in_file
 from ..engine.read.delivery import check_fits, refuse_own_files
-from ..engine.read.load import check_backend, check_out_names, parse_target
+from ..engine.read.load import check_out_names, parse_target
 from ..engine.run.cast import astype, target_array
 from ..engine.run.job import Job, Origin, Update, Updates, panels_of
 from ..engine.run.jobs import Batch, native_order
 from ..engine.run.memory import address_of, check_disjoint
 from ..engine.run.progress import Progress, reporter
-from ..engine.run.threads import check_threads
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..packed import finder
 from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B, listed, opened
-from .adapter_fit import AdapterTarget, Base, Fit, Heads, fitted, heads_of
+from .adapter_fit import AdapterTarget, Apart, Base, Fit, Heads, fitted, heads_of
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
@@ -53,15 +53,6 @@ _F32 = dtypes.BY_CODE["F32"]
 # ---- bases ----
 
 
-def base_of(checkpoint: Checkpoint) -> Base:
-    """Return an open checkpoint as a base."""
-
-    def shape(name: str) -> tuple[int, ...]:
-        return checkpoint.tensors[name].shape
-
-    return Base(checkpoint.path, checkpoint, checkpoint.config, shape, partial(target_of, checkpoint))
-
-
 def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     """Return a tensor of an open checkpoint as a target."""
     finder.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
@@ -74,7 +65,12 @@ def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
     source = None if quantized else in_rows(in_file(checkpoint, name, file, index), work)
     if row.packed and not quantized:  # elements share bytes, so they are decoded together
-        return AdapterTarget(name, shape, None, work, partial(_decoded, checkpoint, name), True, source)
+
+        def decoded(rows: Any) -> Array:
+            values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
+            return values
+
+        return AdapterTarget(name, shape, None, work, decoded, True, source)
     together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
     read = checkpoint.get_slice(name, dtype=work.name).__getitem__
     return AdapterTarget(name, shape, None if quantized else row, work, read, together, source)
@@ -99,11 +95,6 @@ def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
         raise error_about(UnsupportedError, text, path=path, tensor=name)
 
 
-def _decoded(checkpoint: Checkpoint, name: str, rows: Any) -> Array:
-    values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
-    return values
-
-
 # ---- changes of a tensor ----
 
 
@@ -112,129 +103,11 @@ class Change(NamedTuple):
 
     adapter: Adapter
     parts: Mapping[str, str]  # role -> tensor name
-    scaling: float  # factor of the product, including the adapter's weight
+    scaling: float = 1.0  # factor of the product, including the adapter's weight
     by_columns: bool = False  # rows of the tensor are columns of A
     stacked: bool = False  # the tensor is a stack of matrices (experts), each with its own factors
     matrices: int = 1  # number of matrices in the stack
     part: tuple[int, slice] | None = None  # matrix number and rows, if the tensor holds part of a stack
-
-
-class _Match(NamedTuple):
-    """Adapter tensors and the base tensor they change, before and while their shapes are checked."""
-
-    adapter: Adapter
-    parts: Mapping[str, str]
-    target: AdapterTarget
-    base: str  # path of the base, for messages
-
-    def shape(self, part: str) -> tuple[int, ...]:
-        """Return the shape of an adapter tensor."""
-        return self.adapter.shape(self.parts[part])
-
-    def need(self, fits: bool, part: str, requirement: str) -> None:
-        """Refuse an adapter tensor of the wrong shape."""
-        if not fits:
-            target = self.target
-            text = (
-                f"of the adapter is {list(self.shape(part))}, but {show(target.name)} of {self.base} is "
-                f"{list(target.shape)}: it needs {requirement}"
-            )
-            raise error_about(FormatError, text, path=self.adapter.checkpoint.path, tensor=self.parts[part])
-
-    def need_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse adapter tensors of other shapes."""
-        for part, shape in shapes.items():
-            self.need(self.shape(part) == shape, part, str(list(shape)))
-
-    def refused(self, part: str, text: str) -> UnsupportedError:
-        """Return the error for an adapter tensor that cannot be merged into the base tensor."""
-        text = f"of the adapter {text}"
-        return error_about(UnsupportedError, text, path=self.adapter.checkpoint.path, tensor=self.parts[part])
-
-    def change(self, part: str, module: str, rank: Sequence[int], *fields: Any) -> Change:
-        """Return the change; ``rank`` is empty if A has no axes."""
-        scaling = self.adapter.settings.scaling(module, sum(rank), self.parts[part]) * self.adapter.weight
-        return Change(self.adapter, self.parts, scaling, *fields)
-
-
-def change_of(
-    adapter: Adapter, module: str, parts: Mapping[str, str], *, target: AdapterTarget, base: str, fit: Fit
-) -> Change:
-    """Return the change of a base tensor by a module of an adapter."""
-    match = _Match(adapter, parts, target, base)
-    for part, name in parts.items():
-        info = adapter.checkpoint.tensors[name]
-        if not dtypes.parse(info.dtype).floating:
-            raise match.refused(part, f"is {info.dtype}: it must be floating")
-    if VALUE in parts:
-        match.need(match.shape(VALUE) == target.shape, VALUE, "an equal shape, because it replaces the base tensor")
-        if adapter.weight != 1:
-            text = f"replaces {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}"
-            raise match.refused(VALUE, text)
-        return Change(adapter, parts, 1.0)
-    transposed = module in fit.transposed
-    if module in fit.parameters and not adapter.settings.mlx:
-        return _parameter_change(match, transposed)
-    if BIAS in parts:
-        match.need(match.shape(BIAS) == target.shape, BIAS, "an equal shape, because it is added to the base tensor")
-        return match.change(A, module, match.shape(A)[:1])
-    a, b = (EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)
-    _check_axes(match, a, b)
-    if adapter.settings.mlx and len(target.shape) == 3:
-        return _stack_change(match, module)
-    return _weight_change(match, module, a, b, transposed)
-
-
-def _weight_change(match: _Match, module: str, a: str, b: str, transposed: bool) -> Change:
-    """Return the change of a linear layer, a convolution or an embedding."""
-    shape, mlx = match.target.shape, match.adapter.settings.mlx
-    rows, columns = _flat(shape)
-    rank = match.shape(a)[1 if mlx else 0]
-    by_columns = a == EMBEDDING_A or (transposed and len(shape) == 2)
-    if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
-        linear = match.shape(a) == (columns, rank) and not match.target.name.endswith(_EMBEDDINGS)
-        by_columns = match.shape(a) == (rows, rank) and not linear
-    inner, outer = (rows, columns) if by_columns else (columns, rows)
-    shapes: dict[str, tuple[int, ...]] = {a: (rank, inner), b: (outer, rank)}
-    if mlx:
-        shapes = {a: (inner, rank), b: (rank, outer)}
-    elif len(shape) > 2:
-        shapes = {a: (rank, *shape[1:]), b: (outer, rank, *(1 for _ in shape[2:]))}
-    match.need(len(shape) > 1, a, "a base of two axes or more")
-    match.need_shapes(shapes)
-    if MAGNITUDE in match.parts:
-        count = columns if by_columns and not mlx else rows
-        match.need(math.prod(match.shape(MAGNITUDE)) == count, MAGNITUDE, f"{count} norms")
-    return match.change(a, module, (rank,), by_columns)
-
-
-def _stack_change(match: _Match, module: str) -> Change:
-    """Return the change of MLX's stack of experts, by [experts, r, in] and [experts, out, r]."""
-    (count, rows, columns), rank = match.target.shape, match.shape(A)[1]
-    if MAGNITUDE in match.parts:
-        raise match.refused(MAGNITUDE, f"changes the stack {show(match.target.name)}, for which MLX has no DoRA")
-    match.need_shapes({A: (count, rank, columns), B: (count, rows, rank)})
-    return match.change(A, module, (rank,), False, True, count)
-
-
-def _parameter_change(match: _Match, transposed: bool) -> Change:
-    """Return the change of a matrix or stack of matrices named by ``target_parameters``."""
-    name, shape = match.target.name, match.target.shape
-    if match.adapter.settings.dora or BIAS in match.parts:
-        raise match.refused(A, f"changes the parameter {show(name)}, for which PEFT has neither DoRA nor lora_bias")
-    _check_axes(match, A, B)
-    match.need(len(shape) in (2, 3), A, "a base of two or three axes")
-    count = shape[0] if len(shape) == 3 else 1
-    ranks = match.shape(A)[0]
-    match.need(count > 0 and ranks % count == 0, A, f"a multiple of {count} rows, equally many for each matrix")
-    inner, outer = shape[-2:] if transposed else shape[:-3:-1]
-    match.need_shapes({A: (ranks, inner), B: (outer, ranks)})
-    return match.change(A, name, (ranks // count,), transposed, len(shape) == 3, count)
-
-
-def _check_axes(match: _Match, *parts: str) -> None:
-    for part in parts:
-        match.need(len(match.shape(part)) > 1, part, "two axes")
 
 
 # ---- changes of a base ----
@@ -261,40 +134,127 @@ class Merge:
         self._cached_factors = lru_cache(_CACHED_STACKS)(_factors)
         # Changes by base tensor, in order; untied heads are included even if unchanged.
         self.changes: dict[str, list[Change]] = {head: [] for head in heads.untied}
-        self._in_part = fits is not None
-        self.fits = [fitted(adapter, base, heads) for adapter in adapters] if fits is None else fits
+        self.fits = [fitted(adapter, base) for adapter in adapters] if fits is None else fits
+        tied = [two for pair in heads.pairs.items() for two in (pair, pair[::-1])]
         for adapter, fit in zip(adapters, self.fits, strict=True):
-            mirrored = {name: {VALUE: value} for name, value in fit.mirrored.items()}
-            for module, parts in (*adapter.modules.items(), *mirrored.items()):
-                with _collected(problems):
-                    self._fit(adapter, module, parts, fit)
+            modules = dict(adapter.modules)
+            for name, other in tied:  # a tensor that replaces one of two tied tensors replaces both
+                value = adapter.modules.get(name, {}).get(VALUE)
+                if value and not adapter.is_copy(name) and other not in adapter.modules and other in base.names:
+                    modules[other] = {VALUE: value}
+            for module, parts in modules.items():
+                try:
+                    self._fit(adapter, fit, module, parts)
+                except SafeloadError as error:  # noqa: PERF203
+                    if problems is None:
+                        raise
+                    problems.append(error)
 
     def __contains__(self, name: object) -> bool:
         return name in self.changes
 
-    def _fit(self, adapter: Adapter, module: str, parts: Mapping[str, str], fit: Fit) -> None:
+    def _fit(self, adapter: Adapter, fit: Fit, module: str, parts: Mapping[str, str]) -> None:
         """Add the changes of a module."""
         if module in fit.unclear and VALUE not in parts:
             raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
         if VALUE in parts:
             targets = {module: {VALUE: parts[VALUE]}}
-        elif fit.parameters.get(module) in fit.apart:
-            self._fit_apart(adapter, module, parts, fit)
-            return
         elif module in fit.parameters:
             targets = {fit.parameters[module]: dict(parts)}
         else:
             targets = {f"{module}.weight": {role: name for role, name in parts.items() if role != BIAS}}
             if BIAS in parts:
                 targets[f"{module}.bias"] = {BIAS: parts[BIAS], A: parts[A]}
-        for model_name, roles in targets.items():
-            name = fit.renamed.get(model_name, model_name)
-            if name not in self.base.names:
-                if self._in_part or name in fit.redundant:
-                    continue
-                raise self._missing(adapter, name, next(iter(roles.values())))
-            target = self.base.target(name)._replace(name=model_name)  # patterns match the names of the model
-            self._add(name, change_of(adapter, module, roles, target=target, base=self.base.title, fit=fit))
+        base = self.base
+        for model_name, roles in targets.items():  # patterns match the names of the model
+            place = base.find(model_name)
+            if isinstance(place, Apart) and module in fit.parameters:
+                change = None
+                for name, expert, begin in place.tensors():
+                    if name not in base.names:  # it belongs to another piece
+                        continue
+                    target = base.target(name)
+                    if target.shape != (place.rows, place.columns):  # a plan can say anything
+                        needed = [place.rows, place.columns]
+                        text = f"is {list(target.shape)}, but the stack {show(model_name)} needs {needed}"
+                        raise error_about(FormatError, text, path=base.title, tensor=name)
+                    if change is None:
+                        whole = target._replace(name=model_name, shape=place.shape)
+                        change = self._change(adapter, fit, module, roles, whole)
+                    part = expert, slice(begin, begin + place.rows)
+                    self._add(name, change._replace(stacked=False, part=part))
+            elif isinstance(place, str) and place in base.names:
+                target = base.target(place)._replace(name=model_name)
+                self._add(place, self._change(adapter, fit, module, roles, target))
+            elif not base.is_part and (VALUE not in roles or model_name not in self.heads.pairs):
+                raise self._missing(adapter, model_name, next(iter(roles.values())))
+
+    def _change(
+        self, adapter: Adapter, fit: Fit, module: str, parts: Mapping[str, str], target: AdapterTarget
+    ) -> Change:
+        """Return the change of a base tensor by a module of an adapter; refuse shapes that do not fit."""
+        shape, mlx, path = target.shape, adapter.mlx, adapter.checkpoint.path
+        shapes = {part: adapter.shape(name) for part, name in parts.items()}
+
+        def refused(part: str, text: str) -> UnsupportedError:
+            return error_about(UnsupportedError, f"of the adapter {text}", path=path, tensor=parts[part])
+
+        def need(fits: bool, part: str, requirement: str) -> None:
+            if not fits:
+                text = (
+                    f"of the adapter is {list(shapes[part])}, but {show(target.name)} of {self.base.title} is "
+                    f"{list(shape)}: it needs {requirement}"
+                )
+                raise error_about(FormatError, text, path=path, tensor=parts[part])
+
+        for part, name in parts.items():
+            dtype = adapter.checkpoint.tensors[name].dtype
+            if not dtypes.parse(dtype).floating:
+                raise refused(part, f"is {dtype}: it must be floating")
+        if VALUE in parts:
+            need(shapes[VALUE] == shape, VALUE, "an equal shape, because it replaces the base tensor")
+            if adapter.weight != 1:
+                text = f"replaces {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}"
+                raise refused(VALUE, text)
+            return Change(adapter, parts)
+        parameter = module in fit.parameters and not mlx
+        if parameter and (adapter.dora or BIAS in parts):
+            text = f"changes the parameter {show(target.name)}, for which PEFT has neither DoRA nor lora_bias"
+            raise refused(A, text)
+        if BIAS in parts:
+            need(shapes[BIAS] == shape, BIAS, "an equal shape, because it is added to the base tensor")
+            return Change(adapter, parts, adapter.scaling(module, sum(shapes[A][:1]), parts[A]))
+        a, b = (EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)
+        for part in (a, b):
+            need(len(shapes[part]) > 1, part, "two axes")
+        if parameter:
+            need(len(shape) in (2, 3), a, "a base of two or three axes")
+        need(len(shape) > 1, a, "a base of two axes or more")
+        stacked = len(shape) == 3 and (mlx or parameter)
+        count, (rows, columns) = (shape[0], shape[1:]) if stacked else (1, _flat(shape))
+        total = rank = shapes[a][1 if mlx else 0]
+        if parameter:
+            need(count > 0 and total % count == 0, A, f"a multiple of {count} rows, equally many for each matrix")
+            rank = total // count
+        by_columns = a == EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
+        if mlx and not stacked:
+            linear = shapes[a] == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
+            by_columns = shapes[a] == (rows, rank) and not linear
+        elif MAGNITUDE in parts and stacked:
+            raise refused(MAGNITUDE, f"changes the stack {show(target.name)}, for which MLX has no DoRA")
+        inner, outer = (rows, columns) if by_columns else (columns, rows)
+        needed: tuple[tuple[int, ...], ...] = (total, inner), (outer, total)
+        if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
+            needed = ((count, rank, inner), (count, outer, rank)) if stacked else ((inner, rank), (rank, outer))
+        elif len(shape) > 2 and not parameter:  # a convolution
+            needed = (rank, *shape[1:]), (outer, rank, *(1 for _ in shape[2:]))
+        for part, expected in zip((a, b), needed, strict=True):
+            need(shapes[part] == expected, part, str(list(expected)))
+        if MAGNITUDE in parts:
+            norms = columns if by_columns and not mlx else rows
+            need(math.prod(shapes[MAGNITUDE]) == norms, MAGNITUDE, f"{norms} norms")
+        scaling = adapter.scaling(target.name if parameter else module, rank, parts[a])
+        return Change(adapter, parts, scaling, by_columns, stacked, count)
 
     def _add(self, name: str, change: Change) -> None:
         changes = self.changes.setdefault(name, [])
@@ -308,34 +268,16 @@ class Merge:
             )
         changes.append(change)
 
-    def _fit_apart(self, adapter: Adapter, module: str, parts: Mapping[str, str], fit: Fit) -> None:
-        """Like `_fit`, for a stacked adapter weight with separate experts in the base."""
-        stack = fit.parameters[module]
-        apart = fit.apart[stack]
-        change: Change | None = None
-        for name, expert, begin in apart.tensors():
-            if name not in self.base.names:  # it belongs to another piece
-                continue
-            target = self.base.target(name)
-            if target.shape != (apart.rows, apart.columns):  # a plan can say anything
-                text = f"is {list(target.shape)}, but the stack {show(stack)} needs {[apart.rows, apart.columns]}"
-                raise error_about(FormatError, text, path=self.base.title, tensor=name)
-            if change is None:
-                whole = target._replace(name=stack, shape=apart.shape)
-                change = change_of(adapter, module, parts, target=whole, base=self.base.title, fit=fit)
-            self._add(name, change._replace(stacked=False, part=(expert, slice(begin, begin + apart.rows))))
-
     def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
         text = f"of the adapter belongs to {show(name)}, which {self.base.title} does not have"
-        near = similar(name, list(self.base.names)) if len(self._problems) < _MAX_COMPARED else []
         first_expert = f"{name.rpartition('.')[0]}.0."
         if name == "lm_head.weight" and any(stored.endswith(_EMBEDDINGS) for stored in self.base.names):
             text += ": it has no head, and its config does not tie one to the embedding"
-        elif adapter.settings.parameters and any(stored.startswith(first_expert) for stored in self.base.names):
+        elif adapter.parameters and any(stored.startswith(first_expert) for stored in self.base.names):
             text += ": its experts are stored one by one, under names that are not known to make that stack"
         elif name.endswith(".bias"):
             text += ": the layer has no bias in the base"
-        elif near:
+        elif len(self._problems) < _MAX_COMPARED and (near := similar(name, list(self.base.names))):
             text += f"; similar names: {', '.join(near)}"
         return error_about(TensorNotFoundError, text, path=adapter.checkpoint.path, tensor=tensor)
 
@@ -358,6 +300,8 @@ class Merge:
             target, changes = _replaced(target, changes[last]), changes[last + 1 :]
         stacked = any(change.stacked for change in changes)
         factors = [self._factors_of(change, target.work.name) for change in changes]
+        narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
+        in_core = narrows and target.work == np.float32
         parts = result.reshape(target.shape if stacked else (1, *_flat(target.shape)))
         for k, (matrix, part) in enumerate(zip(_matrices(target) if stacked else (target,), parts, strict=True)):
             steps: list[_Step] = []
@@ -365,7 +309,7 @@ class Merge:
                 number, rows = change.part or (k, slice(None))
                 step = _Step(left[number, rows], right[number], change.scaling)
                 steps.append(_with_norms(step, change, matrix, steps) if MAGNITUDE in change.parts else step)
-            if _in_core(matrix, steps, row):
+            if in_core and all(step.norms is step.columns is None for step in steps):
                 _merge_in_core(matrix, steps, part, row, threads)
                 continue
             for begin, tile in _changed_tiles(matrix, steps):
@@ -373,7 +317,7 @@ class Merge:
         return result
 
     def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
-        """Return the factors of a change; those of a stack stay in memory for its other parts."""
+        """Return the factors of a change; the factors of a stack stay in memory for its other parts."""
         parts, checkpoint = change.parts, change.adapter.checkpoint
         if BIAS in parts:
             bias = checkpoint.load([parts[BIAS]], dtype=dtype, backend="pread")[parts[BIAS]]
@@ -381,16 +325,6 @@ class Merge:
         a, b = (parts[part] for part in ((EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)))
         read = _factors if change.part is None else self._cached_factors
         return read(change.adapter, a, b, dtype, count=change.matrices, by_columns=change.by_columns)
-
-
-@contextmanager
-def _collected(problems: list[SafeloadError] | None) -> Iterator[None]:
-    try:
-        yield
-    except SafeloadError as error:
-        if problems is None:
-            raise
-        problems.append(error)
 
 
 # ---- values ----
@@ -424,7 +358,7 @@ def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Seq
     """Return a step of DoRA, which gives rows or columns new norms."""
     checkpoint, name = change.adapter.checkpoint, change.parts[MAGNITUDE]
     magnitude = checkpoint.load([name], dtype=target.work.name, backend="pread")[name].reshape(-1).astype(np.float64)
-    if not change.by_columns or change.adapter.settings.mlx:  # MLX has a norm for each row of an embedding
+    if not change.by_columns or change.adapter.mlx:  # MLX has a norm for each row of an embedding
         return step._replace(norms=magnitude)
     squares = np.zeros(step.right.shape[1])
     for _, tile in _changed_tiles(target, [*earlier, step]):
@@ -439,17 +373,19 @@ def _matrices(target: AdapterTarget) -> Iterator[AdapterTarget]:
     matrix = target._replace(shape=(rows, columns), together=target.row is None)
     source = target.source
     whole = target.read(slice(0, count)) if target.together and source is None else None
+
+    def read(k: int, rows: slice) -> Array:
+        if whole is not None:
+            return whole[k, rows]
+        # A matrix of packed values cannot be dequantized in parts.
+        values: Array = target.read((k, rows)) if target.row is not None else target.read(slice(k, k + 1))[0][rows]
+        return values
+
     for k in range(count):
         if source is not None:
             offset = source.offset + k * source.row.nbytes(rows * columns)
             matrix = matrix._replace(source=source._replace(shape=(rows, columns), offset=offset))
-        yield matrix._replace(read=partial(_rows, target, k) if whole is None else whole[k].__getitem__)
-
-
-def _rows(target: AdapterTarget, k: int, rows: slice) -> Array:
-    """Return rows of a matrix of a stack; those of a packed one cannot be dequantized alone."""
-    values: Array = target.read((k, rows)) if target.row is not None else target.read(slice(k, k + 1))[0][rows]
-    return values
+        yield matrix._replace(read=partial(read, k))
 
 
 def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
@@ -465,20 +401,25 @@ def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
 
 
 def _changed_tiles(target: AdapterTarget, steps: Sequence[_Step]) -> Iterator[tuple[int, Array]]:
-    """Like `_tiles`, with changes added by NumPy."""
+    """Like `_tiles`, with changes added by NumPy, as many rows at a time as its buffer has."""
     rows, columns = _flat(target.shape)
-    product = np.empty((min(rows, max(1, _PRODUCT // max(1, columns))), columns), target.work)
+    height = min(rows, max(1, _PRODUCT // max(1, columns)))
+    buffer = np.empty((height, columns), target.work)
     for begin, tile in _tiles(target):
-        with np.errstate(all="ignore"):
-            for step in steps:
-                _apply(step, tile, begin, product)
+        end = begin + len(tile)
+        for step, first in product(steps, range(begin, end, height)):
+            last = min(end, first + height)
+            part = tile[first - begin : last - begin]
+            with np.errstate(all="ignore"):
+                change = np.matmul(step.left[first:last], step.right, out=buffer[: len(part)])
+                change *= step.scaling
+                part += change
+                if step.columns is not None:
+                    part *= step.columns
+                if step.norms is not None:
+                    norms = np.sqrt(np.einsum("ij,ij->i", part, part, dtype=np.float64))
+                    part *= (step.norms[first:last] / norms).astype(part.dtype)[:, None]
         yield begin, tile
-
-
-def _in_core(target: AdapterTarget, steps: Sequence[_Step], row: dtypes.Dtype) -> bool:
-    """Return True if the C core computes these changes."""
-    narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
-    return narrows and target.work == np.float32 and all(step.norms is step.columns is None for step in steps)
 
 
 def _merge_in_core(
@@ -490,43 +431,24 @@ def _merge_in_core(
         return
     assert all(len(step.left) == len(out) and step.right.shape[1] == columns for step in steps)
     with np.errstate(over="ignore"):  # a scaling beyond float32 gives infinity
-        scalings = [float(np.float32(step.scaling)) for step in steps]
-    updates = [
-        Update(step.left, panels_of(step.right), scaling)
-        for step, scaling in zip(steps, scalings, strict=True)
-        if step.left.shape[1]  # MLX's rank can be 0
-    ]
-    origin = Origin(target.name, target.shape)
-
-    def run(part: Array, begin: int, **source: Any) -> None:
+        updates = [
+            Update(step.left, panels_of(step.right), float(np.float32(step.scaling)))
+            for step in steps
+            if step.left.shape[1]  # MLX's rank can be 0
+        ]
+    job = Job(None, 0, 0, 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=Origin(target.name, target.shape))
+    source = target.source
+    for begin, values in _tiles(target) if source is None else [(0, out)]:
+        part = out[begin : begin + len(values)]
+        if source is not None:
+            job = job._replace(file=source.file, offset=source.offset, size=source.size, source=source.row.number)
+        else:
+            tile = native_order(np.ascontiguousarray(values))
+            job = job._replace(offset=address_of(tile), size=tile.nbytes)
         merge = Updates(columns, [update._replace(left=update.left[begin:]) for update in updates])
-        job = Job(None, 0, address_of(part), 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=origin, merge=merge)
-        batch = Batch([job._replace(**source)])
+        batch = Batch([job._replace(memory=address_of(part), merge=merge)])
         batch.results([part])
         batch.run(threads=threads)
-
-    source = target.source
-    if source is not None:
-        run(out, 0, file=source.file, offset=source.offset, size=source.size, source=source.row.number)
-        return
-    for begin, values in _tiles(target):
-        tile = native_order(np.ascontiguousarray(values))
-        run(out[begin : begin + len(values)], begin, offset=address_of(tile), size=tile.nbytes)
-
-
-def _apply(step: _Step, tile: Array, begin: int, product: Array) -> None:
-    """Change a tile in place. The rows of ``product`` limit how many rows change at a time."""
-    for first in range(begin, begin + len(tile), len(product)):
-        part = tile[first - begin : first - begin + len(product)]
-        last = first + len(part)
-        change = np.matmul(step.left[first:last], step.right, out=product[: len(part)])
-        change *= step.scaling
-        part += change
-        if step.columns is not None:
-            part *= step.columns
-        if step.norms is not None:
-            norms = np.sqrt(np.einsum("ij,ij->i", part, part, dtype=np.float64))
-            part *= (step.norms[first:last] / norms).astype(part.dtype)[:, None]
 
 
 def _factors(
@@ -539,7 +461,7 @@ def _factors(
     """
     arrays = adapter.checkpoint.load([name_a, name_b], dtype=dtype, backend="pread")
     a, b = arrays[name_a], arrays[name_b]
-    if not adapter.settings.mlx:
+    if not adapter.mlx:
         rank, columns = len(a) // count, math.prod(a.shape[1:])
         a, b = a.reshape(count, rank, columns), b.reshape(len(b), rank, count).transpose(2, 0, 1)
     elif a.ndim == 2:
@@ -572,8 +494,9 @@ def fit(
     """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
     heads = heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
-    base = with_aliases(checkpoint, absent) if absent else checkpoint
-    return base, Merge(base_of(base), adapters, heads, problems=problems)
+    view = with_aliases(checkpoint, absent) if absent else checkpoint
+    base = Base(view.path, view, view.config, lambda name: view.tensors[name].shape, partial(target_of, view))
+    return view, Merge(base, adapters, heads, problems=problems)
 
 
 def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:
@@ -611,31 +534,27 @@ def load_merged(
     progress: Progress = None,
 ) -> dict[str, Any]:
     """Like `Checkpoint.load`, with adapters merged."""
-    check_backend(backend)
-    check_threads(threads)
     all_names = [part[0] for part in chosen(checkpoint, names, only, drop, dtype)]
     rows = {name: merge.target_row(name, dtype) for name in all_names if name in merge}
     shapes = {name: tuple(checkpoint.tensors[name].shape) for name in rows}
-    merged: dict[str, Array] = {}
-    plain_out = None
+    plain = [name for name in all_names if name not in rows]
+    plain_out = out
     if out is not None:
         check_out_names(out, all_names, "load")
         refuse_own_files(out, checkpoint.weight_files)
         for name, row in rows.items():
             check_fits(name, dtypes.array_dtype(row.number), shapes[name], out)
-            merged[name] = out[name]
         check_disjoint(
             {name: array for name, array in out.items() if isinstance(array, np.ndarray) and array.flags.c_contiguous}
         )
         plain_out = {name: array for name, array in out.items() if name not in rows}
-    plain = [name for name in all_names if name not in rows]
     sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
     arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)
     done = sum(array.nbytes for array in arrays.values())
     with reporter(progress, done + sum(sizes.values())) as report:
         report(done)
         for name, row in rows.items():
-            merged[name] = merge.values(name, row, merged.get(name), threads)
+            arrays[name] = merge.values(name, row, None if out is None else out[name], threads)
             done += sizes[name]
             report(done)
-    return {name: merged[name] if name in merged else arrays[name] for name in all_names}
+    return {name: arrays[name] for name in all_names}

@@ -64,25 +64,25 @@ _KINDS = tuple(
          "a LoRA adapter of diffusers"),
         (r"\.lora_(?:down|up)(?:\.|$)", "a LoRA adapter of kohya or ComfyUI"),
         (r"^lycoris_", "a LyCORIS adapter"),
-        # The last two are merged.
         (r"\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\.|$)", "a LoRA adapter (PEFT)"),
         (r"\.lora_[ab]$", "a LoRA adapter (MLX)"),
     )
 )  # fmt: skip
-_MERGED = 2
+_MERGED = ("a LoRA adapter (PEFT", "a LoRA adapter (MLX")  # a rank can follow: "(PEFT, r 8)"
 # Tensors that accompany an adapter's.
 _BESIDE = re.compile(
     r"^base_model\.model\.(?!.*\.base_layer\.)|\.(?:alpha|dora_scale|diff|diff_b|m|magnitude)$", re.ASCII
 )
 
 
+def _kind(name: str) -> str | None:
+    return next((kind for pattern, kind in _KINDS if pattern.search(name)), None)
+
+
 def foreign_kind(name: str) -> str | None:
     """Return the method or tool of an unsupported adapter with a tensor of this name."""
-    return None if (rank := _rank(name)) is None or rank >= len(_KINDS) - _MERGED else _KINDS[rank][1]
-
-
-def _rank(name: str) -> int | None:
-    return next((rank for rank, (pattern, _) in enumerate(_KINDS) if pattern.search(name)), None)
+    kind = _kind(name)
+    return None if kind is None or kind.startswith(_MERGED) else kind
 
 
 def adapter_kind(names: Iterable[str]) -> str | None:
@@ -90,13 +90,13 @@ def adapter_kind(names: Iterable[str]) -> str | None:
 
     Every tensor must belong to the adapter, so the first tensor of a model decides.
     """
-    ranks: set[int] = set()
+    kinds: set[str | None] = set()
     for name in map(unwrapped, names):
-        rank = _rank(name)
-        if rank is None and not _BESIDE.search(name):
+        kind = _kind(name)
+        if kind is None and not _BESIDE.search(name):
             return None
-        ranks.update(() if rank is None else (rank,))
-    return _KINDS[min(ranks)][1] if ranks else None
+        kinds.add(kind)
+    return next((kind for _, kind in _KINDS if kind in kinds), None)
 
 
 def adapter_note(kind: str) -> str:
@@ -105,8 +105,7 @@ def adapter_note(kind: str) -> str:
 
 
 def _advice(kind: str) -> str:
-    mergeable = re.match(r"a LoRA adapter \((?:PEFT|MLX)", kind) is not None
-    return "pass it as adapters= with its base" if mergeable else "safeload does not merge it"
+    return "pass it as adapters= with its base" if kind.startswith(_MERGED) else "safeload does not merge it"
 
 
 def refuse_adapters(sources: Iterable[tuple[str, Iterable[str]]]) -> list[tuple[str, str]]:

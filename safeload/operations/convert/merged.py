@@ -17,7 +17,7 @@ from ...base.paths import absolute
 from ...loading.adapter import Adapter, listed, opened
 from ...loading.adapter_fit import AdapterTarget, Apart, Base, Fit, Heads, heads_of
 from ...loading.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
-from ...models.tied import untied
+from ...models.tied import untied as without_ties
 from ...stores.local import check_unchanged, identity_of
 from ..sources.catalog import Catalog, Made, TensorDescription
 from ..sources.executors import in_memory
@@ -42,13 +42,20 @@ def _target(catalog: Catalog, name: str) -> AdapterTarget:
     return AdapterTarget(name, about.shape, row, work, rows, about.quantized, source)
 
 
-def _merged(catalog: Catalog, adapters: Sequence[Adapter], heads: Heads, fits: Sequence[Fit] | None = None) -> Catalog:
+def _merged(
+    catalog: Catalog,
+    adapters: Sequence[Adapter],
+    heads: Heads,
+    fits: Sequence[Fit] | None = None,
+    places: Mapping[str, Any] | None = None,
+) -> Catalog:
     """Return a catalog with adapters merged into its tensors, in float32, when a tensor is read."""
     # The embedding of each untied head that is not stored.
     aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
     whole = catalog.with_aliases(aliases)
     names = {**dict.fromkeys(catalog), **aliases}  # a piece has more in its files
-    base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, partial(_target, whole))
+    target = partial(_target, whole)
+    base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, target, places=places)
     result, merge = Catalog.of(whole), Merge(base, adapters, heads, fits=fits)
     result.makes, result.merge, result.aliases = True, merge, aliases
     for name in merge.changes:
@@ -58,7 +65,7 @@ def _merged(catalog: Catalog, adapters: Sequence[Adapter], heads: Heads, fits: S
             about = TensorDescription(name, work.name, about.shape, work.nbytes(math.prod(about.shape)), work, True)
         result.rows[name] = Made(partial(merge.values, name), work, about)
     if heads.untied and result.config is not None:
-        result.config = untied(result.config)
+        result.config = without_ties(result.config)
     return result
 
 
@@ -89,8 +96,10 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
     """Return the adapters of a catalog as plain data: a piece has too few tensors to fit them again."""
     if catalog.merge is None:
         return []
-    adapters = []
-    for adapter, fit in zip(catalog.merge.adapters, catalog.merge.fits, strict=True):
+    merge, adapters = catalog.merge, []
+    apart = {name: place for name, place in merge.base.places.items() if isinstance(place, Apart)}
+    renamed = {name: place for name, place in merge.base.places.items() if isinstance(place, str)}
+    for adapter, fit in zip(merge.adapters, merge.fits, strict=True):
         if adapter.checkpoint.weight_files[0].files.remote:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
         paths = [*(file.place for file in adapter.checkpoint.weight_files), adapter.config_at.path]
@@ -100,26 +109,26 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
                 "weight": adapter.weight,
                 "parameters": fit.parameters,
                 "transposed": sorted(fit.transposed),
-                "apart": {name: fit.apart[name] for name in fit.parameters.values() if name in fit.apart},
-                "mirrored": fit.mirrored,
+                "apart": apart,
+                "renamed": renamed,
+                "tied": merge.heads.pairs,
                 "untied": catalog.aliases,
-                "renamed": fit.renamed,
             }
         )
     return adapters
 
 
 def reopened(
-    stack: ExitStack, catalog: Catalog, adapters: Sequence[Mapping[str, Any]], heads: Mapping[str, str]
+    stack: ExitStack, catalog: Catalog, adapters: Sequence[Mapping[str, Any]], untied: Mapping[str, str]
 ) -> Catalog:
-    """Return a catalog with the adapters of a piece merged; ``heads`` are its untied heads, with their embeddings."""
+    """Return a catalog with the adapters of a piece merged; ``untied`` are its untied heads, with their embeddings."""
     weighted, fits = [], []
     for adapter in adapters:
         for path, size, version in adapter["files"]:
             check_unchanged(path, (size, version))
         paths = [path for path, _, _ in adapter["files"]]
         weighted.append((paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
-        apart = {name: Apart(*fields) for name, fields in adapter["apart"].items()}
-        parameters, mirrored, transposed = adapter["parameters"], adapter["mirrored"], frozenset(adapter["transposed"])
-        fits.append(Fit(parameters, transposed, {}, apart, mirrored, renamed=adapter["renamed"]))
-    return _merged(catalog, opened(stack, weighted), Heads(heads, heads), fits)
+        fits.append(Fit(adapter["parameters"], frozenset(adapter["transposed"]), {}))
+    base = adapters[0]  # all were fitted to one base
+    places = {**base["renamed"], **{name: Apart(*fields) for name, fields in base["apart"].items()}}
+    return _merged(catalog, opened(stack, weighted), Heads(base["tied"], untied), fits, places)

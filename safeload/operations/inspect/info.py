@@ -418,15 +418,15 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
     from ...loading.merge import fit
 
     adapter = parts.Adapter(opened)
-    settings, modules = adapter.settings, adapter.modules
+    modules = adapter.modules
     factors = {name: module for name, module in modules.items() if {parts.A, parts.EMBEDDING_A} & module.keys()}
     names = [outermost(name) for name in factors]
     kinds = Counter(name.rpartition(".")[2] for name in names).most_common()
-    ranks: Iterable[int | None] = {adapter.rank(name) for name in factors}
-    alphas: Iterable[float] = {settings.alpha_of(name) for name in names}
-    if settings.parameters:  # only a base has their names and numbers of matrices
-        ranks, alphas = {settings.rank, *settings.ranks.values()}, {settings.alpha, *settings.alphas.values()}
-    method = [name for name, used in (("rsLoRA", settings.rslora), ("DoRA", settings.dora)) if used]
+    ranks: Iterable[Any] = {adapter.rank(name) for name in factors}
+    alphas: Iterable[float] = {adapter.alpha_of(name) for name in names}
+    if adapter.parameters:  # only a base has their names and numbers of matrices
+        ranks, alphas = {adapter.default_rank, *adapter.ranks.values()}, {adapter.alpha, *adapter.alphas.values()}
+    method = [name for name, used in (("rsLoRA", adapter.rslora), ("DoRA", adapter.dora)) if used]
     fitting = None
     if base is not None:
         with loading.open(base, storage_options=storage_options) as opened_base:
@@ -437,12 +437,12 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
             fitting = AdapterFitting(opened_base.path, len(merge.changes), packed, len(opened_base), messages)
     return AdapterSummary(
         " and ".join(method) or "LoRA",
-        "MLX" if settings.mlx else "PEFT",
+        "MLX" if adapter.mlx else "PEFT",
         sorted(filter(None, ranks)),
         sorted(alphas),
         dict(kinds),
         [name for name, module in factors.items() if parts.EMBEDDING_A in module],
-        list(settings.parameters),
+        list(adapter.parameters),
         [name for name, module in modules.items() if parts.VALUE in module],
         sum(parts.BIAS in module for module in modules.values()),
         adapter.config,
