@@ -75,7 +75,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.arrays import Array, array_fits, c_strides
 from ..base.messages import error_about
 from ..base.table import ListedTable, Listing, Unknown, unreadable
@@ -358,15 +358,10 @@ class Structure:
         self._groups: set[int] = set()  # addresses
         self._known: dict[int, Dataset | Unknown] = {}  # by address
         self._objects = self._chunks = self._stored = 0
-        try:
-            import h5py
-        except ImportError as error:
-            text = "Keras files (HDF5) need h5py, which is not installed: pip install h5py"
-            raise not_installed(error, text, "h5py") from None
-        self._h5py: Any = h5py
+        self._h5py: Any = needed("h5py", "Keras files (HDF5) need h5py")
         stream = FileStream(file)
         try:
-            with h5py.File(stream, "r") as opened:
+            with self._h5py.File(stream, "r") as opened:
                 plist = opened.id.get_create_plist()
                 if plist.get_userblock() or tuple(plist.get_sizes()) != (8, 8):
                     text = "the HDF5 file has a user block, or addresses of another size than 8 bytes"
