@@ -54,10 +54,9 @@ from ..base.table import ListedTable, Table, Unknown
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public
-from ..stores.files import Files
 from ..stores.store import ByteStore, StoreWindow, Unpacked, read_at
 from . import foreign, zstd
-from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, boxed_file, itemsize_of, logical_shape
+from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, itemsize_of, logical_shape
 from .metadata import depth_of, names_below, nested
 from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from .registry import Candidate, Content, OpenRequest
@@ -77,28 +76,20 @@ def claims(candidate: Candidate) -> bool:
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Open the checkpoint that a metadata file or a shard belongs to."""
-    file = candidate.file
-    folder, name = file.files.split(file.place)
-    data = DataFiles(file.files, folder)
-    try:
+    with DataFiles(candidate.file) as data:
         if foreign.is_safetensors(candidate.head):
-            tensors = _read_sharded(data, file, folder)
-            return Content(boxed_file(file, tensors, list(data.stores.values()), folder=folder))
-        return _read_metadata(file, folder, name, data, request)
-    except BaseException:
-        data.close()
-        raise
+            return data.joined(_read_sharded(data))
+        return _read_metadata(data, request)
 
 
-def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, request: OpenRequest) -> Content:
-    files = file.files
-    beside = [name for name, is_folder in files.listing(folder) if not is_folder]
-    description = Description()
-    ranks = [] if name == DCP_METADATA else in_order(DCP_RANK, beside, 1)
+def _read_metadata(data: DataFiles, request: OpenRequest) -> Content:
+    file, files, description = data.file, data.files, Description()
+    alone = files.split(file.place)[1] == DCP_METADATA
+    ranks = [] if alone else in_order(DCP_RANK, data.names, 1)
     if not ranks:
         description.add(file, request.inert)
     for rank in ranks:
-        with closing(open_without_table(files.join(folder, rank), files=files)) as opened:
+        with closing(open_without_table(data.join(rank), files=files)) as opened:
             description.add(opened, request.inert)
     names = names_below(description.paths, request.root, file.path)
     left_out = description.reformulated
@@ -115,14 +106,13 @@ def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, re
             raise FormatError(text, data.path_of(holder))
     paths = {full: description.paths[full] for full in names if full in description.values}
     metadata = _Values(paths, lambda name: read_value(data, description.values[name]), request.root, file.path)
-    named, stores = description.named_globals, list(data.stores.values())
-    whole = boxed_file(file, listings, stores, folder=folder, metadata=metadata, named_globals=named)
+    data.named_globals = description.named_globals
     more = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
     flat = [f"{show(name)}{more}, which Megatron stores flattened, not in the model's shape" for name in left_out]
     notes = [f"left out: {text}" for text in flat[:1]]
-    if "common.pt" in beside:
+    if "common.pt" in data.names:
         notes.append("Megatron's common.pt (iteration, arguments) is not read: open it by path")
-    return Content(whole, notes=notes)
+    return data.joined(listings, metadata, notes)
 
 
 def _boxed(tensor: TensorRecord, data: DataFiles, needed: dict[str, tuple[int, int]]) -> BoxedListing:
@@ -182,15 +172,15 @@ class _Values(Mapping[str, Any]):
 SHARDING = "DCP_SHARDING_INFO"
 
 
-def _read_sharded(data: DataFiles, file: WeightFile, folder: str) -> dict[str, BoxedListing]:
-    """Return the tensors of all shards in the folder of ``file``, and their boxes."""
-    names = in_order(DCP_SHARD, [name for name, is_folder in file.files.listing(folder) if not is_folder], 1, 2)
+def _read_sharded(data: DataFiles) -> dict[str, BoxedListing]:
+    """Return the tensors of all shards in a folder, and their boxes."""
+    names = in_order(DCP_SHARD, data.names, 1, 2)
     matches = [match for name in names if (match := DCP_SHARD.fullmatch(name)) is not None]
     written = {int(match[2]) for match in matches}
     count = max((int(match[3]) for match in matches), default=0)
     if len(written) < count:
         number = next(number for number in range(1, count + 1) if number not in written)
-        raise MissingShardError(f"no process has a file of number {number:05} of {count:05}", file.files.shown(folder))
+        raise MissingShardError(f"no process has a file of number {number:05} of {count:05}", data.shown)
     data.open_all(names)
     tensors: dict[str, BoxedListing] = {}
     all_boxes: dict[str, list[Box]] = {}
@@ -498,8 +488,8 @@ _ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
 class DataFiles(DataFolder):
     """The data files of a checkpoint."""
 
-    def __init__(self, files: Files, folder: str) -> None:
-        super().__init__(files, folder, "the checkpoint's metadata lists it: was it copied?")
+    def __init__(self, file: WeightFile) -> None:
+        super().__init__(file, "the checkpoint's metadata lists it: was it copied?")
         self._parts: dict[tuple[str, int], Table] = {}
 
     def open_all(self, names: Sequence[str]) -> None:
