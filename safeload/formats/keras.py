@@ -83,7 +83,7 @@ from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.json_file import parse_json
-from ..stores.members import Member, MemberFiles
+from ..stores.members import Member
 from . import npz
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
 from .metadata import names_below
@@ -243,7 +243,7 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
         archive.check_stored(WEIGHTS)
         members = {WEIGHTS: Member(archive.locate(WEIGHTS), entry.size)}
         archive.check_overlap()
-        opened = open_members(file, MemberFiles(file.store, file.path, members), request, kind="a Keras archive")
+        opened = open_members(file, members, request, kind="a Keras archive")
     else:
         opened = _unpacked(file, archive, request)
     table = opened.file.table

@@ -13,10 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from ..base.absent import needed
-from ..base.arrays import Array
 from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..base.text import show
@@ -199,10 +196,3 @@ class KeptFrames:
             oldest = self._frames.popitem(last=False)[0] if len(self._frames) > _KEPT else None
         if oldest is not None:
             oldest.close()
-
-
-def content_of(store: ByteStore, begin: int, size: int, expected: int, path: str) -> Array:
-    """Return the content of a frame, which must have an expected size."""
-    memory = np.empty(expected, np.uint8)
-    FrameStore(store, begin, size, expected, path).read_into(0, memory)
-    return memory

@@ -97,6 +97,7 @@ def _container(
             raise Fault(f"{name} takes a {expected}, got {describe(args[0])}")
         return make(*args)
 
+    build.__name__ = f"_{name.rpartition('.')[2].lower()}"  # in the table of the allowlist
     return build
 
 
@@ -225,19 +226,17 @@ STORAGE, DTYPE, TENSOR, CONTAINER, VALUE, CLASS = "storage", "dtype", "tensor", 
 
 # By name in a row.
 _FUNCTIONS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    # Schedules of learning rates have a Counter of their milestones, protocols below 4 write a set as a list, Paddle
-    # writes a tensor as a tuple of its name and its array.
-    "counter": _container("Counter", (dict,), "dict", dict, inert="collections.Counter"),
-    "set": _container("set", (list, tuple), "list", _set, inert="builtins.set"),
-    "tuple": _container("tuple", (list, tuple), "list", tuple, least=1),
-    "size": _container("torch.Size", (list, tuple), "tuple", tuple, least=1),
-    **{
-        function.__name__.removeprefix("_"): function
-        for function in (
-            *(_ordered_dict, _complex, _device, _rebuild_tensor, _rebuild_tensor_v2, _rebuild_tensor_v3),
-            *(_rebuild_parameter, _rebuild_from_type),
-        )
-    },
+    function.__name__.removeprefix("_"): function
+    for function in (
+        *(_ordered_dict, _complex, _device, _rebuild_tensor, _rebuild_tensor_v2, _rebuild_tensor_v3),
+        *(_rebuild_parameter, _rebuild_from_type),
+        # Schedules of learning rates have a Counter of their milestones, protocols below 4 write a set as a list, and
+        # Paddle writes a tensor as a tuple of its name and its array.
+        _container("Counter", (dict,), "dict", dict, inert="collections.Counter"),
+        _container("set", (list, tuple), "list", _set, inert="builtins.set"),
+        _container("tuple", (list, tuple), "list", tuple, least=1),
+        _container("torch.Size", (list, tuple), "tuple", tuple, least=1),
+    )
 }
 # The fields of each kind beside "kind".
 _FIELDS: dict[str, frozenset[str]] = {
