@@ -24,14 +24,15 @@ Tensor names begin with "package/resource" if there are several pickles.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...base.messages import error_about
 from ...base.text import show
-from ...engine.run.weight_file import WeightFile
+from ...engine.run.atomic_file import reserve
+from ...engine.run.weight_file import WeightFile, open_temporary
 from ...errors import ForbiddenError, FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from ..foreign import is_binary_pickle
 from ..registry import Candidate, Content, OpenRequest, check_whole
@@ -57,38 +58,54 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     if prefix is None or not any(name.startswith(prefix) and not name.endswith("/") for name in packed):
         return content_of(file, request, lambda request: read_tables(archive, file, request))
     check_whole(file, "a compressed torch checkpoint must be unpacked as a whole")
-    from ..npz import unpacked  # few checkpoints are compressed
-
-    folder = prefix.removesuffix("data/")
-    names = [name for name in archive.entries if name.startswith(folder) and not name.endswith("/")]
-    copy, offsets = unpacked(archive, names, file, "safeload-torch-")
-    begins = dict(zip(names, offsets, strict=True))
+    unpacked = _unpacked(archive, file)
     try:
-        content = content_of(copy, request, lambda request: read_tables(archive, copy, request, begins))
+        copy = Archive(unpacked)
+        content = content_of(unpacked, request, lambda request: read_tables(copy, unpacked, request))
     except BaseException:
-        copy.close()
+        unpacked.close()
         raise
-    copy.stand_for(file)
+    unpacked.stand_for(file)
     for beside in content.others:
         beside.stand_for(file)
     file.close()
     return content
 
 
-def read_tables(
-    archive: Archive, file: WeightFile, request: OpenRequest, begins: Mapping[str, int] | None = None
-) -> Content:
-    """Run the pickles of an archive; ``begins`` are the places of its entries if they are unpacked in ``file``."""
+def _unpacked(archive: Archive, file: WeightFile) -> WeightFile:
+    """Copy the pickle and the storages of an archive, unpacked, into an unnamed temporary archive."""
+    import zipfile  # only here: it takes milliseconds
+
+    _, prefix = _find_pickle(archive, file.path)
+    names = [name for name in archive.entries if name.startswith(prefix) and not name.endswith("/")]
+    for name in names:
+        archive.check_packed(name)
+    archive.check_overlap()
+
+    def write(out: BinaryIO, path: str) -> None:
+        reserve(out.fileno(), sum(archive.entries[name].size for name in names), path)
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as copy:
+            for name in names:
+                info = zipfile.ZipInfo("x")
+                info.filename = name  # set here: on Windows the constructor turns backslashes into slashes
+                with copy.open(info, "w", force_zip64=True) as entry:
+                    for chunk in archive.inflate(name):
+                        entry.write(chunk)
+
+    return open_temporary("safeload-torch-", write, shown=file.path)
+
+
+def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> Content:
+    """Run the pickles of an archive."""
     top = top_of(archive)
     if top is None:
         pickled, prefix = run_pickle(archive, file, inert=request.inert)
-        pickled = pickled if begins is None else pickled._replace(base=None)  # arrays in it become a file beside it
     else:
         pickled, root = Package(archive, file, top).read(request.root, request.inert)
         request, prefix = request._replace(root=root), top
     archive.prefetch(archive.entries)
     big_endian = _is_big_endian(archive, prefix, file.path)
-    locate = _locator(archive, file.path, prefix, begins, package=top is not None)
+    locate = _locator(archive, file.path, prefix, package=top is not None)
     content = make_tables(pickled, request, file, locate, big_endian=big_endian)
     archive.check_overlap()
     return content
@@ -154,9 +171,7 @@ def _find_pickle(archive: Archive, path: str) -> tuple[str, str]:
     raise error_about(UnsupportedError, text, path=path)
 
 
-def _locator(
-    archive: Archive, path: str, prefix: str, begins: Mapping[str, int] | None = None, *, package: bool = False
-) -> Callable[[Storage], int]:
+def _locator(archive: Archive, path: str, prefix: str, *, package: bool = False) -> Callable[[Storage], int]:
     """Return a function that finds the first byte of a storage in its entry."""
 
     @cache
@@ -167,8 +182,8 @@ def _locator(
         info = archive.entries.get(name)
         if info is None:
             raise FormatError(f"the archive has no entry for storage {show(storage.key)}", path)
-        begin = archive.locate(name) if begins is None else begins[name]
-        if begins is None and (info.method != STORED or info.packed != info.size):
+        begin = archive.locate(name)
+        if info.method != STORED or info.packed != info.size:
             archive.check_stored(name)
         if info.size != storage.nbytes:
             text = f"storage {show(storage.key)} has {info.size} bytes, but {storage.count} elements of "
