@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -502,11 +502,8 @@ class DataFiles(DataFolder):
         if table is None:
             store = self.stores[name]
             path = self.path_of(name)
-            window = WeightFile(path, StoreWindow(store, offset, store.size - offset, path), ListedTable([]))
-            try:
+            with _within(path, StoreWindow(store, offset, store.size - offset, path), offset) as window:
                 table = safetensors.read(Candidate(window), OpenRequest()).file.table
-            except FormatError as error:
-                raise _moved(error, offset) from None
             self._parts[name, offset] = table
         return table
 
@@ -540,11 +537,8 @@ def _unpacked(chunk: DcpChunk, store: ByteStore, path: str) -> Array:
 
 def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None) -> Region:
     """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
-    window = WeightFile(path, store, ListedTable([]))
-    try:
+    with _within(path, store, offset) as window:
         _, others, names, _ = zip_file.read_tables(Archive(window), window, OpenRequest())
-    except FormatError as error:
-        raise _moved(error, offset) from None
     if len(names) != 1 or others:
         raise chunk.fault(f": its chunk must hold a single tensor, got {len(names)}", path, offset)
     table = window.table
@@ -558,13 +552,14 @@ def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None
     return Region(store, begin, table.strides.get(0))
 
 
-def _moved(error: FormatError, by: int | None) -> FormatError:
-    """Return an error with its position in the file instead of a window."""
-    if by is None:
-        error.offset = None
-    elif error.offset is not None:
-        error.offset += by
-    return error
+@contextmanager
+def _within(path: str, store: ByteStore, begin: int | None) -> Iterator[WeightFile]:
+    """Give a part of a file as a file; its errors name bytes of the whole, or none if ``begin`` is None."""
+    try:
+        yield WeightFile(path, store, ListedTable([]))
+    except FormatError as error:
+        error.offset = None if begin is None or error.offset is None else error.offset + begin
+        raise
 
 
 def read_value(data: DataFiles, value: DcpChunk) -> Any:
@@ -576,9 +571,6 @@ def read_value(data: DataFiles, value: DcpChunk) -> Any:
         if value.transforms:
             limit = min(value.length * zstd.MAX_RATIO, MAX_VALUE)
             source = Unpacked(zstd.decompressed(source, 0, value.length, limit, path, name=value.name))
-        window = WeightFile(path, source, ListedTable([]))
-        try:
+        with _within(path, source, None if value.transforms else value.offset) as window:
             pickled, _ = zip_file.run_pickle(Archive(window), window, inert=True)
-        except FormatError as error:
-            raise _moved(error, None if value.transforms else value.offset) from None
     return Tree(pickled.value, path, pickled.size).plain()
