@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial, reduce
 from itertools import pairwise
 from math import prod
@@ -35,10 +35,10 @@ from ..base.messages import error_about
 from ..base.table import ListedTable, Listing, Unknown, unreadable
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, missing_file
-from ..stores.files import Files
 from ..stores.remote import RemoteStore
 from ..stores.store import ByteStore, Span
 from ..stores.thread_group import current
+from .registry import Content
 
 # Tensors begin at multiples of this many bytes.
 ALIGNMENT = 64
@@ -397,12 +397,12 @@ def boxed_file(
     tensors: Mapping[str, BoxedListing],
     stores: Sequence[ByteStore],
     *,
-    folder: str | None = None,
+    path: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     named_globals: Mapping[str, bool] | None = None,
 ) -> WeightFile:
-    """Return a file of tensors in boxes, which stands for ``file``, or for its ``folder``; then ``file`` is closed."""
-    path = file.path if folder is None else file.files.shown(folder)
+    """Return a file of tensors in boxes, which stands for ``file``; ``path`` names it in messages."""
+    path = path or file.path
     boxed = [
         checked(name, (prod(shape),) if flat else shape, itemsize_of(row), boxes, path, fill=fill)
         for name, (row, shape, boxes, flat, _, fill) in tensors.items()
@@ -411,8 +411,6 @@ def boxed_file(
     listings = map(_listing, tensors.values(), boxed)
     opened = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
     opened.stand_for(file, unpacked=False)
-    if folder is not None:
-        file.close()
     return opened
 
 
@@ -424,14 +422,25 @@ def _listing(tensor: BoxedListing, boxed: BoxedTensor) -> Listing:
     return unreadable(boxed.name, label, shape, reason, begin=begin, end=end, is_tensor=is_tensor)
 
 
-class DataFolder:
-    """The folder of a checkpoint, and its data files, which stay open."""
+class DataFolder(ExitStack):
+    """The folder of a checkpoint, for which a file in it stands, and its open files; leaving with an error closes them.
 
-    def __init__(self, files: Files, path: str, needed: str) -> None:
-        self.files = files
-        self.path = path
-        self.needed = needed  # why its files must exist, for messages
+    ``needed`` says in messages why its files must exist.
+    """
+
+    def __init__(self, file: WeightFile, needed: str = "") -> None:
+        super().__init__()
+        self.file, self.files, self.needed = file, file.files, needed
+        self.path = self.files.split(file.place)[0]
+        self.shown = self.files.shown(self.path)
         self.stores: dict[str, ByteStore] = {}  # the open files, by their paths in the folder
+        self.named_globals: dict[str, bool] = {}  # see `Table`
+        self.push(lambda kind, *_: None if kind is None else self._close_files())
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the files in it."""
+        return [name for name, is_folder in self.files.listing(self.path) if not is_folder]
 
     def join(self, name: str) -> str:
         """Return the path of a file, whose parts are separated by slashes."""
@@ -449,7 +458,15 @@ class DataFolder:
             text = f"No such file or directory: {error.filename}; {self.needed}"
             raise missing_file(error.filename, text) from None
 
-    def close(self) -> None:
-        """Close the files."""
+    def _close_files(self) -> None:
         for store in self.stores.values():
             store.close()
+
+    def joined(
+        self, tensors: Mapping[str, BoxedListing], metadata: Mapping[str, Any] | None = None, notes: Sequence[str] = ()
+    ) -> Content:
+        """Return the tensors of all files in place of the file that was opened."""
+        stores, named = list(self.stores.values()), self.named_globals
+        whole = boxed_file(self.file, tensors, stores, path=self.shown, metadata=metadata, named_globals=named)
+        self.file.close()
+        return Content(whole, notes=notes)

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -54,10 +54,9 @@ from ..base.table import ListedTable, Table, Unknown
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public
-from ..stores.files import Files
 from ..stores.store import ByteStore, StoreWindow, Unpacked, read_at
 from . import foreign, zstd
-from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, boxed_file, itemsize_of, logical_shape
+from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, itemsize_of, logical_shape
 from .metadata import depth_of, names_below, nested
 from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from .registry import Candidate, Content, OpenRequest
@@ -77,28 +76,20 @@ def claims(candidate: Candidate) -> bool:
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Open the checkpoint that a metadata file or a shard belongs to."""
-    file = candidate.file
-    folder, name = file.files.split(file.place)
-    data = DataFiles(file.files, folder)
-    try:
+    with DataFiles(candidate.file) as data:
         if foreign.is_safetensors(candidate.head):
-            tensors = _read_sharded(data, file, folder)
-            return Content(boxed_file(file, tensors, list(data.stores.values()), folder=folder))
-        return _read_metadata(file, folder, name, data, request)
-    except BaseException:
-        data.close()
-        raise
+            return data.joined(_read_sharded(data))
+        return _read_metadata(data, request)
 
 
-def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, request: OpenRequest) -> Content:
-    files = file.files
-    beside = [name for name, is_folder in files.listing(folder) if not is_folder]
-    description = Description()
-    ranks = [] if name == DCP_METADATA else in_order(DCP_RANK, beside, 1)
+def _read_metadata(data: DataFiles, request: OpenRequest) -> Content:
+    file, files, description = data.file, data.files, Description()
+    alone = files.split(file.place)[1] == DCP_METADATA
+    ranks = [] if alone else in_order(DCP_RANK, data.names, 1)
     if not ranks:
         description.add(file, request.inert)
     for rank in ranks:
-        with closing(open_without_table(files.join(folder, rank), files=files)) as opened:
+        with closing(open_without_table(data.join(rank), files=files)) as opened:
             description.add(opened, request.inert)
     names = names_below(description.paths, request.root, file.path)
     left_out = description.reformulated
@@ -115,14 +106,13 @@ def _read_metadata(file: WeightFile, folder: str, name: str, data: DataFiles, re
             raise FormatError(text, data.path_of(holder))
     paths = {full: description.paths[full] for full in names if full in description.values}
     metadata = _Values(paths, lambda name: read_value(data, description.values[name]), request.root, file.path)
-    named, stores = description.named_globals, list(data.stores.values())
-    whole = boxed_file(file, listings, stores, folder=folder, metadata=metadata, named_globals=named)
+    data.named_globals = description.named_globals
     more = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
     flat = [f"{show(name)}{more}, which Megatron stores flattened, not in the model's shape" for name in left_out]
     notes = [f"left out: {text}" for text in flat[:1]]
-    if "common.pt" in beside:
+    if "common.pt" in data.names:
         notes.append("Megatron's common.pt (iteration, arguments) is not read: open it by path")
-    return Content(whole, notes=notes)
+    return data.joined(listings, metadata, notes)
 
 
 def _boxed(tensor: TensorRecord, data: DataFiles, needed: dict[str, tuple[int, int]]) -> BoxedListing:
@@ -182,15 +172,15 @@ class _Values(Mapping[str, Any]):
 SHARDING = "DCP_SHARDING_INFO"
 
 
-def _read_sharded(data: DataFiles, file: WeightFile, folder: str) -> dict[str, BoxedListing]:
-    """Return the tensors of all shards in the folder of ``file``, and their boxes."""
-    names = in_order(DCP_SHARD, [name for name, is_folder in file.files.listing(folder) if not is_folder], 1, 2)
+def _read_sharded(data: DataFiles) -> dict[str, BoxedListing]:
+    """Return the tensors of all shards in a folder, and their boxes."""
+    names = in_order(DCP_SHARD, data.names, 1, 2)
     matches = [match for name in names if (match := DCP_SHARD.fullmatch(name)) is not None]
     written = {int(match[2]) for match in matches}
     count = max((int(match[3]) for match in matches), default=0)
     if len(written) < count:
         number = next(number for number in range(1, count + 1) if number not in written)
-        raise MissingShardError(f"no process has a file of number {number:05} of {count:05}", file.files.shown(folder))
+        raise MissingShardError(f"no process has a file of number {number:05} of {count:05}", data.shown)
     data.open_all(names)
     tensors: dict[str, BoxedListing] = {}
     all_boxes: dict[str, list[Box]] = {}
@@ -498,8 +488,8 @@ _ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
 class DataFiles(DataFolder):
     """The data files of a checkpoint."""
 
-    def __init__(self, files: Files, folder: str) -> None:
-        super().__init__(files, folder, "the checkpoint's metadata lists it: was it copied?")
+    def __init__(self, file: WeightFile) -> None:
+        super().__init__(file, "the checkpoint's metadata lists it: was it copied?")
         self._parts: dict[tuple[str, int], Table] = {}
 
     def open_all(self, names: Sequence[str]) -> None:
@@ -512,11 +502,8 @@ class DataFiles(DataFolder):
         if table is None:
             store = self.stores[name]
             path = self.path_of(name)
-            window = WeightFile(path, StoreWindow(store, offset, store.size - offset, path), ListedTable([]))
-            try:
+            with _within(path, StoreWindow(store, offset, store.size - offset, path), offset) as window:
                 table = safetensors.read(Candidate(window), OpenRequest()).file.table
-            except FormatError as error:
-                raise _moved(error, offset) from None
             self._parts[name, offset] = table
         return table
 
@@ -550,11 +537,8 @@ def _unpacked(chunk: DcpChunk, store: ByteStore, path: str) -> Array:
 
 def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None) -> Region:
     """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
-    window = WeightFile(path, store, ListedTable([]))
-    try:
+    with _within(path, store, offset) as window:
         _, others, names, _ = zip_file.read_tables(Archive(window), window, OpenRequest())
-    except FormatError as error:
-        raise _moved(error, offset) from None
     if len(names) != 1 or others:
         raise chunk.fault(f": its chunk must hold a single tensor, got {len(names)}", path, offset)
     table = window.table
@@ -568,13 +552,14 @@ def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None
     return Region(store, begin, table.strides.get(0))
 
 
-def _moved(error: FormatError, by: int | None) -> FormatError:
-    """Return an error with its position in the file instead of a window."""
-    if by is None:
-        error.offset = None
-    elif error.offset is not None:
-        error.offset += by
-    return error
+@contextmanager
+def _within(path: str, store: ByteStore, begin: int | None) -> Iterator[WeightFile]:
+    """Give a part of a file as a file; its errors name bytes of the whole, or none if ``begin`` is None."""
+    try:
+        yield WeightFile(path, store, ListedTable([]))
+    except FormatError as error:
+        error.offset = None if begin is None or error.offset is None else error.offset + begin
+        raise
 
 
 def read_value(data: DataFiles, value: DcpChunk) -> Any:
@@ -586,9 +571,6 @@ def read_value(data: DataFiles, value: DcpChunk) -> Any:
         if value.transforms:
             limit = min(value.length * zstd.MAX_RATIO, MAX_VALUE)
             source = Unpacked(zstd.decompressed(source, 0, value.length, limit, path, name=value.name))
-        window = WeightFile(path, source, ListedTable([]))
-        try:
+        with _within(path, source, None if value.transforms else value.offset) as window:
             pickled, _ = zip_file.run_pickle(Archive(window), window, inert=True)
-        except FormatError as error:
-            raise _moved(error, None if value.transforms else value.offset) from None
     return Tree(pickled.value, path, pickled.size).plain()

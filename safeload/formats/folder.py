@@ -252,7 +252,7 @@ def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> O
         (content, version), *rest = files.each(lambda task: task(), tasks)
         seen = [(path, version)]
         with _settled(seen, files):
-            names, metadata = (_parse_keras_index if keras else parse_index)(content, path, files)
+            names, metadata = parse_index(content, path, files)
             tasks = [partial(open_shard, file_name) for file_name in sorted(names)]
             tasks.append((lambda: None) if keras else [*rest, config][0])
             *shards, parsed = files.each(lambda task: task(), tasks)
@@ -292,48 +292,33 @@ def _listed_places(
     return where
 
 
-def _parse_keras_index(
-    index: Mapping[str, Any], path: str, files: Files
-) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Return the HDF5 groups of each shard of Keras weights; a group can have a list of shards."""
-    shown = files.shown(path)
-    groups, metadata = index.get("weight_map"), index.get("metadata")
-    if not isinstance(groups, dict) or not groups:
-        raise FormatError(f"weight_map must be an object with shards, got {type(groups).__name__}", shown)
-    names: dict[str, list[str]] = {}
-    for group, value in groups.items():
-        for name in value if isinstance(value, list) else [value]:
-            known = name if isinstance(name, str) and name in names else _shard_name(name, group, shown)
-            names.setdefault(known, []).append(".".join(step for step in group.split("/") if step))
-    return names, metadata if isinstance(metadata, dict) else {}
-
-
 def parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Return the tensor names of each shard, and the metadata of the index."""
-    shown = files.shown(path)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict):
-        message = f"weight_map must be an object, got {type(weight_map).__name__}"
-        raise FormatError(message if "weight_map" in index else _not_an_index(path, index, files) or message, shown)
-    metadata = index.get("metadata")
+    """Return the tensors of each shard, or of Keras its HDF5 groups, which can have several, and the metadata."""
+    shown, keras, slashes = files.shown(path), path.endswith(KERAS_INDEX_SUFFIX), path.endswith(_FLAX_INDEX)
+    weight_map, metadata = index.get("weight_map"), index.get("metadata")
+    if not isinstance(weight_map, dict) or (keras and not weight_map):
+        message = f"weight_map must be an object{' with shards' * keras}, got {type(weight_map).__name__}"
+        known = keras or "weight_map" in index
+        raise FormatError(message if known else _not_an_index(path, index, files) or message, shown)
     if metadata is not None and not isinstance(metadata, dict):
-        raise FormatError(f"metadata must be an object, got {type(metadata).__name__}", shown)
-    names, slashes = dict[str, list[str]](), path.endswith(_FLAX_INDEX)
-    for tensor, file_name in weight_map.items():
-        if type(file_name) is not str or file_name not in names:
-            names[_shard_name(file_name, tensor, shown)] = []
-        names[file_name].append(tensor.replace("/", ".") if slashes else tensor)
+        if not keras:
+            raise FormatError(f"metadata must be an object, got {type(metadata).__name__}", shown)
+        metadata = None
+    pairs: Iterable[tuple[str, Any]] = weight_map.items()
+    if keras:
+        pairs = [(name, file) for name, value in pairs for file in (value if isinstance(value, list) else [value])]
+    names: dict[str, list[str]] = {}
+    for tensor, file in pairs:
+        if type(file) is not str or file not in names:
+            if not isinstance(file, str) or not is_bare(file):  # files outside of the folder of an index are refused
+                expected = "be the bare name of a file in the same folder" if file and isinstance(file, str) else ""
+                text = f"weight_map[{show(tensor)}] must {expected or 'name a file'}, got {show(file)}"
+                raise FormatError(text, shown, tensor=tensor)
+            names[file] = []
+        names[file].append(tensor.replace("/", ".") if slashes else tensor)
+    if keras:
+        names = {file: [".".join(filter(None, name.split("/"))) for name in groups] for file, groups in names.items()}
     return names, metadata or {}
-
-
-def _shard_name(value: Any, tensor: str, path: str) -> str:
-    """Check a bare file name: an index must not refer to files outside its folder."""
-    if not isinstance(value, str) or not value:
-        raise FormatError(f"weight_map[{show(tensor)}] must name a file, got {show(value)}", path, tensor=tensor)
-    if not is_bare(value):
-        expected = "the bare name of a file in the same folder"
-        raise FormatError(f"weight_map[{show(tensor)}] must be {expected}, got {show(value)}", path, tensor=tensor)
-    return value
 
 
 # ---- a folder ----

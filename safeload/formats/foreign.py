@@ -114,16 +114,6 @@ def is_binary_pickle(head: bytes) -> bool:
     return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
 
 
-def is_pickle(head: bytes) -> bool:
-    """Return True if a file begins with a pickle that `torch.save` did not write."""
-    return (is_binary_pickle(head) and not is_torch_legacy(head)) or is_text_pickle(head)
-
-
-def is_orbax(head: bytes) -> bool:
-    """Return True if a file begins like the metadata of an Orbax checkpoint."""
-    return is_object(head) and b'"tree_metadata"' in head
-
-
 def is_object(head: bytes) -> bool:
     """Return True if a file begins like a JSON object."""
     return head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")

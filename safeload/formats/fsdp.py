@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from ..base.table import Listing
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, LimitError, MissingShardError, TensorNotFoundError, UnsupportedError
-from .boxed import MAX_RANK, Box, BoxedListing, Region, boxed_file, in_one_box
+from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, in_one_box
 from .numbered import FSDP_RANK, in_order
 from .registry import Candidate, Content, OpenRequest
 from .torch.globals import SUBCLASS, PickledTensor
@@ -57,7 +56,6 @@ class RankFile(NamedTuple):
     file: WeightFile
     pickled: Unpickled
     places: TensorPlaces
-    named_globals: Mapping[str, bool]  # see `Table`
 
     @property
     def value(self) -> dict[Any, Any]:
@@ -106,22 +104,17 @@ class RankFile(NamedTuple):
         return in_one_box(listing.row, listing.shape, self.stored(listing))
 
 
-class RankFolder(ExitStack):
-    """The folder of a checkpoint, and its open rank files; leaving it with an error closes them."""
+class RankFolder(DataFolder):
+    """The folder of a checkpoint, and its open rank files."""
 
     def __init__(self, file: WeightFile, known: re.Pattern[str], request: OpenRequest) -> None:
-        super().__init__()
-        self.file = file
-        self._files, self._folder = file.files, file.files.split(file.place)[0]
-        self.path = self._files.shown(self._folder)
-        self.names = [name for name, is_folder in self._files.listing(self._folder) if not is_folder]
+        super().__init__(file)
         self._known, self._inert = known, request.inert
-        self._ranks: list[RankFile] = []
 
-    def open(self, name: str) -> RankFile:
+    def open_rank(self, name: str) -> RankFile:
         """Open a file and run its pickle; known globals become placeholders, and all if the request is inert."""
-        file = open_without_table(self._files.join(self._folder, name), files=self._files)
-        self.push(lambda kind, *_: None if kind is None else file.close())
+        file = open_without_table(self.join(name), files=self.files)
+        self.stores[name] = file.store
         archive = Archive(file)
         archive.prefetch(archive.entries)
         pickled, places = read_tensors(archive, file, inert=True)
@@ -129,15 +122,8 @@ class RankFolder(ExitStack):
         named |= {name: self._known.fullmatch(name) is not None for name in pickled.foreign}
         unknown = [name for name, harmless in named.items() if not harmless]
         check_foreign(unknown, file.path, self._inert, "the pickle references")
-        self._ranks.append(RankFile(file, pickled, places, named))
-        return self._ranks[-1]
-
-    def content(self, tensors: Mapping[str, BoxedListing], metadata: Mapping[str, Any] | None) -> Content:
-        """Return the tensors of all files."""
-        named = {name: harmless for rank in self._ranks for name, harmless in rank.named_globals.items()}
-        stores = [rank.file.store for rank in self._ranks]
-        opened = boxed_file(self.file, tensors, stores, folder=self._folder, metadata=metadata, named_globals=named)
-        return Content(opened)
+        self.named_globals |= named
+        return RankFile(file, pickled, places)
 
 
 # ---- the files of FSDP ----
@@ -151,13 +137,13 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         sizes, present = sorted({size for size, _ in numbers}), {rank for _, rank in numbers}
         if len(sizes) != 1:
             text = f"rank files of jobs with {' and '.join(map(str, sizes[:5]))} processes: keep those of one job"
-            raise error_about(UnsupportedError, text, path=folder.path)
+            raise error_about(UnsupportedError, text, path=folder.shown)
         missing = [rank for rank in range(min(sizes[0], len(names) + 1)) if rank not in present]
         if missing or len(names) != sizes[0]:
             first = missing[0] if missing else max(present)
             text = f"{len(names)} of {sizes[0]} rank files are there; the first problem is rank {first}"
-            raise MissingShardError(text, folder.path)
-        return folder.content(*_join([folder.open(name) for name in names], request.root, folder.path))
+            raise MissingShardError(text, folder.shown)
+        return folder.joined(*_join([folder.open_rank(name) for name in names], request.root, folder.shown))
 
 
 def _join(

@@ -75,7 +75,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.absent import not_installed
+from ..base.absent import needed
 from ..base.arrays import Array, array_fits, c_strides
 from ..base.messages import error_about
 from ..base.table import ListedTable, Listing, Unknown, unreadable
@@ -83,7 +83,6 @@ from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.json_file import parse_json
-from ..stores.members import MemberFiles
 from . import npz
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
 from .metadata import names_below
@@ -243,7 +242,7 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
         archive.check_stored(WEIGHTS)
         members = {WEIGHTS: (archive.locate(WEIGHTS), entry.size)}
         archive.check_overlap()
-        opened = open_members(file, MemberFiles(file.store, file.path, members), request, kind="a Keras archive")
+        opened = open_members(file, members, request, kind="a Keras archive")
     else:
         opened = _unpacked(file, archive, request)
     table = opened.file.table
@@ -358,15 +357,10 @@ class Structure:
         self._groups: set[int] = set()  # addresses
         self._known: dict[int, Dataset | Unknown] = {}  # by address
         self._objects = self._chunks = self._stored = 0
-        try:
-            import h5py
-        except ImportError as error:
-            text = "Keras files (HDF5) need h5py, which is not installed: pip install h5py"
-            raise not_installed(error, text, "h5py") from None
-        self._h5py: Any = h5py
+        self._h5py: Any = needed("h5py", "Keras files (HDF5) need h5py")
         stream = FileStream(file)
         try:
-            with h5py.File(stream, "r") as opened:
+            with self._h5py.File(stream, "r") as opened:
                 plist = opened.id.get_create_plist()
                 if plist.get_userblock() or tuple(plist.get_sizes()) != (8, 8):
                     text = "the HDF5 file has a user block, or addresses of another size than 8 bytes"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from ..base.messages import error_about
 from ..base.text import show
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from ..stores.members import MemberFiles, name_fault
+from ..stores.members import name_fault
 from .opening import open_members
 from .registry import Candidate, Opened, OpenRequest
 from .zip import STORED, Archive
@@ -49,4 +49,4 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
         archive.check_stored(name)
         members[name] = archive.locate(name), entry.size
     archive.check_overlap()
-    return open_members(file, MemberFiles(file.store, file.path, members), request, kind="a llamafile")
+    return open_members(file, members, request, kind="a llamafile")

@@ -50,15 +50,8 @@ def claims(candidate: Candidate) -> bool:
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an archive, or unpack it into a temporary file; see `open_archive`."""
-    opened = open_archive(candidate.archive, candidate.file)
-    if opened is not candidate.file:
-        opened.stand_for(candidate.file)
-    return Content(opened)
-
-
-def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
-    """Return the file with its table or, if an entry is compressed, an unnamed temporary file."""
+    """Read the table of an archive; if an entry is compressed, unpack it into an unnamed temporary file."""
+    archive, file = candidate.archive, candidate.file
     names = [name for name in archive.entries if name.endswith(SUFFIX)]
     archive.prefetch(names)
     if any(archive.entries[name].method != STORED for name in names):
@@ -69,14 +62,15 @@ def open_archive(archive: Archive, file: WeightFile) -> WeightFile:
         opened, begins = unpacked(archive, names, file, "safeload-npz-")
         opened.table = ListedTable([*map(partial(_array, archive, opened), names, begins)])
         file.close()
-        return opened
+        opened.stand_for(file)
+        return Content(opened)
     arrays = []
     for name in names:
         archive.check_stored(name)
         arrays.append(_array(archive, file, name, archive.locate(name)))
     archive.check_overlap()
     file.table = ListedTable(arrays)
-    return file
+    return Content(file)
 
 
 def _array(archive: Archive, file: WeightFile, name: str, begin: int) -> Listing:

@@ -223,7 +223,9 @@ def _logged(title: str, recipe: Recipe, opened: Opened) -> Opened:
 _PARTS = (".distcp", ".json")
 
 
-def open_members(container: WeightFile, files: MemberFiles, request: OpenRequest, *, kind: str) -> Opened:
+def open_members(
+    container: WeightFile, members: dict[str, tuple[int, int]], request: OpenRequest, *, kind: str
+) -> Opened:
     """Open the weights in a container, an archive of files; ``kind`` names it in messages, with its article.
 
     1. A container is not a format: the checkpoint has the format of its members. Containers in containers are refused.
@@ -233,8 +235,10 @@ def open_members(container: WeightFile, files: MemberFiles, request: OpenRequest
     3. Tensors that lie unpacked in members lie at a known place in the container, so the table is the container's own,
        and its arrays are views like those of any file. What a member must join or unpack is a file beside it.
     """
-    from . import folder  # few files are archives
+    from ..stores.members import MemberFiles  # few files are archives
+    from . import folder
 
+    files = MemberFiles(container.store, container.path, members)
     path, request = _choose(container, files, request._replace(files=files), kind)
     if files.is_folder(path):
         shards = folder.open_folder(path, request)

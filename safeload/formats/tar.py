@@ -24,7 +24,7 @@ from ..base.messages import error_about
 from ..base.text import show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
-from ..stores.members import MemberFiles, name_fault
+from ..stores.members import name_fault
 from .opening import open_members
 from .registry import Candidate, Opened, OpenRequest
 
@@ -56,9 +56,7 @@ _SPARSE, _CHARSET = b"GNU.sparse.", b"hdrcharset"
 
 def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     """Open the weights in an archive; see `open_members`."""
-    file = candidate.file
-    members = dict(_members(file))
-    return open_members(file, MemberFiles(file.store, file.path, members), request, kind="a tar archive")
+    return open_members(candidate.file, dict(_members(candidate.file)), request, kind="a tar archive")
 
 
 def _members(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ..base.paths import PathLike
 from ..base.text import show
@@ -61,40 +61,40 @@ def expected_of(
         raise TypeError(f"verify must be True, a path or a safeload.Signature, got {show(verify)}")
     signature = verify if isinstance(verify, Signature) else Signature(verify)
     (text,), beside = places_of((signature.path,), storage_options)
-    document = _read(text, beside)
-    ours = verify is not signature and document.is_ours()
-    return _listed(document, path, files) if ours else _signed(document, signature, path, files)
+    return _expected(text, beside, signature if verify is signature else None, path, files)
 
 
-class _Document(NamedTuple):
-    """A manifest or signature."""
-
-    source: str  # its path, for messages
-    content: bytes
-    folder: str  # absolute path
-
-    def is_ours(self) -> bool:
-        """Return True for a manifest by safeload, whatever its first key, and False for a model signature."""
-        if is_manifest(self.content[:_START]):
-            return True
-        try:
-            fields = parse_json(self.content, "the file", self.source)
-            fault = ""
-        except FormatError as error:
-            fields, fault = {}, f": {error.args[0]}"
-        if MANIFEST_KEY in fields or SIGNATURE_KEY in fields:
-            return MANIFEST_KEY in fields
-        text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), nor "
-        raise refused(f"{text}an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}", self.source)
-
-
-def _read(path: str, files: Files) -> _Document:
-    shown = files.shown(path)
-    with closing(files.open(path)) as store:
+def _expected(document: str, beside: Files, signature: Signature | None, path: str, files: Files) -> Expected:
+    """Return the digests in a document: in a ``signature``, or in what it is by its keys if that is None."""
+    source, folder = beside.shown(document), beside.split(beside.absolute(document))[0]
+    with closing(beside.open(document)) as store:
         if store.size > MAX_JSON:
             text = f"the manifest or signature has {store.size:,} bytes, but the limit is {MAX_JSON:,}"
-            raise refused(text, shown)
-        return _Document(shown, read_at(store, 0, store.size), files.split(files.absolute(path))[0])
+            raise refused(text, source)
+        content = read_at(store, 0, store.size)
+    if signature is None:
+        ours, fields, fault = is_manifest(content[:_START]), dict[str, Any](), ""
+        try:
+            fields = parse_json(content, "the manifest" if ours else "the file", source)
+        except FormatError as error:
+            if ours:
+                raise refused(f"not a manifest: {error}", source) from None
+            fault = f": {error.args[0]}"
+        if ours or MANIFEST_KEY in fields:
+            if fields.get(MANIFEST_KEY) != digests.MANIFEST_VERSION:
+                raise refused(f"a manifest must have {MANIFEST_KEY!r}: {digests.MANIFEST_VERSION}", source)
+            listed = digests.files_of_manifest(fields, source)
+            if listed is None:
+                text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
+                raise refused(f"{text}, or compare tensors with safeload check --manifest", source)
+            return Expected(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed, GIT_PATHS)
+        if SIGNATURE_KEY not in fields:
+            text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), "
+            raise refused(f"{text}nor an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}", source)
+        signature = Signature(document)
+    signed = signed_files(content, signature, source)
+    root = _root(path, files, folder, signed.files or {})
+    return signed._replace(root=root, alone="" if files.is_folder(path) else files.absolute(path))
 
 
 def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str:
@@ -115,28 +115,6 @@ def _folder_of(path: str, files: Files) -> str:
     return folder.rstrip("/\\") or folder
 
 
-def _listed(document: _Document, path: str, files: Files) -> Expected:
-    try:
-        manifest = parse_json(document.content, "the manifest", document.source)
-    except FormatError as error:
-        raise refused(f"not a manifest: {error}", document.source) from None
-    if manifest.get(MANIFEST_KEY) != digests.MANIFEST_VERSION:
-        raise refused(f"a manifest must have {MANIFEST_KEY!r}: {digests.MANIFEST_VERSION}", document.source)
-    listed = digests.files_of_manifest(manifest, document.source)
-    if listed is None:
-        text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
-        raise refused(f"{text}, or compare tensors with safeload check --manifest", document.source)
-    root = _root(path, files, document.folder, listed)
-    return Expected(document.source, _MANIFEST_PROOF, root, listed, GIT_PATHS)
-
-
-def _signed(document: _Document, signature: Signature, path: str, files: Files) -> Expected:
-    source, content, folder = document
-    signed = signed_files(content, signature, source)
-    root = _root(path, files, folder, signed.files or {})
-    return signed._replace(root=root, alone="" if files.is_folder(path) else files.absolute(path))
-
-
 def _beside(path: str, files: Files) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
     steps = [] if files.remote else os.path.abspath(path).split(os.sep)
@@ -150,10 +128,10 @@ def _beside(path: str, files: Files) -> Expected:
         return Expected(_OLLAMA)
     signature = signature_beside(path)
     if os.path.lexists(signature):
-        return _signed(_read(signature, LOCAL), Signature(signature), path, files)
+        return _expected(signature, LOCAL, Signature(signature), path, files)
     manifests = list(_manifests_in(path if os.path.isdir(path) else os.path.dirname(path)))
     if len(manifests) == 1:
-        return _listed(_read(manifests[0], LOCAL), path, files)
+        return _expected(manifests[0], LOCAL, None, path, files)
     text = f"nothing to verify against: no {digests.SIGNATURE_NAME}, manifest or cache has digests of it. "
     text += "To write a manifest of trusted files, run `safeload check PATH --write-manifest FILE`"
     if manifests:

@@ -102,7 +102,7 @@ class _Zero(RankFolder):
         self._models = zero_models(self.names)
         self._stage3 = self._models[0].startswith("zero_pp_rank_")
         self._optimizers = in_order(ZERO_OPTIMIZER, self.names, 2, 1)
-        self._model = self.open(self._models[0])
+        self._model = self.open_rank(self._models[0])
         value = self._model.value
         if any(value.get(key) for key in _AUTO_EP):
             raise self._unsupported(
@@ -115,7 +115,7 @@ class _Zero(RankFolder):
         if root is None:
             tensors = self._masters(module)
         elif root != "module":
-            raise error_about(TensorNotFoundError, f"no container {show(root)}; containers: module", path=self.path)
+            raise error_about(TensorNotFoundError, f"no container {show(root)}; containers: module", path=self.shown)
         elif self._stage3:
             raise self._unsupported(
                 'root="module": ZeRO 3 stores no 16-bit weights, only the partitions of the float32 weights'
@@ -125,10 +125,10 @@ class _Zero(RankFolder):
         rest = {key: item for key, item in value.items() if key not in _WEIGHTS}
         if len(module) < len(fields):  # states of modules other than tensors
             rest["module"] = {name: item for name, item in fields.items() if name not in module}
-        return self.content(tensors, Tree(rest, self._model.file.path, self._model.pickled.size).metadata())
+        return self.joined(tensors, Tree(rest, self._model.file.path, self._model.pickled.size).metadata())
 
     def _unsupported(self, text: str) -> UnsupportedError:
-        return error_about(UnsupportedError, text, path=self.path)
+        return error_about(UnsupportedError, text, path=self.shown)
 
     def _whole(self, name: str, tensor: Any) -> BoxedListing:
         return self._model.whole(self._model.listing(name, tensor))
@@ -186,9 +186,9 @@ class _Zero(RankFolder):
     # ---- trained parameters ----
 
     def _trained(self, groups: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, BoxedListing]:
-        ranks = [self.open(name) for name in self._optimizers]
+        ranks = [self.open_rank(name) for name in self._optimizers]
         if not ranks:
-            raise MissingShardError("there are no files of optimizer states (*_optim_states.pt)", self.path)
+            raise MissingShardError("there are no files of optimizer states (*_optim_states.pt)", self.shown)
         states = [rank.field(_OPTIMIZER, dict) for rank in ranks]
         stage = states[0].get("zero_stage")
         stage = stage.args[0] if type(stage) is Inert and len(stage.args) == 1 else stage
@@ -200,7 +200,7 @@ class _Zero(RankFolder):
         numbers = _ranks_of(self._optimizers)
         if count != len(ranks) or numbers != list(range(len(ranks))):
             text = f"partition_count is {describe(count)}, but there are files of {len(ranks)} processes: "
-            raise MissingShardError(text + ", ".join(map(str, numbers[:20])), self.path)
+            raise MissingShardError(text + ", ".join(map(str, numbers[:20])), self.shown)
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         vectors = [_pieces(rank, key, state) for rank, state in zip(ranks, states, strict=True)]
         tensors: dict[str, BoxedListing] = {}
@@ -210,18 +210,18 @@ class _Zero(RankFolder):
             totals = [_length(pieces) for pieces in vectors]
             if any(total != at for total in totals):
                 text = f"a process holds {at:,} elements of all parameters, but its vectors have {totals[:8]}"
-                raise FormatError(text, self.path)
+                raise FormatError(text, self.shown)
             return tensors
         if any(len(pieces) != len(groups) for pieces in vectors):
             text = f"{key} has {[len(pieces) for pieces in vectors[:8]]} vectors for {len(groups)} groups of parameters"
-            raise FormatError(text, self.path)
+            raise FormatError(text, self.shown)
         for k, shapes in enumerate(groups):
             paddings = self._paddings(states[0].get("param_alignment_paddings"), k, len(shapes))
             vector = deque(pieces[k] for pieces in vectors)
             total, multiple = _length(vector), 2 * len(ranks)
             at = self._divide(tensors, shapes, [vector], paddings)
             if -(-at // multiple) != -(-total // multiple):
-                raise FormatError(f"the parameters have {at:,} elements, their partitions {total:,}", self.path)
+                raise FormatError(f"the parameters have {at:,} elements, their partitions {total:,}", self.shown)
         return tensors
 
     def _divide(
@@ -238,7 +238,7 @@ class _Zero(RankFolder):
             share = -(-count // len(parts))
             if at + share > shortest:
                 text = f": its {share:,} elements at {at:,} reach beyond the partitions, which have {shortest:,}"
-                raise error_about(FormatError, text, path=self.path, tensor=name)
+                raise error_about(FormatError, text, path=self.shown, tensor=name)
             pieces: list[tuple[Region, int]] = []
             for k, part in enumerate(parts):
                 size = max(0, min(share, count - k * share))
@@ -255,7 +255,7 @@ class _Zero(RankFolder):
         valid = isinstance(values, (list, tuple)) and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
         if not valid or len(values) != count:
             text = f"param_alignment_paddings of group {group} must be {count} numbers, got {describe(values)}"
-            raise FormatError(text, self.path)
+            raise FormatError(text, self.shown)
         return list(values)
 
     # ---- frozen parameters of ZeRO 3 ----
@@ -266,8 +266,8 @@ class _Zero(RankFolder):
         processes = len(self._optimizers)
         if _ranks_of(self._models) != list(range(processes)):
             text = f"frozen weights need the model states of {processes} processes, got {len(self._models)}"
-            raise MissingShardError(text, self.path)
-        ranks = [self._model, *map(self.open, self._models[1:])]
+            raise MissingShardError(text, self.shown)
+        ranks = [self._model, *map(self.open_rank, self._models[1:])]
         fragments = [rank.field("frozen_param_fragments", dict) for rank in ranks]
         for name, shape in shapes.items():
             count = prod(shape)

@@ -9,13 +9,11 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from ..base.absent import needed
-from ..base.arrays import Array
 from ..base.forking import ProcessLock
 from ..base.messages import error_about
 from ..base.text import show
@@ -101,7 +99,8 @@ class _FrameReader:
         self._waiting: list[int] = []  # offsets
         self._last = 0  # the thread that read before
 
-    def enter(self, offset: int) -> None:
+    @contextmanager
+    def turn(self, offset: int, size: int) -> Iterator[None]:
         """Wait until no other thread reads, and threads that read earlier bytes have read them."""
         with self._turn:
             self._waiting.append(offset)
@@ -115,14 +114,16 @@ class _FrameReader:
                 self._waiting.remove(offset)
             self._busy = True
             self._last = threading.get_ident()
-
-    def leave(self, *, reset: bool) -> None:
-        """Let the next thread read."""
-        with self._turn:
-            if reset:
-                self.stream, self.at = None, 0
-            self._busy = False
-            self._turn.notify_all()
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            with self._turn:
+                if not done or self.at == size:
+                    self.stream, self.at = None, 0
+                self._busy = False
+                self._turn.notify_all()
 
     def release(self) -> None:
         """Forget the decompressor unless it is in use; the next read begins again."""
@@ -160,33 +161,24 @@ class FrameStore:
         if self._kept is not None:
             self._kept.use(self)
         target = memoryview(memory).cast("B")  # type: ignore[arg-type]
-        own = self._own
-        own.enter(offset)
-        done = False
-        try:
-            self._fill(own, offset, target)
-            done = True
-        finally:
-            own.leave(reset=not done or own.at == self.size)
-
-    def _fill(self, own: _FrameReader, offset: int, target: memoryview) -> None:
         read, errors = reader()
-        path, begin = self._path, self._frame[1]
-        try:
-            if own.stream is None or offset < own.at:
-                own.stream, own.at = read(_FrameBytes(*self._frame)), 0
-            skipped = memoryview(bytearray(min(_STEP, max(0, offset - own.at))))
-            while (filled := own.at - offset) < len(target):
-                into = skipped[:-filled] if filled < 0 else target[filled : filled + _STEP]
-                count = own.stream.readinto(into)
-                if not count:
-                    text = f"its zstd frame ends after {own.at:,} of {self.size:,} bytes"
-                    raise FormatError(text, path, begin)
-                own.at += count
-            if own.at == self.size and own.stream.read(1):
-                raise FormatError(f"its zstd frame holds more than {self.size:,} bytes", path, begin)
-        except errors as error:
-            raise _malformed(error, path, begin, None) from None
+        path, begin, own = self._path, self._frame[1], self._own
+        with own.turn(offset, self.size):
+            try:
+                if own.stream is None or offset < own.at:
+                    own.stream, own.at = read(_FrameBytes(*self._frame)), 0
+                skipped = memoryview(bytearray(min(_STEP, max(0, offset - own.at))))
+                while (filled := own.at - offset) < len(target):
+                    into = skipped[:-filled] if filled < 0 else target[filled : filled + _STEP]
+                    count = own.stream.readinto(into)
+                    if not count:
+                        text = f"its zstd frame ends after {own.at:,} of {self.size:,} bytes"
+                        raise FormatError(text, path, begin)
+                    own.at += count
+                if own.at == self.size and own.stream.read(1):
+                    raise FormatError(f"its zstd frame holds more than {self.size:,} bytes", path, begin)
+            except errors as error:
+                raise _malformed(error, path, begin, None) from None
 
 
 class KeptFrames:
@@ -204,10 +196,3 @@ class KeptFrames:
             oldest = self._frames.popitem(last=False)[0] if len(self._frames) > _KEPT else None
         if oldest is not None:
             oldest.close()
-
-
-def content_of(store: ByteStore, begin: int, size: int, expected: int, path: str) -> Array:
-    """Return the content of a frame, which must have an expected size."""
-    memory = np.empty(expected, np.uint8)
-    FrameStore(store, begin, size, expected, path).read_into(0, memory)
-    return memory

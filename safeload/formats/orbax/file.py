@@ -32,11 +32,10 @@ from ...base.table import Unknown
 from ...base.text import show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError
-from ...stores.files import Files
 from ...stores.json_file import MAX_JSON, parse_json, read_json
 from ...stores.remote import RemoteStore
 from ...stores.store import read_at
-from ..boxed import MAX_RANK, BoxedListing, DataFolder, boxed_file
+from ..boxed import MAX_RANK, BoxedListing, DataFolder
 from ..metadata import depth_of, names_below, nested
 from ..numbered import ORBAX_METADATA
 from ..registry import Candidate, Content, OpenRequest
@@ -68,21 +67,15 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     if file.size > MAX_JSON:
         raise FormatError(f"{ORBAX_METADATA} has {file.size:,} bytes, but the limit is {MAX_JSON:,}", file.path)
     metadata = parse_json(file.read_at(0, file.size), ORBAX_METADATA, file.path)
-    folder = _OpenFolder(file.files, file.files.split(file.place)[0])
-    try:
-        with paused(file.size):  # each chunk becomes several objects
-            return _read(file, folder, metadata, request.root)
-    except BaseException:
-        folder.close()
-        raise
+    with _OpenFolder(file) as folder, paused(file.size):  # each chunk becomes several objects
+        return _read(folder, metadata, request.root)
 
 
 class _OpenFolder(DataFolder):
     """The folder of a checkpoint, and its open data files."""
 
-    def __init__(self, files: Files, path: str) -> None:
-        super().__init__(files, path, "the checkpoint needs it: was it copied as a whole?")
-        self.shown = files.shown(path)
+    def __init__(self, file: WeightFile) -> None:
+        super().__init__(file, "the checkpoint needs it: was it copied as a whole?")
         self.opened: dict[str, StoredBytes] = {}
 
     def stored(self, name: str) -> StoredBytes:
@@ -111,12 +104,12 @@ class _OpenFolder(DataFolder):
         return content
 
 
-def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) -> Content:
-    leaves = _leaves(metadata.get(_TREE), file.path)
+def _read(folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) -> Content:
+    path, leaves = folder.file.path, _leaves(metadata.get(_TREE), folder.file.path)
     for switch in _SWITCHES:
         if metadata.get(switch) is not None and type(metadata[switch]) is not bool:
-            raise FormatError(f"{switch} must be true or false, got {show(metadata[switch])[:100]}", file.path)
-    names = names_below({name: leaf.steps for name, leaf in leaves.items()}, root, file.path)
+            raise FormatError(f"{switch} must be true or false, got {show(metadata[switch])[:100]}", path)
+    names = names_below({name: leaf.steps for name, leaf in leaves.items()}, root, path)
     notes: list[str] = []
     arrays = [name for name in names if leaves[name].is_array]
     ocdbt = _uses_ocdbt(folder) if metadata.get(_OCDBT) is None else metadata[_OCDBT]
@@ -146,8 +139,7 @@ def _read(file: WeightFile, folder: _OpenFolder, metadata: Mapping[str, Any], ro
     notes += _note(narrow, "opened as I8, with the same values")
     unknown = [name for name in metadata if name not in (_TREE, _CUSTOM, _UNREAD, *_SWITCHES)]
     notes += _note(unknown, f"fields of {ORBAX_METADATA} that safeload does not know")
-    stores = list(folder.stores.values())
-    return Content(boxed_file(file, listings, stores, folder=folder.path, metadata=rest), notes=notes)
+    return folder.joined(listings, rest, notes)
 
 
 def _note(names: Sequence[str], text: str) -> list[str]:

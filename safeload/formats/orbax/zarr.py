@@ -40,7 +40,7 @@ from ...base.text import show
 from ...errors import FormatError, LimitError, UnsupportedError
 from ...stores.store import ByteStore, Unpacked
 from ..boxed import MAX_RANK, Box, BoxedListing, Region, Stored
-from ..zstd import MAX_RATIO, FrameStore, KeptFrames, content_of, decompressed, reader
+from ..zstd import MAX_RATIO, FrameStore, KeptFrames, decompressed, reader
 from .ocdbt import Value, crc32c
 
 V2, V3 = ".zarray", "zarr.json"
@@ -372,7 +372,9 @@ def _content(stored: StoredBytes, array: ZarrArray) -> Array:
     store, begin, length, path = stored
     size, steps = array.chunk_nbytes, array.steps
     if steps == (ZSTD,):
-        return content_of(store, begin, length, size, path)
+        memory = np.empty(size, np.uint8)
+        FrameStore(store, begin, length, size, path).read_into(0, memory)
+        return memory
     memory = np.empty(length, np.uint8)
     store.read_into(begin, memory)
     for k in reversed(range(len(steps))):

@@ -84,38 +84,27 @@ def _ordered_dict(args: tuple[Any, ...]) -> Any:
     return items
 
 
-def _counter(args: tuple[Any, ...]) -> Any:
-    """Make a dict of counts; schedules of learning rates have one of their milestones."""
-    _arity(args, 0, 1, "Counter")
-    if not args:
-        return {}
-    if type(args[0]) is Inert:
-        return Inert("collections.Counter", args)
-    if type(args[0]) is not dict:
-        raise Fault(f"Counter takes a dict, got {describe(args[0])}")
-    return args[0].copy()
+def _container(
+    name: str, kinds: tuple[type, ...], expected: str, make: Callable[[Any], Any], *, least: int = 0, inert: str = ""
+) -> Callable[[tuple[Any, ...]], Any]:
+    """Return a function that makes a container of another; ``inert`` names its result for a placeholder."""
+
+    def build(args: tuple[Any, ...]) -> Any:
+        _arity(args, least, 1, name)
+        if inert and args and type(args[0]) is Inert:
+            return Inert(inert, args)
+        if args and type(args[0]) not in kinds:
+            raise Fault(f"{name} takes a {expected}, got {describe(args[0])}")
+        return make(*args)
+
+    build.__name__ = f"_{name.rpartition('.')[2].lower()}"  # in the table of the allowlist
+    return build
 
 
-def _set(args: tuple[Any, ...]) -> Any:
-    """Make a set of a list, as protocols below 4 write it."""
-    _arity(args, 0, 1, "set")
-    if not args:
-        return set()
-    if type(args[0]) is Inert:
-        return Inert("builtins.set", args)
-    if type(args[0]) not in (list, tuple):
-        raise Fault(f"set takes a list, got {describe(args[0])}")
+def _set(items: Iterable[Any] = ()) -> Any:
     elements: set[Any] = set()
-    add_elements(elements, args[0], {})
+    add_elements(elements, items, {})
     return elements
-
-
-def _tuple(args: tuple[Any, ...]) -> Any:
-    """Make a tuple of a list or tuple, as which Paddle writes a tensor: its name and its array."""
-    _arity(args, 1, 1, "tuple")
-    if type(args[0]) not in (list, tuple):
-        raise Fault(f"tuple takes a list, got {describe(args[0])}")
-    return tuple(args[0])
 
 
 def _complex(args: tuple[Any, ...]) -> Any:
@@ -123,13 +112,6 @@ def _complex(args: tuple[Any, ...]) -> Any:
     if type(args[0]) is not float or type(args[1]) is not float:
         raise Fault(f"complex takes two floats, got {describe(args[0])} and {describe(args[1])}")
     return complex(*args)
-
-
-def _size(args: tuple[Any, ...]) -> Any:
-    _arity(args, 1, 1, "torch.Size")
-    if type(args[0]) not in (list, tuple):
-        raise Fault(f"torch.Size takes a tuple, got {describe(args[0])}")
-    return tuple(args[0])
 
 
 def _device(args: tuple[Any, ...]) -> Any:
@@ -246,8 +228,14 @@ STORAGE, DTYPE, TENSOR, CONTAINER, VALUE, CLASS = "storage", "dtype", "tensor", 
 _FUNCTIONS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     function.__name__.removeprefix("_"): function
     for function in (
-        *(_ordered_dict, _counter, _set, _tuple, _complex, _size, _device, _rebuild_tensor, _rebuild_tensor_v2),
-        *(_rebuild_tensor_v3, _rebuild_parameter, _rebuild_from_type),
+        *(_ordered_dict, _complex, _device, _rebuild_tensor, _rebuild_tensor_v2, _rebuild_tensor_v3),
+        *(_rebuild_parameter, _rebuild_from_type),
+        # Schedules of learning rates have a Counter of their milestones, protocols below 4 write a set as a list, and
+        # Paddle writes a tensor as a tuple of its name and its array.
+        _container("Counter", (dict,), "dict", dict, inert="collections.Counter"),
+        _container("set", (list, tuple), "list", _set, inert="builtins.set"),
+        _container("tuple", (list, tuple), "list", tuple, least=1),
+        _container("torch.Size", (list, tuple), "tuple", tuple, least=1),
     )
 }
 # The fields of each kind beside "kind".

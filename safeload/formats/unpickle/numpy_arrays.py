@@ -99,7 +99,9 @@ class NumpyArray(Built):
             raise Fault(f"an array of {len(shape)} axes, the limit is 64")
         if order not in ("C", "F", "K"):
             raise Fault(f"an array's order must be C, F or K, got {describe(order)}")
-        if order == "K" and (type(axes) is not tuple or sorted(_counts(axes)) != list(range(len(shape)))):
+        if order == "K" and (
+            type(axes) is not tuple or {*map(type, axes)} - {int} or sorted(axes) != list(range(len(shape)))
+        ):
             raise Fault(f"an array's axes must list each of its {len(shape)} axes once, got {_kind(axes)}")
         if type(raw) is str:  # written by Python 2, which has no bytes
             raw = raw.encode("utf-8", "surrogatepass")
@@ -119,10 +121,6 @@ class NumpyArray(Built):
         if len(raw) != expected:
             raise Fault(f"an array {list(shape)} of {dtype.name} needs {expected} bytes, but has {len(raw)}")
         self.shape, self.raw = shape, raw
-
-
-def _counts(values: Any) -> list[int]:
-    return [value if type(value) is int else -1 for value in values]
 
 
 def _kind(value: Any) -> str:
