@@ -22,9 +22,8 @@ from .engine.run.progress import Progress
 from .engine.run.threads import check_threads
 from .errors import public
 from .formats.opening import Paths
-from .formats.registry import FormatName, OpenRequest, UnknownGlobals
+from .formats.registry import FormatName, UnknownGlobals
 from .formats.safetensors import file as safetensors
-from .formats.tensor_slice import slice_of
 
 if TYPE_CHECKING:
     from .formats.verifying import Verify
@@ -103,14 +102,8 @@ def load_file(
             from .packed import finder  # only here: most loads do not need it
 
             finder.refuse_floating(file, tensors, "load_file")
-        options = jax_loading.Options(
-            lambda name, dtype: slice_of(file, file.table.index(name), OpenRequest(), dtype, None),
-            sharding,
-            backend,
-            checked=False,
-            threads=threads,
-        )
-        return jax_loading.load([(tensors, target)], options, progress)
+        groups = [(tensors, target)]
+        return jax_loading.load(groups, sharding, progress=progress, backend=backend, checked=False, threads=threads)
     finally:
         file.close()
 
