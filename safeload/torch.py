@@ -152,7 +152,7 @@ def load_file(
             arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
             raw = None
             if dtype is None and dtypes.holds_packed(file.table.numbers):
-                raw = torch_arrays.raw_of((name, file.table, index) for name, file, index in tensors)
+                raw = torch_arrays.raw_of(tensors)
             return torch_arrays.from_arrays(arrays, raw)
         entries = entries_of(tensors, parse_target(dtype))
         if place.type == "meta":
@@ -256,15 +256,21 @@ def _load_selected(
     **selection: Any,
 ) -> dict[str, Tensor]:
     """Load the tensors that `selecting` selects."""
+    from .checkpoint import tensors_of
     from .frameworks import torch_arrays, torch_devices
-    from .frameworks.checkpoints import load_arrays, selecting, unconverted
+    from .frameworks.checkpoints import load_arrays, selecting
 
     place = torch_arrays.device_of(device)
     check_backend(backend)
     with selecting(path, **selection) as selected:
         if place is not None:
             return torch_devices.load_selected(selected, place, threads=threads, progress=progress)
-        raw = torch_arrays.raw_of(unconverted(selected))
+        raw: dict[str, Any] = {}
+        checkpoint, _, _, groups = selected
+        if any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files):
+            for names, target in groups:
+                if target is None:
+                    raw |= torch_arrays.raw_of(tensors_of(checkpoint, names))
         arrays = load_arrays(selected, backend=backend, threads=threads, progress=progress)
         return torch_arrays.from_arrays(arrays, raw)
 

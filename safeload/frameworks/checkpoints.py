@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 from ..base import dtypes
 from ..base.messages import error_about
 from ..base.selecting import Patterns
-from ..base.table import Table
-from ..checkpoint import Checkpoint, chosen, tensors_of
+from ..checkpoint import Checkpoint, chosen
 from ..engine.read.load import Backend, parse_target
 from ..engine.run.progress import Progress
 from ..errors import UnsupportedError
@@ -75,15 +74,6 @@ def _dtype_of(checkpoint: Checkpoint, name: str) -> dtypes.Dtype:
         )
         raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
     return target
-
-
-def unconverted(selected: Selected) -> Iterator[tuple[str, Table, int]]:
-    """Yield name, table and index of the tensors that keep their dtype; nothing if no dtype packs elements in bytes."""
-    checkpoint, _, _, groups = selected
-    packed = any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files)
-    for names, target in groups:
-        if packed and target is None:
-            yield from ((name, file.table, index) for name, file, index in tensors_of(checkpoint, names))
 
 
 def load_arrays(
