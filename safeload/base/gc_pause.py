@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -39,9 +38,7 @@ class _Pause:
             self._blocks += 1
             gc.disable()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._blocks = max(0, self._blocks - 1)
             if self._blocks == 0 and self._restore:

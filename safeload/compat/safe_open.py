@@ -7,7 +7,6 @@ import operator
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib import import_module
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -267,9 +266,7 @@ class PrefetchLoader:
     def __enter__(self) -> PrefetchLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -536,9 +533,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     def __enter__(self) -> safe_open:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @classmethod
