@@ -17,7 +17,6 @@ from .base.selecting import Patterns
 from .compat.names import imported
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .engine.read.load import Backend, check_backend, parse_target
-from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
 from .engine.run.threads import check_threads
 from .errors import public
@@ -97,12 +96,7 @@ def load_file(
     else:
         file = safetensors.open_file(filename, folders=_FOLDERS)
     try:
-        tensors = Tensors.in_file(file, names)
-        if target is not None:
-            from .packed import finder  # only here: most loads do not need it
-
-            finder.refuse_floating(file, tensors, "load_file")
-        groups = [(tensors, target)]
+        groups = [(safetensors.chosen(file, names, dtype, "load_file"), target)]
         return jax_loading.load(groups, sharding, progress=progress, backend=backend, checked=False, threads=threads)
     finally:
         file.close()
@@ -213,25 +207,10 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         dtype(bfloat16)
     """
+    options = dict(locals())
     from .frameworks import jax_loading
-    from .frameworks.checkpoints import selecting
 
-    check_threads(threads)
-    with selecting(
-        path,
-        names=names,
-        only=only,
-        drop=drop,
-        dtype=dtype,
-        adapters=adapters,
-        storage_options=storage_options,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        verify=verify,
-    ) as selected:
-        return jax_loading.load_selected(selected, sharding, threads=threads, progress=progress)
+    return jax_loading.load_checkpoint(**options)
 
 
 @public

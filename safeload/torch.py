@@ -16,7 +16,7 @@ from .base.selecting import Patterns
 from .base.text import clip, printable, show
 from .compat.names import SHARED, imported
 from .engine.read.load import Backend, check_backend, load_all, load_tensors, parse_target
-from .engine.read.tensors import Tensors, entries_of
+from .engine.read.tensors import entries_of
 from .engine.run.progress import Progress
 from .errors import public
 from .formats.opening import Paths
@@ -143,11 +143,7 @@ def load_file(
     try:
         place = torch_arrays.device_of(device)
         check_backend(backend)
-        tensors = Tensors.in_file(file, names)
-        if dtype is not None:
-            from .packed import finder  # only here: most loads do not need it
-
-            finder.refuse_floating(file, tensors, "load_file")
+        tensors = safetensors.chosen(file, names, dtype, "load_file")
         if place is None:
             arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
             raw = None
@@ -227,23 +223,7 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         torch.float32
     """
-    return _load_selected(
-        path,
-        device,
-        names=names,
-        only=only,
-        drop=drop,
-        dtype=dtype,
-        adapters=adapters,
-        storage_options=storage_options,
-        threads=threads,
-        progress=progress,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        verify=verify,
-    )
+    return _load_selected(**locals())
 
 
 def _load_selected(

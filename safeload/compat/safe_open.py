@@ -440,11 +440,7 @@ class safe_open:  # noqa: N801 - safetensors' name
             FormatError, OSError: the file ends too early, or cannot be read.
         """
         file = self._opened()
-        parts = Tensors.in_file(file)
-        if dtype is not None:
-            from ..packed import finder  # only here: most loads do not need it
-
-            finder.refuse_floating(file, parts, "get_tensors")
+        parts = safetensors.chosen(file, None, dtype, "get_tensors")
 
         def read() -> dict[str, Array]:
             arrays: dict[str, Array]

@@ -18,13 +18,15 @@ from ..engine.read.tensors import Entry, FileTensor, Tensors, entries_of
 from ..engine.run.cast import astype
 from ..engine.run.memory import POOLED_BELOW
 from ..engine.run.progress import Progress
+from ..engine.run.threads import check_threads
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError
+from ..formats.opening import Paths
 from ..formats.registry import OpenRequest
 from ..formats.tensor_slice import slice_of
 from ..loading.merge import Merge
 from . import jax_arrays
-from .checkpoints import Selected
+from .checkpoints import selecting
 from .jax_arrays import Array, Bounds, Place, jax
 
 # Bytes of arrays to load together. Host memory holds two groups at a time: one is read while the previous one is copied
@@ -267,12 +269,15 @@ def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
     return target is not None and file.table.row(index).packed
 
 
-def load_selected(selected: Selected, sharding: Any, *, threads: int | None, progress: Progress) -> dict[str, Array]:
-    """Load the selected tensors of a checkpoint."""
-    checkpoint, merge, names, selections = selected
-    groups = [(tensors_of(checkpoint, members), target) for members, target in selections]
-    arrays = load(groups, sharding, progress=progress, threads=threads, checkpoint=checkpoint, merge=merge)
-    return {name: arrays[name] for name in names}
+def load_checkpoint(
+    path: Paths, *, sharding: Any, threads: int | None, progress: Progress, **selection: Any
+) -> dict[str, Array]:
+    """Load the tensors that `selecting` selects."""
+    check_threads(threads)
+    with selecting(path, **selection) as (checkpoint, merge, names, selected):
+        groups = [(tensors_of(checkpoint, members), target) for members, target in selected]
+        arrays = load(groups, sharding, progress=progress, threads=threads, checkpoint=checkpoint, merge=merge)
+        return {name: arrays[name] for name in names}
 
 
 def copied(arrays: Mapping[str, NumpyArray]) -> dict[str, Array]:
