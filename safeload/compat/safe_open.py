@@ -33,7 +33,7 @@ _WHOLE = "index the whole tensor, as in get_tensor(name)[rows]"
 
 
 class Handle(Protocol):
-    """The framework of `safe_open`'s tensors: converts those of an open file. Pickles as device and backend."""
+    """The framework of `safe_open`: converts the tensors of an open file. Pickles as device and backend."""
 
     def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
         """Return a tensor. ``read`` returns a writable array that shares memory with no other array."""
