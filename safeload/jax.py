@@ -33,8 +33,8 @@ __all__ = ["load", "load_checkpoint", "load_file", "save", "save_file"]
 
 # The function that loads folders, for errors.
 _FOLDERS = "safeload.jax.load_checkpoint"
-# A name of safetensors.flax that needs JAX.
-_LATER = {"Array": ("frameworks.jax_arrays", "Array")}
+# Names of safetensors.flax that need JAX.
+_LATER = {"Array": ("frameworks.jax_arrays", "Array"), "_jnp2np": ("frameworks.jax_loading", "to_numpy")}
 
 
 @public
@@ -284,13 +284,6 @@ def _np2jnp(numpy_dict: Mapping[str, NumpyArray]) -> dict[str, Array]:
     from .frameworks import jax_loading
 
     return jax_loading.copied({name: as_array(value, name) for name, value in numpy_dict.items()})
-
-
-def _jnp2np(jnp_dict: Mapping[str, Any]) -> dict[str, NumpyArray]:
-    """Return NumPy arrays that may share memory with JAX arrays."""
-    from .frameworks import jax_loading
-
-    return jax_loading.to_numpy(jnp_dict)
 
 
 def __getattr__(name: str) -> Any:

@@ -200,24 +200,18 @@ def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, pro
             if not target.left:  # it is empty
                 yield from target.arrivals(lambda: None)
         for filled in reading:
-            if filled.buffer is None:
-                target = by_name[filled.name]
-                array = filled.array.reshape(-1).view(np.uint8)
-                with copies.copying():
-                    copies.copy([target.part(0, array.size)], torch.from_numpy(array), [(0, array.size)])
-                    target.copied(array.size)
-                meter.add(target.moved.nbytes)
-                yield from target.arrivals(copies.finish)
-                continue
+            number = filled.buffer
+            buffer = torch.from_numpy(filled.array.reshape(-1).view(np.uint8)) if number is None else buffers[number]
             parts = [by_name[name].part(begin, nbytes) for name, begin, nbytes, _ in filled.pieces]
             places = [(at, at + nbytes) for _, _, nbytes, at in filled.pieces]
             with copies.copying():
-                copies.copy(parts, buffers[filled.buffer], places)
+                copies.copy(parts, buffer, places)
                 del parts
                 complete = [target for piece in filled.pieces if (target := by_name[piece.name]).copied(piece.nbytes)]
-                copies.started(filled.buffer)
+                if number is not None:
+                    copies.started(number)
             meter.add(sum(piece.nbytes for piece in filled.pieces))
-            wait = partial(copies.wait, filled.buffer)
+            wait = copies.finish if number is None else partial(copies.wait, number)
             for target in complete:
                 yield from target.arrivals(wait)
             del complete
