@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .base import dtypes
@@ -235,23 +236,32 @@ def _load_selected(
     progress: Progress = None,
     **selection: Any,
 ) -> dict[str, Tensor]:
-    """Load the tensors that `selecting` selects."""
+    """Load the tensors that `selecting` selects.
+
+    Progress is that of the last group, which takes the time: an earlier group is not converted.
+    """
     from .checkpoint import tensors_of
     from .frameworks import torch_arrays, torch_devices
-    from .frameworks.checkpoints import load_arrays, selecting
+    from .frameworks.checkpoints import selecting
+    from .loading.merge import load_merged
 
     place = torch_arrays.device_of(device)
     check_backend(backend)
     with selecting(path, **selection) as selected:
         if place is not None:
             return torch_devices.load_selected(selected, place, threads=threads, progress=progress)
+        checkpoint, merge, names, groups = selected
+        load_members: Any = checkpoint.load if merge is None else partial(load_merged, checkpoint, merge)
+        arrays: dict[str, Any] = {}
         raw: dict[str, Any] = {}
-        checkpoint, _, _, groups = selected
-        if any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files):
-            for names, target in groups:
-                if target is None:
-                    raw |= torch_arrays.raw_of(tensors_of(checkpoint, names))
-        arrays = load_arrays(selected, backend=backend, threads=threads, progress=progress)
+        for number, (members, target) in enumerate(groups, 1):
+            if target is None and any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files):
+                raw = torch_arrays.raw_of(tensors_of(checkpoint, members))
+            dtype = None if target is None else target.name
+            shown = progress if number == len(groups) else None
+            arrays.update(load_members(members, dtype=dtype, backend=backend, threads=threads, progress=shown))
+        if len(groups) > 1:
+            arrays = {name: arrays[name] for name in names}
         return torch_arrays.from_arrays(arrays, raw)
 
 

@@ -18,7 +18,6 @@ from ..engine.run.slice import as_index
 from ..engine.run.threads import MOST_THREADS
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError
-from ..stores.local import mapping_of
 from . import torch_arrays, torch_devices
 from .torch_arrays import torch
 
@@ -132,10 +131,8 @@ class TorchHandle:
         if part.nbytes < VIEWED_FROM["mmap"] or inner is None or not part.flags.aligned:
             return np.array(part)
         caller = object()
-        if self._sliced.setdefault(index, caller) is caller:  # atomic: only one of two threads is first
-            buffer = mapping(file, self._outer)
-        else:
-            buffer = mapping_of(file.store)
+        first = self._sliced.setdefault(index, caller) is caller  # atomic: only one of two threads is first
+        buffer = mapping(file, self._outer if first else None)
         if buffer is None:
             return np.array(part)
         offset = part.ctypes.data - address_of(np.frombuffer(inner, np.uint8))
