@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec, module_from_spec
+from importlib.util import module_from_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
+from ..base.absent import is_absent
 from ..base.forking import ProcessLock
 from .names import PACKAGE, imported
 
@@ -70,7 +71,7 @@ class Finder:
         name = module.__name__.rpartition(".")[2]
         if name in _COUNTERPARTS:
             counterpart, framework = _COUNTERPARTS[name]
-            if not _is_installed(framework):
+            if is_absent(framework):
                 raise ModuleNotFoundError(f"No module named {framework!r}", name=framework)
             sys.modules[module.__name__] = import_module(f"{_PACKAGE}.{counterpart}")
             return
@@ -107,11 +108,6 @@ def _distribution() -> Distribution:
     return AliasDistribution()
 
 
-def _is_installed(name: str) -> bool:
-    """Return whether a top-level module is imported or can be found, without importing it."""
-    return sys.modules[name] is not None if name in sys.modules else find_spec(name) is not None
-
-
 def real_folders() -> list[str]:
     """Return the folders of the real package; empty if it is not installed."""
     for finder in sys.meta_path:
@@ -130,7 +126,7 @@ def working_finder() -> Finder:
     """Return a finder for the shim."""
     import_module(f"{_PACKAGE}.base.native")
     for name in ("numpy", "ml_dtypes"):
-        if not _is_installed(name):
+        if is_absent(name):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return Finder()
 
