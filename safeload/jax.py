@@ -17,14 +17,12 @@ from .base.selecting import Patterns
 from .compat.names import imported
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .engine.read.load import Backend, check_backend, parse_target
-from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
 from .engine.run.threads import check_threads
 from .errors import public
 from .formats.opening import Paths
-from .formats.registry import FormatName, OpenRequest, UnknownGlobals
+from .formats.registry import FormatName, UnknownGlobals
 from .formats.safetensors import file as safetensors
-from .formats.tensor_slice import slice_of
 
 if TYPE_CHECKING:
     from .formats.verifying import Verify
@@ -35,8 +33,8 @@ __all__ = ["load", "load_checkpoint", "load_file", "save", "save_file"]
 
 # The function that loads folders, for errors.
 _FOLDERS = "safeload.jax.load_checkpoint"
-# A name of safetensors.flax that needs JAX.
-_LATER = {"Array": ("frameworks.jax_arrays", "Array")}
+# Names of safetensors.flax that need JAX.
+_LATER = {"Array": ("frameworks.jax_arrays", "Array"), "_jnp2np": ("frameworks.jax_loading", "to_numpy")}
 
 
 @public
@@ -98,19 +96,8 @@ def load_file(
     else:
         file = safetensors.open_file(filename, folders=_FOLDERS)
     try:
-        tensors = Tensors.in_file(file, names)
-        if target is not None:
-            from .packed import finder  # only here: most loads do not need it
-
-            finder.refuse_floating(file, tensors, "load_file")
-        options = jax_loading.Options(
-            lambda name, dtype: slice_of(file, file.table.index(name), OpenRequest(), dtype, None),
-            sharding,
-            backend,
-            checked=False,
-            threads=threads,
-        )
-        return jax_loading.load([(tensors, target)], options, progress)
+        groups = [(safetensors.chosen(file, names, dtype, "load_file"), target)]
+        return jax_loading.load(groups, sharding, progress=progress, backend=backend, checked=False, threads=threads)
     finally:
         file.close()
 
@@ -220,25 +207,10 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         dtype(bfloat16)
     """
+    options = dict(locals())
     from .frameworks import jax_loading
-    from .frameworks.checkpoints import selecting
 
-    check_threads(threads)
-    with selecting(
-        path,
-        names=names,
-        only=only,
-        drop=drop,
-        dtype=dtype,
-        adapters=adapters,
-        storage_options=storage_options,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        verify=verify,
-    ) as selected:
-        return jax_loading.load_selected(selected, sharding, threads=threads, progress=progress)
+    return jax_loading.load_checkpoint(**options)
 
 
 @public
@@ -312,13 +284,6 @@ def _np2jnp(numpy_dict: Mapping[str, NumpyArray]) -> dict[str, Array]:
     from .frameworks import jax_loading
 
     return jax_loading.copied({name: as_array(value, name) for name, value in numpy_dict.items()})
-
-
-def _jnp2np(jnp_dict: Mapping[str, Any]) -> dict[str, NumpyArray]:
-    """Return NumPy arrays that may share memory with JAX arrays."""
-    from .frameworks import jax_loading
-
-    return jax_loading.to_numpy(jnp_dict)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,6 @@ from .base.arrays import Array
 from .base.paths import PathLike
 from .compat.names import SHARED, imported
 from .engine.read.load import Backend, check_backend, load_all, load_tensors
-from .engine.read.tensors import Tensors
 from .engine.run.progress import Progress
 from .errors import public
 from .formats.safetensors import file as safetensors
@@ -184,11 +183,7 @@ def load_file(
             opened.close()
     file = safetensors.open_file(filename, brief=True)
     try:
-        tensors = Tensors.in_file(file, names)
-        if dtype is not None:
-            from .packed import finder  # only here: most loads do not need it
-
-            finder.refuse_floating(file, tensors, "load_file")
+        tensors = safetensors.chosen(file, names, dtype, "load_file")
         return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()

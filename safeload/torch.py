@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .base import dtypes
@@ -16,7 +17,7 @@ from .base.selecting import Patterns
 from .base.text import clip, printable, show
 from .compat.names import SHARED, imported
 from .engine.read.load import Backend, check_backend, load_all, load_tensors, parse_target
-from .engine.read.tensors import Tensors, entries_of
+from .engine.read.tensors import entries_of
 from .engine.run.progress import Progress
 from .errors import public
 from .formats.opening import Paths
@@ -143,16 +144,12 @@ def load_file(
     try:
         place = torch_arrays.device_of(device)
         check_backend(backend)
-        tensors = Tensors.in_file(file, names)
-        if dtype is not None:
-            from .packed import finder  # only here: most loads do not need it
-
-            finder.refuse_floating(file, tensors, "load_file")
+        tensors = safetensors.chosen(file, names, dtype, "load_file")
         if place is None:
             arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
             raw = None
             if dtype is None and dtypes.holds_packed(file.table.numbers):
-                raw = torch_arrays.raw_of((name, file.table, index) for name, file, index in tensors)
+                raw = torch_arrays.raw_of(tensors)
             return torch_arrays.from_arrays(arrays, raw)
         entries = entries_of(tensors, parse_target(dtype))
         if place.type == "meta":
@@ -227,23 +224,7 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         torch.float32
     """
-    return _load_selected(
-        path,
-        device,
-        names=names,
-        only=only,
-        drop=drop,
-        dtype=dtype,
-        adapters=adapters,
-        storage_options=storage_options,
-        threads=threads,
-        progress=progress,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        verify=verify,
-    )
+    return _load_selected(**locals())
 
 
 def _load_selected(
@@ -255,17 +236,32 @@ def _load_selected(
     progress: Progress = None,
     **selection: Any,
 ) -> dict[str, Tensor]:
-    """Load the tensors that `selecting` selects."""
+    """Load the tensors that `selecting` selects.
+
+    Progress is that of the last group, which takes the time: an earlier group is not converted.
+    """
+    from .checkpoint import tensors_of
     from .frameworks import torch_arrays, torch_devices
-    from .frameworks.checkpoints import load_arrays, selecting, unconverted
+    from .frameworks.checkpoints import selecting
+    from .loading.merge import load_merged
 
     place = torch_arrays.device_of(device)
     check_backend(backend)
     with selecting(path, **selection) as selected:
         if place is not None:
             return torch_devices.load_selected(selected, place, threads=threads, progress=progress)
-        raw = torch_arrays.raw_of(unconverted(selected))
-        arrays = load_arrays(selected, backend=backend, threads=threads, progress=progress)
+        checkpoint, merge, names, groups = selected
+        load_members: Any = checkpoint.load if merge is None else partial(load_merged, checkpoint, merge)
+        arrays: dict[str, Any] = {}
+        raw: dict[str, Any] = {}
+        for number, (members, target) in enumerate(groups, 1):
+            if target is None and any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files):
+                raw = torch_arrays.raw_of(tensors_of(checkpoint, members))
+            dtype = None if target is None else target.name
+            shown = progress if number == len(groups) else None
+            arrays.update(load_members(members, dtype=dtype, backend=backend, threads=threads, progress=shown))
+        if len(groups) > 1:
+            arrays = {name: arrays[name] for name in names}
         return torch_arrays.from_arrays(arrays, raw)
 
 

@@ -99,11 +99,7 @@ def refuse_masked(value: Any, subject: str) -> None:
 
 def index_of(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the index of an element, given its position in C order."""
-    index = []
-    for length in reversed(shape):
-        element, k = divmod(element, length)
-        index.append(k)
-    return tuple(reversed(index))
+    return tuple(map(int, np.unravel_index(element, shape)))
 
 
 def with_article(noun: str) -> str:

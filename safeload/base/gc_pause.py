@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -30,35 +29,28 @@ class _Pause:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may load a file too
         self._blocks = 0
-        self._restore = False
+        self.restore = False
 
     def __enter__(self) -> None:
         with self._lock:
             if self._blocks == 0:
-                self._restore = gc.isenabled()
+                self.restore = gc.isenabled()
             self._blocks += 1
             gc.disable()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._blocks = max(0, self._blocks - 1)
-            if self._blocks == 0 and self._restore:
-                self._restore = False
+            if self._blocks == 0 and self.restore:
+                self.restore = False
                 gc.enable()
-
-    def collect_young(self) -> None:
-        """Have the collector visit young objects, unless the program has disabled it."""
-        if self._restore and _GENERATIONAL:
-            gc.collect(0)
 
     def forget(self) -> None:
         """Restore the collector in a forked child, which lacks the threads in a block."""
         self._lock = threading.RLock()
         self._blocks = 0
-        if self._restore:
-            self._restore = False
+        if self.restore:
+            self.restore = False
             gc.enable()
 
 
@@ -90,5 +82,6 @@ def collected_young(tuples: Iterable[_T], count: int) -> Iterable[_T]:
     if count < _PAUSED_FROM:
         return tuples
     complete = list(tuples)
-    _pause.collect_young()
+    if _pause.restore and _GENERATIONAL:  # not if the program has disabled the collector
+        gc.collect(0)
     return complete

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
@@ -67,7 +68,10 @@ def families(names: Sequence[str], kinds: Iterable[Hashable]) -> list[NameFamily
             if len(numbers) == 1:
                 result.append(NameFamily(names[first], first, 1))
             else:
-                result += [NameFamily(_spell(texts, product), first, _count(product)) for product in _products(numbers)]
+                result += [
+                    NameFamily(_spell(texts, product), first, math.prod(map(len, product)))
+                    for product in _products(numbers)
+                ]
     return result
 
 
@@ -87,13 +91,6 @@ def _products(numbers: Sequence[tuple[int, ...]]) -> list[_Product]:
     for first in sorted(rests):
         firsts.setdefault(tuple(_products(rests[first])), []).append(first)
     return [(tuple(group), *product) for products, group in firsts.items() for product in products]
-
-
-def _count(product: _Product) -> int:
-    count = 1
-    for numbers in product:
-        count *= len(numbers)
-    return count
 
 
 def _spell(texts: Sequence[str], product: _Product) -> str:

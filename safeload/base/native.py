@@ -18,7 +18,8 @@ from .paths import os_error
 from .text import show, tensor_named
 
 try:
-    from .._core import ffi, lib
+    from .._core import ffi as ffi
+    from .._core import lib as lib
 except ImportError as error:
     from .absent import is_absent  # only here: the core is nearly always there
 
@@ -28,34 +29,6 @@ except ImportError as error:
         "safeload's C core is not built here: run `pip install -e .` in a source tree, or reinstall the package "
         f"({error})"
     ) from error
-
-__all__ = [
-    "HEADER_AT",
-    "ITEM_SETTER",
-    "LOADED_COLUMNS",
-    "LONE_NAME",
-    "TEXT_MAKER",
-    "TIER",
-    "BriefHeader",
-    "Error",
-    "Loaded",
-    "Lone",
-    "available_tiers",
-    "bytes_at",
-    "check",
-    "columns_at",
-    "content_buffer",
-    "ffi",
-    "kept",
-    "lib",
-    "loaded_fields",
-    "lone_numbers",
-    "mapped_buffer",
-    "pointer",
-    "private_buffer",
-    "short",
-    "tier_name",
-]
 
 
 def tier_name(tier: int) -> str:

@@ -8,29 +8,27 @@ from typing import Any, TypeAlias
 
 from .parsers import COMMANDS, SUGGESTED, Parsers, argument, command
 
-# The arguments of each command; "" has the options before a command.
-_Tree: TypeAlias = Mapping[str, list[Any]]
+# The options of each command, and the values of its only positional argument or "", which stands for paths. The key ""
+# has the options before a command, and the commands.
+_Tree: TypeAlias = Mapping[str, tuple[list[Any], str]]
 
 
-# ---- an argument: argparse has no public way to list them ----
-
-
-def _options(arguments: list[Any]) -> list[Any]:
-    return [action for action in arguments if action.option_strings]
-
-
-def _words(arguments: list[Any]) -> str:
-    """Return the values of the only positional argument, or "": it takes paths."""
-    positional = [action for action in arguments if not action.option_strings]
-    return _values(positional[0]) if len(positional) == 1 else ""
+def _tree() -> _Tree:
+    parsers, tree = Parsers(), {}
+    for name in ("", *COMMANDS):
+        actions = (parsers.command(name) if name else parsers.top)._actions  # argparse has no public way to list them
+        positional = [action for action in actions if not action.option_strings]
+        words = _values(positional[0]) if len(positional) == 1 else ""
+        tree[name] = [action for action in actions if action.option_strings], words
+    return tree
 
 
 def _values(action: Any) -> str:
     return " ".join(map(str, action.choices or vars(action).get(SUGGESTED, tuple)()))
 
 
-def _names(arguments: list[Any]) -> str:
-    return " ".join(name for action in _options(arguments) for name in action.option_strings)
+def _names(options: list[Any]) -> str:
+    return " ".join(name for option in options for name in option.option_strings)
 
 
 # ---- bash ----
@@ -49,17 +47,17 @@ def _bash(tree: _Tree) -> Iterator[str]:
         "    done",
         '    case "$command" in',
     )
-    for name, arguments in tree.items():
+    for name, (options, words) in tree.items():
         yield f"    {name or chr(39) * 2})"
         yield '        case "$previous" in'
-        for option in _options(arguments):
+        for option in options:
             if option.nargs != 0:
                 yield f'        {"|".join(option.option_strings)}) offered="{_values(option)}" ;;'
-        yield f'        *) offered="{_words(arguments) if name else " ".join(COMMANDS)}"'
-        yield f'            [[ $word == -* ]] && offered="{_names(arguments)}" ;;'
+        yield f'        *) offered="{words}"'
+        yield f'            [[ $word == -* ]] && offered="{_names(options)}" ;;'
         yield "        esac ;;"
     yield from (
-        f'    *) [[ $word == -* ]] && offered="{_names(tree["info"])}" ;;',
+        f'    *) [[ $word == -* ]] && offered="{_names(tree["info"][0])}" ;;',
         "    esac",
         '    COMPREPLY=($(compgen -W "$offered" -- "$word"))',
         "}",
@@ -80,7 +78,7 @@ def _zsh(tree: _Tree) -> Iterator[str]:
         "    )",
         "    if (( CURRENT == 2 )); then",
         "        if [[ $words[2] == -* ]]; then",
-        f"            _arguments {' '.join(_zsh_options(tree['']))}",
+        f"            _arguments {' '.join(_zsh_options(tree[''][0]))}",
         "        else",
         "            _describe -t commands command commands",
         "            _files",
@@ -90,11 +88,11 @@ def _zsh(tree: _Tree) -> Iterator[str]:
         "    case $words[2] in",
     )
     for name in COMMANDS:
-        words = _words(tree[name])
+        options, words = tree[name]
         yield f"    {name})"
         yield "        shift words; (( CURRENT-- ))"
         yield "        _arguments \\"
-        yield from (f"            {option} \\" for option in _zsh_options(tree[name]))
+        yield from (f"            {option} \\" for option in _zsh_options(options))
         yield f"            '*:{name}:{f'({words})' if words else '_files'}' ;;"
     yield from (
         "    *) _files ;;",
@@ -104,8 +102,8 @@ def _zsh(tree: _Tree) -> Iterator[str]:
     )
 
 
-def _zsh_options(arguments: list[Any]) -> Iterator[str]:
-    for option in _options(arguments):
+def _zsh_options(options: list[Any]) -> Iterator[str]:
+    for option in options:
         values = _values(option)
         action = f"({values})" if values else "_files" if option.metavar == "FILE" else " "
         arity = 1 if option.nargs is None else option.nargs
@@ -125,13 +123,13 @@ def _quoted(text: str) -> str:
 
 def _fish(tree: _Tree) -> Iterator[str]:
     yield "# Completion of safeload in fish. Made by `safeload completion fish`."
-    for name, arguments in tree.items():
+    for name, (options, words) in tree.items():
         condition = f"-n '__fish_seen_subcommand_from {name}'" if name else "-n __fish_use_subcommand"
         if name:
             yield f"complete -c safeload -n __fish_use_subcommand -a {name} -d {_quoted(COMMANDS[name][2])}"
-            if words := _words(arguments):
+            if words:
                 yield f"complete -c safeload {condition} -f -a '{words}'"
-        for option in _options(arguments):
+        for option in options:
             spelled = " ".join(f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in option.option_strings)
             values = _values(option)
             value = "" if option.nargs == 0 else f" -x -a '{values}'" if values else " -r"
@@ -155,7 +153,5 @@ Exit status: 0 success, 2 wrong usage.""",
 )
 def completion(options: argparse.Namespace) -> int:
     """Print the script."""
-    parsers = Parsers()
-    tree = {name: (parsers.command(name) if name else parsers.top)._actions for name in ("", *COMMANDS)}
-    print("\n".join(_SHELLS[options.shell](tree)))
+    print("\n".join(_SHELLS[options.shell](_tree())))
     return 0

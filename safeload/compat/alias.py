@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec, module_from_spec
+from importlib.util import module_from_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
+from ..base.absent import is_absent
 from ..base.forking import ProcessLock
 from .names import PACKAGE, imported
 
@@ -69,7 +71,7 @@ class Finder:
         name = module.__name__.rpartition(".")[2]
         if name in _COUNTERPARTS:
             counterpart, framework = _COUNTERPARTS[name]
-            if not _is_installed(framework):
+            if is_absent(framework):
                 raise ModuleNotFoundError(f"No module named {framework!r}", name=framework)
             sys.modules[module.__name__] = import_module(f"{_PACKAGE}.{counterpart}")
             return
@@ -106,11 +108,6 @@ def _distribution() -> Distribution:
     return AliasDistribution()
 
 
-def _is_installed(name: str) -> bool:
-    """Return whether a top-level module is imported or can be found, without importing it."""
-    return sys.modules[name] is not None if name in sys.modules else find_spec(name) is not None
-
-
 def real_folders() -> list[str]:
     """Return the folders of the real package; empty if it is not installed."""
     for finder in sys.meta_path:
@@ -129,7 +126,7 @@ def working_finder() -> Finder:
     """Return a finder for the shim."""
     import_module(f"{_PACKAGE}.base.native")
     for name in ("numpy", "ml_dtypes"):
-        if not _is_installed(name):
+        if is_absent(name):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return Finder()
 
@@ -144,42 +141,23 @@ def real_compiled_module() -> ModuleType | None:
     return module
 
 
-class _Installation:
-    """The changes of `install_as_safetensors`, which stay until each call is undone."""
-
-    def __init__(self) -> None:
-        self._lock = ProcessLock()
-        self._calls: list[bool] = []  # for each call: subprocesses
-        self._finder = Finder()
-        self._real_modules: dict[str, ModuleType] = {}  # modules of safetensors from before
-        self._python_path: tuple[str | None, str] = (None, "")  # PYTHONPATH before and after
-
-    def add(self, subprocesses: bool) -> None:
-        """Make the changes that a call asks for, unless an earlier call has made them."""
-        with self._lock.own:
-            if not self._calls:
-                self._real_modules = _take_modules()
-                sys.meta_path.insert(0, self._finder)
-            if subprocesses and True not in self._calls:
-                before = os.environ.get("PYTHONPATH")
-                os.environ["PYTHONPATH"] = path_with_shim()
-                self._python_path = before, os.environ["PYTHONPATH"]
-            self._calls.append(subprocesses)
-
-    def remove(self, subprocesses: bool) -> None:
-        """Undo the changes that no other call asks for."""
-        with self._lock.own:
-            self._calls.remove(subprocesses)
-            if subprocesses and True not in self._calls:
-                _restore_python_path(*self._python_path)
-            if not self._calls:
-                sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self._finder]
-                _take_modules()
-                sys.modules.update(self._real_modules)
-                self._real_modules = {}
+# The changes of `install_as_safetensors`, each with the number of calls that want it and the function that undoes it.
+_lock = ProcessLock()
+_calls: Counter[Callable[[], Callable[[], None]]] = Counter()
+_undo: dict[Callable[[], Callable[[], None]], Callable[[], None]] = {}
 
 
-_installation = _Installation()
+def _import_safeload() -> Callable[[], None]:
+    """Answer for safetensors before all other finders."""
+    real_modules, finder = _take_modules(), Finder()
+    sys.meta_path.insert(0, finder)
+
+    def undo() -> None:
+        sys.meta_path[:] = [entry for entry in sys.meta_path if entry is not finder]
+        _take_modules()
+        sys.modules.update(real_modules)
+
+    return undo
 
 
 def _take_modules() -> dict[str, ModuleType]:
@@ -196,13 +174,19 @@ def path_with_shim(*folders: str) -> str:
     return os.pathsep.join([_SHIM, *folders, *filter(None, [before])])
 
 
-def _restore_python_path(before: str | None, after: str) -> None:
-    """Restore PYTHONPATH, or only remove the shim if the program has changed it meanwhile."""
-    now = os.environ.pop("PYTHONPATH", None)
-    if now is not None and now != after:
-        before = os.pathsep.join(entry for entry in now.split(os.pathsep) if entry != _SHIM)
-    if now is not None and before is not None:
-        os.environ["PYTHONPATH"] = before
+def _start_with_shim() -> Callable[[], None]:
+    """Put the shim on PYTHONPATH."""
+    before, after = os.environ.get("PYTHONPATH"), path_with_shim()
+    os.environ["PYTHONPATH"] = after
+
+    def undo() -> None:
+        now, restored = os.environ.pop("PYTHONPATH", None), before
+        if now is not None and now != after:  # the program has changed it meanwhile
+            restored = os.pathsep.join(entry for entry in now.split(os.pathsep) if entry != _SHIM)
+        if now is not None and restored is not None:
+            os.environ["PYTHONPATH"] = restored
+
+    return undo
 
 
 def is_alias(module: ModuleType) -> bool:
@@ -246,11 +230,19 @@ def install_as_safetensors(subprocesses: bool = False) -> Callable[[], None]:
             RuntimeWarning,
             stacklevel=2,
         )
-    calls = [bool(subprocesses)]  # to undo
-    _installation.add(*calls)
+    changes = [_import_safeload, _start_with_shim] if subprocesses else [_import_safeload]
+    with _lock.own:
+        for change in changes:
+            if not _calls[change]:
+                _undo[change] = change()
+            _calls[change] += 1
 
     def undo() -> None:
-        while calls:
-            _installation.remove(calls.pop())
+        with _lock.own:
+            while changes:
+                change = changes.pop()
+                _calls[change] -= 1
+                if not _calls[change]:
+                    _undo.pop(change)()
 
     return undo

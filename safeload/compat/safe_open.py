@@ -7,7 +7,6 @@ import operator
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib import import_module
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,7 +33,7 @@ _WHOLE = "index the whole tensor, as in get_tensor(name)[rows]"
 
 
 class Handle(Protocol):
-    """The framework of `safe_open`'s tensors: converts those of an open file. Pickles as device and backend."""
+    """The framework of `safe_open`: converts the tensors of an open file. Pickles as device and backend."""
 
     def tensor(self, part: FileTensor, read: Callable[[], Array]) -> Any:
         """Return a tensor. ``read`` returns a writable array that shares memory with no other array."""
@@ -267,9 +266,7 @@ class PrefetchLoader:
     def __enter__(self) -> PrefetchLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -443,11 +440,7 @@ class safe_open:  # noqa: N801 - safetensors' name
             FormatError, OSError: the file ends too early, or cannot be read.
         """
         file = self._opened()
-        parts = Tensors.in_file(file)
-        if dtype is not None:
-            from ..packed import finder  # only here: most loads do not need it
-
-            finder.refuse_floating(file, parts, "get_tensors")
+        parts = safetensors.chosen(file, None, dtype, "get_tensors")
 
         def read() -> dict[str, Array]:
             arrays: dict[str, Array]
@@ -536,9 +529,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     def __enter__(self) -> safe_open:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @classmethod

@@ -60,7 +60,7 @@ class TensorSpec:
         ('F32', [2, 3], 24)
     """
 
-    __slots__ = ("_data_len", "_data_ptr", "_row", "_shape")
+    __slots__ = ("_memory",)
 
     @public
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
@@ -76,35 +76,31 @@ class TensorSpec:
             dims[-1] *= 2
             if dims[-1] >= 1 << 64:
                 raise SafetensorError(f"shape: {dims[-1]} elements of F4 in the last axis do not fit in 64 bits")
-        self._row = row
-        self._shape = dims
-        self._data_ptr = _index(data_ptr, "data_ptr")
-        self._data_len = _index(data_len, "data_len")
+        self._memory = Memory(row, dims, _index(data_ptr, "data_ptr"), _index(data_len, "data_len"))
 
     @property
     def dtype(self) -> str:
         """Safetensors code, such as "F32"."""
-        return self._row.code
+        return self._memory.row.code
 
     @property
     def shape(self) -> list[int]:
         """Logical shape, as stored in the header."""
-        return list(self._shape)
+        return list(self._memory.shape)
 
     @property
     def data_ptr(self) -> int:
         """Address of the data."""
-        return self._data_ptr
+        return self._memory.address
 
     @property
     def data_len(self) -> int:
         """Size of the data in bytes."""
-        return self._data_len
+        return self._memory.nbytes
 
     def __repr__(self) -> str:
         return (
-            f"TensorSpec(dtype={self.dtype!r}, shape={self._shape}, data_ptr={self._data_ptr}, "
-            f"data_len={self._data_len})"
+            f"TensorSpec(dtype={self.dtype!r}, shape={self.shape}, data_ptr={self.data_ptr}, data_len={self.data_len})"
         )
 
 
@@ -152,7 +148,7 @@ def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
     for name, spec in tensor_dict.items():
         if not isinstance(spec, TensorSpec):
             raise TypeError(f"tensor {show(name)} must be a TensorSpec, got {type(spec).__name__}")
-        entries[name] = Memory(spec._row, spec._shape, spec._data_ptr, spec._data_len)
+        entries[name] = spec._memory
     return entries
 
 

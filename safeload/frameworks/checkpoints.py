@@ -9,14 +9,12 @@ from typing import Any, TypeAlias
 from ..base import dtypes
 from ..base.messages import error_about
 from ..base.selecting import Patterns
-from ..base.table import Table
-from ..checkpoint import Checkpoint, chosen, tensors_of
-from ..engine.read.load import Backend, parse_target
-from ..engine.run.progress import Progress
+from ..checkpoint import Checkpoint, chosen
+from ..engine.read.load import parse_target
 from ..errors import UnsupportedError
 from ..formats.opening import Paths
 from ..loading.entry import check_unadapted, open
-from ..loading.merge import Merge, load_merged, merging
+from ..loading.merge import Merge, merging
 from ..models.config_dtype import dtype_in
 
 # Names, and the dtype that their tensors are converted and dequantized to; None converts nothing.
@@ -75,31 +73,3 @@ def _dtype_of(checkpoint: Checkpoint, name: str) -> dtypes.Dtype:
         )
         raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
     return target
-
-
-def unconverted(selected: Selected) -> Iterator[tuple[str, Table, int]]:
-    """Yield name, table and index of the tensors that keep their dtype; nothing if no dtype packs elements in bytes."""
-    checkpoint, _, _, groups = selected
-    packed = any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files)
-    for names, target in groups:
-        if packed and target is None:
-            yield from ((name, file.table, index) for name, file, index in tensors_of(checkpoint, names))
-
-
-def load_arrays(
-    selected: Selected, *, backend: Backend = "mmap", threads: int | None, progress: Progress
-) -> dict[str, Any]:
-    """Load arrays by name. F4 and F6 tensors without conversion are raw uint8.
-
-    Progress is that of the last group, which takes the time: earlier groups are views.
-    """
-    checkpoint, merge, names, groups = selected
-    arrays: dict[str, Any] = {}
-    for number, (members, target) in enumerate(groups, 1):
-        dtype = None if target is None else target.name
-        shown = progress if number == len(groups) else None
-        if merge is None:
-            arrays.update(checkpoint.load(members, dtype=dtype, backend=backend, threads=threads, progress=shown))
-        else:
-            arrays.update(load_merged(checkpoint, merge, members, dtype=dtype, threads=threads, progress=shown))
-    return arrays if len(groups) == 1 else {name: arrays[name] for name in names}

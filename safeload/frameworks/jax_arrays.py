@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,8 @@ except ImportError as error:
 Array: TypeAlias = jax.Array
 # The place of an array: a sharding or a device (which has no type for pyright); None for JAX's default device.
 Place: TypeAlias = jax.sharding.Sharding | Any
+# Start and stop along each axis of a slice.
+Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 # Below this size `jnp.array` is faster than a transfer.
 _COPIED_BELOW = 64 << 10
@@ -36,13 +38,6 @@ _COPIED_BELOW = 64 << 10
 _UNGUARDED = (None, "allow")
 # On a CPU, XLA aliases host memory with this alignment.
 _ALIGNMENT = 64
-
-
-class Slice(NamedTuple):
-    """A slice of an array on devices of this process."""
-
-    bounds: tuple[tuple[int, int], ...]  # start and stop along each axis
-    devices: list[Any]  # each holds a copy
 
 
 def as_place(place: Any) -> Place:
@@ -113,18 +108,18 @@ def check_fits(place: Place, shape: tuple[int, ...], name: str) -> None:
         raise ValueError(f"tensor {show(name)} {show(list(shape))}: {reason}") from None
 
 
-def slices(place: Any, shape: tuple[int, ...]) -> list[Slice]:
-    """Return the distinct slices of an array on this process's devices; the sharding must fit, see `check_fits`."""
-    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+def slices(place: Any, shape: tuple[int, ...]) -> dict[Bounds, list[Any]]:
+    """Return this process's devices for each slice of an array; the sharding must fit, see `check_fits`."""
+    devices: dict[Bounds, list[Any]] = {}
     for device, index in place.addressable_devices_indices_map(shape).items():
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         devices.setdefault(bounds, []).append(device)
-    return [Slice(bounds, holders) for bounds, holders in devices.items()]
+    return devices
 
 
-def covered(parts: Sequence[Slice], shape: tuple[int, ...]) -> bool:
+def covered(slices: Iterable[Bounds], shape: tuple[int, ...]) -> bool:
     """Return whether non-overlapping slices cover an array."""
-    return sum(math.prod(stop - start for start, stop in part.bounds) for part in parts) == math.prod(shape)
+    return sum(math.prod(stop - start for start, stop in bounds) for bounds in slices) == math.prod(shape)
 
 
 # ---- to JAX ----
@@ -176,12 +171,10 @@ def on_cpu(place: Place) -> bool:
     return bool(getattr(device, "platform", device) == "cpu")
 
 
-def put_on_several(arrays: Sequence[NumpyArray], places: Sequence[Any]) -> list[Array]:
-    """Start to divide arrays among devices; the caller gives the arrays up."""
-    # A small array would keep its whole pool alive.
-    own = [array.copy() if array.nbytes < POOLED_BELOW else array for array in arrays]
+def put_each(arrays: Sequence[tuple[NumpyArray, Any]]) -> list[Array]:
+    """Start to copy each array to its device, or divide it among several; the caller gives the arrays up."""
     with jax.ensure_compile_time_eval():
-        results: list[Array] = jax.device_put(own, list(places))
+        results: list[Array] = jax.device_put([values for values, _ in arrays], [place for _, place in arrays])
     return results
 
 
@@ -196,19 +189,9 @@ def partly_aliased(views: Sequence[NumpyArray], place: Any) -> bool:
     return any(aligned) and not all(aligned)
 
 
-def put_slices(pieces: Sequence[tuple[NumpyArray, Slice]]) -> list[tuple[Any, Array]]:
-    """Start to copy slices to their devices, and return (device, array) pairs; the caller should drop the slices."""
-    targets = [(values, device) for values, part in pieces for device in part.devices]
-    with jax.ensure_compile_time_eval():
-        arrays = jax.device_put([values for values, _ in targets], [device for _, device in targets])
-    return list(zip((device for _, device in targets), arrays, strict=True))
-
-
-def joined(shape: tuple[int, ...], dtype: np.dtype[Any], place: Any, pieces: Sequence[tuple[Any, Array]]) -> Array:
+def joined(shape: tuple[int, ...], dtype: np.dtype[Any], place: Any, slices: Sequence[Array]) -> Array:
     """Join slices on devices into an array."""
-    result: Array = jax.make_array_from_single_device_arrays(
-        shape, place, [array for _, array in pieces], dtype=jax_dtype(dtype)
-    )
+    result: Array = jax.make_array_from_single_device_arrays(shape, place, slices, dtype=jax_dtype(dtype))
     return result
 
 

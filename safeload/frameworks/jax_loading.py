@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-
 from ..base import dtypes
 from ..base.arrays import Array as NumpyArray
 from ..base.text import clip, printable, show
-from ..checkpoint import tensors_of
+from ..checkpoint import Checkpoint, tensors_of
 from ..engine.codes.pieces import Meter
 from ..engine.codes.restore import rows_apart
 from ..engine.read.lazy import materialize
 from ..engine.read.load import load_tensors
-from ..engine.read.tensors import FileTensor, Tensors, entries_of
+from ..engine.read.tensors import Entry, FileTensor, Tensors, entries_of
 from ..engine.run.cast import astype
 from ..engine.run.memory import POOLED_BELOW
 from ..engine.run.progress import Progress
+from ..engine.run.threads import check_threads
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError
+from ..formats.opening import Paths
+from ..formats.registry import OpenRequest
+from ..formats.tensor_slice import slice_of
 from ..loading.merge import Merge
 from . import jax_arrays
-from .checkpoints import Selected
-from .jax_arrays import Array, Place, Slice, jax
+from .checkpoints import selecting
+from .jax_arrays import Array, Bounds, Place, jax
 
 # Bytes of arrays to load together. Host memory holds two groups at a time: one is read while the previous one is copied
 # to its devices. A larger tensor is read alone and, if several devices hold it, in the sharding's ranges of its first
@@ -40,207 +41,224 @@ Sharding: TypeAlias = Place | Mapping[str, Place] | Callable[[str, Any], Place]
 class PlacedTensor(NamedTuple):
     """A tensor to load."""
 
-    part: FileTensor
-    dtype: np.dtype[Any]  # of the array
-    shape: tuple[int, ...]
+    entry: Entry
+    target: str | None  # name of the dtype to convert to
     place: Place
-
-    @property
-    def name(self) -> str:
-        """Name of the tensor."""
-        return self.part[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Options(NamedTuple):
-    """How to load tensors."""
-
-    lazy: Callable[[str, Any], Any]  # (name, dtype) -> lazy tensor, like `Checkpoint.get_slice`
-    sharding: Any = None
-    backend: str = "mmap"  # for tensors on a single device; tensors on several devices are always read
-    checked: bool = True  # refuse integers that JAX cannot represent, instead of wrapping around like JAX
-    threads: int | None = None
-    merge: Merge | None = None  # adapters to merge; tensors they change are read whole
 
 
 def load(
-    groups: Sequence[tuple[Sequence[FileTensor], dtypes.Dtype | None]], options: Options, progress: Progress
+    groups: Sequence[tuple[Sequence[FileTensor], dtypes.Dtype | None]],
+    sharding: Any = None,
+    *,
+    progress: Progress = None,
+    backend: str = "mmap",
+    checked: bool = True,
+    threads: int | None = None,
+    checkpoint: Checkpoint | None = None,
+    merge: Merge | None = None,
 ) -> dict[str, Array]:
-    """Load arrays by name and wait for their values."""
-    loaders = [_Loader(parts, target, options) for parts, target in groups]
-    meter = Meter(progress, sum(tensor.nbytes for loader in loaders for tensor in loader.tensors))
+    """Load arrays by name and wait for their values.
+
+    ``backend`` is for tensors on a single device; tensors on several devices are always read. ``checked`` refuses
+    integers that JAX cannot represent, instead of wrapping around like JAX. Tensors that ``merge`` changes are read
+    whole.
+    """
+    tensors = [tensor for parts, target in groups for tensor in _placed(parts, target, sharding)]
+    loader = _Loader(backend, checked, threads, checkpoint, merge)
+    meter = Meter(progress, sum(tensor.entry.nbytes for tensor in tensors))
     arrays: dict[str, Array] = {}
     started: deque[list[Array]] = deque()
-    for loader in loaders:
-        for group, nbytes in loader.run():
-            arrays.update(group)
-            started.append(list(group.values()))
-            if len(started) > 1:
-                jax.block_until_ready(started.popleft())
-            meter.add(nbytes)
+    for group, nbytes in loader.run(tensors):
+        arrays.update(group)
+        started.append(list(group.values()))
+        if len(started) > 1:
+            jax.block_until_ready(started.popleft())
+        meter.add(nbytes)
     jax.block_until_ready(list(started))
-    return {tensor.name: arrays[tensor.name] for loader in loaders for tensor in loader.tensors}
+    return {tensor.entry.name: arrays[tensor.entry.name] for tensor in tensors}
+
+
+def _placed(parts: Sequence[FileTensor], target: dtypes.Dtype | None, sharding: Any) -> list[PlacedTensor]:
+    """Return the tensors to load as a dtype, after checking that JAX has the dtype and that their shardings fit."""
+    if target is not None:
+        jax_arrays.check_target(dtypes.array_dtype(target.number))
+    name = None if target is None else target.name
+    entries = entries_of(parts, target)
+    if sharding is None:
+        return [PlacedTensor(entry, name, None) for entry in entries]
+    tensors = [PlacedTensor(entry, name, _place_of(entry, sharding)) for entry in entries]
+    for entry, _, place in tensors:
+        jax_arrays.check_fits(place, entry.shape, entry.name)
+    return tensors
+
+
+def _place_of(entry: Entry, sharding: Any) -> Place:
+    """Return the place of a tensor."""
+    if isinstance(sharding, Mapping):
+        if entry.name not in sharding:
+            raise ValueError(f"sharding has no entry for tensor {show(entry.name)}: use None for JAX's default device")
+        sharding = sharding[entry.name]
+    elif callable(sharding) and not jax_arrays.is_part_of_sharding(sharding):
+        sharding = sharding(entry.name, jax.ShapeDtypeStruct(entry.shape, jax_arrays.jax_dtype(entry.dtype)))
+    return jax_arrays.as_place(sharding)
 
 
 class _Loader:
-    """Load tensors with a common target dtype."""
+    """Load tensors group by group; see `load` for the arguments."""
 
-    def __init__(self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, options: Options) -> None:
-        self._target = None if target is None else target.name
-        self._options = options
-        if target is not None:
-            jax_arrays.check_target(dtypes.array_dtype(target.number))
-        self.tensors = [
-            PlacedTensor(part, entry.dtype, entry.shape, None)
-            for part, entry in zip(parts, entries_of(parts, target), strict=True)
-        ]
-        if options.sharding is not None:
-            self.tensors = [tensor._replace(place=_place_of(tensor, options.sharding)) for tensor in self.tensors]
-            for tensor in self.tensors:
-                jax_arrays.check_fits(tensor.place, tensor.shape, tensor.name)
+    def __init__(
+        self, backend: str, checked: bool, threads: int | None, checkpoint: Checkpoint | None, merge: Merge | None
+    ) -> None:
+        self._backend = backend
+        self._reading = "pread" if backend == "mmap" else backend  # of tensors that are not mapped
+        self._checked = checked
+        self._threads = threads
+        self._checkpoint = checkpoint
+        self._merge = merge
         self._mappings: dict[WeightFile, Any] = {}
-        self._reading = "pread" if options.backend == "mmap" else options.backend  # of tensors that are not mapped
 
-    def run(self) -> Iterator[tuple[dict[str, Array], int]]:
+    def run(self, tensors: Sequence[PlacedTensor]) -> Iterator[tuple[dict[str, Array], int]]:
         """Yield groups of arrays by name, possibly still without values, with the bytes of each group."""
         group: list[PlacedTensor] = []
         size = 0
-        for tensor in self.tensors:
-            if jax_arrays.several_devices(tensor.place):
-                slices = jax_arrays.slices(tensor.place, tensor.shape)
-                if tensor.nbytes > GROUP or not tensor.place.is_fully_addressable:
-                    yield {tensor.name: self._by_slices(tensor, slices)}, tensor.nbytes
-                    continue
-            if group and size + tensor.nbytes > GROUP:
+        for tensor in tensors:
+            entry, _, place = tensor
+            if jax_arrays.several_devices(place) and (entry.nbytes > GROUP or not place.is_fully_addressable):
+                yield {entry.name: self._by_slices(tensor)}, entry.nbytes
+                continue
+            if group and size + entry.nbytes > GROUP:
                 yield self._together(group), size
                 group, size = [], 0
             group.append(tensor)
-            size += tensor.nbytes
+            size += entry.nbytes
         if group:
             yield self._together(group), size
 
     def _read(self, tensors: Sequence[PlacedTensor], backend: str) -> list[NumpyArray]:
-        """Return the values of whole tensors."""
-        threads, merge = self._options.threads, self._options.merge
-        changed = {tensor.name for tensor in tensors if merge is not None and tensor.name in merge}
-        parts = [tensor.part for tensor in tensors if tensor.name not in changed]
+        """Return the values of whole tensors with a common target."""
+        merge, target = self._merge, tensors[0].target
+        parts = [entry.tensor for entry, _, _ in tensors if merge is None or entry.name not in merge]
         loaded, _ = load_tensors(
-            Tensors.of(parts), backend=backend, dtype=self._target, threads=threads, mappings=self._mappings
+            Tensors.of(parts), backend=backend, dtype=target, threads=self._threads, mappings=self._mappings
         )
-        for name in changed:
-            assert merge is not None
-            loaded[name] = merge.values(name, merge.target_row(name, self._target), threads=threads)
-        arrays = [loaded[tensor.name] for tensor in tensors]
-        if self._options.checked:
-            for tensor, array in zip(tensors, arrays, strict=True):
-                jax_arrays.check_values(tensor.name, array)
+        arrays = []
+        for entry, _, _ in tensors:
+            if merge is not None and entry.name in merge:
+                loaded[entry.name] = merge.values(
+                    entry.name, merge.target_row(entry.name, target), threads=self._threads
+                )
+            arrays.append(loaded[entry.name])
+            if self._checked:
+                jax_arrays.check_values(entry.name, arrays[-1])
         return arrays
 
     def _together(self, group: Sequence[PlacedTensor]) -> dict[str, Array]:
-        """Return whole tensors as arrays by name."""
-        batches: dict[tuple[Any, str], list[PlacedTensor]] = {}
-        spread = []
-        for tensor in group:
-            if jax_arrays.several_devices(tensor.place):
-                spread.append(tensor)
-            else:
-                batches.setdefault((tensor.place, self._backend_of(tensor)), []).append(tensor)
-        arrays = self._on_several(spread) if spread else {}
-        for (place, backend), tensors in batches.items():
-            copies = jax_arrays.put(self._read(tensors, backend), place, borrowed=backend == "mmap")
-            arrays.update(zip((tensor.name for tensor in tensors), copies, strict=True))
-        return {tensor.name: arrays[tensor.name] for tensor in group}
+        """Return whole tensors as arrays by name.
 
-    def _backend_of(self, tensor: PlacedTensor) -> str:
-        """Return how to read a tensor for one device: mapped, or into memory if it is large and stays on a CPU.
-
-        JAX then keeps this memory, in huge pages. XLA's own copy would take several times as long.
+        A tensor for one device is mapped, or read into memory if it is large and stays on a CPU: JAX then keeps this
+        memory, in huge pages. XLA's own copy would take several times as long.
         """
-        if self._options.backend == "mmap" and (tensor.nbytes < POOLED_BELOW or not jax_arrays.on_cpu(tensor.place)):
-            return "mmap"
-        return self._reading
+        batches: dict[tuple[Any, str | None, str], list[PlacedTensor]] = {}
+        for tensor in group:
+            entry, target, place = tensor
+            backend = self._reading
+            if jax_arrays.several_devices(place):
+                place = _SEVERAL
+            elif self._backend == "mmap" and (entry.nbytes < POOLED_BELOW or not jax_arrays.on_cpu(place)):
+                backend = "mmap"
+            batches.setdefault((place, target, backend), []).append(tensor)
+        arrays: dict[str, Array] = {}
+        for (place, _, backend), tensors in batches.items():
+            if place is _SEVERAL:
+                arrays.update(self._on_several(tensors))
+            else:
+                copies = jax_arrays.put(self._read(tensors, backend), place, borrowed=backend == "mmap")
+                arrays.update(zip((tensor.entry.name for tensor in tensors), copies, strict=True))
+        return {tensor.entry.name: arrays[tensor.entry.name] for tensor in group}
 
     def _on_several(self, tensors: Sequence[PlacedTensor]) -> dict[str, Array]:
         """Put whole tensors on several devices."""
         arrays: dict[str, Array] = {}
-        undivided: list[tuple[PlacedTensor, NumpyArray]] = []
-        for tensor, values in zip(tensors, self._read(tensors, self._reading), strict=True):
-            slices = jax_arrays.slices(tensor.place, tensor.shape)
-            views = [values[_inside((), part)] for part in slices]
-            if jax_arrays.partly_aliased(views, tensor.place):
-                pieces = jax_arrays.put_slices(
-                    [(self._own(view), part) for view, part in zip(views, slices, strict=True)]
-                )
-                arrays[tensor.name] = jax_arrays.joined(tensor.shape, tensor.dtype, tensor.place, pieces)
-            else:
-                undivided.append((tensor, values))
-        places = [tensor.place for tensor, _ in undivided]
-        divided = jax_arrays.put_on_several([values for _, values in undivided], places)
-        arrays.update(zip((tensor.name for tensor, _ in undivided), divided, strict=True))
+        undivided: dict[str, tuple[NumpyArray, Place]] = {}
+        for (entry, _, place), values in zip(tensors, self._read(tensors, self._reading), strict=True):
+            slices = jax_arrays.slices(place, entry.shape)
+            views = [values[_inside(0, bounds)] for bounds in slices]
+            if jax_arrays.partly_aliased(views, place):
+                copies = _put(list(zip(map(self._own, views), slices.values(), strict=True)))
+                arrays[entry.name] = jax_arrays.joined(entry.shape, entry.dtype, place, copies)
+            else:  # a small array would keep its whole pool alive
+                undivided[entry.name] = values.copy() if values.nbytes < POOLED_BELOW else values, place
+        arrays.update(zip(undivided, jax_arrays.put_each([*undivided.values()]), strict=True))
         return arrays
 
     def _own(self, view: NumpyArray) -> NumpyArray:
         """Return a copy of the values."""
-        return astype(view, view.dtype, threads=self._options.threads)
+        return astype(view, view.dtype, threads=self._threads)
 
-    def _by_slices(self, tensor: PlacedTensor, slices: Sequence[Slice]) -> Array:
+    def _by_slices(self, tensor: PlacedTensor) -> Array:
         """Load a large or partly local tensor, one range of its first axis after another."""
-        bands: dict[tuple[tuple[int, int], ...], list[Slice]] = {}
-        for part in slices:
-            bands.setdefault(part.bounds[:1], []).append(part)
-        pieces: list[tuple[Any, Array]] = []
-        started: list[tuple[Any, Array]] = []
-        for band in self._values(tensor, bands):
-            if self._options.checked:
+        entry, _, place = tensor
+        pieces: list[Array] = []
+        started: list[Array] = []
+        for band in self._bands(tensor):
+            if self._checked:
                 for values, _ in band:
-                    jax_arrays.check_values(tensor.name, values)
-            jax.block_until_ready([array for _, array in started])
-            started = jax_arrays.put_slices(band)
+                    jax_arrays.check_values(entry.name, values)
+            jax.block_until_ready(started)
+            started = _put(band)
             pieces += started
             del band  # frees host memory
-        return jax_arrays.joined(tensor.shape, tensor.dtype, tensor.place, pieces)
+        return jax_arrays.joined(entry.shape, entry.dtype, place, pieces)
 
-    def _values(
-        self, tensor: PlacedTensor, bands: Mapping[tuple[tuple[int, int], ...], list[Slice]]
-    ) -> Iterator[list[tuple[NumpyArray, Slice]]]:
-        """Yield the values of each range of the first axis, divided into slices.
+    def _bands(self, tensor: PlacedTensor) -> Iterator[list[tuple[NumpyArray, list[Any]]]]:
+        """Yield the values of each range of the first axis, divided into slices with their devices.
 
         If this process holds all columns of a range, or the tensor is packed, its rows are read together and each byte
         once. Otherwise slices are copied from the mapped file, which touches only their pages.
         """
-        name, file, index = tensor.part
-        changed = self._options.merge is not None and name in self._options.merge
-        if changed or _only_whole(file, index, self._target):
+        (entry, target, place), (name, file, index) = tensor, tensor.entry.tensor
+        if (self._merge is not None and name in self._merge) or _only_whole(file, index, target):
             values: Any = self._read([tensor], self._reading)[0]
             together = True
         else:
-            values = self._options.lazy(name, self._target)
+            if self._checkpoint is None:
+                values = slice_of(file, index, OpenRequest(), target, None)
+            else:
+                values = self._checkpoint.get_slice(name, dtype=target)
             together = file.table.is_quantized(index)
+        bands: dict[Bounds, dict[Bounds, list[Any]]] = {}
+        for bounds, devices in jax_arrays.slices(place, entry.shape).items():
+            bands.setdefault(bounds[:1], {})[bounds] = devices
         for rows, slices in bands.items():
-            shape = (*(stop - start for start, stop in rows), *tensor.shape[1:])
+            shape = (*(stop - start for start, stop in rows), *entry.shape[1:])
             if together or jax_arrays.covered(slices, shape):
                 block = values[_items(rows)]
-                views = [block[_inside(rows, part)] for part in slices]
-                if jax_arrays.partly_aliased(views, tensor.place):
+                views = [block[_inside(len(rows), bounds)] for bounds in slices]
+                if jax_arrays.partly_aliased(views, place):
                     views = list(map(self._own, views))
-                yield list(zip(views, slices, strict=True))
+                yield list(zip(views, slices.values(), strict=True))
             else:
-                view = load_tensors(Tensors.of([tensor.part]), backend="mmap", mappings=self._mappings)[0][name]
-                for part in slices:
-                    yield [(astype(view[_items(part.bounds)], tensor.dtype, threads=self._options.threads), part)]
+                view = load_tensors(Tensors.of([entry.tensor]), backend="mmap", mappings=self._mappings)[0][name]
+                for bounds, devices in slices.items():
+                    yield [(astype(view[_items(bounds)], entry.dtype, threads=self._threads), devices)]
 
 
-def _items(bounds: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+# The place of all batches of tensors on several devices.
+_SEVERAL = object()
+
+
+def _put(slices: Sequence[tuple[NumpyArray, list[Any]]]) -> list[Array]:
+    """Start to copy slices to all their devices; the caller should drop the slices."""
+    return jax_arrays.put_each([(values, device) for values, devices in slices for device in devices])
+
+
+def _items(bounds: Bounds) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
-def _inside(rows: Sequence[tuple[int, int]], part: Slice) -> tuple[Any, ...]:
-    """Return the index of a slice inside its rows; the ellipsis keeps a scalar an array."""
-    return (*(slice(None) for _ in rows), *_items(part.bounds[len(rows) :]), Ellipsis)
+def _inside(axes: int, bounds: Bounds) -> tuple[Any, ...]:
+    """Return the index of a slice inside its range of the first axes; the ellipsis keeps a scalar an array."""
+    return (*[slice(None)] * axes, *_items(bounds[axes:]), Ellipsis)
 
 
 def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
@@ -251,25 +269,15 @@ def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
     return target is not None and file.table.row(index).packed
 
 
-def _place_of(tensor: PlacedTensor, sharding: Any) -> Place:
-    """Return the place of a tensor."""
-    if isinstance(sharding, Mapping):
-        if tensor.name not in sharding:
-            raise ValueError(f"sharding has no entry for tensor {show(tensor.name)}: use None for JAX's default device")
-        sharding = sharding[tensor.name]
-    elif callable(sharding) and not jax_arrays.is_part_of_sharding(sharding):
-        sharding = sharding(tensor.name, jax.ShapeDtypeStruct(tensor.shape, jax_arrays.jax_dtype(tensor.dtype)))
-    return jax_arrays.as_place(sharding)
-
-
-def load_selected(selected: Selected, sharding: Any, *, threads: int | None, progress: Progress) -> dict[str, Array]:
-    """Load the selected tensors of a checkpoint."""
-    checkpoint, merge, names, groups = selected
-    options = Options(
-        lambda name, dtype: checkpoint.get_slice(name, dtype=dtype), sharding, threads=threads, merge=merge
-    )
-    arrays = load([(tensors_of(checkpoint, members), target) for members, target in groups], options, progress)
-    return arrays if len(groups) == 1 else {name: arrays[name] for name in names}
+def load_checkpoint(
+    path: Paths, *, sharding: Any, threads: int | None, progress: Progress, **selection: Any
+) -> dict[str, Array]:
+    """Load the tensors that `selecting` selects."""
+    check_threads(threads)
+    with selecting(path, **selection) as (checkpoint, merge, names, selected):
+        groups = [(tensors_of(checkpoint, members), target) for members, target in selected]
+        arrays = load(groups, sharding, progress=progress, threads=threads, checkpoint=checkpoint, merge=merge)
+        return {name: arrays[name] for name in names}
 
 
 def copied(arrays: Mapping[str, NumpyArray]) -> dict[str, Array]:

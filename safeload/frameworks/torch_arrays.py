@@ -16,7 +16,7 @@ from ..base.messages import error_about
 from ..base.table import Table
 from ..base.text import clip, printable, show
 from ..engine.read.lazy import Lazy
-from ..engine.read.tensors import Entry
+from ..engine.read.tensors import Entry, FileTensor
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
 from ..formats.safetensors.file import Memory
 from .torch_shared import check_not_shared, listed
@@ -62,9 +62,11 @@ _views: dict[np.dtype[Any], _Views] = {}
 
 def from_table(table: Table, arrays: dict[str, Array]) -> dict[str, Any]:
     """Return all tensors of a file from its arrays."""
-    if table.plain or not dtypes.holds_packed(table.numbers):
-        return from_arrays(arrays)
-    return from_arrays(arrays, raw_of((name, table, index) for index, name in enumerate(table.names)))
+    raw = None
+    if not table.plain and dtypes.holds_packed(table.numbers):
+        rows = zip(table.names, table.rows, table.shapes, strict=True)
+        raw = {name: described(name, row, shape)[1] for name, row, shape in rows if row.packed}
+    return from_arrays(arrays, raw)
 
 
 def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -121,14 +123,10 @@ def described(name: str, row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[tup
     return (*shape[:-1], shape[-1] // row.block), dtype
 
 
-def raw_of(tensors: Iterable[tuple[str, Table, int]]) -> dict[str, Any]:
+def raw_of(tensors: Iterable[FileTensor]) -> dict[str, Any]:
     """Return torch's dtypes of the tensors that arrays show as raw bytes, by name."""
-    raw: dict[str, Any] = {}
-    for name, table, index in tensors:
-        row = table.row(index)
-        if row.packed:
-            raw[name] = described(name, row, table.shape(index))[1]
-    return raw
+    rows = ((name, file.table.row(index), file.table.shape(index)) for name, file, index in tensors)
+    return {name: described(name, row, shape)[1] for name, row, shape in rows if row.packed}
 
 
 def of_entry(entry: Entry) -> tuple[tuple[int, ...], Any]:

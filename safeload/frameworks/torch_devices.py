@@ -7,7 +7,7 @@ for tensors that cannot be divided into chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -40,79 +40,56 @@ _FEW_THREADS, _SHARING, _LARGER = 4, 3, 2
 _SMALL, _SEVERAL = 64 << 10, 8
 
 
-class Blocking:
-    """Copies from host buffers to a device, executed in the order they are started: synchronous, without streams."""
+class Copies:
+    """Copies from host buffers to a device, in the order they are started.
 
-    def __init__(self, device: Any) -> None:
+    With streams they run on a stream of their own, from pinned memory, and an event for each buffer tells when to
+    refill it. Without, each is done once it was started.
+    """
+
+    def __init__(self, device: Any, streams: bool) -> None:
         self._device = device
+        self._module: Any = torch.get_device_module(device) if streams else None
+        self._stream: Any = None if self._module is None else self._module.Stream(device=device)
+        self._caller = None if self._module is None else self._module.current_stream(device)
+        self._events: dict[int, Any] = {}
 
     def buffer(self, nbytes: int) -> Any:
         """Return a new buffer: a uint8 tensor on the CPU."""
+        if self._stream is not None:
+            with suppress(RuntimeError):  # the system refuses to pin more
+                # Torch keeps pinned memory for the next load.
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """Return a new tensor on the device."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def copying(self) -> AbstractContextManager[object]:
-        """Return a context to start copies in. They wait for earlier uses of the memory that `empty` has returned."""
-        return nullcontext()
-
-    def copy(self, destinations: Sequence[Any], buffer: Any, places: Sequence[tuple[int, int]]) -> None:
-        """Start to copy ranges of a buffer, (begin, end) in ascending order, to device tensors of equal sizes."""
-        for destination, (begin, end) in zip(destinations, places, strict=True):
-            destination.copy_(buffer[begin:end])
-
-    def convert(self, destination: Any, source: Any) -> None:
-        """Start to convert a device tensor to the destination's dtype; the source is not used again."""
-        destination.copy_(source)
-
-    def started(self, number: int) -> None:
-        """Note that all copies from buffer ``number`` have been started."""
-
-    def wait(self, number: int) -> None:
-        """Wait for the copies from buffer ``number``; called from any thread."""
-
-    def finish(self) -> None:
-        """Wait for everything that was started."""
-
-
-class Streamed(Blocking):
-    """Copies from pinned memory on a separate stream, with an event for each buffer to tell when to refill it."""
-
-    def __init__(self, device: Any) -> None:
-        super().__init__(device)
-        self._module = torch.get_device_module(device)
-        self._stream = self._module.Stream(device=device)
-        self._caller = self._module.current_stream(device)
-        self._events: dict[int, Any] = {}
-
-    def buffer(self, nbytes: int) -> Any:
-        try:  # torch keeps pinned memory for the next load
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except RuntimeError:  # the system refuses to pin more
-            return super().buffer(nbytes)
+    def _on(self, stream: Any) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = nullcontext() if self._module is None else self._module.stream(stream)
+        return context
 
     def allocating(self) -> AbstractContextManager[object]:
         """Return a context in which another thread allocates memory as the thread that made this object would."""
-        context: AbstractContextManager[object] = self._module.stream(self._caller)
-        return context
+        return self._on(self._caller)
 
     def copying(self) -> AbstractContextManager[object]:
-        # New memory belongs to the caller's stream, which may still use its old content.
-        self._stream.wait_stream(self._caller)
-        context: AbstractContextManager[object] = self._module.stream(self._stream)
-        return context
+        """Return a context to start copies in. They wait for earlier uses of the memory that `empty` has returned."""
+        if self._stream is not None:  # new memory belongs to the caller's stream, which may still use its old content
+            self._stream.wait_stream(self._caller)
+        return self._on(self._stream)
 
     def copy(self, destinations: Sequence[Any], buffer: Any, places: Sequence[tuple[int, int]]) -> None:
-        pairs = zip(destinations, places, strict=True)
-        for small, neighbours in groupby(pairs, lambda pair: pair[1][1] - pair[1][0] <= _SMALL):
+        """Start to copy ranges of a buffer, (begin, end) in ascending order, to device tensors of equal sizes."""
+        streams, pairs = self._stream is not None, zip(destinations, places, strict=True)
+        for small, neighbours in groupby(pairs, lambda pair: streams and pair[1][1] - pair[1][0] <= _SMALL):
             run = list(neighbours)
             if small and len(run) >= _SEVERAL:
                 self._copy_together([destination for destination, _ in run], buffer, [place for _, place in run])
                 continue
             for destination, (begin, end) in run:
-                destination.copy_(buffer[begin:end], non_blocking=True)
+                destination.copy_(buffer[begin:end], non_blocking=streams)
 
     def _copy_together(self, destinations: Sequence[Any], buffer: Any, places: Sequence[tuple[int, int]]) -> None:
         """Copy neighbouring ranges to the device at once, and from there to their tensors."""
@@ -127,20 +104,27 @@ class Streamed(Blocking):
         copied.record_stream(self._stream)  # its memory stays reserved until the copies are done
 
     def convert(self, destination: Any, source: Any) -> None:
+        """Start to convert a device tensor to the destination's dtype; the source is not used again."""
         destination.copy_(source)
-        source.record_stream(self._stream)  # its memory stays reserved until the conversion is done
+        if self._stream is not None:
+            source.record_stream(self._stream)  # its memory stays reserved until the conversion is done
 
     def started(self, number: int) -> None:
-        if number not in self._events:
-            self._events[number] = self._module.Event()
-        self._events[number].record(self._stream)
+        """Note that all copies from buffer ``number`` have been started."""
+        if self._module is not None:
+            if number not in self._events:
+                self._events[number] = self._module.Event()
+            self._events[number].record(self._stream)
 
     def wait(self, number: int) -> None:
+        """Wait for the copies from buffer ``number``; called from any thread."""
         if number in self._events:
             self._events[number].synchronize()
 
     def finish(self) -> None:
-        self._stream.synchronize()
+        """Wait for everything that was started."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 # Device types with streams.
@@ -153,7 +137,7 @@ def load(
     *,
     threads: int | None = None,
     progress: Progress = None,
-    copies: Blocking | None = None,
+    copies: Copies | None = None,
 ) -> dict[str, Any]:
     """Load tensors onto a device, by name and in the order of ``entries``.
 
@@ -161,7 +145,7 @@ def load(
     fails, nothing is left on the device.
     """
     if copies is None:
-        copies = Streamed(device) if device.type in _STREAMING else Blocking(device)
+        copies = Copies(device, device.type in _STREAMING)
     tiny = sum(entry.end - entry.begin for entry in entries) < _SMALL * len(entries)
     with paused(len(entries) if tiny else 0):
         tensors = {name: tensor for name, tensor, _ in _arrivals(entries, copies, threads, progress)}
@@ -174,7 +158,7 @@ Arrival = tuple[str, Any, Callable[[], object]]
 
 def prefetch(entries: Sequence[Entry], device: Any, threads: int) -> Generator[Arrival]:
     """Return a generator that loads tensors onto a device with streams, for another thread to advance; see `load`."""
-    copies = Streamed(device)
+    copies = Copies(device, True)
 
     def arrivals() -> Generator[Arrival]:
         with copies.allocating():
@@ -183,7 +167,7 @@ def prefetch(entries: Sequence[Entry], device: Any, threads: int) -> Generator[A
     return arrivals()
 
 
-def _arrivals(entries: Sequence[Entry], copies: Blocking, threads: int | None, progress: Progress) -> Iterator[Arrival]:
+def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, progress: Progress) -> Iterator[Arrival]:
     """Yield each tensor once its last copy was started. At the end, or if closed, all copies are done."""
     targets: dict[Any, _Target] = {}
     for entry in entries:
@@ -216,24 +200,18 @@ def _arrivals(entries: Sequence[Entry], copies: Blocking, threads: int | None, p
             if not target.left:  # it is empty
                 yield from target.arrivals(lambda: None)
         for filled in reading:
-            if filled.buffer is None:
-                target = by_name[filled.name]
-                array = filled.array.reshape(-1).view(np.uint8)
-                with copies.copying():
-                    copies.copy([target.part(0, array.size)], torch.from_numpy(array), [(0, array.size)])
-                    target.copied(array.size)
-                meter.add(target.moved.nbytes)
-                yield from target.arrivals(copies.finish)
-                continue
+            number = filled.buffer
+            buffer = torch.from_numpy(filled.array.reshape(-1).view(np.uint8)) if number is None else buffers[number]
             parts = [by_name[name].part(begin, nbytes) for name, begin, nbytes, _ in filled.pieces]
             places = [(at, at + nbytes) for _, _, nbytes, at in filled.pieces]
             with copies.copying():
-                copies.copy(parts, buffers[filled.buffer], places)
+                copies.copy(parts, buffer, places)
                 del parts
                 complete = [target for piece in filled.pieces if (target := by_name[piece.name]).copied(piece.nbytes)]
-                copies.started(filled.buffer)
+                if number is not None:
+                    copies.started(number)
             meter.add(sum(piece.nbytes for piece in filled.pieces))
-            wait = partial(copies.wait, filled.buffer)
+            wait = copies.finish if number is None else partial(copies.wait, number)
             for target in complete:
                 yield from target.arrivals(wait)
             del complete
@@ -254,7 +232,7 @@ class _Target:
 
     __slots__ = ("_copies", "_dtype", "_memory", "_nbytes", "_result", "_sent", "_shape", "aliases", "left", "moved")
 
-    def __init__(self, entry: Entry, copies: Blocking) -> None:
+    def __init__(self, entry: Entry, copies: Copies) -> None:
         self.moved = _moved(entry)  # the entry to copy
         self.aliases: tuple[str, ...] = ()  # further names that get the tensor
         self._copies = copies

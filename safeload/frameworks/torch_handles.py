@@ -18,7 +18,6 @@ from ..engine.run.slice import as_index
 from ..engine.run.threads import MOST_THREADS
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError
-from ..stores.local import mapping_of
 from . import torch_arrays, torch_devices
 from .torch_arrays import torch
 
@@ -52,15 +51,13 @@ class TorchHandle:
         self._check_device()
         if self._without_data:
             return torch_arrays.without_data(entries_of([part], None))[part[0]]
-        if self._device is not None and _size(part) >= _STAGED_FROM:
-            return torch_devices.load(entries_of([part], None), self._device)[part[0]]
-        array, raw = read(), None
-        if array.dtype is _BYTES:  # possibly a packed dtype
-            name, file, index = part
-            row = file.table.row(index)
-            if row.packed:
-                raw = torch_arrays.described(name, row, file.table.shape(index))[1]
-        return self._moved(torch_arrays.from_array(array, part[0], raw))
+        name, file, index = part
+        begin, end = file.table.byte_range(index) if self._device is not None else (0, 0)
+        if end - begin >= _STAGED_FROM:
+            return torch_devices.load(entries_of([part], None), self._device)[name]
+        array = read()
+        raw = torch_arrays.raw_of([part]).get(name) if array.dtype is _BYTES else None  # possibly a packed dtype
+        return self._moved(torch_arrays.from_array(array, name, raw))
 
     def tensors(
         self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
@@ -70,10 +67,7 @@ class TorchHandle:
             return torch_arrays.without_data(entries_of(parts, target))
         if self._device is not None:
             return torch_devices.load(entries_of(parts, target), self._device)
-        raw = None
-        if target is None:
-            raw = torch_arrays.raw_of((name, file.table, index) for name, file, index in parts)
-        return torch_arrays.from_arrays(read(), raw)
+        return torch_arrays.from_arrays(read(), torch_arrays.raw_of(parts) if target is None else None)
 
     def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
         """Return the selected elements, by torch's rules if the file is mapped and by `SafeSlice`'s otherwise."""
@@ -127,9 +121,8 @@ class TorchHandle:
             buffer = mapping(file, self._inner)
             if buffer is not None:
                 return array_over(buffer, dtypes.array_dtype(file.table.row(index).number), shape, begin)
-        backend = self._backend if self._backend != "mmap" else "pread"
-        arrays, _ = load_tensors(Tensors([file], [file.table.names[index]], [index]), backend=backend)
-        array: Array = arrays[file.table.names[index]]
+        name = file.table.names[index]
+        array: Array = load_tensors(Tensors([file], [name], [index]), backend="pread")[0][name]
         return array
 
     def _separate(self, file: WeightFile, index: int, part: Array) -> Array:
@@ -138,10 +131,8 @@ class TorchHandle:
         if part.nbytes < VIEWED_FROM["mmap"] or inner is None or not part.flags.aligned:
             return np.array(part)
         caller = object()
-        if self._sliced.setdefault(index, caller) is caller:  # atomic: only one of two threads is first
-            buffer = mapping(file, self._outer)
-        else:
-            buffer = mapping_of(file.store)
+        first = self._sliced.setdefault(index, caller) is caller  # atomic: only one of two threads is first
+        buffer = mapping(file, self._outer if first else None)
         if buffer is None:
             return np.array(part)
         offset = part.ctypes.data - address_of(np.frombuffer(inner, np.uint8))
@@ -157,20 +148,12 @@ def _rows_of(entry: Entry, rows: range | None) -> Entry:
     return entry._replace(begin=begin, end=end, shape=(len(rows), *entry.shape[1:]))
 
 
-def _size(part: FileTensor) -> int:
-    begin, end = part[1].table.byte_range(part[2])
-    return end - begin
-
-
-def _is_integer(item: Any) -> bool:
-    return type(item) is int or as_index(item) is not None
-
-
 def _is_basic(key: Any) -> bool:
     """Return whether a key is basic indexing: it gives a view, and NumPy and torch agree on it within bounds."""
-    return all(
-        item is None
-        or item is Ellipsis
-        or ((item.step is None or (as_index(item.step) or 0) > 0) if isinstance(item, slice) else _is_integer(item))
-        for item in (key if isinstance(key, tuple) else (key,))
-    )
+    for item in key if isinstance(key, tuple) else (key,):
+        if isinstance(item, slice):
+            if item.step is not None and (as_index(item.step) or 0) <= 0:
+                return False
+        elif item is not None and item is not Ellipsis and as_index(item) is None:
+            return False
+    return True

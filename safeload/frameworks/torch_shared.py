@@ -101,16 +101,13 @@ def remove_duplicate_names(
         return min(candidates & preferred or candidates - discard or candidates)
 
     removed: dict[str, list[str]] = {}
+    groups = find_shared_tensors(state_dict)
     complete: dict[Any, tuple[str, set[str]]] = {}  # by storage: the kept name, and the group
-    incomplete = []
-    for group in find_shared_tensors(state_dict):
-        candidates = {name for name in group if is_complete(state_dict[name])}
-        if not candidates:
-            incomplete.append(group)
-            continue
-        complete[_storage(state_dict, group)] = choice(candidates), set(group)
+    for group in groups:
+        if candidates := {name for name in group if is_complete(state_dict[name])}:
+            complete[_storage(state_dict, group)] = choice(candidates), set(group)
     kept_parts: list[tuple[str, set[str]]] = []
-    for group in incomplete:
+    for group in groups:
         # Upstream refuses such a group even if the whole tensor is among the names.
         whole = complete.get(_storage(state_dict, group))
         if whole is not None:

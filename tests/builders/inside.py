@@ -300,7 +300,7 @@ SEAMS = {
     "pooled_below": ["engine.read.delivery:POOLED_BELOW"],
     "pool_size": ["engine.read.delivery:POOL_SIZE"],
     "short_of_memory": ["engine.ahead.stream:short"],
-    "mapping_of": ["engine.read.delivery:mapping_of", "frameworks.torch_handles:mapping_of"],
+    "mapping_of": ["engine.read.delivery:mapping_of"],
     "write_file": ["engine.run.atomic_file:AtomicFile.write"],
     "fetch_range": ["engine.run.fetch:RANGE"],
     "fetch_window": ["engine.run.fetch:WINDOW"],

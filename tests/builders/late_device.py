@@ -1,6 +1,5 @@
 """A stand-in for a device of torch."""
 
-import contextlib
 import threading
 import time
 import weakref
@@ -11,11 +10,11 @@ import torch
 from builders.inside import torch_devices
 
 
-class Late(torch_devices.Blocking):
+class Late(torch_devices.Copies):
     """A device that copies behind the caller's back, late, and reads the buffer only then."""
 
     def __init__(self, delay=0.002):
-        super().__init__(torch.device("cpu"))
+        super().__init__(torch.device("cpu"), False)
         self.queue = SimpleQueue()
         self.done = {}
         self.lock = threading.Condition()
@@ -68,6 +67,3 @@ class Late(torch_devices.Blocking):
         self.queue.put(over.set)
         assert over.wait(30)
         self.finished += 1
-
-    def allocating(self):
-        return contextlib.nullcontext()

@@ -35,13 +35,13 @@ def collected(found, ring, threads=2, **options):
     got = {entry.name: np.full(entry.nbytes, 0xAA, np.uint8) for entry in found}
     alone = []
     for filled in staged(found, ring, threads, **options):
+        assert filled.array.flags.c_contiguous
+        memory = filled.array.reshape(-1).view(np.uint8)
         if filled.buffer is None:
-            assert filled.array.flags.c_contiguous
-            got[filled.name][:] = filled.array.reshape(-1).view(np.uint8)
-            alone.append(filled.name)
+            alone += [piece.name for piece in filled.pieces]
         for piece in filled.pieces:
             assert piece.at % ALIGNMENT == 0
-            bytes_ = filled.array[piece.at : piece.at + piece.nbytes]
+            bytes_ = memory[piece.at : piece.at + piece.nbytes]
             got[piece.name][piece.begin : piece.begin + piece.nbytes] = bytes_
     return got, alone
 
@@ -101,11 +101,8 @@ def test_the_order_is_that_of_the_tensors(tmp_path):
     base = torch.arange(600, dtype=torch.float32).reshape(20, 30)
     torch.save({f"{k:02}": base.t() if k % 3 == 1 else base.clone() for k in range(12)}, tmp_path / "x.pt")
     with safeload.open(tmp_path / "x.pt") as checkpoint:
-        names = [
-            filled.name or [piece.name for piece in filled.pieces]
-            for filled in staged(entries(checkpoint, None), ring_of(1 << 16), 1)
-        ]
-    flat = [name for one in names for name in ([one] if isinstance(one, str) else one)]
+        buffers = staged(entries(checkpoint, None), ring_of(1 << 16), 1)
+        flat = [piece.name for filled in buffers for piece in filled.pieces]
     assert flat == [f"{k:02}" for k in range(12)]
 
 

@@ -238,9 +238,8 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path):
     safeload.numpy.save_file({"a": np.ones(1 << 20, np.float16), "b": np.ones(1 << 20, np.float16)}, path)
     with safeload.open(path) as checkpoint:
         os.truncate(path, path.stat().st_size - 100)
-        options = jax_loading.Options(lambda name, dtype: None, backend="pread")
         with pytest.raises(safeload.FormatError, match=r"x.safetensors"):
-            jax_loading.load([(tensors_of(checkpoint), None)], options, None)
+            jax_loading.load([(tensors_of(checkpoint), None)], backend="pread")
 
 
 def test_a_checkpoint_opens_as_safeload_opens_it():

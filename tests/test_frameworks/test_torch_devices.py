@@ -142,7 +142,7 @@ def test_the_device_converts_where_that_moves_fewer_bytes(tmp_path, small_ring, 
 
 
 class Module:
-    """What `Streamed` asks of a device's module in torch, with a log of the calls."""
+    """What `Copies` asks of a device's module in torch, with a log of the calls."""
 
     def __init__(self):
         self.log = []
@@ -195,7 +195,7 @@ def test_the_steps_of_a_device_with_streams(tmp_path, small_ring, monkeypatch, p
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(torch, "empty", allocate)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append(stream.name))
-    copies = torch_devices.Streamed(CPU)
+    copies = torch_devices.Copies(CPU, True)
     assert_same(load(path, "float32", copies), load_file(path, dtype="float32"))
     log = module.log
     assert 0 < len(pinned) <= staging.BUFFERS if pins else not pinned
@@ -221,7 +221,7 @@ def test_small_neighbours_are_copied_to_the_device_together(tmp_path, small_ring
     inside.tune(monkeypatch, small_on_device=4096)
     together = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda to, parts: copied.append(len(to)) or together(to, parts))
-    loaded = load(path, dtype, torch_devices.Streamed(CPU))
+    loaded = load(path, dtype, torch_devices.Copies(CPU, True))
     assert_same(loaded, load_file(path, dtype=dtype))
     assert copied
     assert sum(copied) > 50

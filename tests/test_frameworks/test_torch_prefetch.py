@@ -27,7 +27,7 @@ def device(monkeypatch):
     """A CUDA device that the CPU stands in for, and the copies to it."""
     late = Late(0.0005)
     monkeypatch.setattr(torch_arrays, "device_of", torch_arrays.parsed_device)
-    monkeypatch.setattr(torch_devices, "Streamed", lambda device: late)
+    monkeypatch.setattr(torch_devices, "Copies", lambda device, streams: late)
     inside.tune(monkeypatch, staging_buffer=16384, smallest_staging_buffer=4096)
     return late
 

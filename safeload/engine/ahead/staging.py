@@ -122,9 +122,8 @@ class Filled(NamedTuple):
     """A filled staging buffer, or an indivisible tensor."""
 
     buffer: int | None  # number of the buffer; None for an indivisible tensor
-    pieces: Sequence[Piece]  # of the buffer
+    pieces: Sequence[Piece]  # of the buffer; the indivisible tensor is a single piece
     array: Array  # the buffer, or the indivisible tensor
-    name: str = ""  # of the indivisible tensor
 
 
 def buffer_size(total: int, count: int | None = None, *, larger: int = 1) -> int:
@@ -255,15 +254,15 @@ def _joined(chunks: Iterable[tuple[Chunk, int]]) -> list[Piece]:
 def _make(entry: Entry, threads: int | None) -> Filled:
     """Read an indivisible tensor into a C-contiguous array."""
     assert entry.target is not None
-    out = {entry.name: private_array(entry.shape, entry.dtype)}
+    array = private_array(entry.shape, entry.dtype)
     deliver(
         Tensors.of([entry.tensor]),
         target=None if entry.source == entry.target and entry.packed is None else dtypes.BY_NUMBER[entry.target],
-        out=out,
+        out={entry.name: array},
         threads=threads,
         progress=check_stopped,
     )
-    return Filled(None, (), out[entry.name], entry.name)
+    return Filled(None, [Piece(entry.name, 0, array.nbytes, 0)], array)
 
 
 class StagedBytes:
@@ -294,10 +293,7 @@ class StagedBytes:
         filled = next(self._filled)
         self._array = filled.array  # keeps the memory alive while its address is used
         base = address_of(filled.array)
-        if filled.buffer is None:
-            self._waiting.append((base, filled.array.nbytes))
-        else:
-            self._waiting.extend((base + piece.at, piece.nbytes) for piece in filled.pieces)
+        self._waiting.extend((base + piece.at, piece.nbytes) for piece in filled.pieces)
 
     def close(self) -> None:
         """Stop reading and wait for the threads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from array import array as plain_array
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import accumulate, chain
 from operator import add
@@ -24,6 +24,7 @@ from ...base.table import Table
 from ...base.text import show, tensor_named
 from ...engine.read import delivery
 from ...engine.read.lazy import Lazy, Staged, materialize
+from ...engine.read.tensors import Tensors
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.threads import thread_count
 from ...engine.run.weight_file import WeightFile
@@ -72,6 +73,16 @@ def open_file(path: PathLike, *, brief: bool = False, folders: str = "safeload.l
     return WeightFile(
         text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[native.LOADED_COLUMNS :])
     )
+
+
+def chosen(file: WeightFile, names: Iterable[str] | None, dtype: Any, operation: str) -> Tensors:
+    """Return the tensors to load, after refusing to convert floating codes without their scales."""
+    tensors = Tensors.in_file(file, names)
+    if dtype is not None:
+        from ...packed import finder  # only here: most loads do not need it
+
+        finder.refuse_floating(file, tensors, operation)
+    return tensors
 
 
 class Resident(NamedTuple):
