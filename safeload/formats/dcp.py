@@ -538,8 +538,8 @@ def _unpacked(chunk: DcpChunk, store: ByteStore, path: str) -> Array:
 def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None) -> Region:
     """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
     with _within(path, store, offset) as window:
-        _, others, names, _ = zip_file.read_tables(Archive(window), window, OpenRequest())
-    if len(names) != 1 or others:
+        _, beside, names, _ = zip_file.read_tables(Archive(window), window, OpenRequest())
+    if len(names) != 1 or beside:
         raise chunk.fault(f": its chunk must hold a single tensor, got {len(names)}", path, offset)
     table = window.table
     chunk.check(table, 0, path, offset)

@@ -168,8 +168,8 @@ def _plain(value: Any) -> None:
 def _adapt(value: Mapping[Any, Any], content: Content, *, whole: bool) -> Content:
     """Return the content of a dict as Paddle means it: bfloat16 by its name, and large arrays joined."""
     # A container selected in the dict is not `whole` and has no parts to join.
-    file, others, names, notes = content
-    sources = (file, *others)
+    file, further, names, notes = content
+    sources = (file, *further)
     for source in sources:
         if isinstance(source.table, ListedTable):
             source.table.replace_rows(dtypes.BY_CODE["U16"], dtypes.BY_CODE["BF16"])

@@ -653,9 +653,9 @@ class Opened(NamedTuple):
 
 def opened_file(format: str, content: Content) -> Opened:
     """Return what a reader has opened."""
-    file, others, names, notes = content
-    files = [file, *others]
-    where = joined_places(files, names) if others else None
+    file, beside, names, notes = content
+    files = [file, *beside]
+    where = joined_places(files, names) if beside else None
     return Opened(file.path, format, files, where, file.table.metadata() or {}, notes=notes)
 
 

@@ -418,8 +418,8 @@ def find(
         named = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(_mains()))
         known = quantization is not None and name in coded and name not in scales and named
         if companion is None and not known:
-            others = _identifying(name, stored, telling)
-            companion = next((other for other in others if other in tensors or other in elsewhere), None)
+            telltales = _identifying(name, stored, telling)
+            companion = next((other for other in telltales if other in tensors or other in elsewhere), None)
             if companion is None:
                 continue
         stem = name.removesuffix(".weight")

@@ -427,7 +427,7 @@ def diff(
             sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
             pieces = pieces_of(sizes, *catalogs, operation="diff")
             rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
-            rows = {name: (most, at and tuple(at), *numbers) for name, (most, at, *numbers) in rows.items()}
+            rows = {name: (largest, at and tuple(at), *numbers) for name, (largest, at, *numbers) in rows.items()}
         with paused(len(rows)):
             names = [name for name in shapes if name in rows]
             fields = map(rows.__getitem__, names)
@@ -795,8 +795,8 @@ def _rows(largest: list[float], sums: Array, per_element: Array, shapes: Sequenc
     places = (sums["at"].astype(np.int64) // per_element).tolist()
     with paused(len(shapes)):
         indices = [
-            index_of(place, shape) if most > 0 else None
-            for most, place, shape in zip(largest, places, shapes, strict=True)
+            index_of(place, shape) if peak > 0 else None
+            for peak, place, shape in zip(largest, places, shapes, strict=True)
         ]
         return [*zip(largest, indices, *columns, strict=True)]
 
