@@ -26,7 +26,7 @@ from ...engine.read.lazy import LazyPacked
 from ...engine.read.load import parse_target
 from ...errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ...formats.folder import CONFIG, read_config
-from ...formats.gguf.mixtures import FILE_TYPE, with_updated_file_type
+from ...formats.gguf.mixtures import FILE_TYPE, with_file_type, with_updated_file_type
 from ...formats.metadata import as_texts
 from ...formats.registry import (
     BY_NAME,
@@ -61,7 +61,6 @@ from ..quantize.rules import (
     Keep,
     Planned,
     Rules,
-    metadata_with,
     read_importance,
     rules_for,
     schema_of,
@@ -694,7 +693,10 @@ class Decider:
             if chosen and FILE_TYPE not in own:
                 metadata = with_updated_file_type(metadata, outputs.made)
             if isinstance(rules, Rules):
-                metadata = metadata_with(metadata, rules, matrix, own)
+                keys = {} if matrix is None else matrix.metadata()
+                if isinstance(rules, FileTypeRules):
+                    metadata, keys = with_file_type(metadata, rules.file_type, keys.items()), {}
+                metadata = {**metadata, **keys, **{key: value for key, value in own.items() if value is not None}}
         config = summary = parameters = None
         if request.folder is not None:
             config = config_with(catalog.config, self._target, restored=self._restored, schemes=outputs.schemes)

@@ -98,12 +98,14 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
             {
                 "files": [[absolute(path), *identity_of(os.stat(path))[:2]] for path in paths],  # the config comes last
                 "weight": adapter.weight,
-                "parameters": fit.parameters,
-                "transposed": sorted(fit.transposed),
-                "apart": {name: fit.apart[name] for name in fit.parameters.values() if name in fit.apart},
-                "mirrored": fit.mirrored,
+                "fit": {
+                    **fit._asdict(),
+                    "transposed": sorted(fit.transposed),
+                    "unclear": {},
+                    "apart": {name: fit.apart[name] for name in fit.parameters.values() if name in fit.apart},
+                    "redundant": [],
+                },
                 "untied": catalog.aliases,
-                "renamed": fit.renamed,
             }
         )
     return adapters
@@ -119,7 +121,7 @@ def reopened(
             check_unchanged(path, (size, version))
         paths = [path for path, _, _ in adapter["files"]]
         weighted.append((paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
-        apart = {name: Apart(*fields) for name, fields in adapter["apart"].items()}
-        parameters, mirrored, transposed = adapter["parameters"], adapter["mirrored"], frozenset(adapter["transposed"])
-        fits.append(Fit(parameters, transposed, {}, apart, mirrored, renamed=adapter["renamed"]))
+        fit = Fit(**adapter["fit"])
+        apart = {name: Apart(*fields) for name, fields in fit.apart.items()}
+        fits.append(fit._replace(transposed=frozenset(fit.transposed), apart=apart))
     return _merged(catalog, opened(stack, weighted), Heads(heads, heads), fits)

@@ -22,8 +22,7 @@ from ...formats.safetensors.quantized import pack
 from ..folders.destinations import FileSink, SaveDestination, limit_of, target_of
 from ..folders.shards import write_folder
 from ..folders.sink import Sink
-from .values import check_name, value_of
-from .writer import Writer, checked_metadata
+from .writer import Writer, check_name, checked_metadata, value_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

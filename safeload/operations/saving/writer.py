@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
@@ -29,11 +30,12 @@ from ..folders import journal
 from ..folders.destinations import FileSink, SaveDestination, limit_of, target_of
 from ..folders.shards import index_text
 from ..folders.sink import Sink, free_names
-from .values import check_name, value_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# The key of the header for metadata, which cannot name a tensor.
+_RESERVED = "__metadata__"
 # First byte of the tensors in a file with an unknown number of them.
 _BEGIN = 128 << 10
 # Files with at most this many bytes of tensors are written again with a header of the right size.
@@ -282,6 +284,30 @@ class Writer:
 
     def __repr__(self) -> str:
         return f"<Writer {self._state}, {len(self._names)} tensors>"
+
+
+def value_of(name: str, value: Any, keep: list[Any]) -> Any:
+    """Return the writer's input for a tensor; ``keep`` receives objects that must live until the value is written."""
+    if isinstance(value, (np.ndarray, np.generic, QuantizedTensor)):
+        return value
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(value, torch.Tensor):
+        from ...frameworks import torch_arrays
+
+        return torch_arrays.value_of(name, value, keep)
+    if jax is not None and (isinstance(value, jax.Array) or hasattr(value, "__jax_array__")):
+        from ...frameworks import jax_arrays
+
+        return jax_arrays.to_write({name: value})[name]
+    return value  # the writer explains what it expects
+
+
+def check_name(name: Any) -> str:
+    """Check that a tensor can have this name, and return it."""
+    text(name, "a tensor name", tensor=name if isinstance(name, str) else None)
+    if name == _RESERVED:
+        raise error_about(SafetensorError, ": this name is reserved for the metadata of safetensors", tensor=name)
+    return str(name)
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
