@@ -290,37 +290,28 @@ class _CopyWriter:
         self.size: int = self._header.nbytes + int(spans.lengths.sum())
 
     def write_to(self, file: AtomicFile) -> None:
+        header, outputs = [(self._header.address, self._header.nbytes)], self._outputs
         try:
-            self._write(file)
+            with closing(self._spans.pick(self._header.order).read(outputs.threads)) as chunks:
+                for chunk in chunks:  # the first chunk goes out together with the header
+                    file.write([*header, chunk])
+                    header = []
+                    self._written(chunk[1])
+            if header:
+                file.write(header)
             return
-        except RangeError as error:  # of a range of several tensors
+        except RangeError as error:
             refused = error
-        try:
-            self._quantize_alone()
+        try:  # of a range of several tensors: quantize one by one, in the order of the file, to get the first error
+            blocks = {*outputs.in_blocks}
+            for k in self._header.order.tolist():
+                source, target = (int(column[k]) for column in self._spans[4:])
+                if k in blocks and source != target:
+                    values, scheme = outputs.catalog.source(outputs.reads[k]), dtypes.of_number(target).name
+                    quantize_source(values, scheme, axis=None, rounding=None, threads=outputs.threads)
             raise refused
         finally:
             del refused  # it refers to this frame
-
-    def _quantize_alone(self) -> None:
-        """Quantize the tensors one by one, in the order of the file, to get the error of the first."""
-        outputs, blocks = self._outputs, {*self._outputs.in_blocks}
-        for k in self._header.order.tolist():
-            source, target = (int(column[k]) for column in self._spans[4:])
-            if k in blocks and source != target:
-                scheme, shape, name = dtypes.of_number(target).name, outputs.shapes[k], outputs.reads[k]
-                (dtype, stored), _ = storage_of(scheme, shape, None)
-                data, values = np.empty(stored, dtype), outputs.catalog.source(name)
-                quantize_source(values, scheme, axis=None, rounding=None, data=data, threads=outputs.threads)
-
-    def _write(self, file: AtomicFile) -> None:
-        header = [(self._header.address, self._header.nbytes)]
-        with closing(self._spans.pick(self._header.order).read(self._outputs.threads)) as chunks:
-            for chunk in chunks:  # the first chunk goes out together with the header
-                file.write([*header, chunk])
-                header = []
-                self._written(chunk[1])
-        if header:
-            file.write(header)
 
 
 # ---- tensor by tensor ----
