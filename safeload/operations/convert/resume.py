@@ -493,7 +493,8 @@ def run(
         _check_piece(piece)
     call, file = piece["call"], piece["file"]
     if folder is None:
-        folder = sink_at(piece["folder"], piece.get("storage_options"), storage_options)
+        files = files_at(piece["folder"], piece.get("storage_options"), storage_options)
+        folder = sink_at(Location(files, piece["folder"]))
     whole, remote = journal.whole(folder, call, file, piece["id"]), folder.location.files.remote
     if whole is not None:
         record, place, name = whole
@@ -625,7 +626,8 @@ def finalize(
         raise FormatError(f"{INVALID_PLAN}: it has changed since it was made")
     for k, piece in enumerate(pieces):
         _check_piece(piece, f"{INVALID_PLAN}: pieces[{k}]")
-    folder = sink_at(plan["folder"], plan["storage_options"], storage_options)
+    files = files_at(plan["folder"], plan["storage_options"], storage_options)
+    folder = sink_at(Location(files, plan["folder"]))
     return _complete(plan, results, folder, storage_options)
 
 
