@@ -465,10 +465,16 @@ class Maker:
         if kept is not None:
             self._kept_bytes -= kept.nbytes
             return kept
-        largest = self._largest(encoding, partners) if packing.GLOBAL in encoding.preset.parts else None
-        if role == packing.GLOBAL:
-            assert largest is not None
-            return jobs.native_order(np.array([global_scale(largest, encoding.row)]))
+        largest = None
+        if packing.GLOBAL in encoding.preset.parts:
+            names = partners or (name,)
+            if names not in self._maxima:
+                sharing = (encoding._replace(name=other, shape=self._about(other).shape) for other in names)
+                weights = ((each, self._weights(each.name, each.row)) for each in sharing)
+                self._maxima[names] = max(largest_in(each, values, self._threads) for each, values in weights)
+            largest = self._maxima[names]
+            if role == packing.GLOBAL:
+                return jobs.native_order(np.array([global_scale(largest, encoding.row)]))
         codes = None
         if role == packing.CODES:
             dtype, shape = encoding.stored(role)
@@ -488,16 +494,6 @@ class Maker:
             self._kept_parts[name] = others
             self._kept_bytes += nbytes
         return parts[role]
-
-    def _largest(self, encoding: Encoding, partners: tuple[str, ...]) -> float:
-        """Return the largest magnitude in a weight and its partners."""
-        names = partners or (encoding.name,)
-        if names not in self._maxima:
-            encodings = (encoding._replace(name=name, shape=self._about(name).shape) for name in names)
-            self._maxima[names] = max(
-                largest_in(each, self._weights(each.name, each.row), self._threads) for each in encodings
-            )
-        return self._maxima[names]
 
     def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
         return weights_in(self._catalog, name, row, self._buffers, self._scratch.array, threads=self._threads)

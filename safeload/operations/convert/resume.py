@@ -32,13 +32,13 @@ from ...engine.run.progress import Progress
 from ...errors import FormatError, UnsupportedError, exported, public
 from ...formats.folder import INDEX, RESUME, SINGLE
 from ...formats.numbered import PART
-from ...formats.registry import SAFETENSORS
+from ...formats.registry import SAFETENSORS, OpenRequest, open_file
 from ...loading.adapter import listed
 from ...packed.families import presets
 from ...stores.files import Location
 from ..folders import journal
 from ..folders.destinations import Destination, sink_at
-from ..folders.shards import config_text, index_text, open_shard, warn_of_schemes
+from ..folders.shards import config_text, index_text, warn_of_schemes
 from ..folders.sink import Sink, free_names, indexed_names, shared_identity
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_rules import arranged
@@ -656,7 +656,9 @@ def _complete(
         return _place_of(plan, result, folder, trusted=planned is not None)
 
     def names_in(shard: tuple[Sink, str]) -> list[str]:
-        with closing(open_shard(*shard)) as weight_file:
+        location = shard[0].location / shard[1]
+        opening = open_file(location.path, OpenRequest((SAFETENSORS,), files=location.files))
+        with closing(opening.file) as weight_file:
             return weight_file.table.names
 
     size = sum(result["size"] for result in done)

@@ -399,7 +399,16 @@ class Writer:
     def _put(self, spool: _Spool, name: str, source: TensorToWrite, *, alone: bool) -> None:
         try:
             if self._declared is not None:
-                self._check_declared(self._declared, name, source)
+                if name not in self._declared:
+                    raise ValueError(f"tensor {show(name)} is not in tensors=")
+                row, shape = self._declared[name]
+                if (row.number, tuple(shape)) != (source.row.number, tuple(source.shape)):
+                    came, said = f"{source.row.code} {show(list(source.shape))}", f"{row.code} {show(list(shape))}"
+                    raise ValueError(f"tensor {show(name)} is {came}, but tensors= has {said}")
+                expected = next(iter(self._missing), None)
+                if self._in_order and name != expected:
+                    text = f"the file cannot seek, so tensors come in the order of tensors=: expected {show(expected)}"
+                    raise ValueError(f"{text}, got {show(name)}")
             spool.add(name, source)
         except BaseException:
             # Bytes of an unfinished tensor are in the way if the file cannot seek, and parts belong together.
@@ -408,19 +417,6 @@ class Writer:
             raise
         self._missing.pop(name, None)
         self._names.add(name)
-
-    def _check_declared(self, declared: Mapping[str, tuple[dtypes.Dtype, Any]], name: str, source: Any) -> None:
-        """Compare a tensor with its declaration."""
-        if name not in declared:
-            raise ValueError(f"tensor {show(name)} is not in tensors=")
-        row, shape = declared[name]
-        if (row.number, tuple(shape)) != (source.row.number, tuple(source.shape)):
-            came, said = f"{source.row.code} {show(list(source.shape))}", f"{row.code} {show(list(shape))}"
-            raise ValueError(f"tensor {show(name)} is {came}, but tensors= has {said}")
-        expected = next(iter(self._missing), None)
-        if self._in_order and name != expected:
-            text = f"the file cannot seek, so tensors come in the order of tensors=: expected {show(expected)}"
-            raise ValueError(f"{text}, got {show(name)}")
 
     def _spool(self, nbytes: int = 0) -> _Spool:
         """Return the file for more tensors: a new one at first, and when a shard has no space for so many bytes."""
