@@ -488,10 +488,10 @@ class Maker:
             threads=self._threads,
         )
         # Files hold all codes before or after all scales: small parts are kept until then, large ones are made again.
-        others = {other: part for other, part in parts.items() if other not in (role, packing.CODES)}
-        nbytes = sum(part.nbytes for part in others.values())
+        scales = {other: part for other, part in parts.items() if other not in (role, packing.CODES)}
+        nbytes = sum(part.nbytes for part in scales.values())
         if self._kept_bytes + nbytes <= _KEPT_BYTES:
-            self._kept_parts[name] = others
+            self._kept_parts[name] = scales
             self._kept_bytes += nbytes
         return parts[role]
 
@@ -540,17 +540,17 @@ class Maker:
     def _in_group(self, part: str, name: str) -> Array:
         """Return codes or scales of a small tensor, made with its group, or alone if the group fails."""
         if (part, name) not in self._grouped:
-            group, made = self._groups.get((part, name), [name]), {}
+            group, arrays = self._groups.get((part, name), [name]), {}
             for other in group:
                 self._groups.pop((part, other), None)
             make = self._codes_of if part == "codes" else self._scales_of
             if len(group) > 1:
                 try:
-                    made = make(group)
+                    arrays = make(group)
                 except Exception as error:
                     log.debug("a group of %d small tensors failed: %s", len(group), error)
                     self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
-            self._grouped.update({(part, other): array for other, array in (made or make([name])).items()})
+            self._grouped.update({(part, other): array for other, array in (arrays or make([name])).items()})
         return self._grouped.pop((part, name))
 
     def _scales_of(self, group: Sequence[str]) -> dict[str, Array]:

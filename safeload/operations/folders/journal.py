@@ -78,12 +78,12 @@ def places(folder: Sink, call: str, file: str) -> list[tuple[Sink, str]]:
     if folder.location.files.remote:
         return [(folder, file)]
     waiting, usual = subfolder(folder, call), PART.fullmatch(file)
-    found = [(waiting, file)] if file in waiting.names() else []
+    shards = [(waiting, file)] if file in waiting.names() else []
     for name in sorted(folder.names()):  # with any total number of shards
         part = PART.fullmatch(name)
         if name == file or (part and usual and part.group(1, 2, 4) == usual.group(1, 2, 4)):
-            found.append((folder, name))
-    return found
+            shards.append((folder, name))
+    return shards
 
 
 def whole(folder: Sink, call: str, file: str, piece: str) -> tuple[dict[str, Any], Sink, str] | None:

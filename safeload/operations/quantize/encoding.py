@@ -353,8 +353,8 @@ def _each_strip(
 
     strips, bytes_of = [*_strips(encoding, weights)], encoding.row.nbytes
     longest = bytes_of(strips[0].rows * strips[0].columns) if strips else 0
-    most = min(_MOST_BYTES // max(1, longest), weights.readers or _MOST_BYTES)
-    return in_order(read, strips, max(1, min(most, thread_count(bytes_of(math.prod(encoding.shape)), threads))))
+    workers = min(_MOST_BYTES // max(1, longest), weights.readers or _MOST_BYTES)
+    return in_order(read, strips, max(1, min(workers, thread_count(bytes_of(math.prod(encoding.shape)), threads))))
 
 
 def _pointer(array: Array, kind: str, element: int = 0) -> Any:
