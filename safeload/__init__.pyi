@@ -85,8 +85,8 @@ from .operations.saving.edit import edit as edit
 from .operations.saving.patch import PatchReport as PatchReport
 from .operations.saving.patch import apply_patch as apply_patch
 from .operations.saving.patch import make_patch as make_patch
+from .operations.saving.save import Writer as Writer
 from .operations.saving.save import save as save
-from .operations.saving.writer import Writer as Writer
 from .operations.sources.nest import flatten as flatten
 from .operations.sources.nest import nest as nest
 from .operations.trust.scan import ScanFinding as ScanFinding

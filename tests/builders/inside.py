@@ -349,7 +349,7 @@ SEAMS = {
     "remote_weights": ["operations.quantize.encoding:_REMOTE"],
     "validate_path": ["operations.report.report:validate_path", "operations.validate.check:validate_path"],
     "patch_int32": ["operations.saving.patch:_MAX_INT32"],
-    "spooled_in_memory": ["operations.saving.writer:_SMALL"],
+    "spooled_in_memory": ["operations.saving.save:_SMALL"],
     "largest_piece": ["operations.sources.executors:_LARGEST"],
     "smallest_piece": ["operations.sources.executors:_SMALLEST"],
     "tensor_cost": ["operations.sources.executors:_TENSOR_COST"],

@@ -212,7 +212,7 @@ def convert(
                 if value is not None:
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
         started, path = time.perf_counter(), cast("Destination", dst)
-        at_once = partial(_at_once, src, threads=threads, progress=progress, verify=verify)
+        shared: Any = {"threads": threads, "progress": progress}
         if not isinstance(dst, (str, os.PathLike)) and is_written_to(dst):
             if executor is not None or resume or max_shard_size is not None:
                 raise ValueError(
@@ -221,23 +221,15 @@ def convert(
             file, name, written = ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
             options["format"] = cast("WrittenName", written)
             with file.staging(f"converted{next(iter(written_suffixes(written)), '')}") as temporary:
-                report = at_once(temporary, options, overwrite=False)
+                report = _at_once(src, temporary, options, overwrite=False, verify=verify, **shared)
             report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
-            report = at_once(path, options, overwrite=overwrite)
+            report = _at_once(src, path, options, overwrite=overwrite, verify=verify, **shared)
         else:
             from .resume import convert_in_pieces  # only here: most conversions are written at once
 
-            report = convert_in_pieces(
-                src,
-                path,
-                options,
-                overwrite=overwrite,
-                resume=resume,
-                executor=executor,
-                threads=threads,
-                progress=progress,
-            )
+            shared |= {"overwrite": overwrite, "resume": resume, "executor": executor}
+            report = convert_in_pieces(src, path, options, **shared)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         text = str(error)

@@ -26,7 +26,7 @@ from ...engine.read.lazy import LazyPacked
 from ...engine.read.load import parse_target
 from ...errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ...formats.folder import CONFIG, read_config
-from ...formats.gguf.mixtures import FILE_TYPE, with_updated_file_type
+from ...formats.gguf.mixtures import FILE_TYPE, with_file_type, with_updated_file_type
 from ...formats.metadata import as_texts
 from ...formats.registry import (
     BY_NAME,
@@ -61,7 +61,6 @@ from ..quantize.rules import (
     Keep,
     Planned,
     Rules,
-    metadata_with,
     read_importance,
     rules_for,
     schema_of,
@@ -597,8 +596,13 @@ class Decider:
             if request.preset is not None:
                 self._rules = EngineRules(request.preset, options["keep"], catalog, schema, chosen=request.by_name)
             else:
-                self._rules = rules = self._block_rules(options["quantize"])
-                rules.schema = schema
+                model = format == "gguf" and not options["raw"]
+                rules = rules_for(catalog, options["quantize"], options["keep"], self._matrix, model=model)
+                if isinstance(rules, FileTypeRules) and options["layout"] is not None:
+                    file_type = rules.file_type
+                    text = f"layout= has no llama.cpp names, which file type {file_type} needs: pass raw=True"
+                    raise ValueError(text)
+                self._rules, rules.schema = rules, schema
                 # llama.cpp ties the head itself, and a restored model has all of its tensors.
                 if not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog):
                     tied = tied_heads(catalog, schema) if options["names"] is None else {}
@@ -627,15 +631,6 @@ class Decider:
             cause = f"the format {format}" if self._target is None else "dtype="
             cause = cause if self._rules is None else "quantize="
             finder.refuse(catalog.codes, self._descriptions, f"convert with {cause}")
-
-    def _block_rules(self, quantize: Any) -> Rules:
-        """Return the rules for block types, or for a file type of llama.cpp."""
-        options = self._request.options
-        model = self._request.format == "gguf" and not options["raw"]
-        rules = rules_for(self._catalog, quantize, options["keep"], self._matrix, model=model)
-        if isinstance(rules, FileTypeRules) and options["layout"] is not None:
-            raise ValueError(f"layout= has no llama.cpp names, which file type {rules.file_type} needs: pass raw=True")
-        return rules
 
     def conversion(self, threads: int | None) -> Conversion:
         """Decide about all tensors, and about what the result has beside them."""
@@ -694,7 +689,10 @@ class Decider:
             if chosen and FILE_TYPE not in own:
                 metadata = with_updated_file_type(metadata, outputs.made)
             if isinstance(rules, Rules):
-                metadata = metadata_with(metadata, rules, matrix, own)
+                keys = {} if matrix is None else matrix.metadata()
+                if isinstance(rules, FileTypeRules):
+                    metadata, keys = with_file_type(metadata, rules.file_type, keys.items()), {}
+                metadata = {**metadata, **keys, **{key: value for key, value in own.items() if value is not None}}
         config = summary = parameters = None
         if request.folder is not None:
             config = config_with(catalog.config, self._target, restored=self._restored, schemes=outputs.schemes)

@@ -39,7 +39,7 @@ from ...packed.families import presets
 from ..folders.shards import Output, ShardWriter, shard_bounds, writer_of
 from ..folders.shards import weight_map as stored_in
 from ..quantize.encoding import Encoding, Scratch, ScratchBuffers, Weights, encode, global_scale, largest_in, weights_in
-from ..quantize.quantize import Request, Rounding, maxima_of, quantize_source, run_requests, scales_of
+from ..quantize.quantize import Request, Rounding, maxima_of, new_tensor, quantize_source, run_requests, scales_of
 from ..quantize.rules import vectors_for
 from ..quantize.stack import fill, plan
 from ..sources.catalog import Catalog, TensorDescription
@@ -50,8 +50,7 @@ AS_STORED = -1
 _SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
 # A group of small tensors fits into the caches, and is large enough that a tensor takes little time beside its bytes.
 _GROUP_TENSORS, _GROUP_BYTES = 256, 1 << 20
-_KEPT_BYTES = 16 << 20  # of scales, or of the magnitudes of int8 scales, that are kept until they are written
-_MAXIMA = "maxima"  # the part of int8 tensors that is kept between their scales and their codes
+_KEPT_BYTES = 16 << 20  # of scales that are kept until they are written
 # Bytes of the widest integers that GPTQ and AWQ pack codes into.
 _WIDEST_CODES = 4
 
@@ -291,37 +290,28 @@ class _CopyWriter:
         self.size: int = self._header.nbytes + int(spans.lengths.sum())
 
     def write_to(self, file: AtomicFile) -> None:
+        header, outputs = [(self._header.address, self._header.nbytes)], self._outputs
         try:
-            self._write(file)
+            with closing(self._spans.pick(self._header.order).read(outputs.threads)) as chunks:
+                for chunk in chunks:  # the first chunk goes out together with the header
+                    file.write([*header, chunk])
+                    header = []
+                    self._written(chunk[1])
+            if header:
+                file.write(header)
             return
-        except RangeError as error:  # of a range of several tensors
+        except RangeError as error:
             refused = error
-        try:
-            self._quantize_alone()
+        try:  # of a range of several tensors: quantize one by one, in the order of the file, to get the first error
+            blocks = {*outputs.in_blocks}
+            for k in self._header.order.tolist():
+                source, target = (int(column[k]) for column in self._spans[4:])
+                if k in blocks and source != target:
+                    values, scheme = outputs.catalog.source(outputs.reads[k]), dtypes.of_number(target).name
+                    quantize_source(values, scheme, axis=None, rounding=None, threads=outputs.threads)
             raise refused
         finally:
             del refused  # it refers to this frame
-
-    def _quantize_alone(self) -> None:
-        """Quantize the tensors one by one, in the order of the file, to get the error of the first."""
-        outputs, blocks = self._outputs, {*self._outputs.in_blocks}
-        for k in self._header.order.tolist():
-            source, target = (int(column[k]) for column in self._spans[4:])
-            if k in blocks and source != target:
-                scheme, shape, name = dtypes.of_number(target).name, outputs.shapes[k], outputs.reads[k]
-                (dtype, stored), _ = storage_of(scheme, shape, None)
-                data, values = np.empty(stored, dtype), outputs.catalog.source(name)
-                quantize_source(values, scheme, axis=None, rounding=None, data=data, threads=outputs.threads)
-
-    def _write(self, file: AtomicFile) -> None:
-        header = [(self._header.address, self._header.nbytes)]
-        with closing(self._spans.pick(self._header.order).read(self._outputs.threads)) as chunks:
-            for chunk in chunks:  # the first chunk goes out together with the header
-                file.write([*header, chunk])
-                header = []
-                self._written(chunk[1])
-        if header:
-            file.write(header)
 
 
 # ---- tensor by tensor ----
@@ -358,7 +348,7 @@ class Maker:
         self._entries: dict[str | None, dict[str, Entry]] = {}
         self._small: dict[str, tuple[LazyQuantized, int, Callable[[], Source]]] = {}  # with bytes and values as stored
         self._groups: dict[tuple[str, str], list[str]] = {}  # of small tensors, by part and name
-        self._grouped: dict[str, Array] = {}  # codes of a group
+        self._grouped: dict[tuple[str, str], Array] = {}  # of a group, by part and name
         if matrix is not None:
             quantized = [name for name, decision in decisions.items() if decision.scheme is not None]
             self._importance = vectors_for(matrix, {name: self._about(name).shape for name in quantized})
@@ -374,7 +364,7 @@ class Maker:
         if scheme in presets():
             return self._encoded(source, decision, tensor)
         if scheme is not None and importance is None and self._is_small(source, tensor):
-            codes, scale = partial(self._codes_in_group, name), partial(self._scale_in_group, name)
+            codes, scale = partial(self._in_group, "codes", name), partial(self._in_group, "scale", name)
             output = _quantized_later(scheme, tensor.shape, usual_axis(scheme, tensor.shape), codes, scale)
             values: Any = partial(self._catalog.values, source, name)
             self._small[name] = output, tensor.nbytes, values
@@ -468,32 +458,23 @@ class Maker:
             parts[part.suffix] = Lazy(*encoding.stored(role), make)
         return LazyEncoded(encoding.preset.name, tensor.shape, parts)
 
-    def _keep(self, name: str, parts: dict[str, Array]) -> None:
-        """Keep parts of a tensor until they are written, if they take little memory; else they are computed again.
-
-        Files hold all codes before all scales, or after all scales.
-        """
-        size = sum(part.nbytes for part in parts.values())
-        if self._kept_bytes + size <= _KEPT_BYTES:
-            self._kept_parts[name] = parts
-            self._kept_bytes += size
-
-    def _take(self, name: str, role: str) -> Array | None:
-        """Return a part of a tensor that is kept, and keep it no longer."""
-        part = self._kept_parts.get(name, {}).pop(role, None)
-        self._kept_bytes -= 0 if part is None else part.nbytes
-        return part
-
     def _part_of(self, encoding: Encoding, partners: tuple[str, ...], role: str) -> Array:
         """Return a part of a quantized weight."""
         name = encoding.name
-        kept = self._take(name, role)
+        kept = self._kept_parts.get(name, {}).pop(role, None)
         if kept is not None:
+            self._kept_bytes -= kept.nbytes
             return kept
-        largest = self._largest(encoding, partners) if packing.GLOBAL in encoding.preset.parts else None
-        if role == packing.GLOBAL:
-            assert largest is not None
-            return jobs.native_order(np.array([global_scale(largest, encoding.row)]))
+        largest = None
+        if packing.GLOBAL in encoding.preset.parts:
+            names = partners or (name,)
+            if names not in self._maxima:
+                sharing = (encoding._replace(name=other, shape=self._about(other).shape) for other in names)
+                weights = ((each, self._weights(each.name, each.row)) for each in sharing)
+                self._maxima[names] = max(largest_in(each, values, self._threads) for each, values in weights)
+            largest = self._maxima[names]
+            if role == packing.GLOBAL:
+                return jobs.native_order(np.array([global_scale(largest, encoding.row)]))
         codes = None
         if role == packing.CODES:
             dtype, shape = encoding.stored(role)
@@ -506,18 +487,13 @@ class Maker:
             only_scales=role != packing.CODES,
             threads=self._threads,
         )
-        self._keep(name, {other: part for other, part in parts.items() if other not in (role, packing.CODES)})
+        # Files hold all codes before or after all scales: small parts are kept until then, large ones are made again.
+        scales = {other: part for other, part in parts.items() if other not in (role, packing.CODES)}
+        nbytes = sum(part.nbytes for part in scales.values())
+        if self._kept_bytes + nbytes <= _KEPT_BYTES:
+            self._kept_parts[name] = scales
+            self._kept_bytes += nbytes
         return parts[role]
-
-    def _largest(self, encoding: Encoding, partners: tuple[str, ...]) -> float:
-        """Return the largest magnitude in a weight and its partners."""
-        names = partners or (encoding.name,)
-        if names not in self._maxima:
-            encodings = (encoding._replace(name=name, shape=self._about(name).shape) for name in names)
-            self._maxima[names] = max(
-                largest_in(each, self._weights(each.name, each.row), self._threads) for each in encodings
-            )
-        return self._maxima[names]
 
     def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
         return weights_in(self._catalog, name, row, self._buffers, self._scratch.array, threads=self._threads)
@@ -561,57 +537,41 @@ class Maker:
             last[output.scheme] = group, used + size
             self._groups["codes", name] = self._groups["scale", name] = group
 
-    def _codes_in_group(self, name: str) -> Array:
-        """Return the codes of a small tensor."""
-        if name not in self._grouped:
-            self._grouped.update(self._in_group(name, "codes", self._quantize))
-        self._take(name, _MAXIMA)
-        return self._grouped.pop(name)
+    def _in_group(self, part: str, name: str) -> Array:
+        """Return codes or scales of a small tensor, made with its group, or alone if the group fails."""
+        if (part, name) not in self._grouped:
+            group, arrays = self._groups.get((part, name), [name]), {}
+            for other in group:
+                self._groups.pop((part, other), None)
+            make = self._codes_of if part == "codes" else self._scales_of
+            if len(group) > 1:
+                try:
+                    arrays = make(group)
+                except Exception as error:
+                    log.debug("a group of %d small tensors failed: %s", len(group), error)
+                    self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
+            self._grouped.update({(part, other): array for other, array in (arrays or make([name])).items()})
+        return self._grouped.pop((part, name))
 
-    def _scale_in_group(self, name: str) -> Array:
-        """Return the scales of a small int8 tensor."""
-        maxima = self._kept_parts.get(name, {}).get(_MAXIMA)
-        if maxima is None:
-            group = self._in_group(name, "scale", self._maxima_of)
-            maxima = group[name]
-            for each, bits in group.items():
-                self._keep(each, {_MAXIMA: bits})
-        scale = self._small[name][0].scale
-        assert scale is not None
-        return scales_of(maxima)[0].reshape(scale.shape)
-
-    def _in_group(self, name: str, part: str, run: Callable[[Sequence[str]], dict[str, Array]]) -> dict[str, Array]:
-        """Call a function with the group of a tensor, or with the tensor alone if the group fails."""
-        group = self._groups.get((part, name), [name])
-        for other in group:
-            self._groups.pop((part, other), None)
-        if len(group) > 1:
-            try:
-                return run(group)
-            except Exception as error:
-                log.debug("a group of %d small tensors failed: %s", len(group), error)
-                self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
-        return run([name])
-
-    def _maxima_of(self, group: Sequence[str]) -> dict[str, Array]:
-        tensors = map(self._small.__getitem__, group)
+    def _scales_of(self, group: Sequence[str]) -> dict[str, Array]:
+        tensors = [self._small[name] for name in group]
         maxima = maxima_of([(source(), output.axis) for output, _, source in tensors], self._threads)
-        return dict(zip(group, maxima, strict=True))
+        return {
+            name: scales_of(bits)[0].reshape(output.scale.shape)
+            for name, bits, (output, _, _) in zip(group, maxima, tensors, strict=True)
+            if output.scale is not None
+        }
 
-    def _quantize(self, group: Sequence[str]) -> dict[str, Array]:
-        memory = np.empty(sum(self._small[name][0].data.nbytes for name in group), np.uint8)
-        requests, codes, position = [], {}, 0
+    def _codes_of(self, group: Sequence[str]) -> dict[str, Array]:
+        requests, results = [], {}
         for name in group:
             output, _, source = self._small[name]
-            codes[name] = np.ndarray(output.data.shape, output.data.dtype, memory, position)
-            position += output.data.nbytes
-            scales = None if output.scale is None else np.zeros(output.scale.shape, output.scale.dtype)
-            result = QuantizedTensor(output.scheme, output.shape, codes[name], scales, output.axis)
+            values = source()
+            results[name] = new_tensor(values, output.scheme, output.axis)
             target = SCHEMES[output.scheme].target(self._rounding if output.scheme == "q4_0" else None)
-            maxima = self._kept_parts.get(name, {}).get(_MAXIMA)
-            requests.append(Request(source(), result, target, maxima=maxima))
+            requests.append(Request(values, results[name], target))
         run_requests(requests, threads=self._threads, progress=None)
-        return codes
+        return {name: result.data for name, result in results.items()}
 
 
 def _quantized_later(

@@ -32,13 +32,13 @@ from ...engine.run.progress import Progress
 from ...errors import FormatError, UnsupportedError, exported, public
 from ...formats.folder import INDEX, RESUME, SINGLE
 from ...formats.numbered import PART
-from ...formats.registry import SAFETENSORS
+from ...formats.registry import SAFETENSORS, OpenRequest, open_file
 from ...loading.adapter import listed
 from ...packed.families import presets
 from ...stores.files import Location
 from ..folders import journal
 from ..folders.destinations import Destination, sink_at
-from ..folders.shards import config_text, index_text, open_shard, warn_of_schemes
+from ..folders.shards import config_text, index_text, warn_of_schemes
 from ..folders.sink import Sink, free_names, indexed_names, shared_identity
 from ..quantize.checkpoint import Summary
 from ..quantize.engine_rules import arranged
@@ -493,7 +493,8 @@ def run(
         _check_piece(piece)
     call, file = piece["call"], piece["file"]
     if folder is None:
-        folder = sink_at(piece["folder"], piece.get("storage_options"), storage_options)
+        files = files_at(piece["folder"], piece.get("storage_options"), storage_options)
+        folder = sink_at(Location(files, piece["folder"]))
     whole, remote = journal.whole(folder, call, file, piece["id"]), folder.location.files.remote
     if whole is not None:
         record, place, name = whole
@@ -625,7 +626,8 @@ def finalize(
         raise FormatError(f"{INVALID_PLAN}: it has changed since it was made")
     for k, piece in enumerate(pieces):
         _check_piece(piece, f"{INVALID_PLAN}: pieces[{k}]")
-    folder = sink_at(plan["folder"], plan["storage_options"], storage_options)
+    files = files_at(plan["folder"], plan["storage_options"], storage_options)
+    folder = sink_at(Location(files, plan["folder"]))
     return _complete(plan, results, folder, storage_options)
 
 
@@ -654,7 +656,9 @@ def _complete(
         return _place_of(plan, result, folder, trusted=planned is not None)
 
     def names_in(shard: tuple[Sink, str]) -> list[str]:
-        with closing(open_shard(*shard)) as weight_file:
+        location = shard[0].location / shard[1]
+        opening = open_file(location.path, OpenRequest((SAFETENSORS,), files=location.files))
+        with closing(opening.file) as weight_file:
             return weight_file.table.names
 
     size = sum(result["size"] for result in done)

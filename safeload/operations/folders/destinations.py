@@ -24,9 +24,8 @@ from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
 from ...formats.safetensors.file import ROOM, FileWriter
 from ...formats.safetensors.quantized import pack
-from ...stores.files import LOCAL, Files, Location
+from ...stores.files import LOCAL, Location
 from ...stores.places import Located, is_file_object, places_of
-from ..sources.executors import files_at
 from . import journal
 from .disk_sink import DiskSink, remove_shards, shards_beside
 from .sink import EXISTS, EXTRAS, Sink, is_file
@@ -95,13 +94,14 @@ def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) ->
 def is_folder(location: Location, format: str | None = None) -> bool:
     """Return True if a destination is a folder: an existing folder, or a path with a final slash or no suffix."""
     path = location.path
-    if location.files.remote:
-        return not names_file(location)  # a URL is a folder unless it has the suffix of a weight file
-    if os.path.isdir(path) or not os.path.basename(path):
+    if path.endswith("/") or not os.path.basename(path) or (not location.files.remote and os.path.isdir(path)):
         return True
     suffix = os.path.splitext(path)[1].lower()
-    named = suffix in WEIGHT_SUFFIXES or suffix in SUFFIXES or _SUFFIX.fullmatch(suffix) is not None
-    return not named and format in (None, SAFETENSORS)  # other formats are files, even without a suffix
+    named = suffix in WEIGHT_SUFFIXES or suffix in SUFFIXES
+    if location.files.remote:  # a URL is a folder unless it has the suffix of a weight file
+        return not named
+    # Other formats are files, even without a suffix.
+    return not named and _SUFFIX.fullmatch(suffix) is None and format in (None, SAFETENSORS)
 
 
 def sink_of(location: Location) -> Sink:
@@ -109,25 +109,21 @@ def sink_of(location: Location) -> Sink:
     files, path = location.files, location.path
     if files.remote:
         check_writable(location)
-    if files.remote and names_file(location):
+    if files.remote and not is_folder(location):
         raise ValueError(
             f"{show(location.shown)} has the suffix of a file, but max_shard_size= writes a folder of shards: pass a "
             f"folder such as {show(files.shown(files.split(path)[0]) + '/')}, or end the URL with a slash"
         )
-    return _sink(files, path)
+    return sink_at(location)
 
 
-def sink_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Sink:
-    """Return the sink of a plan; see `files_at`."""
-    return _sink(files_at(path, planned, storage_options), path)
-
-
-def _sink(files: Files, path: str) -> Sink:
-    if not files.remote:
-        return DiskSink(files, path)
+def sink_at(location: Location) -> Sink:
+    """Return the sink of a folder that was a destination before."""
+    if not location.files.remote:
+        return DiskSink(location.files, location.path)
     from .store_sink import StoreSink  # only here: most destinations are local
 
-    return StoreSink(files, path)
+    return StoreSink(location.files, location.path)
 
 
 def check_writable(location: Location) -> None:
@@ -135,13 +131,6 @@ def check_writable(location: Location) -> None:
     from .store_sink import backend_of
 
     backend_of(location).check_writable(location.path)
-
-
-def names_file(location: Location) -> bool:
-    """Return True if a URL has the suffix of a weight file."""
-    path = location.path
-    suffix = "" if path.endswith("/") else os.path.splitext(path)[1].lower()
-    return suffix in SUFFIXES or suffix in WEIGHT_SUFFIXES
 
 
 def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, str]:

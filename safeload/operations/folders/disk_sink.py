@@ -144,9 +144,9 @@ class DiskSink(Sink):
         names = [*beside, *shards, *taken, *other_indexes, *({INDEX} & self._files.keys()), *gone]
         steps = [(name, paths.get(name)) for name in names]
         if block is not None:
-            hidden: list[tuple[str, str | None]] = [(name, None) for name in other_indexes]
+            hides: list[tuple[str, str | None]] = [(name, None) for name in other_indexes]
             single = [(name, None) for name in {SINGLE} & {*outdated, *shards, *taken}]
-            steps = [*hidden, (INDEX, block.temporary), *single, *steps]
+            steps = [*hides, (INDEX, block.temporary), *single, *steps]
         like = self._like(outdated)
         with Swap() as swap:
             for name, source in steps:

@@ -77,15 +77,13 @@ def places(folder: Sink, call: str, file: str) -> list[tuple[Sink, str]]:
     """Return where a shard can be: where it waits, or where an interrupted call has put it."""
     if folder.location.files.remote:
         return [(folder, file)]
-    waiting, names = subfolder(folder, call), sorted(folder.names())
-    first = [(waiting, file)] if file in waiting.names() else []
-    return [*first, *((folder, name) for name in names if _is_shard(name, file))]
-
-
-def _is_shard(name: str, file: str) -> bool:
-    """Return True if a shard has a name, with any total number of shards."""
-    part, usual = PART.fullmatch(name), PART.fullmatch(file)
-    return name == file or (part and usual and part.group(1, 2, 4) == usual.group(1, 2, 4)) is True
+    waiting, usual = subfolder(folder, call), PART.fullmatch(file)
+    shards = [(waiting, file)] if file in waiting.names() else []
+    for name in sorted(folder.names()):  # with any total number of shards
+        part = PART.fullmatch(name)
+        if name == file or (part and usual and part.group(1, 2, 4) == usual.group(1, 2, 4)):
+            shards.append((folder, name))
+    return shards
 
 
 def whole(folder: Sink, call: str, file: str, piece: str) -> tuple[dict[str, Any], Sink, str] | None:

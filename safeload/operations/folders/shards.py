@@ -16,12 +16,10 @@ from ...base.arrays import Array
 from ...base.text import show
 from ...engine.read.lazy import Lazy, LazyEncoded, LazyPacked, LazyQuantized
 from ...engine.run.atomic_file import AtomicFile
-from ...engine.run.weight_file import WeightFile
 from ...errors import RemotePermissionError, SafetensorError, UnsupportedError
-from ...formats import registry
 from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import WEIGHT_SUFFIXES
-from ...formats.safetensors.file import ROOM, FileWriter, open_file
+from ...formats.safetensors.file import ROOM, FileWriter
 from ...formats.safetensors.quantized import pack
 from ...models.config_dtype import with_dtype
 from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
@@ -107,14 +105,6 @@ def writer_of(
 ) -> ShardWriter:
     """Return the writer of a shard; an ``editable`` header has room for changes, unlike the headers of engines."""
     return FileWriter(*pack(outputs, metadata, in_folder=True), room=ROOM if editable else 0)
-
-
-def open_shard(folder: Sink, name: str) -> WeightFile:
-    """Open a shard to read its header."""
-    location = folder.location / name
-    if not location.files.remote:
-        return open_file(location.path, brief=True)
-    return registry.open_file(location.path, registry.OpenRequest((registry.SAFETENSORS,), files=location.files)).file
 
 
 class ShardWriter(Protocol):

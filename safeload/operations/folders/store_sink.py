@@ -116,19 +116,16 @@ class StoreSink(Sink):
                 yield
             except BaseException:
                 try:
-                    self._take_back()
+                    if self._old:
+                        self._put(INDEX, blocking_index([CONFIG]))
+                        for name, content in self._old.items():
+                            self.remove([name]) if content is None else self._put(name, content)
+                    if self._old or not self._complete:
+                        self.remove(self._shards)
                 except Exception as error:  # the first error is raised
                     shown = self.location.shown
                     log.warning("%s: cannot delete the shards of the failed save: %s", shown, error)
                 raise
-
-    def _take_back(self) -> None:
-        if self._old:
-            self._put(INDEX, blocking_index([CONFIG]))
-            for name, content in self._old.items():
-                self.remove([name]) if content is None else self._put(name, content)
-        if self._old or not self._complete:
-            self.remove(self._shards)
 
     def new(self, name: str, size: int) -> AtomicFile:
         return self._stack.enter_context(AtomicFile(os.path.join(self._folder, name), size, durable=False))
@@ -161,10 +158,18 @@ class StoreSink(Sink):
             if name != INDEX:
                 self._put(name, content)
         if self._config is not None and self._before:
-            self._keep_readers_away(self._config, new)
-        self._complete = True
-        if self._config is not None and self._before:
+            old = {*filter(is_weight_file, self.names())} - new
+            if old and self._config != self.content(CONFIG):
+                # Readers must not find old weights beside the new config: until the new index, this one refuses them.
+                self._old = {name: self.content(name) for name in (CONFIG, INDEX)}
+                self._complete = True
+                self._put(INDEX, blocking_index([CONFIG, *sorted(new)]))
+                if SINGLE in old:
+                    self._old = {}  # it cannot be brought back
+                    self.remove([SINGLE])
+            self._complete = True
             self._put(CONFIG, self._config)
+        self._complete = True
         if INDEX in files:
             self._put(INDEX, files[INDEX])
         if self._single is not None:
@@ -177,17 +182,6 @@ class StoreSink(Sink):
                 raise
             text = "%s: cannot delete %s of the replaced checkpoint: %s"
             log.warning(text, self.location.shown, plural(len(outdated), "file"), error)
-
-    def _keep_readers_away(self, config: bytes, new: Collection[str]) -> None:
-        """Keep readers from old weights beside a new config until the new index replaces this one."""
-        old = {*filter(is_weight_file, self.names())} - {*new}
-        if old and config != self.content(CONFIG):
-            self._old = {name: self.content(name) for name in (CONFIG, INDEX)}
-            self._complete = True
-            self._put(INDEX, blocking_index([CONFIG, *sorted(new)]))
-            if SINGLE in old:
-                self._old = {}  # it cannot be brought back
-                self.remove([SINGLE])
 
 
 def _bounded(timeout: float, change: Callable[[], object], nbytes: int, shown: str) -> None:

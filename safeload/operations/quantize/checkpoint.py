@@ -232,9 +232,13 @@ def _quantized(
             row = _F32 if values.row.floating else values.row
             return Request(values, private_array(values.shape, dtypes.array_dtype(row.number)), row.number)
         to = quantized[name]
-        own_axis = _axis_of(name, abouts[name].shape, axis) if to == INT8 else None
+        shape, own_axis = abouts[name].shape, axis if to == INT8 else None
+        if own_axis is None:  # int8 tensors with 3 axes have at least a scale per matrix
+            own_axis = usual_axis(to, shape)
+        elif not -len(shape) <= own_axis < len(shape):
+            raise ValueError(f"{subject(name)}axis {axis} is out of range for shape {list(shape)}")
         target = SCHEMES[to].target(rounding if to == "q4_0" else None)
-        return Request(values, new_tensor(values, to, own_axis), target, importance.get(name))
+        return Request(values, new_tensor(values, to, own_axis and own_axis % len(shape)), target, importance.get(name))
 
     result, requests = QuantizedDict(), []
     for name, about in abouts.items():
@@ -296,12 +300,3 @@ def _encoded(
             done += about.nbytes
             report(done)
     return result
-
-
-def _axis_of(name: str, shape: tuple[int, ...], axis: int | None) -> int | None:
-    """Return the axis with a scale per element; tensors with 3 axes have at least a scale per matrix."""
-    if axis is None:
-        return usual_axis(INT8, shape)
-    if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"{subject(name)}axis {axis} is out of range for shape {list(shape)}")
-    return axis % len(shape)

@@ -18,7 +18,7 @@ from ...engine.codes.source import Source
 from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
 from ...engine.run.threads import thread_count
-from ...errors import RangeError, UnsupportedError
+from ...errors import RangeError
 from ...packed.families import Preset
 from ...stores.thread_group import in_order
 from ..sources.catalog import Catalog, RestructuredCatalog, TensorRecipe, read_values
@@ -215,15 +215,6 @@ class Encoding(NamedTuple):
         return self.preset.constants(self.preset, self.shape, self.row.name)
 
 
-def check_columns(name: str, preset: Preset, shape: tuple[int, ...]) -> None:
-    """Refuse rows that are not whole blocks, which the engine's kernels do not support."""
-    group = preset.group
-    if group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % group:
-        text = f"{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole blocks: "
-        text += "pass ignore= with its name to leave it unquantized"
-        raise UnsupportedError(subject(name) + text, tensor=name)
-
-
 def encode(
     encoding: Encoding,
     weights: Weights,
@@ -362,8 +353,8 @@ def _each_strip(
 
     strips, bytes_of = [*_strips(encoding, weights)], encoding.row.nbytes
     longest = bytes_of(strips[0].rows * strips[0].columns) if strips else 0
-    most = min(_MOST_BYTES // max(1, longest), weights.readers or _MOST_BYTES)
-    return in_order(read, strips, max(1, min(most, thread_count(bytes_of(math.prod(encoding.shape)), threads))))
+    workers = min(_MOST_BYTES // max(1, longest), weights.readers or _MOST_BYTES)
+    return in_order(read, strips, max(1, min(workers, thread_count(bytes_of(math.prod(encoding.shape)), threads))))
 
 
 def _pointer(array: Array, kind: str, element: int = 0) -> Any:

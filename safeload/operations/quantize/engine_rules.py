@@ -12,7 +12,7 @@ from typing import Any
 
 from ...base import dtypes, packing
 from ...base.messages import error_about
-from ...base.text import show
+from ...base.text import show, subject
 from ...errors import FormatError, UnsupportedError
 from ...models.choosing import STACK
 from ...models.config_dtype import dtype_in
@@ -24,7 +24,7 @@ from ...packed.conv1d import conv1d_model, is_named_conv1d
 from ...packed.families import IS_EXPERT, IS_HEAD, Preset, presets
 from ...packed.quantization import Quantization, quantization_of
 from ..sources.catalog import Catalog, Move, RestructuredCatalog, TensorDescription, TensorRecipe, TensorView
-from .encoding import WEIGHTS, check_columns
+from .encoding import WEIGHTS
 from .rules import Keep, Kept, Planned
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -102,7 +102,11 @@ class EngineRules:
             return Planned(None, f"has rows of {shape[-1]} elements, not whole groups of {preset.group}")
         if self._experts is not None and self._experts.router is not None and _ROUTER.search(name):
             preset = presets()[self._experts.router]
-        check_columns(name, preset, shape)
+        group = preset.group
+        if group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % group:
+            text = f"{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole blocks: "
+            text += "pass ignore= with its name to leave it unquantized"
+            raise UnsupportedError(subject(name) + text, tensor=name)  # the engine's kernels do not support them
         return Planned(preset.name)
 
     def _reason(self, name: str, shape: tuple[int, ...]) -> str | None:

@@ -219,7 +219,6 @@ class Request(NamedTuple):
     result: QuantizedTensor | Array
     target: int  # dtype number of the codes, or of the array
     importance: Array | None = None  # of the columns, see `check_importance`
-    maxima: Array | None = None  # of the channels of an int8 tensor, see `maxima_of`; None if unknown
 
     @property
     def is_int8(self) -> bool:
@@ -247,7 +246,7 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
             assert isinstance(request.result, QuantizedTensor)
             _fill_by_parts(request.source, request.result, threads)
     requests = [request for request in requests if not request.by_parts]
-    scaled = [request for request in requests if request.is_int8 and request.maxima is None]
+    scaled = [request for request in requests if request.is_int8]
     first_bytes = sum(request.source.size for request in scaled)
     total = first_bytes + sum(request.source.size for request in requests)
     first, second, report = None, progress, progress
@@ -262,7 +261,7 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
         work: Iterable[Job] = source.jobs(memory, request.target)
         if isinstance(result, QuantizedTensor):
             if result.scale is not None:
-                factors = _set_scale(result, next(maxima) if request.maxima is None else request.maxima)
+                factors = _set_scale(result, next(maxima))
                 channels = channels_of(source.shape, result.axis, factors)
                 work = [source.work(lib.SL_OP_INT8, memory, channels=channels)]
             elif weights is not None and SCHEMES[result.scheme].weighted and source.size:

@@ -295,18 +295,6 @@ def rules_for(
     return FileTypeRules(patterns, keep, mixtures.parse(lower), sizes, matrix)
 
 
-def metadata_with(
-    metadata: Mapping[Any, Any], rules: Rules | None, matrix: ImportanceMatrix | None, own: Mapping[str, Any]
-) -> Mapping[Any, Any]:
-    """Return metadata with the keys that llama-quantize writes; the caller's ``own`` keys stay."""
-    keys = {} if matrix is None else matrix.metadata()
-    if isinstance(rules, FileTypeRules):
-        metadata = mixtures.with_file_type(metadata, rules.file_type, keys.items())
-    else:
-        metadata = {**metadata, **keys}
-    return {**metadata, **{key: value for key, value in own.items() if value is not None}}
-
-
 # ---- importance ----
 
 _MAGIC = b"GGUF"

@@ -15,7 +15,7 @@ from ...base.listing import dict_repr
 from ...base.messages import error_about
 from ...base.text import show
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.codes.source import Source, of_array
+from ...engine.codes.source import of_array
 from ...engine.read.delivery import refuse_own_files
 from ...engine.read.load import parse_target
 from ...engine.run.cast import target_array
@@ -241,7 +241,10 @@ def fill(
         begin = batch.into(array)
         grid: JobGrid | None = None
         for k, name in enumerate(stack.names):
-            origin = _convertible(catalog.source(name), stack.row, threads)
+            origin = catalog.source(name)
+            if isinstance(origin, QuantizedTensor) or origin.row.packed:  # a strided copy needs whole-byte elements
+                decoded = private_array(origin.shape, array.dtype)
+                origin = of_array("", read_values(origin, stack.row, decoded, threads))
             if origin.size == 0:
                 continue
             element, item = origin.row.block_bytes, array.dtype.itemsize
@@ -250,10 +253,3 @@ def fill(
                 grid = JobGrid(rows, columns, (columns * element, element, item, rows * item))
             batch.add(origin.job(begin + k * size, stack.row.number, grid=grid))
     batch.run(threads=threads, progress=progress)
-
-
-def _convertible(value: Source | QuantizedTensor, row: dtypes.Dtype, threads: int | None) -> Source:
-    """Return a source with whole-byte elements for a strided copy; quantized and packed tensors are decoded first."""
-    if isinstance(value, Source) and not value.row.packed:
-        return value
-    return of_array("", read_values(value, row, private_array(value.shape, dtypes.array_dtype(row.number)), threads))

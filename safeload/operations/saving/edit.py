@@ -36,7 +36,7 @@ from ...stores.json_file import read_json
 from ...stores.local import BLOCK
 from ..folders.disk_sink import DiskSink, remove_killed
 from ..folders.sink import free_names
-from .values import check_name, value_of
+from .save import check_name, value_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

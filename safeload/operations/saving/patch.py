@@ -36,8 +36,7 @@ from ...formats.safetensors.file import MAX_HEADER, Header, TensorToWrite, parse
 from ...stores.places import Located, places_of
 from ..folders.destinations import FileSink, SaveDestination, refuse_inputs, target_of
 from .edit import resolved
-from .values import check_name, value_of
-from .writer import checked_metadata
+from .save import check_name, checked_metadata, value_of
 
 # A side of a patch.
 PatchSide: TypeAlias = PathLike | Located | Mapping[str, Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from fnmatch import fnmatchcase
 from itertools import repeat
 from operator import add, attrgetter, itemgetter, sub
@@ -91,17 +91,6 @@ class TensorDescription(NamedTuple):
         if self.element is None:
             raise dtypes.not_stored(self.dtype, self.name)
         return self.element
-
-
-def stored_as(value: Any) -> tuple[dtypes.Dtype | None, tuple[int, ...]]:
-    """Return dtype and shape of a dict's value; the dtype is None if the value is not an array of weights."""
-    if isinstance(value, QuantizedTensor):
-        return None, ()
-    try:
-        array = np.asarray(value)  # a scale may be a number
-    except Exception:  # a foreign __array__ can raise anything; reading the tensor reports it
-        return None, ()
-    return dtypes.row_of(array.dtype), array.shape
 
 
 def about_value(name: str, value: Any) -> TensorDescription:
@@ -533,9 +522,11 @@ class Catalog:
         recognized = {name: codes for checkpoint in self.checkpoints for name, codes in codes_of(checkpoint).items()}
         stored = {}
         for name, (origin, file, _) in self._places.items():
-            row, shape = (None, ()) if file is not None else stored_as(origin[name])
-            if row is not None:
-                stored[name] = Stored(row, shape)
+            if file is None and not isinstance(origin[name], QuantizedTensor):
+                with suppress(Exception):  # a foreign __array__ can raise anything; reading the tensor reports it
+                    array = np.asarray(origin[name])  # a scale may be a number
+                    if (row := dtypes.row_of(array.dtype)) is not None:
+                        stored[name] = Stored(row, array.shape)
         stored.update(finder.stored_of(self.entries()))
         return {**finder.find(stored, quantization), **recognized}
 

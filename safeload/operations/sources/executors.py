@@ -406,29 +406,22 @@ def _reopened(source: Any, names: Sequence[str], storage_options: Mapping[str, A
         if not os.path.exists(path):
             raise FormatError("the configuration is gone", path)
         check_unchanged(path, identity)
-    with _named_tensor(first, names):
+    try:
         for path, identity in seen if files is LOCAL else ():
             if not os.path.exists(path):
                 raise FileNotFoundError(path)
             check_unchanged(path, identity)
         return reopen_subset(seen, config, recipe, unlisted)
-
-
-@contextmanager
-def _named_tensor(tensors: Mapping[str, str], names: Sequence[str]) -> Iterator[None]:
-    """Name a tensor in errors if its file is gone or has changed; ``tensors`` holds the first of each path."""
-    more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
-    try:
-        yield
     except (FileNotFoundError, FormatError) as error:
         gone = isinstance(error, FileNotFoundError)
         path = str(getattr(error, "filename", None) or error) if gone else getattr(error, "path", None) or ""
         known = type(error) is FormatError and error.tensor is None
-        if path not in tensors or not (gone or known):
+        if path not in first or not (gone or known):
             raise
-        subject = f"the file of tensor {show(tensors[path])}{more}"
+        more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
+        subject = f"the file of tensor {show(first[path])}{more}"
         if gone:
             message = f"{subject} is gone, or not on this machine"
-            raise MissingShardError(message, path, tensor=tensors[path]) from None
+            raise MissingShardError(message, path, tensor=first[path]) from None
         offset = getattr(error, "offset", None)
-        raise FormatError(f"{subject}: {error.args[0]}", path, offset, tensor=tensors[path]) from None
+        raise FormatError(f"{subject}: {error.args[0]}", path, offset, tensor=first[path]) from None
