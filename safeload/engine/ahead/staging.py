@@ -276,32 +276,13 @@ def _make(entry: Entry, threads: int | None) -> Filled:
     return Filled(None, (), out[entry.name], entry.name)
 
 
-class StagedBytes:
-    """The bytes of tensors for writers, read ahead unless there are few."""
+def staged_bytes(entries: Sequence[Entry], threads: int | None) -> Generator[tuple[int, int, bool]]:
+    """Read tensors ahead for a writer, unless there are few bytes: yield addresses and sizes in the order of the bytes.
 
-    def __init__(self, entries: Sequence[Entry], threads: int | None) -> None:
-        self._filled = staged(entries, ring_for(sum(entry.nbytes for entry in entries)), threads)
-        self._waiting: deque[tuple[int, int]] = deque()
-        self._array: Any = None
-
-    def of_next(self, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield the bytes of the next tensor, in order. True if all ranges so far must be used before the next step."""
-        while nbytes:
-            if not self._waiting:
-                self._take()
-            address, size = self._waiting.popleft()
-            nbytes -= size
-            yield address, size, not self._waiting
-
-    def _take(self) -> None:
-        filled = next(self._filled)
-        self._array = filled.array  # keeps the memory alive while its address is used
+    True if all ranges so far must be used before the next step.
+    """
+    for filled in staged(entries, ring_for(sum(entry.nbytes for entry in entries)), threads):
         base = address_of(filled.array)
-        if filled.buffer is None:
-            self._waiting.append((base, filled.array.nbytes))
-        else:
-            self._waiting.extend((base + piece.at, piece.nbytes) for piece in filled.pieces)
-
-    def close(self) -> None:
-        """Stop reading and wait for the threads."""
-        self._filled.close()
+        pieces = filled.pieces if filled.buffer is not None else [Piece(filled.name, 0, filled.array.nbytes, 0)]
+        for piece in pieces:
+            yield base + piece.at, piece.nbytes, piece is pieces[-1]

@@ -154,11 +154,6 @@ class Tensors(Sequence[FileTensor]):
         return Ranges(file, first, np.array(ends, np.int64) - first, np.frombuffer(numbers, np.uint8))
 
     @property
-    def used(self) -> list[WeightFile]:
-        """The files with any of the tensors."""
-        return [*self.files] if self.file is None else [self.files[k] for k in sorted(set(self.file))]
-
-    @property
     def remote(self) -> bool:
         """True if any file is read by requests."""
         return any(file.remote for file in self.files)
