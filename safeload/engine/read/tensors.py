@@ -250,72 +250,55 @@ def viewable(dtype: np.dtype[Any], begin: int) -> bool:
 
 
 def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
-    """Decide how each tensor of one file becomes an array."""
+    """Decide how each tensor of one file becomes an array; floating and quantized tensors get the dtype ``target``."""
     file = tensors.files[0]
     table = file.table
     if table.unknown:
         table.refuse_unknown(tensors.indices, file.path)
     sources, shapes, begins, ends = tensors.columns
     present = set(sources)
-    plain = VIEW if view else READ
-    targets, ways = sources, bytearray((plain,)) * len(sources)
-    if target is not None:
-        targets, ways = _convert(tensors, target, plain)
+    become, way = bytearray(range(256)), bytearray(256)
+    masks = bytearray(256)  # by dtype: bits to be zero in an aligned address
+    refused = []
+    for number in present:
+        row, dtype = dtypes.BY_NUMBER[number], dtypes.array_dtype(number)
+        array_row = row.loaded_as(target)
+        swapped = foreign_order(False) and dtype.itemsize > 1 and not table.shaped
+        become[number], masks[number] = array_row.number, dtype.alignment - 1
+        way[number] = CONVERT if array_row is not row else VIEW if view and not swapped else READ
+        if not row.converts_to(array_row):
+            refused.append(sources.index(number))
+    targets, ways = bytearray(sources.translate(become)), bytearray(sources.translate(way))
+    for k, index in enumerate(tensors.indices) if target is not None and table.scales else ():
+        if index in table.scales:
+            assert target is not None
+            targets[k], ways[k] = target.number, DEQUANTIZE
+            if not dtypes.BY_NUMBER[sources[k]].converts_to(target):
+                refused.append(k)
+    if refused and target is not None:
+        k = min(refused)
+        text = f"{tensor_named(tensors.names[k])}: cannot convert {dtypes.BY_NUMBER[sources[k]].code} to {target.code}"
+        raise UnsupportedError(text, path=file.path, tensor=tensors.names[k])
     if not _IN_BYTES.isdisjoint(present):
         shapes = [
             dtypes.array_shape(dtypes.BY_NUMBER[source], shape, end - begin) if source == to else shape
             for source, to, shape, begin, end in zip(sources, targets, shapes, begins, ends, strict=True)
         ]
-    if view:
-        masks = bytearray(256)  # by dtype: bits to be zero in an aligned address
-        for number in present:
-            masks[number] = dtypes.array_dtype(number).alignment - 1
-        unaligned = sources.translate(masks)
-        if any(map(and_, begins, unaligned)):
-            for k, (begin, mask) in enumerate(zip(begins, unaligned, strict=True)):
-                if begin & mask and ways[k] == VIEW:
-                    ways[k] = READ
-    if view and foreign_order(False) and not table.shaped:
-        for k, source in enumerate(sources):
-            if ways[k] == VIEW and dtypes.array_dtype(source).itemsize > 1:
+    unaligned = sources.translate(masks)
+    if view and any(map(and_, begins, unaligned)):
+        for k, (begin, mask) in enumerate(zip(begins, unaligned, strict=True)):
+            if begin & mask and ways[k] == VIEW:
                 ways[k] = READ
     if table.shaped:
-        for k, (way, index) in enumerate(zip(ways, tensors.indices, strict=True)):
-            foreign = way == VIEW and foreign_order(index in table.big_endian)
-            if way in (READ, CONVERT) or (foreign and dtypes.array_dtype(sources[k]).itemsize > 1):
+        for k, (kind, index) in enumerate(zip(ways, tensors.indices, strict=True)):
+            foreign = kind == VIEW and foreign_order(index in table.big_endian)
+            if kind in (READ, CONVERT) or (foreign and dtypes.array_dtype(sources[k]).itemsize > 1):
                 ways[k] = STRIDED
     if any(map(eq, begins, ends)):
         for k, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             if begin == end:
                 ways[k] = EMPTY
-    return ReadPlan(tensors, file, tensors.names, sources, begins, ends, targets, shapes, ways)
-
-
-def _convert(tensors: Tensors, target: dtypes.Dtype, plain: int) -> tuple[bytes, bytearray]:
-    """Return targets and ways if floating and quantized tensors are converted; unconverted tensors get ``plain``."""
-    file, sources = tensors.files[0], tensors.columns.numbers
-    become, way = bytearray(range(256)), bytearray(256)
-    refused = []
-    for number in set(sources):
-        row = dtypes.BY_NUMBER[number]
-        array_row = row.loaded_as(target)
-        become[number], way[number] = array_row.number, plain if array_row is row else CONVERT
-        if not row.converts_to(array_row):
-            refused.append(sources.index(number))
-    targets = bytearray(sources.translate(become))
-    ways = bytearray(sources.translate(way))
-    if file.table.quantized:
-        for k, index in enumerate(tensors.indices):
-            if file.table.scales.get(index) is not None:
-                targets[k], ways[k] = target.number, DEQUANTIZE
-                if not dtypes.BY_NUMBER[sources[k]].converts_to(target):
-                    refused.append(k)
-    if refused:
-        k = min(refused)
-        row = dtypes.BY_NUMBER[sources[k]]
-        text = f"{tensor_named(tensors.names[k])}: cannot convert {row.code} to {target.code}"
-        raise UnsupportedError(text, path=file.path, tensor=tensors.names[k])
-    return bytes(targets), ways
+    return ReadPlan(tensors, file, tensors.names, sources, begins, ends, bytes(targets), shapes, ways)
 
 
 class Entry(NamedTuple):
