@@ -1,9 +1,12 @@
-"""Tensors of files as columns, because 100,000 tensors should not need 100,000 objects, and how each is read."""
+"""Tensors of files as columns, because 100,000 tensors should not need 100,000 objects, and how each is read.
+
+And tensors that are created later, when they are written.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import and_, eq
 from typing import Any, NamedTuple, TypeAlias, overload
@@ -14,7 +17,7 @@ from ...base import dtypes, packing
 from ...base.arrays import Array, ArraySpec, foreign_order
 from ...base.cached import cached_property
 from ...base.gc_pause import paused
-from ...base.packing import Packed, Part
+from ...base.packing import Packed, Packing, Part
 from ...base.selecting import distinct
 from ...base.table import Columns
 from ...base.text import tensor_named
@@ -369,3 +372,101 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
             place = *table.byte_range(index), tensor.packing.shape, table.row(index).number
             entries[name] = Entry(name, file, index, *place, None if target is None else target.number, tensor)
     return [entries[name] for name in tensors.names]
+
+
+# ---- tensors that are created when a writer reaches them: a file is written in the memory of one ----
+
+
+class Staged(NamedTuple):
+    """A file tensor with the bytes of a `Lazy`: writers read many of these ahead, in chunks."""
+
+    entry: Entry
+    threads: int | None  # for reading
+
+
+class Lazy:
+    """An array that is created later.
+
+    ``create`` may overwrite the array of its previous call; ``staged`` reads the bytes without it.
+    """
+
+    __slots__ = ("_create", "_written", "dtype", "shape", "staged")  # the garbage collector visits no dict
+
+    def __init__(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], create: Callable[[], Array], staged: Staged | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.staged = staged
+        self._create = create
+        self._written: Callable[[int], object] | None = None
+
+    def make(self) -> Array:
+        """Create the array and report its bytes."""
+        array = self._create()
+        self.report()
+        return array
+
+    def report_to(self, written: Callable[[int], object]) -> None:
+        """Have ``written`` called with the bytes of the array once the writer has them."""
+        self._written = written
+
+    def report(self) -> None:
+        """Report the bytes of the array."""
+        if self._written is not None:
+            self._written(self.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _InParts:
+    """A tensor of several arrays that are created later."""
+
+    def __init__(self, scheme: str, shape: tuple[int, ...], parts: Mapping[str, Lazy]) -> None:
+        self.scheme = scheme
+        self.shape = shape
+        self.parts = parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def report_to(self, written: Callable[[int], object]) -> None:
+        """See `Lazy.report_to`."""
+        for part in self.parts.values():
+            part.report_to(written)
+
+
+class LazyQuantized(_InParts):
+    """A `QuantizedTensor` that is created later: data and scale are `Lazy`."""
+
+    def __init__(
+        self, scheme: str, shape: tuple[int, ...], data: Lazy, scale: Lazy | None = None, axis: int | None = None
+    ) -> None:
+        super().__init__(scheme, shape, {"data": data} if scale is None else {"data": data, "scale": scale})
+        self.data = data
+        self.scale = scale
+        self.axis = axis
+
+
+class LazyPacked(_InParts):
+    """A packed `QuantizedTensor` that is written unchanged."""
+
+    def __init__(self, packing: Packing, names: Mapping[str, str], roles: Mapping[str, Lazy]) -> None:
+        super().__init__(packing.label, packing.shape, roles)
+        self.packing = packing
+        self.names = names
+        self.roles = roles
+
+
+class LazyEncoded(_InParts):
+    """A weight in the format of another engine, whose ``config.json`` describes it."""
+
+
+def materialize(value: Array | Lazy) -> Array:
+    """Return the array, creating it if it is `Lazy`."""
+    return value.make() if isinstance(value, Lazy) else value

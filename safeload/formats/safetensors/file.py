@@ -23,7 +23,7 @@ from ...base.paths import PathLike, native_path
 from ...base.table import Table
 from ...base.text import show, tensor_named
 from ...engine.read import delivery
-from ...engine.read.lazy import Lazy, Staged, materialize
+from ...engine.read.tensors import Lazy, Staged, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.threads import thread_count
 from ...engine.run.weight_file import WeightFile
