@@ -174,15 +174,11 @@ class LayerStream(_Stream, Iterator[tuple[str, dict[str, _T]]]):
                 self._tensors.close()
                 raise StopIteration
             layer, count = self._left.popleft()
-            tensors: dict[str, _T] = {}
             try:
-                for _ in range(count):
-                    name, array = next(self._tensors)
-                    tensors[name] = array
+                return layer, dict([next(self._tensors) for _ in range(count)])
             except BaseException:
                 self.close()
                 raise
-            return layer, tensors
 
     def close(self) -> None:
         """Stop reading and wait for the threads. Arrays that were taken stay valid."""
