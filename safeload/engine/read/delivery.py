@@ -521,7 +521,7 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
 
 
 def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as writable copies; those of small files share it."""
+    """Return all tensors, by name in the order of their bytes, as writable copies; tensors of small files share one."""
     if table.plain and content.nbytes < HUGE_FROM:
         return views_of(table, _copy(content))
     arrays = views_of(table, content)

@@ -129,7 +129,7 @@ def take_rows(file: WeightFile, index: int, rows: Any, dtype: Any, name: str) ->
 def _values(
     rows: Array, shape: tuple[int, ...], target: dtypes.Dtype, read: Callable[[Array], Array], unit: int
 ) -> Array:
-    """Return values of ascending rows; ``read`` returns those of blocks of ``unit`` rows, of a few at a time."""
+    """Return values of ascending rows; ``read`` returns the values of a few blocks of ``unit`` rows."""
     values = private_array((len(rows), *shape[1:]), dtypes.element_dtype(target.number))
     if not values.size:
         return values
