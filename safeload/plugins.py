@@ -15,7 +15,7 @@ import numpy as np
 from .base.arrays import Array
 from .base.messages import error_about
 from .base.paths import PathLike
-from .engine.read.lazy import materialize
+from .engine.read.tensors import materialize
 from .engine.run.atomic_file import AtomicFile
 from .errors import UnsupportedError, public
 from .formats.registry import Candidate, Content, Format, OpenRequest, StoredTensor

@@ -542,18 +542,12 @@ def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[i
     """Return, for each overlapping range, the sorted indices of its connected group."""
     if all(end <= begin for end, begin in zip(ends, islice(begins, 1, None), strict=False)):
         return {}
-    ranges = list(zip(begins, ends, strict=True))
-    groups: dict[int, list[int]] = {}
-    group: list[int] = []
-    reach = -1
-    for index in sorted((k for k, (begin, end) in enumerate(ranges) if begin < end), key=ranges.__getitem__):
-        begin, end = ranges[index]
-        if begin < reach:
-            group.append(index)
-            groups.update(dict.fromkeys(group[-2:] if len(group) == 2 else group[-1:], group))
-        else:
-            group = [index]
-        reach = max(reach, end)
-    for members in {id(members): members for members in groups.values()}.values():
-        members.sort()
-    return groups
+    first, last = np.array(begins, np.uint64), np.array(ends, np.uint64)
+    order = np.flatnonzero(first < last)
+    order = order[np.argsort(first[order], kind="stable")]
+    edges = np.flatnonzero(first[order][1:] >= np.maximum.accumulate(last[order])[:-1]) + 1
+    starts = np.append(0, edges)
+    sizes = np.diff(np.append(starts, len(order)))
+    shared = zip(starts[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True)
+    groups = [sorted(order[start : start + size].tolist()) for start, size in shared]
+    return {index: group for group in groups for index in group}

@@ -20,7 +20,7 @@ from ..base.arrays import Array, array_fits, check_mapping
 from ..base.messages import encode, error_about
 from ..base.paths import PathLike
 from ..base.text import show
-from ..engine.read.lazy import Lazy, materialize
+from ..engine.read.tensors import Lazy, materialize
 from ..engine.run.atomic_file import AtomicFile
 from ..engine.run.memory import address_of
 from ..errors import LimitError, SafeloadError, UnsupportedError

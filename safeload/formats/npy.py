@@ -29,7 +29,7 @@ from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing, unreadable
 from ..base.text import check_name, show, tensor_named
-from ..engine.read.lazy import Lazy, materialize
+from ..engine.read.tensors import Lazy, materialize
 from ..engine.run.atomic_file import AtomicFile, pieces_of
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile

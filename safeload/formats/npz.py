@@ -17,7 +17,7 @@ from ..base.messages import encode, error_about
 from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing
 from ..base.text import show
-from ..engine.read.lazy import materialize
+from ..engine.read.tensors import materialize
 from ..engine.run.atomic_file import AtomicFile, reserve
 from ..engine.run.weight_file import WeightFile, open_temporary
 from ..errors import SafeloadError

@@ -14,7 +14,7 @@ from ..base.arrays import check_mapping, not_an_array
 from ..base.messages import error_about
 from ..base.text import show, tensor_named
 from ..engine.codes.quantized_tensor import QuantizedTensor
-from ..engine.read.lazy import Lazy
+from ..engine.read.tensors import Lazy
 from ..engine.run.memory import POOLED_BELOW
 from ..errors import RangeError, UnsupportedError
 

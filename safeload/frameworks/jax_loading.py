@@ -12,9 +12,8 @@ from ..base.text import clip, printable, show
 from ..checkpoint import Checkpoint, tensors_of
 from ..engine.codes.pieces import Meter
 from ..engine.codes.restore import rows_apart
-from ..engine.read.lazy import materialize
 from ..engine.read.load import load_tensors
-from ..engine.read.tensors import Entry, FileTensor, Tensors, entries_of
+from ..engine.read.tensors import Entry, FileTensor, Tensors, entries_of, materialize
 from ..engine.run.cast import astype
 from ..engine.run.memory import POOLED_BELOW
 from ..engine.run.progress import Progress

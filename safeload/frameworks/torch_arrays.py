@@ -15,8 +15,7 @@ from ..base.arrays import Array, foreign_order
 from ..base.messages import error_about
 from ..base.table import Table
 from ..base.text import clip, printable, show
-from ..engine.read.lazy import Lazy
-from ..engine.read.tensors import Entry, FileTensor
+from ..engine.read.tensors import Entry, FileTensor, Lazy
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
 from ..formats.safetensors.file import Memory
 from .torch_shared import check_not_shared, listed

@@ -78,8 +78,8 @@ NAMES = {
     "buffer_pool": "engine.ahead.stream",
     "Recycler": "engine.ahead.stream:Recycler",
     "deliver": "engine.read.delivery:deliver",
-    "Lazy": "engine.read.lazy:Lazy",
-    "LazyQuantized": "engine.read.lazy:LazyQuantized",
+    "Lazy": "engine.read.tensors:Lazy",
+    "LazyQuantized": "engine.read.tensors:LazyQuantized",
     "parse_target": "engine.read.load:parse_target",
     "entries_of": "engine.read.tensors:entries_of",
     "read_tensors": "engine.read.tensors",
@@ -291,8 +291,8 @@ NAMES = {
 # the inside looks each of them up.
 SEAMS = {
     "cluster_timeout": ["cli.cluster:_TIMEOUT"],
-    "copied_in_turn": ["engine.ahead.spans:IN_TURN"],
-    "copy_buffer_size": ["engine.ahead.spans:buffer_size"],
+    "copied_in_turn": ["engine.ahead.staging:IN_TURN"],
+    "copy_buffer_size": ["engine.ahead.staging:buffer_size"],
     "staging_buffer": ["engine.ahead.staging:BUFFER"],
     "smallest_staging_buffer": ["engine.ahead.staging:SMALLEST_BUFFER"],
     "grid_bytes": ["engine.codes.restore:_GRID_BYTES"],

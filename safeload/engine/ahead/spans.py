@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +15,13 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.scheme import SCHEMES
-from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
+from ...stores.thread_group import Task, check_stopped
 from ..read.tensors import Tensors
 from ..run.job import Job, moving
 from ..run.jobs import Batch, run_columns
-from ..run.memory import address_of, aligned_bytes
+from ..run.memory import address_of
 from ..run.weight_file import WeightFile, is_remote
-from .staging import BUFFERS, IN_TURN, SMALLEST_BUFFER, buffer_size
+from .staging import Filled, Piece, Ring, filled_ahead, ring_for
 
 # Bytes and elements of a block by dtype number; most dtypes have blocks of a single element.
 _BYTES, _ELEMENTS = np.ones((2, 256), np.int64)
@@ -123,29 +122,23 @@ class Spans(NamedTuple):
         total = int(self.lengths.sum())
         if not total:
             return
-        if total <= IN_TURN:
-            buffer = aligned_bytes(max(SMALLEST_BUFFER, total))  # alive while the consumer uses its address
-            yield _fill(self.joined(), buffer, threads)
-            return
-        buffers = [aligned_bytes(buffer_size(total)) for _ in range(BUFFERS)]
-        workers = REMOTE_WORKERS if any(map(is_remote, self.files)) else 1
-        limit = (len(buffers) - 1) * buffers[0].size
-        results: Prefetch[tuple[int, int]] = Prefetch(self._tasks(buffers, threads), limit, workers=workers)
-        with closing(results) as ranges:
-            yield from ranges
+        ring = ring_for(total)
+        filling = filled_ahead(self._tasks(ring, threads), ring, remote=any(map(is_remote, self.files)))
+        with closing(filling):
+            for filled in filling:
+                [piece] = filled.pieces
+                yield address_of(filled.array), piece.nbytes
 
-    def _tasks(self, buffers: Sequence[Array], threads: int | None) -> Iterator[Task]:
-        size = buffers[0].size
-        spans = self.joined().divided(size // BUFFERS)
+    def _tasks(self, ring: Ring, threads: int | None) -> Iterator[Task]:
+        spans = self.joined().divided(ring.size // ring.count)
         ends = np.cumsum(spans.lengths)
-        numbers = cycle(range(len(buffers)))
         begin = done = 0
         while begin < len(ends):
-            end = int(np.searchsorted(ends, done + size, side="right"))
-            buffer = buffers[next(numbers)]
-            yield Task(size, partial(_fill, spans.pick(slice(begin, end)), buffer, threads))
+            end = int(np.searchsorted(ends, done + ring.size, side="right"))
+            yield Task(ring.size, partial(_fill, spans.pick(slice(begin, end)), ring, threads))
             begin, done = end, int(ends[end - 1])
 
 
-def _fill(spans: Spans, buffer: Array, threads: int | None) -> tuple[int, int]:
-    return address_of(buffer), spans.fill(buffer, threads)
+def _fill(spans: Spans, ring: Ring, threads: int | None) -> Filled:
+    number, buffer = ring.take()
+    return Filled(number, [Piece("", 0, spans.fill(buffer, threads), 0)], buffer)

@@ -169,8 +169,33 @@ class Ring:
         self._used.append(number)
 
 
+def ring_for(total: int) -> Ring:
+    """Return the buffers for tensors of ``total`` bytes; a single one if they are few."""
+    return Ring(max(SMALLEST_BUFFER, total), 1) if total <= IN_TURN else Ring(buffer_size(total), BUFFERS)
+
+
+def filled_ahead(
+    tasks: Iterator[Task], ring: Ring, *, workers: int = 1, remote: bool = False, ordered: bool = True
+) -> Generator[Filled]:
+    """Fill buffers while the caller uses earlier buffers; a single buffer is filled on request.
+
+    A buffer belongs to the caller until the next step.
+    """
+    filling: Any
+    if ring.count == 1:
+        filling = (task.run() for task in tasks)
+    else:
+        workers = max(workers, REMOTE_WORKERS) if remote else workers
+        filling = Prefetch(tasks, (ring.count - 1) * ring.size, workers=workers, ordered=ordered)
+    with closing(filling):
+        for filled in filling:
+            yield filled
+            if filled.buffer is not None:
+                ring.free(filled.buffer)
+
+
 def staged(
-    entries: Iterable[Entry],
+    entries: Sequence[Entry],
     ring: Ring,
     threads: int | None,
     *,
@@ -178,25 +203,10 @@ def staged(
     sharing: int | None = None,
     ordered: bool = True,
 ) -> Generator[Filled]:
-    """Fill buffers while the caller uses earlier buffers.
-
-    A buffer belongs to the caller until the next step. More ``sharing`` threads wait longer for each other at its end.
-    """
-    listed = list(entries)
-    tasks = _tasks(listed, ring, threads, threads if sharing is None else sharing)
-    if any(entry.file.remote for entry in listed):
-        workers = max(workers, REMOTE_WORKERS)
-    filling: Prefetch[Filled] = Prefetch(tasks, (ring.count - 1) * ring.size, workers=workers, ordered=ordered)
-    with closing(filling):
-        yield from _freed(filling, ring)
-
-
-def _freed(filling: Iterator[Filled], ring: Ring) -> Generator[Filled]:
-    """Yield filled buffers and free each in the next step."""
-    for filled in filling:
-        yield filled
-        if filled.buffer is not None:
-            ring.free(filled.buffer)
+    """Read tensors into buffers, see `filled_ahead`. More ``sharing`` threads wait longer for each other at its end."""
+    tasks = _tasks(entries, ring, threads, threads if sharing is None else sharing)
+    remote = any(entry.file.remote for entry in entries)
+    return filled_ahead(tasks, ring, workers=workers, remote=remote, ordered=ordered)
 
 
 def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: int | None) -> Iterator[Task]:
@@ -265,36 +275,12 @@ def _make(entry: Entry, threads: int | None) -> Filled:
     return Filled(None, [Piece(entry.name, 0, array.nbytes, 0)], array)
 
 
-class StagedBytes:
-    """The bytes of tensors for writers, read ahead unless there are few."""
+def staged_bytes(entries: Sequence[Entry], threads: int | None) -> Generator[tuple[int, int, bool]]:
+    """Read tensors ahead for a writer, unless there are few bytes: yield addresses and sizes in the order of the bytes.
 
-    def __init__(self, entries: Sequence[Entry], threads: int | None) -> None:
-        total = sum(entry.nbytes for entry in entries)
-        self._filled: Generator[Filled]
-        if total <= IN_TURN:
-            ring = Ring(max(SMALLEST_BUFFER, total), 1)
-            tasks = _tasks(entries, ring, threads, threads)
-            self._filled = _freed((task.run() for task in tasks), ring)
-        else:
-            self._filled = staged(entries, Ring(buffer_size(total), BUFFERS), threads)
-        self._waiting: deque[tuple[int, int]] = deque()
-        self._array: Any = None
-
-    def of_next(self, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield the bytes of the next tensor, in order. True if all ranges so far must be used before the next step."""
-        while nbytes:
-            if not self._waiting:
-                self._take()
-            address, size = self._waiting.popleft()
-            nbytes -= size
-            yield address, size, not self._waiting
-
-    def _take(self) -> None:
-        filled = next(self._filled)
-        self._array = filled.array  # keeps the memory alive while its address is used
+    True if all ranges so far must be used before the next step.
+    """
+    for filled in staged(entries, ring_for(sum(entry.nbytes for entry in entries)), threads):
         base = address_of(filled.array)
-        self._waiting.extend((base + piece.at, piece.nbytes) for piece in filled.pieces)
-
-    def close(self) -> None:
-        """Stop reading and wait for the threads."""
-        self._filled.close()
+        for piece in filled.pieces:
+            yield base + piece.at, piece.nbytes, piece is filled.pieces[-1]

@@ -174,15 +174,11 @@ class LayerStream(_Stream, Iterator[tuple[str, dict[str, _T]]]):
                 self._tensors.close()
                 raise StopIteration
             layer, count = self._left.popleft()
-            tensors: dict[str, _T] = {}
             try:
-                for _ in range(count):
-                    name, array = next(self._tensors)
-                    tensors[name] = array
+                return layer, dict([next(self._tensors) for _ in range(count)])
             except BaseException:
                 self.close()
                 raise
-            return layer, tensors
 
     def close(self) -> None:
         """Stop reading and wait for the threads. Arrays that were taken stay valid."""
@@ -235,22 +231,22 @@ class _Reader:
 
     def task(self, number: int, entries: Sequence[Entry]) -> Task:
         """Return the task that reads the tensors of a unit up to the first error."""
-        given: dict[str, Array] = {}
+        destinations: dict[str, Array] = {}
         refused: list[Exception] = []
 
         def start() -> None:
             """Get the caller's arrays to fill, up to an error."""
             try:
                 for entry in entries:
-                    given[entry.name] = self._given(entry)
+                    destinations[entry.name] = self._given(entry)
             except Exception as error:
                 refused.append(error)
 
         def run() -> _Loaded:
             if any(other < number for other in self._failed):
                 raise Stopped
-            ready = entries if self._out is None else entries[: len(given)]
-            loaded, failed = self._read(ready, given) if ready else (deque[tuple[str, Any]](), [])
+            ready = entries if self._out is None else entries[: len(destinations)]
+            loaded, failed = self._read(ready, destinations) if ready else (deque[tuple[str, Any]](), [])
             failed = failed or refused
             if failed:
                 self._failed.append(number)
@@ -267,20 +263,20 @@ class _Reader:
         check_fits(entry.name, entry.dtype, entry.shape, {entry.name: array})
         return array
 
-    def _read(self, entries: Sequence[Entry], given: Mapping[str, Array]) -> _Loaded:
+    def _read(self, entries: Sequence[Entry], destinations: Mapping[str, Array]) -> _Loaded:
         single = self._makes(entries[0])
         try:
             arrays, _ = deliver(
                 Tensors.of(entry.tensor for entry in entries),
                 target=self._target,
-                out=given if single and given else None,
+                out=destinations if single and destinations else None,
                 memory=self.memory.array if single else None,
                 threads=self._threads,
                 progress=check_stopped,
             )
         except RemoteError as error:  # names the tensor, and was retried
             at = next((k for k, entry in enumerate(entries) if entry.name == error.tensor), 0)
-            loaded, failed = self._read(entries[:at], given) if at else (deque(), [])
+            loaded, failed = self._read(entries[:at], destinations) if at else (deque(), [])
             return loaded, failed or [error]
         except Exception as error:
             if len(entries) < 2:
@@ -288,9 +284,9 @@ class _Reader:
         else:
             return deque((entry.name, arrays[entry.name]) for entry in entries), []
         half = len(entries) // 2  # again in halves, to find the tensor that cannot be read
-        loaded, failed = self._read(entries[:half], given)
+        loaded, failed = self._read(entries[:half], destinations)
         if not failed:
-            rest, failed = self._read(entries[half:], given)
+            rest, failed = self._read(entries[half:], destinations)
             loaded += rest
         return loaded, failed
 

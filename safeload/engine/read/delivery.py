@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from contextlib import suppress
+from itertools import chain, product, repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -69,11 +70,24 @@ def deliver(
     mappings = {} if mappings is None else mappings
     known = set(mappings)
     tensors, packed = tensors.without_packed()
-    plans = [_decide(file_tensors, target, view) for file_tensors in tensors.by_file()]
+    plans: list[ReadPlan] = []
+    delivered: dict[str, Any] = {}
+    allowed = True
+    for file_tensors in tensors.by_file():
+        plan = decide(file_tensors, target, view)
+        if VIEW in plan.ways:
+            viewed = sum(plan.ends[k] - plan.begins[k] for k in plan.of_way(VIEW)) if plan.file.verified else 0
+            small = plan.file.verified and 2 * viewed < plan.file.size  # it would stay in memory for this part
+            buffer = None if small else mapping(plan.file, mappings)
+            if buffer is None:
+                allowed &= small
+                plan = decide(file_tensors, target, False)
+            else:
+                delivered.update(_views(plan, buffer))
+        plans.append(plan)
     if out is not None:
         _check_out(plans, packed, target, out)
-    delivered: dict[str, Any] = {}
-    to_read, allowed = _map(plans, target, mappings, delivered)
+    to_read = [plan for plan in plans if plan.ways.count(VIEW) < len(plan.ways)]
     reading = False
     if to_read or packed:
         reads = Reads(delivered, out, memory, direct=direct)
@@ -99,36 +113,6 @@ def deliver(
         with reporter(progress, total) as report:
             report(total)
     return delivered, allowed
-
-
-def _decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
-    """Like `decide`, but without views that would keep a verified file in memory for a small part of it."""
-    plan = decide(tensors, target, view)
-    if not (view and plan.file.verified):
-        return plan
-    viewed = sum(plan.ends[k] - plan.begins[k] for k in plan.of_way(VIEW))
-    return decide(tensors, target, False) if 2 * viewed < plan.file.size else plan
-
-
-def _map(
-    plans: Iterable[ReadPlan],
-    target: dtypes.Dtype | None,
-    mappings: dict[WeightFile, Any],
-    delivered: dict[str, Any],
-) -> tuple[list[ReadPlan], bool]:
-    """Deliver the views of all plans; return the plans with tensors to read, and False if a mapping was refused."""
-    to_read, allowed = [], True
-    for plan in plans:
-        if VIEW in plan.ways:
-            buffer = mapping(plan.file, mappings)
-            if buffer is not None:
-                delivered.update(_views(plan, buffer))
-            else:
-                allowed = False
-                plan = decide(plan.tensors, target, False)
-        if plan.ways.count(VIEW) < len(plan.ways):
-            to_read.append(plan)
-    return to_read, allowed
 
 
 def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile, Any] | None) -> QuantizedTensor:
@@ -230,16 +214,16 @@ def _check_out(
 
 def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> None:
     """Refuse arrays that map a file to be read: filling such an array would change tensors before they are read."""
-    mapped = {name: path for name, array in out.items() if (path := _mapped_path(array)) is not None}
-    if not mapped:
-        return
-    places = {_identity(file.path): file.path for file in files if not is_remote(file)}
-    for name, path in mapped.items():
-        place = _identity(path)
-        if place is not None and place in places:
-            raise ValueError(
-                f"out: {show(name)} maps {show(places[place])}, which is being read; pass an array in memory"
-            )
+    mapped: dict[str, str] = {}
+    for name, array in out.items():
+        path = _mapped_path(array)
+        if path is not None:
+            mapped.setdefault(path, name)
+    places = dict.fromkeys(file.path for file in files if not is_remote(file)) if mapped else ()
+    for (path, name), place in product(mapped.items(), places):
+        with suppress(OSError):  # one of the files was removed
+            if os.path.samefile(path, place):
+                raise ValueError(f"out: {show(name)} maps {show(place)}, which is being read; pass an array in memory")
 
 
 def _mapped_path(array: Any) -> str | None:
@@ -249,15 +233,6 @@ def _mapped_path(array: Any) -> str | None:
             return None if array.mode == "c" or array.filename is None else os.fspath(array.filename)
         array = array.base
     return None
-
-
-def _identity(path: str) -> tuple[int, int] | None:
-    """Return device and inode of a file; None if it does not exist."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def stored_in_parts(name: str, packed: Packed) -> ValueError:
@@ -369,9 +344,9 @@ class Reads:
         Small tensors that are adjacent in the file are adjacent in the pool and share a job. Converted tensors share a
         job only if they have the same dtype.
         """
-        if len(rows) == 1:
-            self._read(plan, rows[0])
         if len(rows) < 2:
+            for k in rows:
+                self._read(plan, k)
             return
         sources, begins, ends = plan.sources, plan.begins, plan.ends
         least = 1 if self._memory is None else ALIGNMENT
@@ -546,7 +521,7 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
 
 
 def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as writable copies; those of small files share it."""
+    """Return all tensors, by name in the order of their bytes, as writable copies; tensors of small files share one."""
     if table.plain and content.nbytes < HUGE_FROM:
         return views_of(table, _copy(content))
     arrays = views_of(table, content)

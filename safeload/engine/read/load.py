@@ -127,7 +127,7 @@ def load_tensors(
     started = time.perf_counter()
     names = tensors.names
     remote = tensors.remote
-    verified = [file for file in tensors.used if file.verified] if remote else []
+    verified = [file for file in dict.fromkeys(file for _, file, _ in tensors) if file.verified] if remote else []
     if verified:  # hashed on several threads, before the first tensor is made
         from ...stores.thread_group import each  # only here: few programs verify
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -88,23 +89,47 @@ def take_rows(file: WeightFile, index: int, rows: Any, dtype: Any, name: str) ->
     if packed is not None and target is None:
         return _packed_as_stored(packed, positions, name)
     unique, inverse = np.unique(positions, return_inverse=True)
+    ascending = len(inverse) == len(unique) and (inverse[1:] > inverse[:-1]).all()
+    name, row, inner = table.names[index], table.row(index), math.prod(shape[1:])
+    to, cut = target, packed is None and inner % row.block != 0
     if packed is not None:
-        assert target is not None
-        return _ordered(_packed_values(file, index, packed, unique, target), inverse)
-    return _stored_rows(file, index, unique, inverse, target)
+        unit, stored = _packed_reader(packed, name)
+    elif cut:  # the blocks of rows are read, or all if rows and blocks are of other lengths
+        if target is None:
+            raise _cuts(name, row.name, row.block)
+        unit, place = row.block if len(shape) == 1 else 0, (file, table.byte_range(index)[0], row.block_bytes)
+        stored = partial(read_rows, *place, origin=Origin(name, shape))
+    else:
+        unit, wrapped = 1, _wrapper(file, index)
+        quantized = row.blocked or index in table.scales
+        to = target if quantized else row.loaded_as(target)
+        if to is None or to is row or (index in table.strides and not quantized):
+            data = _plain(file, index, unique)
+            data = wrapped(data if ascending else data[inverse], positions)
+            return data if to is None or to is row else astype(data, dtypes.element_dtype(to.number))
 
+        def stored(rows: Array) -> Any:
+            return wrapped(_plain(file, index, rows), rows)
 
-def _ordered(rows: Array, inverse: Array) -> Array:
-    """Return rows in the requested order, with duplicates."""
-    if len(inverse) == len(rows) and (inverse[1:] > inverse[:-1]).all():
-        return rows
-    return rows[inverse]
+    assert to is not None
+    if not unit and len(unique):
+        arrays, _ = load_tensors(Tensors([file], [name], [index]), backend="pread", dtype=to.name)
+        return np.ascontiguousarray(arrays[name][positions])
+
+    def read(blocks: Array) -> Array:
+        tensor = stored(blocks)
+        if isinstance(tensor, QuantizedTensor):
+            return tensor.dequantize(to.name)
+        return _converted(tensor, row, to, (-1, *shape[1:]), name)
+
+    values = _values(unique, shape, to, read, unit=max(1, unit))
+    return values if ascending else values[inverse]
 
 
 def _values(
-    rows: Array, shape: tuple[int, ...], target: dtypes.Dtype, read: Callable[[Array], Array], unit: int = 1
+    rows: Array, shape: tuple[int, ...], target: dtypes.Dtype, read: Callable[[Array], Array], unit: int
 ) -> Array:
-    """Return values of ascending rows; ``read`` returns those of blocks of ``unit`` rows, of a few at a time."""
+    """Return values of ascending rows; ``read`` returns the values of a few blocks of ``unit`` rows."""
     values = private_array((len(rows), *shape[1:]), dtypes.element_dtype(target.number))
     if not values.size:
         return values
@@ -119,30 +144,6 @@ def _values(
             picked = picked[np.searchsorted(blocks, of_rows[first:last]) * unit + rows[first:last] % unit]
         values[first:last] = picked
     return values
-
-
-# ---- plain tensors, int8 and blocks ----
-
-
-def _stored_rows(file: WeightFile, index: int, unique: Array, inverse: Array, target: dtypes.Dtype | None) -> Any:
-    table = file.table
-    row, shape, name = table.row(index), table.shape(index), table.names[index]
-    scale, inner = table.scales.get(index), math.prod(shape[1:])
-    if inner % row.block:
-        if target is None:
-            raise _cuts(name, row.name, row.block)
-        return _ordered(_values_of_blocks(file, index, unique, target), inverse)
-    if row.blocked or (scale is not None and table.is_quantized(index)):
-        return _quantized(file, index, unique, inverse, target)
-    converted = row.loaded_as(target)
-    if converted is row or table.strides.get(index) is not None:
-        rows = _plain(file, index, unique)
-        return _ordered(rows if converted is row else astype(rows, dtypes.element_dtype(converted.number)), inverse)
-
-    def read(rows: Array) -> Array:
-        return _converted(_plain(file, index, rows), row, converted, (-1, *shape[1:]), name)
-
-    return _ordered(_values(unique, shape, converted, read), inverse)
 
 
 def _converted(rows: Array, row: dtypes.Dtype, target: dtypes.Dtype, shape: tuple[int, ...], name: str) -> Array:
@@ -177,47 +178,15 @@ def _plain(file: WeightFile, index: int, rows: Array) -> Array:
     return jobs.native_order(byteswapped(array) if layout.big_endian else array)
 
 
-def _values_of_blocks(file: WeightFile, index: int, rows: Array, target: dtypes.Dtype) -> Array:
-    """Return values of rows that cut blocks: their blocks are read, or all if rows and blocks are of other lengths."""
-    table = file.table
-    row, shape, name = table.row(index), table.shape(index), table.names[index]
-    if len(shape) > 1:
-        loaded: Array = _whole(file, index, name, target)
-        return loaded[rows]
-
-    def read(blocks: Array) -> Array:
-        raw = read_rows(file, table.byte_range(index)[0], row.block_bytes, blocks, origin=Origin(name, shape))
-        return _converted(raw, row, row.loaded_as(target), (-1,), name)
-
-    return _values(rows, shape, target, read, unit=row.block)
-
-
-def _whole(file: WeightFile, index: int, name: str, target: dtypes.Dtype) -> Any:
-    arrays, _ = load_tensors(Tensors([file], [name], [index]), backend="pread", dtype=target.name)
-    return arrays[name]
-
-
-def _quantized(
-    file: WeightFile, index: int, unique: Array, inverse: Array, target: dtypes.Dtype | None
-) -> QuantizedTensor | Array:
-    """Read rows of int8 with scales, or of blocks."""
-    table = file.table
-    row, shape, scale = table.row(index), table.shape(index), table.scales.get(index)
-    axis = None if scale is None else scale.axis
-    factors = None if scale is None else read_scale(file, scale)
-
-    def tensor(rows: Array, inverse: Array) -> QuantizedTensor:
-        data = _ordered(_plain(file, index, rows), inverse)
-        picked = factors[rows[inverse]] if factors is not None and axis == 0 else factors
-        return QuantizedTensor(INT8 if scale is not None else row.name, (len(data), *shape[1:]), data, picked, axis)
-
-    if target is None:
-        return tensor(unique, inverse)
-
-    def read(rows: Array) -> Array:
-        return tensor(rows, np.arange(len(rows))).dequantize(target.name)
-
-    return _ordered(_values(unique, shape, target, read), inverse)
+def _wrapper(file: WeightFile, index: int) -> Callable[[Array, Array], Any]:
+    """Return a function from the data of rows, and their positions, to the tensor of these rows."""
+    row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scales.get(index)
+    if scale is None:
+        return lambda data, rows: QuantizedTensor(row.name, (len(data), *shape[1:]), data) if row.blocked else data
+    factors, axis = read_scale(file, scale), scale.axis
+    return lambda data, rows: QuantizedTensor(
+        INT8, (len(data), *shape[1:]), data, factors[rows] if axis == 0 else factors, axis
+    )
 
 
 # ---- packed tensors ----
@@ -246,20 +215,17 @@ def _runs(positions: Array) -> list[slice]:
     return list(map(slice, begins, ends))
 
 
-def _packed_values(file: WeightFile, index: int, packed: Packed, rows: Array, target: dtypes.Dtype) -> Array:
-    """Return values of ascending rows: their blocks are read, or the whole tensor if it cannot be sliced."""
-    spec, name = packed.packing, file.table.names[index]
-    parts = {role: PartRows(part) for role, part in packed.parts.items()}
+def _packed_reader(packed: Packed, name: str) -> tuple[int, Callable[[Array], Any]]:
+    """Return the rows of a block, 0 if they cannot be sliced, and a function that reads blocks."""
+    spec, parts = packed.packing, {role: PartRows(part) for role, part in packed.parts.items()}
     unit = row_block(spec, parts)
-    if not unit and len(rows):
-        return np.ascontiguousarray(_whole(file, index, name, target)[rows])
 
-    def read(blocks: Array) -> Array:
+    def read(blocks: Array) -> QuantizedTensor:
         runs = [slice(run.start * unit, min(run.stop * unit, spec.shape[0])) for run in _runs(blocks)]
         changed, arrays = rows_of(spec, parts, runs)
-        return QuantizedTensor.of_parts(changed, packed.names(name), arrays).dequantize(target.name)
+        return QuantizedTensor.of_parts(changed, packed.names(name), arrays)
 
-    return _values(rows, spec.shape, target, read, unit=max(1, unit))
+    return unit, read
 
 
 def _cuts(name: str, label: str, unit: int) -> UnsupportedError:

@@ -1,9 +1,12 @@
-"""Tensors of files as columns, because 100,000 tensors should not need 100,000 objects, and how each is read."""
+"""Tensors of files as columns, because 100,000 tensors should not need 100,000 objects, and how each is read.
+
+And tensors that are created later, when they are written.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import and_, eq
 from typing import Any, NamedTuple, TypeAlias, overload
@@ -14,7 +17,7 @@ from ...base import dtypes, packing
 from ...base.arrays import Array, ArraySpec, foreign_order
 from ...base.cached import cached_property
 from ...base.gc_pause import paused
-from ...base.packing import Packed, Part
+from ...base.packing import Packed, Packing, Part
 from ...base.selecting import distinct
 from ...base.table import Columns
 from ...base.text import tensor_named
@@ -154,11 +157,6 @@ class Tensors(Sequence[FileTensor]):
         return Ranges(file, first, np.array(ends, np.int64) - first, np.frombuffer(numbers, np.uint8))
 
     @property
-    def used(self) -> list[WeightFile]:
-        """The files with any of the tensors."""
-        return [*self.files] if self.file is None else [self.files[k] for k in sorted(set(self.file))]
-
-    @property
     def remote(self) -> bool:
         """True if any file is read by requests."""
         return any(file.remote for file in self.files)
@@ -255,72 +253,55 @@ def viewable(dtype: np.dtype[Any], begin: int) -> bool:
 
 
 def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
-    """Decide how each tensor of one file becomes an array."""
+    """Decide how each tensor of one file becomes an array; floating and quantized tensors get the dtype ``target``."""
     file = tensors.files[0]
     table = file.table
     if table.unknown:
         table.refuse_unknown(tensors.indices, file.path)
     sources, shapes, begins, ends = tensors.columns
     present = set(sources)
-    plain = VIEW if view else READ
-    targets, ways = sources, bytearray((plain,)) * len(sources)
-    if target is not None:
-        targets, ways = _convert(tensors, target, plain)
+    become, way = bytearray(range(256)), bytearray(256)
+    masks = bytearray(256)  # by dtype: bits to be zero in an aligned address
+    refused = []
+    for number in present:
+        row, dtype = dtypes.BY_NUMBER[number], dtypes.array_dtype(number)
+        array_row = row.loaded_as(target)
+        swapped = foreign_order(False) and dtype.itemsize > 1 and not table.shaped
+        become[number], masks[number] = array_row.number, dtype.alignment - 1
+        way[number] = CONVERT if array_row is not row else VIEW if view and not swapped else READ
+        if not row.converts_to(array_row):
+            refused.append(sources.index(number))
+    targets, ways = bytearray(sources.translate(become)), bytearray(sources.translate(way))
+    for k, index in enumerate(tensors.indices) if target is not None and table.scales else ():
+        if index in table.scales:
+            assert target is not None
+            targets[k], ways[k] = target.number, DEQUANTIZE
+            if not dtypes.BY_NUMBER[sources[k]].converts_to(target):
+                refused.append(k)
+    if refused and target is not None:
+        k = min(refused)
+        text = f"{tensor_named(tensors.names[k])}: cannot convert {dtypes.BY_NUMBER[sources[k]].code} to {target.code}"
+        raise UnsupportedError(text, path=file.path, tensor=tensors.names[k])
     if not _IN_BYTES.isdisjoint(present):
         shapes = [
             dtypes.array_shape(dtypes.BY_NUMBER[source], shape, end - begin) if source == to else shape
             for source, to, shape, begin, end in zip(sources, targets, shapes, begins, ends, strict=True)
         ]
-    if view:
-        masks = bytearray(256)  # by dtype: bits to be zero in an aligned address
-        for number in present:
-            masks[number] = dtypes.array_dtype(number).alignment - 1
-        unaligned = sources.translate(masks)
-        if any(map(and_, begins, unaligned)):
-            for k, (begin, mask) in enumerate(zip(begins, unaligned, strict=True)):
-                if begin & mask and ways[k] == VIEW:
-                    ways[k] = READ
-    if view and foreign_order(False) and not table.shaped:
-        for k, source in enumerate(sources):
-            if ways[k] == VIEW and dtypes.array_dtype(source).itemsize > 1:
+    unaligned = sources.translate(masks)
+    if view and any(map(and_, begins, unaligned)):
+        for k, (begin, mask) in enumerate(zip(begins, unaligned, strict=True)):
+            if begin & mask and ways[k] == VIEW:
                 ways[k] = READ
     if table.shaped:
-        for k, (way, index) in enumerate(zip(ways, tensors.indices, strict=True)):
-            foreign = way == VIEW and foreign_order(index in table.big_endian)
-            if way in (READ, CONVERT) or (foreign and dtypes.array_dtype(sources[k]).itemsize > 1):
+        for k, (kind, index) in enumerate(zip(ways, tensors.indices, strict=True)):
+            foreign = kind == VIEW and foreign_order(index in table.big_endian)
+            if kind in (READ, CONVERT) or (foreign and dtypes.array_dtype(sources[k]).itemsize > 1):
                 ways[k] = STRIDED
     if any(map(eq, begins, ends)):
         for k, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             if begin == end:
                 ways[k] = EMPTY
-    return ReadPlan(tensors, file, tensors.names, sources, begins, ends, targets, shapes, ways)
-
-
-def _convert(tensors: Tensors, target: dtypes.Dtype, plain: int) -> tuple[bytes, bytearray]:
-    """Return targets and ways if floating and quantized tensors are converted; unconverted tensors get ``plain``."""
-    file, sources = tensors.files[0], tensors.columns.numbers
-    become, way = bytearray(range(256)), bytearray(256)
-    refused = []
-    for number in set(sources):
-        row = dtypes.BY_NUMBER[number]
-        array_row = row.loaded_as(target)
-        become[number], way[number] = array_row.number, plain if array_row is row else CONVERT
-        if not row.converts_to(array_row):
-            refused.append(sources.index(number))
-    targets = bytearray(sources.translate(become))
-    ways = bytearray(sources.translate(way))
-    if file.table.quantized:
-        for k, index in enumerate(tensors.indices):
-            if file.table.scales.get(index) is not None:
-                targets[k], ways[k] = target.number, DEQUANTIZE
-                if not dtypes.BY_NUMBER[sources[k]].converts_to(target):
-                    refused.append(k)
-    if refused:
-        k = min(refused)
-        row = dtypes.BY_NUMBER[sources[k]]
-        text = f"{tensor_named(tensors.names[k])}: cannot convert {row.code} to {target.code}"
-        raise UnsupportedError(text, path=file.path, tensor=tensors.names[k])
-    return bytes(targets), ways
+    return ReadPlan(tensors, file, tensors.names, sources, begins, ends, bytes(targets), shapes, ways)
 
 
 class Entry(NamedTuple):
@@ -391,3 +372,101 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
             place = *table.byte_range(index), tensor.packing.shape, table.row(index).number
             entries[name] = Entry(name, file, index, *place, None if target is None else target.number, tensor)
     return [entries[name] for name in tensors.names]
+
+
+# ---- tensors that are created when a writer reaches them: a file is written in the memory of one ----
+
+
+class Staged(NamedTuple):
+    """A file tensor with the bytes of a `Lazy`: writers read many of these ahead, in chunks."""
+
+    entry: Entry
+    threads: int | None  # for reading
+
+
+class Lazy:
+    """An array that is created later.
+
+    ``create`` may overwrite the array of its previous call; ``staged`` reads the bytes without it.
+    """
+
+    __slots__ = ("_create", "_written", "dtype", "shape", "staged")  # the garbage collector visits no dict
+
+    def __init__(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], create: Callable[[], Array], staged: Staged | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.staged = staged
+        self._create = create
+        self._written: Callable[[int], object] | None = None
+
+    def make(self) -> Array:
+        """Create the array and report its bytes."""
+        array = self._create()
+        self.report()
+        return array
+
+    def report_to(self, written: Callable[[int], object]) -> None:
+        """Have ``written`` called with the bytes of the array once the writer has them."""
+        self._written = written
+
+    def report(self) -> None:
+        """Report the bytes of the array."""
+        if self._written is not None:
+            self._written(self.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _InParts:
+    """A tensor of several arrays that are created later."""
+
+    def __init__(self, scheme: str, shape: tuple[int, ...], parts: Mapping[str, Lazy]) -> None:
+        self.scheme = scheme
+        self.shape = shape
+        self.parts = parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def report_to(self, written: Callable[[int], object]) -> None:
+        """See `Lazy.report_to`."""
+        for part in self.parts.values():
+            part.report_to(written)
+
+
+class LazyQuantized(_InParts):
+    """A `QuantizedTensor` that is created later: data and scale are `Lazy`."""
+
+    def __init__(
+        self, scheme: str, shape: tuple[int, ...], data: Lazy, scale: Lazy | None = None, axis: int | None = None
+    ) -> None:
+        super().__init__(scheme, shape, {"data": data} if scale is None else {"data": data, "scale": scale})
+        self.data = data
+        self.scale = scale
+        self.axis = axis
+
+
+class LazyPacked(_InParts):
+    """A packed `QuantizedTensor` that is written unchanged."""
+
+    def __init__(self, packing: Packing, names: Mapping[str, str], roles: Mapping[str, Lazy]) -> None:
+        super().__init__(packing.label, packing.shape, roles)
+        self.packing = packing
+        self.names = names
+        self.roles = roles
+
+
+class LazyEncoded(_InParts):
+    """A weight in the format of another engine, whose ``config.json`` describes it."""
+
+
+def materialize(value: Array | Lazy) -> Array:
+    """Return the array, creating it if it is `Lazy`."""
+    return value.make() if isinstance(value, Lazy) else value

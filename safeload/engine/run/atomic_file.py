@@ -8,7 +8,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -127,7 +127,7 @@ class AtomicFile:
         begin = end = 0
         for at, nbytes in chain(ranges, [(-1, 0)]):
             if at != end:
-                with naming(self.path, self.temporary, self._target):
+                with self._naming():
                     copy_range(descriptor, begin, end - begin, self.descriptor, self._position)
                 self._position += end - begin
                 begin = at
@@ -139,13 +139,13 @@ class AtomicFile:
 
     def truncate(self, size: int) -> None:
         """Cut off bytes after this size, which a failed write can leave; the file must not be `in_order`."""
-        with naming(self.path, self.temporary, self._target):
+        with self._naming():
             os.ftruncate(self.descriptor, size)
 
     @contextmanager
     def stream(self) -> Iterator[BinaryIO]:
         """Yield a binary stream to the file, for Python's own libraries."""
-        with naming(self.path, self.temporary, self._target), os.fdopen(os.dup(self.descriptor), "wb") as stream:
+        with self._naming(), os.fdopen(os.dup(self.descriptor), "wb") as stream:
             yield stream
 
     def seal(self) -> None:
@@ -153,16 +153,15 @@ class AtomicFile:
 
         If many files are put in place together, each needs a descriptor only while it is written.
         """
-        with naming(self.path, self.temporary, self._target):
-            self._finish(identify=True)
-
-    def _finish(self, *, identify: bool = False) -> None:
         if self.descriptor >= 0:
-            if self._durable and self.temporary is not None:
-                os.fsync(self.descriptor)
-            if identify:
+            with self._naming():
+                if self._durable and self.temporary is not None:
+                    os.fsync(self.descriptor)
                 self.identity = identity_of(os.fstat(self.descriptor))
-            self._close()
+                self._close()
+
+    def _naming(self) -> AbstractContextManager[None]:
+        return naming(self.path, self.temporary, self._target)
 
     def exchange(self, other: AtomicFile) -> None:
         """Exchange the contents of two new files of this path."""
@@ -172,7 +171,7 @@ class AtomicFile:
 
     def commit(self) -> None:
         """Put the complete file in place."""
-        self._finish()
+        self.seal()
         if self.temporary is None:
             return
         _move(self.temporary, self._target, self.path, overwrite=self._overwrite)
@@ -190,7 +189,7 @@ class AtomicFile:
             self.abandon()
             return
         try:
-            with naming(self.path, self.temporary, self._target):
+            with self._naming():
                 self.commit()
         except BaseException as raised:
             in_place = self.temporary is None and not self.in_order  # only the fsync of the folder has failed

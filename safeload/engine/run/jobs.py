@@ -17,7 +17,7 @@ from .job import Job, Origin
 from .memory import address_of
 from .progress import Progress, reporter
 from .threads import thread_count
-from .weight_file import WeightFile, is_remote
+from .weight_file import WeightFile
 
 # Length of a time slice in C, after which signals are handled and progress is reported.
 SLICE_MS = 50
@@ -207,10 +207,11 @@ class Batch:
 
     def _fetch(self, threads: int, report: Callable[[int], object]) -> list[Job]:
         """Run the jobs on remote files, and return the remaining jobs."""
-        files = {job.file for job in self.jobs}
-        if not any(map(is_remote, files)) and not any(
-            job.packed and any(map(is_remote, job.files)) for job in self.jobs
-        ):
+        files = {job.file for job in self.jobs if isinstance(job.file, WeightFile)}
+        for job in self.jobs:
+            if job.packed is not None:
+                files.update(job.files)
+        if not any(file.remote for file in files):
             return self.jobs
         from ...stores.thread_group import check_stopped
         from .fetch import Fetch  # `formats.opening` has imported both

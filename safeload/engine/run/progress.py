@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib import import_module
 from typing import Any, TypeAlias
 
 from ...base.text import size
@@ -43,17 +44,13 @@ def _in_notebook() -> bool:
 def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
     """Show a progress bar. Yields a function that takes the bytes done and the total, which may change."""
     notebook = _in_notebook()
-    if not notebook and not on_terminal():
-        with _lines(label) as report:
-            yield report
-        return
-    try:
-        if notebook:
-            from tqdm.auto import tqdm
-        else:
-            from tqdm import tqdm  # faster to import
-    except ImportError:
-        with _plain(label, leave) as report:
+    animated = notebook or on_terminal()
+    tqdm: Any = None
+    if animated:
+        with suppress(ImportError):
+            tqdm = import_module("tqdm.auto" if notebook else "tqdm").tqdm  # the second is faster to import
+    if tqdm is None:
+        with _text(label, animated, leave) as report:
             yield report
         return
     from ...base.layout import width  # only here: most loads draw nothing
@@ -107,40 +104,27 @@ def _write(text: str) -> None:
 
 
 @contextmanager
-def _plain(label: str, leave: bool) -> Iterator[Report]:
-    shown = 0.0
+def _text(label: str, animated: bool, leave: bool) -> Iterator[Report]:
+    """Show a percentage that is overwritten, or print lines."""
+    started = time.monotonic()
+    shown = 0.0 if animated else started
+    done = total = 0
 
-    def draw(done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown >= _INTERVAL or done >= total:
+    def draw(now_done: int, now_total: int) -> None:
+        nonlocal shown, done, total
+        done, total, now = now_done, now_total, time.monotonic()
+        percent = 100 * done // max(1, total)
+        if animated and (now - shown >= _INTERVAL or done >= total):
             shown = now
-            _write(f"\r{label}: {_percent(done, total):3}%")
+            _write(f"\r{label}: {percent:3}%")
+        elif not animated and now - shown >= _LINE_INTERVAL and done < total:
+            shown = now
+            _write(f"{label}: {percent}% of {size(total)}\n")
 
     try:
         yield draw
     finally:
-        if shown:
+        if animated and shown:
             _write("\n" if leave else "\r" + " " * (len(label) + 6) + "\r")
-
-
-@contextmanager
-def _lines(label: str) -> Iterator[Report]:
-    started = shown = time.monotonic()
-    last = (0, 0)
-
-    def draw(done: int, total: int) -> None:
-        nonlocal shown, last
-        last = done, total
-        now = time.monotonic()
-        if now - shown >= _LINE_INTERVAL and done < total:
-            shown = now
-            _write(f"{label}: {_percent(done, total)}% of {size(total)}\n")
-
-    yield draw
-    if last[0] >= last[1] > 0:  # unless the work failed
-        _write(f"{label}: 100% of {size(last[1])} in {time.monotonic() - started:.1f} s\n")
-
-
-def _percent(done: int, total: int) -> int:
-    return 100 * done // max(1, total)
+    if not animated and done >= total > 0:  # unless the work failed
+        _write(f"{label}: 100% of {size(total)} in {time.monotonic() - started:.1f} s\n")

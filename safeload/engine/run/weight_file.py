@@ -24,8 +24,8 @@ class WeightFile:
     """The tensors of an open file. Any thread may use it."""
 
     verified = False  # True if its store hands out verified bytes from memory; see `stores.verified`
+    unpacked = False  # True if this is the unpacked content of another file
     _origin: tuple[str, tuple[Any, ...]] | None = None
-    _unpacked = False
 
     def __init__(self, path: str, store: ByteStore, table: Table, files: Files = LOCAL, place: str = "") -> None:
         self.path = path
@@ -42,13 +42,8 @@ class WeightFile:
     def stand_for(self, origin: WeightFile, *, unpacked: bool = True) -> None:
         """Take `place`, `files` and `identity` from the file that opens this content."""
         self._origin = origin.place, origin.identity
-        self._unpacked = unpacked
+        self.unpacked = unpacked
         self.files = origin.files
-
-    @property
-    def unpacked(self) -> bool:
-        """True if this is the unpacked content of another file."""
-        return self._unpacked
 
     @property
     def place(self) -> str:

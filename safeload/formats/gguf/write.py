@@ -19,7 +19,7 @@ from ...base.paths import PathLike
 from ...base.scheme import INT8
 from ...base.text import check_name, clip, printable, show, tensor_named
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.read.lazy import Lazy, LazyPacked, LazyQuantized, materialize
+from ...engine.read.tensors import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.memory import address_of
 from ...errors import SafeloadError, UnsupportedError

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import accumulate, chain
 from operator import add
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from ...base.paths import PathLike, native_path
 from ...base.table import Table
 from ...base.text import show, tensor_named
 from ...engine.read import delivery
-from ...engine.read.lazy import Lazy, Staged, materialize
-from ...engine.read.tensors import Tensors
+from ...engine.read.tensors import Lazy, Staged, Tensors, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.threads import thread_count
 from ...engine.run.weight_file import WeightFile
@@ -32,9 +31,6 @@ from ...errors import SafetensorError, folder_given, unsaved
 from ...stores.local import LocalStore, with_room
 from ...stores.store import WINDOW
 from ..registry import Candidate, Content, OpenRequest, explain
-
-if TYPE_CHECKING:
-    from ...engine.ahead.staging import StagedBytes
 
 _NEWLINE = ord("\n")
 # Bytes of the length before the header, and the unit of its padding.
@@ -405,13 +401,13 @@ class TensorToWrite(NamedTuple):
         return ffi.buffer(ffi.cast("char *", data.address), data.nbytes) if isinstance(data, Memory) else data
 
 
-def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[StagedBytes | None]:
-    """Return the bytes to read ahead, or None if there are none."""
+def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[Iterator[tuple[int, int, bool]]]:
+    """Return the bytes to read ahead, or nothing."""
     if not ahead:
-        return nullcontext()
-    from ...engine.ahead.staging import StagedBytes  # few files need it: most are loaded, or written from memory
+        return nullcontext(iter(()))
+    from ...engine.ahead.staging import staged_bytes  # few files need it: most are loaded, or written from memory
 
-    return closing(StagedBytes([staged.entry for staged in ahead], ahead[0].threads))
+    return closing(staged_bytes([staged.entry for staged in ahead], ahead[0].threads))
 
 
 def source_of(name: str, value: Any) -> TensorToWrite:
@@ -499,12 +495,15 @@ class FileWriter:
                 if small:
                     continue
                 lazy, stage = source.data, source.staged
-                if stage is None or staged is None or not isinstance(lazy, Lazy):
+                if stage is None or not isinstance(lazy, Lazy):
                     streamed = not source.whole
                     for owner, address, nbytes in source.pieces():
                         yield owner, address, nbytes, streamed
                     continue
-                for address, nbytes, last in staged.of_next(stage.entry.nbytes):
+                left = stage.entry.nbytes
+                while left:
+                    address, nbytes, last = next(staged)
+                    left -= nbytes
                     yield staged, address, nbytes, last
                 lazy.report()
             if waiting:

@@ -23,7 +23,7 @@ from ...base.packing import CODES, CONFIG_KEY, GGUF, NAME
 from ...base.table import ListedTable, Listing, Scale
 from ...base.text import show, tensor_named
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
-from ...engine.read.lazy import LazyEncoded, LazyPacked, LazyQuantized
+from ...engine.read.tensors import LazyEncoded, LazyPacked, LazyQuantized
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, SafetensorError
 

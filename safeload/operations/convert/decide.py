@@ -22,8 +22,8 @@ from ...base.results import Result
 from ...base.scheme import SCHEMES
 from ...base.selecting import Patterns, Renames, Selection, check_matches, renamed
 from ...base.text import plural, printable, show, size
-from ...engine.read.lazy import LazyPacked
 from ...engine.read.load import parse_target
+from ...engine.read.tensors import LazyPacked
 from ...errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ...formats.folder import CONFIG, read_config
 from ...formats.gguf.mixtures import FILE_TYPE, with_file_type, with_updated_file_type

@@ -23,8 +23,7 @@ from ...engine.ahead.spans import Spans
 from ...engine.codes.packed_rows import PartRows
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
 from ...engine.codes.source import Source
-from ...engine.read.lazy import Lazy, LazyEncoded, LazyPacked, LazyQuantized, Staged
-from ...engine.read.tensors import Entry, Tensors
+from ...engine.read.tensors import Entry, Lazy, LazyEncoded, LazyPacked, LazyQuantized, Staged, Tensors
 from ...engine.run import jobs
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import private_array

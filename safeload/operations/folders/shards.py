@@ -14,7 +14,7 @@ import numpy as np
 from ...base import dtypes, log
 from ...base.arrays import Array
 from ...base.text import show
-from ...engine.read.lazy import Lazy, LazyEncoded, LazyPacked, LazyQuantized
+from ...engine.read.tensors import Lazy, LazyEncoded, LazyPacked, LazyQuantized
 from ...engine.run.atomic_file import AtomicFile
 from ...errors import RemotePermissionError, SafetensorError, UnsupportedError
 from ...formats.folder import INDEX, SINGLE

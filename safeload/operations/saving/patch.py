@@ -27,7 +27,7 @@ from ...base.native import ffi
 from ...base.paths import PathLike
 from ...base.table import Table
 from ...base.text import plural, size
-from ...engine.read.lazy import Lazy
+from ...engine.read.tensors import Lazy
 from ...engine.run.memory import address_of, check_spans
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, SafeloadError, UnsupportedError, exported, public, unsaved
