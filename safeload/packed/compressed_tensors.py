@@ -49,28 +49,17 @@ def ct_packed(group: PackedGroup) -> Packing:
     shape, bits, words = _ct_shape(group)
     rows = shape[-2]
     grid = configured_grid(group, shape) or _ct_grid(shape, scale)
-    zeros = _ct_zeros(group, grid, Zeros(packing.COLUMNS, bits, words)) if packing.ZERO in group.parts else None
+    zeros = Zeros(packing.COLUMNS, bits, words)
+    if grid.row_block != 1 and packing.ZERO in group.parts and group.parts[packing.ZERO].row.code == "I32":
+        raise Misfit(f"zero points are packed, but scales {list(group.scales)} are not per row")
+    packed = group.packed_zeros(zeros, (*stored[:-2], words_for(zeros, grid.rows), grid.columns))
     if packing.GROUPS in group.parts:
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
         group.check_form(packing.GROUPS, "g_idx", "I32", shape[-1:])
     grouped = grid.columns == 1 and configured(group, "group_size", "group") == shape[-1]
     label = label_of(f"int{bits}", grid, shape, packing.ZERO in group.parts, grouped)
-    return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
-
-
-def _ct_zeros(group: PackedGroup, grid: Grid, packed: Zeros) -> Zeros | None:
-    """Return how zero points are packed: down the rows, if per row or group. None if they are plain numbers."""
-    row, shape = group.parts[packing.ZERO]
-    if row.code != "I32":
-        zeros, expected = None, group.scales
-    elif grid.row_block == 1:
-        zeros, expected = packed, (*group.stored[:-2], words_for(packed, grid.rows), grid.columns)
-    else:
-        raise Misfit(f"zero points are packed, but scales {list(group.scales)} are not per row")
-    if shape != expected:
-        raise Misfit(f"zero points are {list(shape)}, expected {list(expected)}")
-    return zeros
+    return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=packed)
 
 
 def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:

@@ -1,4 +1,4 @@
-"""Find the quantized tensors of a checkpoint: those that become logical tensors, and codes without meaning.
+"""Find the quantized tensors of a checkpoint, which become logical tensors, and codes without meaning.
 
 A packed weight appears once, without its scales. Groups are formed over all files: a scale can be in another shard than
 its weight. Codes outside all groups are numbers that mean nothing without a scale, but look like weights of any other
@@ -26,7 +26,7 @@ from ..stores.json_file import read_json
 from .companions import IGNORED, is_zero_point, unread
 from .conv1d import CONV1D_SUFFIXES, as_stored, conv1d_model, is_named_conv1d
 from .families import FP8, SPARSE, Family, Stored, families
-from .packed_group import GroupContext, Misfit, PackedGroup, Refused, named_parts
+from .packed_group import GroupContext, Misfit, PackedGroup, Refused, described, named_parts
 from .quantization import (
     QUARK,
     UNCONFIGURED,
@@ -228,7 +228,7 @@ class _Finder:
                 why = None if self._in_gguf else group.unknown()
                 if why is not None:
                     raise Refused(f"{why} (config.json) can change their values in an unknown way")
-                packed = group.described(family)
+                packed = described(family, group)
             except Refused as refused:
                 self._refuse(name, str(refused), names.values())
                 return

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..base import dtypes, packing
 from ..base.arrays import Array, empty_array
-from ..base.packing import Grid, Packing, Part
+from ..base.packing import Grid, Packing, Part, Zeros
 from ..base.text import show
 from ..engine.run import jobs
 from ..engine.run.job import Job, Origin
@@ -163,10 +163,6 @@ class PackedGroup:
                 why = f"type {kinds[0]} of {self.row.code} codes"
         return why
 
-    def has_beside(self, suffix: str) -> bool:
-        """Return True if the module has another tensor with this suffix."""
-        return f"{self.module}{suffix}" in self.context.tensors
-
     def packing(
         self, family: str, label: str, shape: tuple[int, ...], bits: int, numbers: str, **fields: object
     ) -> Packing:
@@ -200,16 +196,21 @@ class PackedGroup:
             raise Misfit(f"zero points {list(zeros.shape)} do not fit scales {list(scales.shape)}")
         return zeros is not None
 
+    def packed_zeros(self, packed: Zeros, shape: tuple[int, ...]) -> Zeros | None:
+        """Return how zero points are packed; None if they are missing, or plain numbers in the shape of the scales."""
+        if packing.ZERO not in self.parts:
+            return None
+        row, own = self.parts[packing.ZERO]
+        zeros, expected = (packed, shape) if row.code == "I32" else (None, self.scales)
+        if own != expected:
+            raise Misfit(f"zero points are {list(own)}, expected {list(expected)}")
+        return zeros
+
     def check_form(self, role: str, name: str, dtype: str, shape: tuple[int, ...], of: str = "") -> None:
         """Refuse a part of another dtype or shape."""
         row, own = self.parts[role]
         if (row.code, own) != (dtype, shape):
             raise Misfit(f"{name} is {row.code} {list(own)}, expected {dtype} {list(shape)}{of}")
-
-    def described(self, family: Family) -> Packing:
-        """Return the checked packing of the group as a family describes it."""
-        assert family.describe is not None
-        return _checked(self, family.describe(self))
 
     def scale_dtype(self, dtype: str) -> str | None:
         """Return ``dtype``, a float8, if the scales store its bits as U8."""
@@ -250,7 +251,7 @@ def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts
         if not fits or family.method not in methods or named_parts(family, codes, context.tensors) is None:
             continue
         try:
-            return PackedGroup(codes, name, names, context).described(family)
+            return described(family, PackedGroup(codes, name, names, context))
         except Misfit:
             continue
     raise AssertionError(f"no family reads {context.quantization}")
@@ -275,8 +276,10 @@ def check_shared(group: PackedGroup, packed: Packing) -> Packing:
     return packed
 
 
-def _checked(group: PackedGroup, packed: Packing) -> Packing:
-    """Return the packing if all parts fit it in size and dtype."""
+def described(family: Family, group: PackedGroup) -> Packing:
+    """Return the packing of a group as a family describes it, if all parts fit it in size and dtype."""
+    assert family.describe is not None
+    packed = family.describe(group)
     for role, part in group.parts.items():
         if role in _DTYPES and part.row.code not in _DTYPES[role]:
             expected = ", ".join(sorted(_DTYPES[role]))
@@ -287,15 +290,15 @@ def _checked(group: PackedGroup, packed: Packing) -> Packing:
         raise Misfit(f"shape {list(packed.shape)} has too many elements")
     if _code_bytes(packed) > group.row.nbytes(math.prod(group.stored)):
         raise Misfit(f"codes {list(group.stored)} are too few for {list(packed.shape)}")
-    grid, described = packed.grid, group.weights
+    grid = packed.grid
     if grid is not None:
         count = (1 if grid.shared else packed.matrices) * grid.rows * grid.columns
         for role in (packing.SCALE, packing.BIAS, *(() if packed.zeros is not None else (packing.ZERO,))):
             if role in group.parts and math.prod(group.parts[role].shape) != count:
                 raise Misfit(f"{role} {list(group.parts[role].shape)} must have {count} elements to fit its codes")
-    configured, fits, symmetric, asymmetric = None, False, bool(described), bool(described)
+    configured, fits, symmetric, asymmetric = None, False, bool(group.weights), bool(group.weights)
     fitting = range(1, 9) if packed.numbers in ("I8", "U8") else (packed.bits,)  # a byte can hold fewer bits
-    for weights in described:
+    for weights in group.weights:
         bits, symmetry = weights.get("num_bits"), weights.get("symmetric")
         if bits is not None:
             configured = bits if configured is None else configured
@@ -306,7 +309,7 @@ def _checked(group: PackedGroup, packed: Packing) -> Packing:
     if packing.ZERO in group.parts:
         return packed._replace(symmetric=True) if symmetric else packed
     setting = "symmetric is false in config_groups" if asymmetric else None
-    if not described and packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
+    if not group.weights and packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
         values = group.config.values
         setting = next((f"{key} is {value}" for key, value in _ASYMMETRIC if values.get(key) is value), None)
     if setting is not None:
