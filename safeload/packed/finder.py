@@ -369,29 +369,27 @@ _AMBIGUOUS = ".scale"
 
 
 @cache
-def _companions() -> Mapping[tuple[str, str], bool]:
-    """Return the suffixes of codes and companions: first scales (True), whose shape must fit, then other tensors."""
+def _companions() -> tuple[Mapping[tuple[str, str], bool], tuple[str, ...]]:
+    """Return the suffixes of codes and companions: first scales (True), whose shape must fit, then other tensors.
+
+    Also the suffixes of codes without a companion, which can be in a missing shard, if a method is configured.
+    """
     # The usual names are in the last rows. `find` looks for the companions of telling rows.
     readable = [row for row in reversed(families()) if row.describe is not None and packing.MASK not in row.required]
-    beside: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
-    for row in readable:
-        for role, suffixes in (*row.required.items(), *row.optional.items()):
-            beside[role == packing.SCALE].setdefault(row.main, []).extend(suffixes)
-    scales, parts = ([(main, each) for main, all_ in beside[fit].items() for each in all_] for fit in (True, False))
-    marks = ((family.main, suffix) for family in _refusals() for suffix in family.required.get(packing.SCALE, ()))
-    result = dict.fromkeys((pair for pair in scales if pair[1] != _AMBIGUOUS), True) | dict.fromkeys(_MORE, True)
-    for pair in (_QUANTO_SHIFT, *marks, *parts):
-        result.setdefault(pair, False)
-    return result
-
-
-@cache
-def _mains() -> tuple[str, ...]:
-    """Return the suffixes of codes without a companion, which can be in a missing shard, if a method is configured.
-
-    Floating codes need no such name.
-    """
-    return (".weight", *(main for main, _ in _companions() if main), "gate_up_proj", "down_proj")
+    listed = [
+        (main, suffix, role)
+        for main in dict.fromkeys(row.main for row in readable)
+        for row in readable
+        if row.main == main
+        for role, suffixes in (*row.required.items(), *row.optional.items())
+        for suffix in suffixes
+    ]
+    scales = [(main, suffix) for main, suffix, role in listed if role == packing.SCALE and suffix != _AMBIGUOUS]
+    marks = [(row.main, suffix) for row in _refusals() for suffix in row.required.get(packing.SCALE, ())]
+    parts = [(main, suffix) for main, suffix, role in listed if role != packing.SCALE]
+    fitting = dict.fromkeys((*scales, *_MORE), True)
+    pairs = fitting | {pair: False for pair in (_QUANTO_SHIFT, *marks, *parts) if pair not in fitting}
+    return pairs, (".weight", *(main for main, _ in pairs if main), "gate_up_proj", "down_proj")
 
 
 def find(
@@ -399,8 +397,9 @@ def find(
 ) -> dict[str, Codes]:
     """Return the code tensors, in the given order. All tensors are needed, because a companion can be in any file."""
     coded = {name: stored for name, stored in tensors.items() if stored.row.code in _CODES}
-    present = _present({suffix for _, suffix in _companions()}, (*tensors, *elsewhere)) if coded else set()
-    rows = [(*pair, fit) for pair, fit in _companions().items() if pair[1] in present]
+    pairs, mains = _companions()
+    present = _present({suffix for _, suffix in pairs}, (*tensors, *elsewhere)) if coded else set()
+    rows = [(*pair, fit) for pair, fit in pairs.items() if pair[1] in present]
     companions = {name: _companion(name, stored, tensors, elsewhere, rows) for name, stored in coded.items()}
     # Any companion with the name of a scale identifies a matrix of fp8.
     matrices = (name for name, stored in coded.items() if stored.row.code in FP8 and len(stored.shape) > 1)
@@ -415,10 +414,11 @@ def find(
         code, companion = stored.row.code, companions.get(name)
         # Under a configuration, a tensor without a companion holds codes if its dtype or its name says so.
         floating = code in dtypes.FLOAT_CODES and not is_zero_point(name)
-        named = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(_mains()))
+        named = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(mains))
         known = quantization is not None and name in coded and name not in scales and named
         if companion is None and not known:
-            others = _identifying(name, stored, telling)
+            rows_of = [row for row in telling if name.endswith(row.main) and (not row.wide or stored.shape[1:] == (1,))]
+            others = (name.removesuffix(row.main) + suffix for row in rows_of for suffix in row.telling)
             companion = next((other for other in others if other in tensors or other in elsewhere), None)
             if companion is None:
                 continue
@@ -426,14 +426,6 @@ def find(
         marker = next((stem + suffix for suffix in _MARKERS if stem + suffix in tensors), companion)
         codes[name] = Codes(code, companion, method, *_refusal_of(name, code, marker, quantization))
     return codes
-
-
-def _identifying(name: str, stored: Stored, families: Iterable[Family]) -> Iterator[str]:
-    """Yield the names of companions that make a tensor of any dtype a code tensor."""
-    for family in families:
-        if name.endswith(family.main) and (not family.wide or stored.shape[1:] == (1,)):
-            stem = name.removesuffix(family.main)
-            yield from (stem + suffix for suffix in family.telling)
 
 
 def _companion(
@@ -539,12 +531,8 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
 
 def stored_of(parts: Iterable[FileTensor]) -> dict[str, Stored]:
     """Return the stored dtype and shape of tensors outside packed tensors."""
-    stored = {}
-    for name, file, index in parts:
-        table = file.table
-        if not table.is_quantized(index):
-            stored[name] = Stored(table.rows[index], table.shapes[index])
-    return stored
+    plain = ((name, file.table, index) for name, file, index in parts if not file.table.is_quantized(index))
+    return {name: Stored(table.rows[index], table.shapes[index]) for name, table, index in plain}
 
 
 def codes_of(

@@ -80,7 +80,7 @@ class GroupContext:
         self.arrays: dict[str, Array] | None = None
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
         # Of `configured_grid`, because thousands of experts have the shapes of the first.
-        self.grids: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None] = {}
+        self.grids: dict[tuple[object, ...], Grid | None] = {}
 
     def part(self, name: str) -> Part | None:
         """Return a tensor as a part; None if its bytes are not in C order and little-endian."""
@@ -438,12 +438,9 @@ def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
     """Return the grid of scales in ``config_groups`` for codes of a shape, or None."""
     if group.method != "compressed-tensors":
         return None
-    described, scale = group.weights, group.scales
-    if len(described) != 1:
-        return _described_grid(described, shape, scale)
-    key, grids = (id(described[0]), shape, scale), group.context.grids
+    key, grids = (*map(id, group.weights), shape, group.scales), group.context.grids
     if key not in grids:
-        grids[key] = _described_grid(described, shape, scale)
+        grids[key] = _described_grid(group.weights, shape, group.scales)
     return grids[key]
 
 
