@@ -282,10 +282,7 @@ def _preset(name: str, method: int, bits: int, group: int | None, parts: Mapping
     return Preset(name, SERVERS, method, bits, group, parts, lay_out, _constants)
 
 
-_WORDS = {
-    **parts_of(".weight_packed", "I32", ".weight_scale", None),
-    packing.SHAPE: StoredPart(".weight_shape", "I64"),
-}
+_WORDS = {**parts_of(".weight_packed", "I32", ".weight_scale", None), packing.SHAPE: StoredPart(".weight_shape", "I64")}
 _ASYMMETRIC = {
     **parts_of(".weight_packed", "I32", ".weight_scale", None),
     packing.ZERO: StoredPart(".weight_zero_point", "I32"),

@@ -23,7 +23,6 @@ from ..engine.read.tensors import FileTensor, Tensors
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError
 from ..stores.json_file import read_json
-from .companions import IGNORED, is_zero_point, unread
 from .conv1d import CONV1D_SUFFIXES, as_stored, conv1d_model, is_named_conv1d
 from .families import FP8, SPARSE, Family, Stored, families
 from .packed_group import GroupContext, Misfit, PackedGroup, Refused, described, named_parts
@@ -50,6 +49,9 @@ _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
 _PACKING = frozenset(("U8", "I8", "U32"))
 # Maximum number of codes in an element of these dtypes: words and bytes hold codes of at least 1 bit.
 _PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
+
+# The end of the names of zero points, which are plain numbers even if they have the dtype of codes.
+_PLAIN = "zero_point"
 
 _U8 = dtypes.BY_CODE["U8"]
 
@@ -291,7 +293,7 @@ class _Finder:
         """Refuse codes beside an unread companion if its name suggests a change of their values."""
         owners = {logical: codes for codes, (logical, _) in self.packed.items()}
         unknown = [name for name in self._tensors if name not in self.packed and name not in self.hidden]
-        for codes, name in unread(unknown, owners) if owners else ():
+        for codes, name in _unread(unknown, owners) if owners else ():
             if codes in self.packed:
                 logical, parts = self._remove(codes)
                 shown = show(name.removeprefix(logical.removesuffix(".weight")).lstrip("._"))
@@ -337,10 +339,81 @@ def _looks_like_codes(name: str, stored: Stored, quantization: Quantization) -> 
     """Return True if a matrix without a scale must be codes under a covered configuration."""
     code = stored.row.code
     if code in FP8 or name.endswith(("_packed", "_blocks")):
-        return not is_zero_point(name)
+        return not name.endswith(_PLAIN)
     if code == "I32":
         return name.endswith(".weight" if quantization.method == QUARK else ".qweight")
     return code in _PACKING and name.endswith(("weight", "_proj"))
+
+
+# ---- companions ----
+
+# A family reads the companions in its row of `families`. Any other companion with an arithmetic name makes the values
+# unknown, unless it is listed here as harmless to weights.
+
+# Companions of activations and the KV cache, markers and bookkeeping: hidden, because no weight needs these tensors.
+IGNORED = frozenset(
+    (
+        "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "input_global_scale",
+        "input_zero_point", "comfy_quant", "gate_up_proj_input_scale", "down_proj_input_scale",
+        "input_scale_ub", "activation_scale", "qscale_act", "scale_input", "scaled_fp8",
+        "gate_up_proj_activation_scale", "down_proj_activation_scale", "_weight_act_quant_scale",
+        "_gate_up_proj_act_quant_scale", "_down_proj_act_quant_scale",
+        "_weight_act_quant_zero_point", "input_activation_scale", "output_activation_scale", "output_zero_point",
+        "input_scale_2", "output_scale_2", "q_zero_point", "k_zero_point", "v_zero_point",
+    )
+)  # fmt: skip
+# Also harmless, but visible as tensors of the checkpoint: names too general to hide, and companions of the bias.
+_HARMLESS = IGNORED | frozenset(
+    (
+        "input_scale_inv", "activation_scale_inv", "act_scale", "act_scales", "activation_scaling_factor",
+        "input_global_scale_inv", "output_global_scale", "input_zero_point_2", "output_zero_point_2", "k_cache_scale",
+        "v_cache_scale", "kv_cache_scaling_factor",
+        "k_cache_scaling_factor", "v_cache_scaling_factor", "k_global_scale", "v_global_scale", "q_global_scale",
+        "w1_input_scale", "w2_input_scale", "w3_input_scale", "w13_input_scale", "embed_scale",
+    )
+)  # fmt: skip
+_OF_BIAS = ("bias_", "bias.")
+# Substrings in the names of companions with an effect on weights. When in doubt, list the word: refusing is safe.
+_TELLING = (
+    "scal", "zero", "zp", "smooth", "rotat", "hadamard", "absmax", "factor", "shift", "perm", "g_idx", "svdquant",
+    "codebook", "biases", "scb", "offset", "outlier",
+)  # fmt: skip
+# Maximum number of parts of a companion's name after the name of its codes: "_weight_scale_2" has three.
+_MOST_PARTS = 6
+
+
+def _unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of an owner and a companion unread by its family."""
+    for name in names:
+        module, _, last = name.rpartition(".")
+        telling = _is_telling(last)
+        if not telling and not _is_telling(module.rpartition(".")[2]):  # such as X.weight_scale.second
+            continue
+        # Beside the codes: X.weight or X, and X.scale. Below the codes: X.weight_scale, X.weight.absmax.
+        owner = (owners.get(f"{module}.weight") or owners.get(module)) if telling else None
+        if owner is not None and not last.startswith(_OF_BIAS):
+            yield owner, name
+            continue
+        end = len(name)
+        for _ in range(_MOST_PARTS):
+            end = max(name.rfind("_", 0, end), name.rfind(".", 0, end))
+            if end < 0:
+                break
+            rest = name[end + 1 :]
+            owner = owners.get(name[:end])
+            beside = name[end] == "_" and _is_telling(rest.partition("_")[0].partition(".")[0])
+            if owner is None and beside:  # X_scale_2 of X.weight
+                owner = owners.get(f"{name[:end]}.weight")
+            if owner is not None:
+                if rest not in _HARMLESS and not rest.startswith(_OF_BIAS):
+                    yield owner, name
+                break
+
+
+def _is_telling(last: str) -> bool:
+    """Return True if the last part of a name says that the companion changes weights."""
+    lower = last.lower()
+    return lower not in _HARMLESS and any(word in lower for word in _TELLING)
 
 
 # ---- codes outside packed tensors ----
@@ -404,7 +477,7 @@ def find(
     # Any companion with the name of a scale identifies a matrix of fp8.
     matrices = (name for name, stored in coded.items() if stored.row.code in FP8 and len(stored.shape) > 1)
     bare = {name: name for name in matrices if companions[name] is None}
-    beside = ((name, other) for name, other in unread(tensors, bare) if not other.endswith(_AMBIGUOUS)) if bare else ()
+    beside = ((name, other) for name, other in _unread(tensors, bare) if not other.endswith(_AMBIGUOUS)) if bare else ()
     companions.update((name, other) for name, other in beside if _fits(tensors[name], tensors[other]))
     scales = set(companions.values())
     method = None if quantization is None else quantization.shown
@@ -413,7 +486,7 @@ def find(
     for name, stored in tensors.items():
         code, companion = stored.row.code, companions.get(name)
         # Under a configuration, a tensor without a companion holds codes if its dtype or its name says so.
-        floating = code in dtypes.FLOAT_CODES and not is_zero_point(name)
+        floating = code in dtypes.FLOAT_CODES and not name.endswith(_PLAIN)
         named = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(mains))
         known = quantization is not None and name in coded and name not in scales and named
         if companion is None and not known:

@@ -334,7 +334,7 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
 
 
 def nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a configuration and those inside it, level by level."""
+    """Yield a configuration and its inner configurations, level by level."""
     level = [config]
     for _ in range(_CONFIG_DEPTH):
         yield from level

@@ -20,15 +20,7 @@ from . import floats
 from .families import FP8, Family
 from .packed_group import NUMBERS, Misfit, PackedGroup, Refused, label_of, matrices_of, one_scale, whole_grid
 from .patterns import Globs
-from .quantization import (
-    QUARK,
-    Quantization,
-    brief,
-    is_length,
-    mapping,
-    part_of,
-    unknown_setting,
-)
+from .quantization import QUARK, Quantization, brief, is_length, mapping, part_of, unknown_setting
 
 _CODES_IN_WORD = 8
 # Values of `ch_axis` for the rows and for the columns of a weight.

@@ -439,8 +439,7 @@ class CodeReader:
         bad = np.flatnonzero((groups < 0) | (groups >= count))
         if bad.size:
             raise self._fail(
-                f"column {int(bad[0])} is in group {int(groups[bad[0]])}, but there are {count} groups",
-                packing.GROUPS,
+                f"column {int(bad[0])} is in group {int(groups[bad[0]])}, but there are {count} groups", packing.GROUPS
             )
         if np.array_equal(groups, np.arange(groups.size) // block):  # blocks are faster
             return None
