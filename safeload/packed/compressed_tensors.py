@@ -274,12 +274,11 @@ def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, 
     return filled("arguments of compressed-tensors", **fields, num_bits=bits, strategy=strategy, type=kind)
 
 
-def _constants(preset: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, Array]:
-    return {packing.SHAPE: np.array(shape, np.int64)} if packing.SHAPE in preset.parts else {}
-
-
 def _preset(name: str, method: int, bits: int, group: int | None, parts: Mapping[str, StoredPart]) -> Preset:
-    return Preset(name, SERVERS, method, bits, group, parts, lay_out, _constants)
+    def constants(_: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, Array]:
+        return {packing.SHAPE: np.array(shape, np.int64)} if packing.SHAPE in parts else {}
+
+    return Preset(name, SERVERS, method, bits, group, parts, lay_out, constants)
 
 
 _WORDS = {**parts_of(".weight_packed", "I32", ".weight_scale", None), packing.SHAPE: StoredPart(".weight_shape", "I64")}

@@ -49,7 +49,11 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
         label = label.replace("int8", f"int{bits}", 1)
     if group.scale_code in ("F8_E8M0", "U8") and (grid.row_block, grid.column_block) == (1, 32):
         label = "mxfp8"
-    rule, dtype = _rule_of(group), group.scale_dtype("F8_E8M0")
+    rule, dtype = packing.STORED, group.scale_dtype("F8_E8M0")
+    if group.method == "fp8" and group.settings().get("weight_scale_semantics") is not None:  # GPTQModel's
+        if packing.ZERO in group.parts or not group.names[packing.SCALE].endswith("_scale_inv"):
+            raise Refused("its weight_scale_semantics apply only to a weight_scale_inv without zero points")
+        rule = packing.QUOTIENT
     return group.in_bytes(grid, label=label, matrices=matrices, rows=rows, scale_dtype=dtype, scale_rule=rule)
 
 
@@ -68,15 +72,6 @@ def _flat_grid(group: PackedGroup) -> Grid | None:
         return None
     grid = whole_grid(shape, 1, size)
     return grid if scale[0] == grid.rows * grid.columns else None
-
-
-def _rule_of(group: PackedGroup) -> str:
-    """Return the rule of the scales: they multiply, or divide in GPTQModel's fp8."""
-    if group.method != "fp8" or group.settings().get("weight_scale_semantics") is None:
-        return packing.STORED
-    if packing.ZERO in group.parts or not group.names[packing.SCALE].endswith("_scale_inv"):
-        raise Refused("its weight_scale_semantics apply only to a weight_scale_inv without zero points")
-    return packing.QUOTIENT
 
 
 def _block_of(group: PackedGroup) -> tuple[int, int]:
@@ -136,11 +131,9 @@ def gpt_oss(group: PackedGroup) -> Packing:
     matrices = math.prod(stored[:-3])
     transpose = group.codes.endswith("_blocks")
     shape = (*stored[:-3], columns, rows) if transpose else (*stored[:-3], rows, columns)
-    grid = Grid(1, 32, rows, stored[-2])
-    scales = group.scale_dtype("F8_E8M0")
-    return group.packing("fp4", "mxfp4", shape, 4, "e2m1", grid=grid, scale_dtype=scales)._replace(
-        matrices=matrices, rows=rows, columns=columns, row_bytes=columns // 2, transpose=transpose
-    )
+    sides = {"matrices": matrices, "rows": rows, "columns": columns, "row_bytes": columns // 2, "transpose": transpose}
+    grid, scales = Grid(1, 32, rows, stored[-2]), group.scale_dtype("F8_E8M0")
+    return group.packing("fp4", "mxfp4", shape, 4, "e2m1", grid=grid, scale_dtype=scales, **sides)
 
 
 # ---- NVFP4 of ModelOpt ----

@@ -56,10 +56,7 @@ def of_rows(part: Part, shape: tuple[int, ...]) -> Packed:
     """Return blocks along stored rows as a tensor of its original shape, with blocks across rows."""
     row, count = part.row, math.prod(shape)
     grid = Grid(1, row.block, 1, count // row.block)
-    kind = Packing(
-        packing.GGUF, row.name, shape, 1, 1, count, packing.BLOCKS, row.block_bytes * 8 // row.block, row.name,
-        row.nbytes(count), grid=grid, flat=True,
-    )  # fmt: skip
+    kind = blocks_of(row, row.name, (count,), shared=False)._replace(shape=shape, grid=grid, config="", flat=True)
     codes = part._replace(row=_U8, shape=(*part.shape[:-1], row.nbytes(part.shape[-1])))
     return Packed(kind, {CODES: codes})
 

@@ -51,8 +51,7 @@ class Pattern:
 
     def __init__(self, text: str, key: str) -> None:
         self._text, self._key, self._at = text, key, 0
-        if len(text) > LONGEST:
-            raise _too_long(text, key)
+        _check_length(text, key)
         self._atoms: list[tuple[frozenset[str], bool]] = []  # characters, and whether the atom takes all but these
         self._next_atoms: list[int] = []  # by atom
         self._taking: dict[str, int] = {}  # atoms by the character that they take
@@ -202,7 +201,11 @@ class Globs:
         self._globs: list[tuple[int, str, re.Pattern[str]]] = []
         for number, text in enumerate(texts):
             if any(char in text for char in _WILDCARDS):
-                self._globs.append((number, text, _expression(text, key)))
+                _check_length(text, key)
+                expression = translate(text)  # each star takes the first match for good
+                if _NOTHING in expression:
+                    raise UnsupportedError(f"{key}: the glob {show(text)} has an empty range of characters")
+                self._globs.append((number, text, re.compile(expression)))
             else:
                 self._names[text] = number
 
@@ -217,15 +220,6 @@ class Globs:
         return None if exact is None else name
 
 
-def _expression(glob: str, key: str) -> re.Pattern[str]:
-    """Translate a glob, in which each star takes the first match for good."""
-    if len(glob) > LONGEST:
-        raise _too_long(glob, key)
-    text = translate(glob)
-    if _NOTHING in text:
-        raise UnsupportedError(f"{key}: the glob {show(glob)} has an empty range of characters")
-    return re.compile(text)
-
-
-def _too_long(text: str, key: str) -> UnsupportedError:
-    return UnsupportedError(f"{key}: a pattern of {len(text):,} characters exceeds the limit of {LONGEST:,}")
+def _check_length(text: str, key: str) -> None:
+    if len(text) > LONGEST:
+        raise UnsupportedError(f"{key}: a pattern of {len(text):,} characters exceeds the limit of {LONGEST:,}")

@@ -257,7 +257,11 @@ class CodeReader:
         else:
             fields["table"] = _table_of(packed.numbers, packed.bits)
         if packing.SHAPE in self._parts:
-            self._check_shape()
+            part_of_shape = self._parts[packing.SHAPE]
+            stored = jobs.native_order(read_part(part_of_shape).view(part_of_shape.row.name)).tolist()
+            if tuple(stored) != packed.shape[-len(stored) :]:
+                text = f"its stored shape is {show(stored)}, but its codes and scales have {list(packed.shape)}"
+                raise self._fail(text, packing.SHAPE)
         if packed.layout == packing.MASKED:
             fields.update(self._mask_fields())
         if packed.grid is not None:
@@ -274,15 +278,6 @@ class CodeReader:
         file = self._stored[role].file
         path = None if file is None else str(file.path)
         return error_about(FormatError, f": {message}", path=path, tensor=self._name)
-
-    def _check_shape(self) -> None:
-        part = self._parts[packing.SHAPE]
-        stored = jobs.native_order(read_part(part).view(part.row.name)).tolist()
-        if tuple(stored) != self._packed.shape[-len(stored) :]:
-            raise self._fail(
-                f"its stored shape is {show(stored)}, but its codes and scales have {list(self._packed.shape)}",
-                packing.SHAPE,
-            )
 
     def _add_grid(self, fields: dict[str, Any], grid: Grid) -> None:
         _, (rows, columns) = self._place
