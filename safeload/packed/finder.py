@@ -255,21 +255,19 @@ class _Finder:
         for name, (logical, packed) in list(self.packed.items()):
             stored = as_stored(packed.packing) if is_named_conv1d(logical) else packed.packing
             if isinstance(stored, str):
-                self._refuse(name, stored, self._remove(name)[1])
+                self._refuse(name, stored, ())
             else:
                 self.packed[name] = logical, packed._replace(packing=stored)
 
     def _refuse(self, codes: str, reason: str, names: Iterable[str]) -> None:
+        """Refuse codes beside companions of these names; they and their parts appear as stored."""
         self.refused.setdefault(codes, reason)
         self._companions.update(names)
-
-    def _remove(self, codes: str) -> tuple[str, list[str]]:
-        """Remove a packed tensor, and return its logical name and the names of its parts."""
-        logical, packed = self.packed.pop(codes)
-        parts = [part.name for part in packed.parts.values()]
-        for part in parts:
-            self.hidden.pop(part, None)
-        return logical, parts
+        if codes in self.packed:
+            parts = [part.name for part in self.packed.pop(codes)[1].parts.values()]
+            self._companions.update(parts)
+            for part in parts:
+                self.hidden.pop(part, None)
 
     def _hide_parts(self) -> None:
         """Hide the parts of packed tensors. A part is never packed itself, and logical names are unique."""
@@ -295,9 +293,9 @@ class _Finder:
         unknown = [name for name in self._tensors if name not in self.packed and name not in self.hidden]
         for codes, name in _unread(unknown, owners) if owners else ():
             if codes in self.packed:
-                logical, parts = self._remove(codes)
-                shown = show(name.removeprefix(logical.removesuffix(".weight")).lstrip("._"))
-                self._refuse(codes, f"{shown} beside its codes can change their values", [*parts, name])
+                module = self.packed[codes][0].removesuffix(".weight")
+                shown = show(name.removeprefix(module).lstrip("._"))
+                self._refuse(codes, f"{shown} beside its codes can change their values", [name])
 
     # ---- faults of a covered configuration ----
 
@@ -477,8 +475,8 @@ def find(
     # Any companion with the name of a scale identifies a matrix of fp8.
     matrices = (name for name, stored in coded.items() if stored.row.code in FP8 and len(stored.shape) > 1)
     bare = {name: name for name in matrices if companions[name] is None}
-    beside = ((name, other) for name, other in _unread(tensors, bare) if not other.endswith(_AMBIGUOUS)) if bare else ()
-    companions.update((name, other) for name, other in beside if _fits(tensors[name], tensors[other]))
+    named = ((name, other) for name, other in _unread(tensors, bare) if not other.endswith(_AMBIGUOUS)) if bare else ()
+    companions.update((name, other) for name, other in named if _fits(tensors[name], tensors[other]))
     scales = set(companions.values())
     method = None if quantization is None else quantization.shown
     telling = [family for family in families() if family.telling]
@@ -487,12 +485,12 @@ def find(
         code, companion = stored.row.code, companions.get(name)
         # Under a configuration, a tensor without a companion holds codes if its dtype or its name says so.
         floating = code in dtypes.FLOAT_CODES and not name.endswith(_PLAIN)
-        named = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(mains))
-        known = quantization is not None and name in coded and name not in scales and named
+        coding = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(mains))
+        known = quantization is not None and name in coded and name not in scales and coding
         if companion is None and not known:
             rows_of = [row for row in telling if name.endswith(row.main) and (not row.wide or stored.shape[1:] == (1,))]
-            others = (name.removesuffix(row.main) + suffix for row in rows_of for suffix in row.telling)
-            companion = next((other for other in others if other in tensors or other in elsewhere), None)
+            beside = (name.removesuffix(row.main) + suffix for row in rows_of for suffix in row.telling)
+            companion = next((other for other in beside if other in tensors or other in elsewhere), None)
             if companion is None:
                 continue
         stem = name.removesuffix(".weight")

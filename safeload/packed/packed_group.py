@@ -69,14 +69,11 @@ class GroupContext:
         self.quantization = quantization
         self.text = quantization.text(model_type)  # for `Packing.config`
         self.places, self._suffixes = places, suffixes
-        self.tensors: dict[str, Stored] = {}
         self._ranges: dict[WeightFile, list[tuple[int, int]]] = {}
-        columns: dict[WeightFile, tuple[Sequence[dtypes.Dtype], Sequence[tuple[int, ...]]]] = {}
-        for name, (file, index) in places.items():
-            if file not in columns:
-                columns[file] = file.table.rows, file.table.shapes
-            rows, shapes = columns[file]
-            self.tensors[name] = Stored(rows[index], shapes[index])
+        columns = {file: (file.table.rows, file.table.shapes) for file in dict(places.values())}
+        self.tensors = {
+            name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
+        }
         self.arrays: dict[str, Array] | None = None
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
         # Of `configured_grid`, because thousands of experts have the shapes of the first.

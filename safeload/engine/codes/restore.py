@@ -445,7 +445,7 @@ class CodeReader:
     def _mask_fields(self) -> dict[str, Any]:
         """Return the fields that only sparse tensors have."""
         spec, part, parts = self._packed, self._part, self._parts
-        count, mask = _count(parts[packing.CODES]), read_part(parts[packing.MASK])
+        count, mask = self.nbytes // parts[packing.CODES].row.block_bytes, read_part(parts[packing.MASK])
         if packing.OFFSETS in parts:
             starts = _integers(parts[packing.OFFSETS])
             origin = starts[0] if part.row and starts.size else np.int64(0)
@@ -466,7 +466,7 @@ class CodeReader:
         sliced = {**parts, packing.MASK: _bytes_of(parts[packing.MASK], first * width, stop * width)}
         begin, end = first * spec.row_bytes, stop * spec.row_bytes
         if packing.OFFSETS in parts:
-            offsets, count = parts[packing.OFFSETS], _count(codes)
+            offsets, count = parts[packing.OFFSETS], self.nbytes // codes.row.block_bytes
             size = offsets.row.block_bytes
             sliced[packing.OFFSETS] = _bytes_of(offsets, first * size, stop * size)
             starts = _integers(_bytes_of(offsets, first * size, min(stop + 1, spec.rows) * size))
@@ -542,10 +542,6 @@ def _mask_bytes(packed: Packing) -> int:
 
 def _bytes_of(part: Part, begin: int, end: int) -> Part:
     return part._replace(begin=part.begin + begin, end=part.begin + end)
-
-
-def _count(codes: Part) -> int:
-    return (codes.end - codes.begin) // codes.row.block_bytes
 
 
 def _integers(part: Part) -> Array:
