@@ -219,15 +219,14 @@ def named_parts(family: Family, codes: str, tensors: Collection[str]) -> tuple[s
     if not codes.endswith(family.main):
         return None
     stem, names = codes[: len(codes) - len(family.main)], {packing.CODES: codes}
-    for suffixes_by_role in (family.required, family.optional):
-        for role, suffixes in suffixes_by_role.items():
-            for suffix in suffixes:
-                if stem + suffix in tensors:
-                    names[role] = stem + suffix
-                    break
-            else:
-                if suffixes_by_role is family.required:
-                    return None
+    for role, suffixes in (*family.required.items(), *family.optional.items()):
+        for suffix in suffixes:
+            if stem + suffix in tensors:
+                names[role] = stem + suffix
+                break
+        else:
+            if role in family.required:
+                return None
     logical = codes if family.logical is None else stem + family.logical
     if family.private:
         module, dot, parameter = logical.rpartition(".")
