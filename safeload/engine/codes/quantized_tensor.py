@@ -18,7 +18,7 @@ from ..run import jobs
 from ..run.cast import target_array
 from ..run.job import Channels, Job
 from ..run.memory import address_of
-from ..run.slice import TAKE, check_index
+from ..run.slice import TAKE, axes_of
 from ..run.threads import check_threads
 from . import grids, packed_rows, restore
 
@@ -249,11 +249,10 @@ class QuantizedTensor:
 
 def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any]) -> Array:
     """Return elements of a quantized tensor, dequantizing only the selected rows of the first axis."""
-    shape = tensor.shape
-    check_index(index, shape, TAKE)
-    start, stop = packed_rows.selected(index, shape) if len(shape) > 1 else (0, None)
+    axes, after = axes_of(index, tensor.shape, TAKE)
+    start, stop = packed_rows.span_of(axes) if len(axes) > 1 else (0, None)
     values = (tensor if stop is None else tensor[start:stop]).dequantize(dtype)
-    return packed_rows.part_of(values, index, shape, start)
+    return packed_rows.part_of(values, axes, after, start)
 
 
 def _bytes(array: Array) -> Array:

@@ -36,7 +36,7 @@ def as_index(item: Any) -> int | None:
         return None
 
 
-def _axes(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tuple[list[range], tuple[Any, ...]]:
+def axes_of(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tuple[list[range], tuple[Any, ...]]:
     """Return the ascending positions to read along each axis, and the index of the requested array in the elements."""
     count = sum(item is not None and item is not Ellipsis for item in index)
     if count > len(shape):
@@ -68,11 +68,6 @@ def _axes(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tuple[
                 f"get_slice supports integers, slices, ... and None; got {with_article(type(item).__name__)}: {advice}"
             )
     return axes, (*after, ...)
-
-
-def check_index(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> None:
-    """Check that an index is a basic index of a tensor of this shape."""
-    _axes(index, shape, advice)
 
 
 # A read: the index of its elements in the result, first byte in the tensor, bytes, and 0 if all bytes are selected, in
@@ -115,7 +110,7 @@ def _runs(axes: list[range], shape: tuple[int, ...], itemsize: int, block: int) 
 def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], advice: str) -> Array:
     """Read the selected elements into private memory."""
     layout = file.table.layout(tensor)
-    axes, after = _axes(index, layout.shape, advice)
+    axes, after = axes_of(index, layout.shape, advice)
     origin = Origin(file.table.names[tensor], layout.shape)
     read = _read_dense if layout.strides is None else _read_strided
     result = read(file, layout, axes, origin)
