@@ -146,18 +146,6 @@ class Packed(NamedTuple):
         return {NAME: own, **{role: part.name for role, part in self.parts.items()}}
 
 
-def by_columns(packed: Packing) -> bool:
-    """Return whether rows of values are columns of codes, which can be dequantized independently."""
-    return packed.transpose and packed.layout in (COLUMNS, WORDS)
-
-
-def row_unit(packed: Packing) -> int:
-    """Return the rows to dequantize together: a block of scales, or the columns that share a word of codes."""
-    if packed.layout == WORDS and packed.transpose:
-        return 32 // packed.bits
-    return 1 if packed.grid is None or by_columns(packed) or packed.grid.rows == 1 else packed.grid.row_block
-
-
 def int8_packing(shape: tuple[int, ...], axis: int | None) -> Packing:
     """Describe safeload's own int8: codes with a single scale, or with a scale for each index along an axis."""
     columns = math.prod(shape[1:]) if axis is None else math.prod(shape[axis + 1 :])

@@ -55,7 +55,10 @@ def four_bits(group: PackedGroup) -> Packing:
         if role not in group.parts:
             raise Misfit(f"{_missing(group, role)} is missing beside {show(group.names[packing.STATE])}")
     state = _state(group)
-    kind = _kind(group, state)
+    name, kind = group.names[packing.STATE], state.get("quant_type")
+    kinds = [known for known, suffix in _STATES.items() if name.endswith(suffix)] or list(_STATES)  # in the name too
+    if not isinstance(kind, str) or kind not in kinds:
+        raise Misfit(f"{show(name)} has quant_type {show(kind)}, expected {' or '.join(kinds)}")
     shape, block = _shape(state), _block(state, "blocksize")
     count = math.prod(shape)
     stored, needed = group.row.nbytes(math.prod(group.stored)), -(-count // 2)
@@ -93,15 +96,6 @@ def _missing(group: PackedGroup, role: str) -> str:
     """Return the expected name of a missing part, for messages."""
     suffixes = _GPTQMODEL_PARTS if group.names[packing.STATE].endswith(_GPTQMODEL_STATE) else _STATE_PARTS
     return show(group.codes + suffixes[role])
-
-
-def _kind(group: PackedGroup, state: Mapping[str, Any]) -> str:
-    """Return the ``quant_type`` of the JSON, which the name of its tensor repeats."""
-    name, kind = group.names[packing.STATE], state.get("quant_type")
-    kinds = [known for known, suffix in _STATES.items() if name.endswith(suffix)] or list(_STATES)
-    if not isinstance(kind, str) or kind not in kinds:
-        raise Misfit(f"{show(name)} has quant_type {show(kind)}, expected {' or '.join(kinds)}")
-    return kind
 
 
 def _nested(group: PackedGroup, state: Mapping[str, Any], packed: Packing) -> Packing:

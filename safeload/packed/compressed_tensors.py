@@ -49,28 +49,17 @@ def ct_packed(group: PackedGroup) -> Packing:
     shape, bits, words = _ct_shape(group)
     rows = shape[-2]
     grid = configured_grid(group, shape) or _ct_grid(shape, scale)
-    zeros = _ct_zeros(group, grid, Zeros(packing.COLUMNS, bits, words)) if packing.ZERO in group.parts else None
+    zeros = Zeros(packing.COLUMNS, bits, words)
+    if grid.row_block != 1 and packing.ZERO in group.parts and group.parts[packing.ZERO].row.code == "I32":
+        raise Misfit(f"zero points are packed, but scales {list(group.scales)} are not per row")
+    packed = group.packed_zeros(zeros, (*stored[:-2], words_for(zeros, grid.rows), grid.columns))
     if packing.GROUPS in group.parts:
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
         group.check_form(packing.GROUPS, "g_idx", "I32", shape[-1:])
     grouped = grid.columns == 1 and configured(group, "group_size", "group") == shape[-1]
     label = label_of(f"int{bits}", grid, shape, packing.ZERO in group.parts, grouped)
-    return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=zeros)
-
-
-def _ct_zeros(group: PackedGroup, grid: Grid, packed: Zeros) -> Zeros | None:
-    """Return how zero points are packed: down the rows, if per row or group. None if they are plain numbers."""
-    row, shape = group.parts[packing.ZERO]
-    if row.code != "I32":
-        zeros, expected = None, group.scales
-    elif grid.row_block == 1:
-        zeros, expected = packed, (*group.stored[:-2], words_for(packed, grid.rows), grid.columns)
-    else:
-        raise Misfit(f"zero points are packed, but scales {list(group.scales)} are not per row")
-    if shape != expected:
-        raise Misfit(f"zero points are {list(shape)}, expected {list(expected)}")
-    return zeros
+    return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=packed)
 
 
 def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
@@ -285,18 +274,14 @@ def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, 
     return filled("arguments of compressed-tensors", **fields, num_bits=bits, strategy=strategy, type=kind)
 
 
-def _constants(preset: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, Array]:
-    return {packing.SHAPE: np.array(shape, np.int64)} if packing.SHAPE in preset.parts else {}
-
-
 def _preset(name: str, method: int, bits: int, group: int | None, parts: Mapping[str, StoredPart]) -> Preset:
-    return Preset(name, SERVERS, method, bits, group, parts, lay_out, _constants)
+    def constants(_: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, Array]:
+        return {packing.SHAPE: np.array(shape, np.int64)} if packing.SHAPE in parts else {}
+
+    return Preset(name, SERVERS, method, bits, group, parts, lay_out, constants)
 
 
-_WORDS = {
-    **parts_of(".weight_packed", "I32", ".weight_scale", None),
-    packing.SHAPE: StoredPart(".weight_shape", "I64"),
-}
+_WORDS = {**parts_of(".weight_packed", "I32", ".weight_scale", None), packing.SHAPE: StoredPart(".weight_shape", "I64")}
 _ASYMMETRIC = {
     **parts_of(".weight_packed", "I32", ".weight_scale", None),
     packing.ZERO: StoredPart(".weight_zero_point", "I32"),

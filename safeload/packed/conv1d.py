@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.packing import Packing
+from .quantization import nested
 
 # ``model_type`` of the models of transformers with such layers, and the last names of the layers.
 CONV1D_MODELS = frozenset(("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"))
@@ -13,18 +14,12 @@ CONV1D = frozenset(("c_attn", "c_fc", "c_proj", "q_attn"))
 CONV1D_SUFFIXES = [f"{layer}.{kind}" for layer in sorted(CONV1D) for kind in ("weight", "qweight")]
 # Families with tools that quantize these layers. The rest quantize the tensors of files, or leave the layers alone.
 _TURNED = frozenset(("bitsandbytes", "gptq", "awq"))
-_DEPTH = 3  # of nested configs, such as that of a decoder
 
 
 def conv1d_model(config: Mapping[str, Any] | None) -> str | None:
     """Return the ``model_type`` of a model with such layers, or of such a model inside another, else None."""
-    level = [config or {}]
-    for _ in range(_DEPTH):
-        for inner in level:
-            if isinstance(model_type := inner.get("model_type"), str) and model_type in CONV1D_MODELS:
-                return model_type
-        level = [value for inner in level for value in inner.values() if isinstance(value, Mapping)]
-    return None
+    types = (inner.get("model_type") for inner in nested(config or {}))
+    return next((name for name in types if isinstance(name, str) and name in CONV1D_MODELS), None)
 
 
 def is_named_conv1d(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Find the quantized tensors of a checkpoint: those that become logical tensors, and codes without meaning.
+"""Find the quantized tensors of a checkpoint, which become logical tensors, and codes without meaning.
 
 A packed weight appears once, without its scales. Groups are formed over all files: a scale can be in another shard than
 its weight. Codes outside all groups are numbers that mean nothing without a scale, but look like weights of any other
@@ -23,10 +23,9 @@ from ..engine.read.tensors import FileTensor, Tensors
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError
 from ..stores.json_file import read_json
-from .companions import IGNORED, is_zero_point, unread
 from .conv1d import CONV1D_SUFFIXES, as_stored, conv1d_model, is_named_conv1d
 from .families import FP8, SPARSE, Family, Stored, families
-from .packed_group import GroupContext, Misfit, PackedGroup, Refused, named_parts
+from .packed_group import GroupContext, Misfit, PackedGroup, Refused, described, named_parts
 from .quantization import (
     QUARK,
     UNCONFIGURED,
@@ -50,6 +49,9 @@ _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
 _PACKING = frozenset(("U8", "I8", "U32"))
 # Maximum number of codes in an element of these dtypes: words and bytes hold codes of at least 1 bit.
 _PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
+
+# The end of the names of zero points, which are plain numbers even if they have the dtype of codes.
+_PLAIN = "zero_point"
 
 _U8 = dtypes.BY_CODE["U8"]
 
@@ -228,7 +230,7 @@ class _Finder:
                 why = None if self._in_gguf else group.unknown()
                 if why is not None:
                     raise Refused(f"{why} (config.json) can change their values in an unknown way")
-                packed = group.described(family)
+                packed = described(family, group)
             except Refused as refused:
                 self._refuse(name, str(refused), names.values())
                 return
@@ -253,21 +255,19 @@ class _Finder:
         for name, (logical, packed) in list(self.packed.items()):
             stored = as_stored(packed.packing) if is_named_conv1d(logical) else packed.packing
             if isinstance(stored, str):
-                self._refuse(name, stored, self._remove(name)[1])
+                self._refuse(name, stored, ())
             else:
                 self.packed[name] = logical, packed._replace(packing=stored)
 
     def _refuse(self, codes: str, reason: str, names: Iterable[str]) -> None:
+        """Refuse codes beside companions of these names; they and their parts appear as stored."""
         self.refused.setdefault(codes, reason)
         self._companions.update(names)
-
-    def _remove(self, codes: str) -> tuple[str, list[str]]:
-        """Remove a packed tensor, and return its logical name and the names of its parts."""
-        logical, packed = self.packed.pop(codes)
-        parts = [part.name for part in packed.parts.values()]
-        for part in parts:
-            self.hidden.pop(part, None)
-        return logical, parts
+        if codes in self.packed:
+            parts = [part.name for part in self.packed.pop(codes)[1].parts.values()]
+            self._companions.update(parts)
+            for part in parts:
+                self.hidden.pop(part, None)
 
     def _hide_parts(self) -> None:
         """Hide the parts of packed tensors. A part is never packed itself, and logical names are unique."""
@@ -291,11 +291,11 @@ class _Finder:
         """Refuse codes beside an unread companion if its name suggests a change of their values."""
         owners = {logical: codes for codes, (logical, _) in self.packed.items()}
         unknown = [name for name in self._tensors if name not in self.packed and name not in self.hidden]
-        for codes, name in unread(unknown, owners) if owners else ():
+        for codes, name in _unread(unknown, owners) if owners else ():
             if codes in self.packed:
-                logical, parts = self._remove(codes)
-                shown = show(name.removeprefix(logical.removesuffix(".weight")).lstrip("._"))
-                self._refuse(codes, f"{shown} beside its codes can change their values", [*parts, name])
+                module = self.packed[codes][0].removesuffix(".weight")
+                shown = show(name.removeprefix(module).lstrip("._"))
+                self._refuse(codes, f"{shown} beside its codes can change their values", [name])
 
     # ---- faults of a covered configuration ----
 
@@ -337,10 +337,81 @@ def _looks_like_codes(name: str, stored: Stored, quantization: Quantization) -> 
     """Return True if a matrix without a scale must be codes under a covered configuration."""
     code = stored.row.code
     if code in FP8 or name.endswith(("_packed", "_blocks")):
-        return not is_zero_point(name)
+        return not name.endswith(_PLAIN)
     if code == "I32":
         return name.endswith(".weight" if quantization.method == QUARK else ".qweight")
     return code in _PACKING and name.endswith(("weight", "_proj"))
+
+
+# ---- companions ----
+
+# A family reads the companions in its row of `families`. Any other companion with an arithmetic name makes the values
+# unknown, unless it is listed here as harmless to weights.
+
+# Companions of activations and the KV cache, markers and bookkeeping: hidden, because no weight needs these tensors.
+IGNORED = frozenset(
+    (
+        "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "input_global_scale",
+        "input_zero_point", "comfy_quant", "gate_up_proj_input_scale", "down_proj_input_scale",
+        "input_scale_ub", "activation_scale", "qscale_act", "scale_input", "scaled_fp8",
+        "gate_up_proj_activation_scale", "down_proj_activation_scale", "_weight_act_quant_scale",
+        "_gate_up_proj_act_quant_scale", "_down_proj_act_quant_scale",
+        "_weight_act_quant_zero_point", "input_activation_scale", "output_activation_scale", "output_zero_point",
+        "input_scale_2", "output_scale_2", "q_zero_point", "k_zero_point", "v_zero_point",
+    )
+)  # fmt: skip
+# Also harmless, but visible as tensors of the checkpoint: names too general to hide, and companions of the bias.
+_HARMLESS = IGNORED | frozenset(
+    (
+        "input_scale_inv", "activation_scale_inv", "act_scale", "act_scales", "activation_scaling_factor",
+        "input_global_scale_inv", "output_global_scale", "input_zero_point_2", "output_zero_point_2", "k_cache_scale",
+        "v_cache_scale", "kv_cache_scaling_factor",
+        "k_cache_scaling_factor", "v_cache_scaling_factor", "k_global_scale", "v_global_scale", "q_global_scale",
+        "w1_input_scale", "w2_input_scale", "w3_input_scale", "w13_input_scale", "embed_scale",
+    )
+)  # fmt: skip
+_OF_BIAS = ("bias_", "bias.")
+# Substrings in the names of companions with an effect on weights. When in doubt, list the word: refusing is safe.
+_TELLING = (
+    "scal", "zero", "zp", "smooth", "rotat", "hadamard", "absmax", "factor", "shift", "perm", "g_idx", "svdquant",
+    "codebook", "biases", "scb", "offset", "outlier",
+)  # fmt: skip
+# Maximum number of parts of a companion's name after the name of its codes: "_weight_scale_2" has three.
+_MOST_PARTS = 6
+
+
+def _unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of an owner and a companion unread by its family."""
+    for name in names:
+        module, _, last = name.rpartition(".")
+        telling = _is_telling(last)
+        if not telling and not _is_telling(module.rpartition(".")[2]):  # such as X.weight_scale.second
+            continue
+        # Beside the codes: X.weight or X, and X.scale. Below the codes: X.weight_scale, X.weight.absmax.
+        owner = (owners.get(f"{module}.weight") or owners.get(module)) if telling else None
+        if owner is not None and not last.startswith(_OF_BIAS):
+            yield owner, name
+            continue
+        end = len(name)
+        for _ in range(_MOST_PARTS):
+            end = max(name.rfind("_", 0, end), name.rfind(".", 0, end))
+            if end < 0:
+                break
+            rest = name[end + 1 :]
+            owner = owners.get(name[:end])
+            beside = name[end] == "_" and _is_telling(rest.partition("_")[0].partition(".")[0])
+            if owner is None and beside:  # X_scale_2 of X.weight
+                owner = owners.get(f"{name[:end]}.weight")
+            if owner is not None:
+                if rest not in _HARMLESS and not rest.startswith(_OF_BIAS):
+                    yield owner, name
+                break
+
+
+def _is_telling(last: str) -> bool:
+    """Return True if the last part of a name says that the companion changes weights."""
+    lower = last.lower()
+    return lower not in _HARMLESS and any(word in lower for word in _TELLING)
 
 
 # ---- codes outside packed tensors ----
@@ -369,29 +440,27 @@ _AMBIGUOUS = ".scale"
 
 
 @cache
-def _companions() -> Mapping[tuple[str, str], bool]:
-    """Return the suffixes of codes and companions: first scales (True), whose shape must fit, then other tensors."""
+def _companions() -> tuple[Mapping[tuple[str, str], bool], tuple[str, ...]]:
+    """Return the suffixes of codes and companions: first scales (True), whose shape must fit, then other tensors.
+
+    Also the suffixes of codes without a companion, which can be in a missing shard, if a method is configured.
+    """
     # The usual names are in the last rows. `find` looks for the companions of telling rows.
     readable = [row for row in reversed(families()) if row.describe is not None and packing.MASK not in row.required]
-    beside: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
-    for row in readable:
-        for role, suffixes in (*row.required.items(), *row.optional.items()):
-            beside[role == packing.SCALE].setdefault(row.main, []).extend(suffixes)
-    scales, parts = ([(main, each) for main, all_ in beside[fit].items() for each in all_] for fit in (True, False))
-    marks = ((family.main, suffix) for family in _refusals() for suffix in family.required.get(packing.SCALE, ()))
-    result = dict.fromkeys((pair for pair in scales if pair[1] != _AMBIGUOUS), True) | dict.fromkeys(_MORE, True)
-    for pair in (_QUANTO_SHIFT, *marks, *parts):
-        result.setdefault(pair, False)
-    return result
-
-
-@cache
-def _mains() -> tuple[str, ...]:
-    """Return the suffixes of codes without a companion, which can be in a missing shard, if a method is configured.
-
-    Floating codes need no such name.
-    """
-    return (".weight", *(main for main, _ in _companions() if main), "gate_up_proj", "down_proj")
+    listed = [
+        (main, suffix, role)
+        for main in dict.fromkeys(row.main for row in readable)
+        for row in readable
+        if row.main == main
+        for role, suffixes in (*row.required.items(), *row.optional.items())
+        for suffix in suffixes
+    ]
+    scales = [(main, suffix) for main, suffix, role in listed if role == packing.SCALE and suffix != _AMBIGUOUS]
+    marks = [(row.main, suffix) for row in _refusals() for suffix in row.required.get(packing.SCALE, ())]
+    parts = [(main, suffix) for main, suffix, role in listed if role != packing.SCALE]
+    fitting = dict.fromkeys((*scales, *_MORE), True)
+    pairs = fitting | {pair: False for pair in (_QUANTO_SHIFT, *marks, *parts) if pair not in fitting}
+    return pairs, (".weight", *(main for main, _ in pairs if main), "gate_up_proj", "down_proj")
 
 
 def find(
@@ -399,14 +468,15 @@ def find(
 ) -> dict[str, Codes]:
     """Return the code tensors, in the given order. All tensors are needed, because a companion can be in any file."""
     coded = {name: stored for name, stored in tensors.items() if stored.row.code in _CODES}
-    present = _present({suffix for _, suffix in _companions()}, (*tensors, *elsewhere)) if coded else set()
-    rows = [(*pair, fit) for pair, fit in _companions().items() if pair[1] in present]
+    pairs, mains = _companions()
+    present = _present({suffix for _, suffix in pairs}, (*tensors, *elsewhere)) if coded else set()
+    rows = [(*pair, fit) for pair, fit in pairs.items() if pair[1] in present]
     companions = {name: _companion(name, stored, tensors, elsewhere, rows) for name, stored in coded.items()}
     # Any companion with the name of a scale identifies a matrix of fp8.
     matrices = (name for name, stored in coded.items() if stored.row.code in FP8 and len(stored.shape) > 1)
     bare = {name: name for name in matrices if companions[name] is None}
-    beside = ((name, other) for name, other in unread(tensors, bare) if not other.endswith(_AMBIGUOUS)) if bare else ()
-    companions.update((name, other) for name, other in beside if _fits(tensors[name], tensors[other]))
+    named = ((name, other) for name, other in _unread(tensors, bare) if not other.endswith(_AMBIGUOUS)) if bare else ()
+    companions.update((name, other) for name, other in named if _fits(tensors[name], tensors[other]))
     scales = set(companions.values())
     method = None if quantization is None else quantization.shown
     telling = [family for family in families() if family.telling]
@@ -414,26 +484,19 @@ def find(
     for name, stored in tensors.items():
         code, companion = stored.row.code, companions.get(name)
         # Under a configuration, a tensor without a companion holds codes if its dtype or its name says so.
-        floating = code in dtypes.FLOAT_CODES and not is_zero_point(name)
-        named = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(_mains()))
-        known = quantization is not None and name in coded and name not in scales and named
+        floating = code in dtypes.FLOAT_CODES and not name.endswith(_PLAIN)
+        coding = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(mains))
+        known = quantization is not None and name in coded and name not in scales and coding
         if companion is None and not known:
-            telltales = _identifying(name, stored, telling)
-            companion = next((other for other in telltales if other in tensors or other in elsewhere), None)
+            rows_of = [row for row in telling if name.endswith(row.main) and (not row.wide or stored.shape[1:] == (1,))]
+            beside = (name.removesuffix(row.main) + suffix for row in rows_of for suffix in row.telling)
+            companion = next((other for other in beside if other in tensors or other in elsewhere), None)
             if companion is None:
                 continue
         stem = name.removesuffix(".weight")
         marker = next((stem + suffix for suffix in _MARKERS if stem + suffix in tensors), companion)
         codes[name] = Codes(code, companion, method, *_refusal_of(name, code, marker, quantization))
     return codes
-
-
-def _identifying(name: str, stored: Stored, families: Iterable[Family]) -> Iterator[str]:
-    """Yield the names of companions that make a tensor of any dtype a code tensor."""
-    for family in families:
-        if name.endswith(family.main) and (not family.wide or stored.shape[1:] == (1,)):
-            stem = name.removesuffix(family.main)
-            yield from (stem + suffix for suffix in family.telling)
 
 
 def _companion(
@@ -539,12 +602,8 @@ def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: s
 
 def stored_of(parts: Iterable[FileTensor]) -> dict[str, Stored]:
     """Return the stored dtype and shape of tensors outside packed tensors."""
-    stored = {}
-    for name, file, index in parts:
-        table = file.table
-        if not table.is_quantized(index):
-            stored[name] = Stored(table.rows[index], table.shapes[index])
-    return stored
+    plain = ((name, file.table, index) for name, file, index in parts if not file.table.is_quantized(index))
+    return {name: Stored(table.rows[index], table.shapes[index]) for name, table, index in plain}
 
 
 def codes_of(

@@ -1,6 +1,7 @@
-"""Plain fp8 and int8, and E2M1 codes: a number per code, a scale per block.
+"""Plain fp8 and int8, and E2M1 codes, NVIDIA ModelOpt's too: a number per code, a scale per block.
 
-Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrained_fp8,mxfp4}.py``.
+Sources: `DeepSeek-V3 README_WEIGHTS.md`; transformers ``integrations/{finegrained_fp8,mxfp4}.py``; nvidia-modelopt
+``torch/quantization/qtensor``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .packed_group import (
     matrices_of,
     whole_grid,
 )
-from .quantization import AUTO_ROUND, brief, is_length, with_quantization
+from .quantization import AUTO_ROUND, Quantization, brief, is_length, mapping, with_quantization
 
 # ---- fp8 and int8 ----
 
@@ -48,7 +49,11 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
         label = label.replace("int8", f"int{bits}", 1)
     if group.scale_code in ("F8_E8M0", "U8") and (grid.row_block, grid.column_block) == (1, 32):
         label = "mxfp8"
-    rule, dtype = _rule_of(group), group.scale_dtype("F8_E8M0")
+    rule, dtype = packing.STORED, group.scale_dtype("F8_E8M0")
+    if group.method == "fp8" and group.settings().get("weight_scale_semantics") is not None:  # GPTQModel's
+        if packing.ZERO in group.parts or not group.names[packing.SCALE].endswith("_scale_inv"):
+            raise Refused("its weight_scale_semantics apply only to a weight_scale_inv without zero points")
+        rule = packing.QUOTIENT
     return group.in_bytes(grid, label=label, matrices=matrices, rows=rows, scale_dtype=dtype, scale_rule=rule)
 
 
@@ -67,20 +72,6 @@ def _flat_grid(group: PackedGroup) -> Grid | None:
         return None
     grid = whole_grid(shape, 1, size)
     return grid if scale[0] == grid.rows * grid.columns else None
-
-
-def _rule_of(group: PackedGroup) -> str:
-    """Return the rule of the scales: they multiply, or divide in GPTQModel's fp8."""
-    if group.method != "fp8" or group.settings().get("weight_scale_semantics") is None:
-        return packing.STORED
-    if packing.ZERO in group.parts or not group.names[packing.SCALE].endswith("_scale_inv"):
-        raise Refused("its weight_scale_semantics apply only to a weight_scale_inv without zero points")
-    return packing.QUOTIENT
-
-
-def smoothed(group: PackedGroup) -> Packing:
-    """int8 with the column factors of modelopt's SmoothQuant."""
-    return check_shared(group, plain(group))
 
 
 def _block_of(group: PackedGroup) -> tuple[int, int]:
@@ -140,11 +131,46 @@ def gpt_oss(group: PackedGroup) -> Packing:
     matrices = math.prod(stored[:-3])
     transpose = group.codes.endswith("_blocks")
     shape = (*stored[:-3], columns, rows) if transpose else (*stored[:-3], rows, columns)
-    grid = Grid(1, 32, rows, stored[-2])
-    scales = group.scale_dtype("F8_E8M0")
-    return group.packing("fp4", "mxfp4", shape, 4, "e2m1", grid=grid, scale_dtype=scales)._replace(
-        matrices=matrices, rows=rows, columns=columns, row_bytes=columns // 2, transpose=transpose
+    sides = {"matrices": matrices, "rows": rows, "columns": columns, "row_bytes": columns // 2, "transpose": transpose}
+    grid, scales = Grid(1, 32, rows, stored[-2]), group.scale_dtype("F8_E8M0")
+    return group.packing("fp4", "mxfp4", shape, 4, "e2m1", grid=grid, scale_dtype=scales, **sides)
+
+
+# ---- NVFP4 of ModelOpt ----
+
+
+def modelopt_nvfp4(group: PackedGroup) -> Packing:
+    """NVFP4 with a multiplying global scale and the factors of AWQ."""
+    algorithm = _layer(group.config, group.module).get("quant_algo") or group.config.values.get("quant_algo")
+    if isinstance(algorithm, str) and algorithm.upper().startswith("W4A") and algorithm.upper() != "W4A16_NVFP4":
+        raise Refused(f"its quant_algo {algorithm} stores unsupported codes or scales")
+    if any(f"{group.module}.svdquant_lora_{side}" in group.context.tensors for side in "ab"):
+        raise Refused("NVFP4_SVD adds a product of two matrices, which safeload does not compute")
+    return check_shared(group, fp4(group, "nvfp4", 16, "F8_E4M3"))._replace(scale_rule=packing.MULTIPLIED)
+
+
+def modelopt_experts(group: PackedGroup) -> Packing:
+    """Experts in a single tensor; Llama 4 stores them as [in, out], packed along ``in``."""
+    stored, scale = group.stored, group.scales
+    if len(stored) != 3 or len(scale) != 3 or scale[-1] != stored[-1] or scale[-2] * 8 != stored[-2]:
+        return modelopt_nvfp4(group)
+    if group.scale_code != "F8_E4M3":
+        raise Misfit(f"scales of nvfp4 must be F8_E4M3, got {group.scale_code}")
+    shape = (stored[0], stored[1] * 2, stored[2])
+    packed = group.packing(
+        "fp4", "nvfp4", shape, 4, "e2m1", layout=packing.PLANES, interleaved=True, grid=whole_grid(shape, 16, 1)
     )
+    return check_shared(group, packed)._replace(scale_rule=packing.MULTIPLIED)
+
+
+def _layer(quantization: Quantization, module: str) -> Mapping[str, Any]:
+    """Return the settings of a layer under ``quantized_layers``, which can also name an enclosing module."""
+    layers = mapping(quantization.values.get("quantized_layers"))
+    while layers and module:
+        if module in layers:
+            return mapping(layers[module])
+        module = module.rpartition(".")[0]
+    return {}
 
 
 # ---- writing ----
@@ -174,7 +200,24 @@ PRESETS = [
 
 # ---- rows ----
 
+SETTINGS_OF_MODULES = {"modelopt": _layer}
+
 FAMILIES = [
+    Family(
+        "modelopt NVFP4",
+        ".weight",
+        frozenset(("U8",)),
+        {packing.SCALE: (".weight_scale",), packing.GLOBAL: (".weight_scale_2",)},
+        modelopt_nvfp4,
+        {packing.FACTORS: (".pre_quant_scale",)},
+    ),
+    Family(
+        "modelopt NVFP4, experts",
+        "",
+        frozenset(("U8",)),
+        {packing.SCALE: ("_weight_scale",), packing.GLOBAL: ("_weight_scale_2",)},
+        modelopt_experts,
+    ),
     Family("DeepSeek V4", ".weight", FP8 | {"I8"}, {packing.SCALE: (".scale",)}, deepseek_v4),
     Family("gpt-oss", "_blocks", frozenset(("U8",)), {packing.SCALE: ("_scales",)}, gpt_oss, logical=""),
     Family("gpt-oss, OpenAI's", ".blocks", frozenset(("U8",)), {packing.SCALE: (".scales",)}, gpt_oss, logical=""),
@@ -193,7 +236,7 @@ FAMILIES = [
         ".weight",
         frozenset(("I8",)),
         {packing.SCALE: (".weight_scale",)},
-        smoothed,
+        lambda group: check_shared(group, plain(group)),  # with the column factors of modelopt's SmoothQuant
         {packing.ZERO: (".weight_zero_point",), packing.FACTORS: (".pre_quant_scale",)},
     ),
 ]

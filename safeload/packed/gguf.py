@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from ..base import dtypes, packing
@@ -21,25 +22,15 @@ _NVFP4, _U8, _F32 = dtypes.BLOCK_TYPES["nvfp4"], dtypes.BY_CODE["U8"], dtypes.BY
 _I2_S = dtypes.of_number(packing.I2_S)
 
 
-def nvfp4(group: PackedGroup) -> Packing:
-    """NVFP4 with a global scale per tensor or per expert: the writer divided the scales of the blocks by it."""
-    return _scaled(group, _NVFP4, "nvfp4", group.row.code == _NVFP4.code)
+def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str) -> Packing:
+    """Return the packing of blocks with a scale per tensor or per expert, by which the writer divided the values.
 
-
-def i2_s(group: PackedGroup) -> Packing:
-    """BitNet's I2_S in a safetensors file: the blocks and, as a separate tensor, the scale that follows in GGUF."""
-    return _scaled(group, _I2_S, "ternary", False)
-
-
-def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str, blocks: bool) -> Packing:
-    """Return the packing of blocks with a scale.
-
-    ``blocks`` means that the codes have their logical shape; otherwise their last axis counts bytes.
+    In a safetensors file the codes are U8, and their last axis counts bytes.
     """
     shape, scale = group.stored, group.scales
     if group.parts[SCALE].row.code != "F32":
         raise Misfit(f"{group.names[SCALE]} is {group.parts[SCALE].row.code}, but scales of {label} must be F32")
-    if not blocks:
+    if group.row.code != row.code:
         if not shape or shape[-1] % row.block_bytes:
             raise Misfit(f"codes {list(shape)} are not whole blocks of {row.block_bytes} bytes")
         shape = (*shape[:-1], shape[-1] // row.block_bytes * row.block)
@@ -65,10 +56,7 @@ def of_rows(part: Part, shape: tuple[int, ...]) -> Packed:
     """Return blocks along stored rows as a tensor of its original shape, with blocks across rows."""
     row, count = part.row, math.prod(shape)
     grid = Grid(1, row.block, 1, count // row.block)
-    kind = Packing(
-        packing.GGUF, row.name, shape, 1, 1, count, packing.BLOCKS, row.block_bytes * 8 // row.block, row.name,
-        row.nbytes(count), grid=grid, flat=True,
-    )  # fmt: skip
+    kind = blocks_of(row, row.name, (count,), shared=False)._replace(shape=shape, grid=grid, config="", flat=True)
     codes = part._replace(row=_U8, shape=(*part.shape[:-1], row.nbytes(part.shape[-1])))
     return Packed(kind, {CODES: codes})
 
@@ -85,9 +73,17 @@ def ternary(files: Iterable[Any]) -> Iterator[tuple[str, Packed]]:
             yield name, Packed(packed, {CODES: codes, SCALE: scale})
 
 
+_nvfp4 = partial(_scaled, row=_NVFP4, label="nvfp4")
 FAMILIES = [
-    Family("GGUF NVFP4", ".weight", frozenset(("U8",)), {SCALE: (".scale",)}, nvfp4, method=GGUF),
-    Family("GGUF I2_S", "", frozenset(("U8",)), {SCALE: ("_scale",)}, i2_s, method=GGUF),
+    Family("GGUF NVFP4", ".weight", frozenset(("U8",)), {SCALE: (".scale",)}, _nvfp4, method=GGUF),
+    Family(
+        "GGUF I2_S",
+        "",
+        frozenset(("U8",)),
+        {SCALE: ("_scale",)},
+        partial(_scaled, row=_I2_S, label="ternary"),
+        method=GGUF,
+    ),
 ]
 # The rows for GGUF files, in which dtypes name block types.
-IN_GGUF = [Family("NVFP4", ".weight", frozenset(("NVFP4",)), {SCALE: (".scale",)}, nvfp4)]
+IN_GGUF = [Family("NVFP4", ".weight", frozenset(("NVFP4",)), {SCALE: (".scale",)}, _nvfp4)]

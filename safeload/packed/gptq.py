@@ -63,7 +63,7 @@ def _refuse(group: PackedGroup, settings: Mapping[str, Any]) -> None:
         raise Refused(f"its words are {group.row.code}, and only I32 is supported (pack_dtype)")
     if settings.get("rotation_config"):
         raise Refused("its weights are in a rotated basis (rotation_config)")
-    if group.has_beside(".w_bf16_to_fp8_scale"):
+    if f"{group.module}.w_bf16_to_fp8_scale" in group.context.tensors:
         raise Refused("its scales belong to fp8 weights (w_bf16_to_fp8_scale)")
 
 
@@ -120,7 +120,7 @@ def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
     configured = settings.get("bits")
     if type(configured) is int and 2 <= configured <= 8 and zeros == (scale[0], -(-scale[1] * configured // 32)):
         bits, rest = configured, 0  # auto-round can fill the last word of zero points
-    if not bits or zeros[0] != scale[0] or rest or not 2 <= bits <= 8 or stored[0] % _words(bits):
+    if not 2 <= bits <= 8 or zeros[0] != scale[0] or rest or stored[0] % (bits // math.gcd(bits, 32)):  # whole words
         raise Misfit(f"words {list(stored)}, qzeros {list(zeros)} and scales {list(scale)} do not fit each other")
     _check_bits(group, settings, bits)
     if not group.is_configured:
@@ -135,11 +135,6 @@ def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
     symmetric = settings.get("sym") is not False
     packed = Zeros(packing.ROWS, bits, added=_added(group, settings), symmetric=symmetric)
     return group.transposed("gptq", label, shape, bits, "unsigned", size=size, layout=packing.COLUMNS, zeros=packed)
-
-
-def _words(bits: int) -> int:
-    """Return the smallest number of words filled by whole codes."""
-    return bits // math.gcd(bits, 32)
 
 
 def _added(group: PackedGroup, settings: Mapping[str, Any]) -> int:

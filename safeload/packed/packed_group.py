@@ -12,7 +12,7 @@ import numpy as np
 
 from ..base import dtypes, packing
 from ..base.arrays import Array, empty_array
-from ..base.packing import Grid, Packing, Part
+from ..base.packing import Grid, Packing, Part, Zeros
 from ..base.text import show
 from ..engine.run import jobs
 from ..engine.run.job import Job, Origin
@@ -69,18 +69,15 @@ class GroupContext:
         self.quantization = quantization
         self.text = quantization.text(model_type)  # for `Packing.config`
         self.places, self._suffixes = places, suffixes
-        self.tensors: dict[str, Stored] = {}
         self._ranges: dict[WeightFile, list[tuple[int, int]]] = {}
-        columns: dict[WeightFile, tuple[Sequence[dtypes.Dtype], Sequence[tuple[int, ...]]]] = {}
-        for name, (file, index) in places.items():
-            if file not in columns:
-                columns[file] = file.table.rows, file.table.shapes
-            rows, shapes = columns[file]
-            self.tensors[name] = Stored(rows[index], shapes[index])
+        columns = {file: (file.table.rows, file.table.shapes) for file in dict(places.values())}
+        self.tensors = {
+            name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
+        }
         self.arrays: dict[str, Array] | None = None
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
         # Of `configured_grid`, because thousands of experts have the shapes of the first.
-        self.grids: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Grid | None] = {}
+        self.grids: dict[tuple[object, ...], Grid | None] = {}
 
     def part(self, name: str) -> Part | None:
         """Return a tensor as a part; None if its bytes are not in C order and little-endian."""
@@ -163,10 +160,6 @@ class PackedGroup:
                 why = f"type {kinds[0]} of {self.row.code} codes"
         return why
 
-    def has_beside(self, suffix: str) -> bool:
-        """Return True if the module has another tensor with this suffix."""
-        return f"{self.module}{suffix}" in self.context.tensors
-
     def packing(
         self, family: str, label: str, shape: tuple[int, ...], bits: int, numbers: str, **fields: object
     ) -> Packing:
@@ -200,16 +193,21 @@ class PackedGroup:
             raise Misfit(f"zero points {list(zeros.shape)} do not fit scales {list(scales.shape)}")
         return zeros is not None
 
+    def packed_zeros(self, packed: Zeros, shape: tuple[int, ...]) -> Zeros | None:
+        """Return how zero points are packed; None if they are missing, or plain numbers in the shape of the scales."""
+        if packing.ZERO not in self.parts:
+            return None
+        row, own = self.parts[packing.ZERO]
+        zeros, expected = (packed, shape) if row.code == "I32" else (None, self.scales)
+        if own != expected:
+            raise Misfit(f"zero points are {list(own)}, expected {list(expected)}")
+        return zeros
+
     def check_form(self, role: str, name: str, dtype: str, shape: tuple[int, ...], of: str = "") -> None:
         """Refuse a part of another dtype or shape."""
         row, own = self.parts[role]
         if (row.code, own) != (dtype, shape):
             raise Misfit(f"{name} is {row.code} {list(own)}, expected {dtype} {list(shape)}{of}")
-
-    def described(self, family: Family) -> Packing:
-        """Return the checked packing of the group as a family describes it."""
-        assert family.describe is not None
-        return _checked(self, family.describe(self))
 
     def scale_dtype(self, dtype: str) -> str | None:
         """Return ``dtype``, a float8, if the scales store its bits as U8."""
@@ -221,15 +219,14 @@ def named_parts(family: Family, codes: str, tensors: Collection[str]) -> tuple[s
     if not codes.endswith(family.main):
         return None
     stem, names = codes[: len(codes) - len(family.main)], {packing.CODES: codes}
-    for suffixes_by_role in (family.required, family.optional):
-        for role, suffixes in suffixes_by_role.items():
-            for suffix in suffixes:
-                if stem + suffix in tensors:
-                    names[role] = stem + suffix
-                    break
-            else:
-                if suffixes_by_role is family.required:
-                    return None
+    for role, suffixes in (*family.required.items(), *family.optional.items()):
+        for suffix in suffixes:
+            if stem + suffix in tensors:
+                names[role] = stem + suffix
+                break
+        else:
+            if role in family.required:
+                return None
     logical = codes if family.logical is None else stem + family.logical
     if family.private:
         module, dot, parameter = logical.rpartition(".")
@@ -250,7 +247,7 @@ def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts
         if not fits or family.method not in methods or named_parts(family, codes, context.tensors) is None:
             continue
         try:
-            return PackedGroup(codes, name, names, context).described(family)
+            return described(family, PackedGroup(codes, name, names, context))
         except Misfit:
             continue
     raise AssertionError(f"no family reads {context.quantization}")
@@ -275,8 +272,10 @@ def check_shared(group: PackedGroup, packed: Packing) -> Packing:
     return packed
 
 
-def _checked(group: PackedGroup, packed: Packing) -> Packing:
-    """Return the packing if all parts fit it in size and dtype."""
+def described(family: Family, group: PackedGroup) -> Packing:
+    """Return the packing of a group as a family describes it, if all parts fit it in size and dtype."""
+    assert family.describe is not None
+    packed = family.describe(group)
     for role, part in group.parts.items():
         if role in _DTYPES and part.row.code not in _DTYPES[role]:
             expected = ", ".join(sorted(_DTYPES[role]))
@@ -287,15 +286,15 @@ def _checked(group: PackedGroup, packed: Packing) -> Packing:
         raise Misfit(f"shape {list(packed.shape)} has too many elements")
     if _code_bytes(packed) > group.row.nbytes(math.prod(group.stored)):
         raise Misfit(f"codes {list(group.stored)} are too few for {list(packed.shape)}")
-    grid, described = packed.grid, group.weights
+    grid = packed.grid
     if grid is not None:
         count = (1 if grid.shared else packed.matrices) * grid.rows * grid.columns
         for role in (packing.SCALE, packing.BIAS, *(() if packed.zeros is not None else (packing.ZERO,))):
             if role in group.parts and math.prod(group.parts[role].shape) != count:
                 raise Misfit(f"{role} {list(group.parts[role].shape)} must have {count} elements to fit its codes")
-    configured, fits, symmetric, asymmetric = None, False, bool(described), bool(described)
+    configured, fits, symmetric, asymmetric = None, False, bool(group.weights), bool(group.weights)
     fitting = range(1, 9) if packed.numbers in ("I8", "U8") else (packed.bits,)  # a byte can hold fewer bits
-    for weights in described:
+    for weights in group.weights:
         bits, symmetry = weights.get("num_bits"), weights.get("symmetric")
         if bits is not None:
             configured = bits if configured is None else configured
@@ -306,7 +305,7 @@ def _checked(group: PackedGroup, packed: Packing) -> Packing:
     if packing.ZERO in group.parts:
         return packed._replace(symmetric=True) if symmetric else packed
     setting = "symmetric is false in config_groups" if asymmetric else None
-    if not described and packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
+    if not group.weights and packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
         values = group.config.values
         setting = next((f"{key} is {value}" for key, value in _ASYMMETRIC if values.get(key) is value), None)
     if setting is not None:
@@ -435,12 +434,9 @@ def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
     """Return the grid of scales in ``config_groups`` for codes of a shape, or None."""
     if group.method != "compressed-tensors":
         return None
-    described, scale = group.weights, group.scales
-    if len(described) != 1:
-        return _described_grid(described, shape, scale)
-    key, grids = (id(described[0]), shape, scale), group.context.grids
+    key, grids = (*map(id, group.weights), shape, group.scales), group.context.grids
     if key not in grids:
-        grids[key] = _described_grid(described, shape, scale)
+        grids[key] = _described_grid(group.weights, shape, group.scales)
     return grids[key]
 
 

@@ -3,8 +3,8 @@
 Configurations come from untrusted files, and `re` takes exponential time on some patterns.
 
 `Pattern` supports a subset of regular expressions: literals, ``.``, ``*``, ``+``, ``?``, ASCII classes, groups,
-alternation and anchors, with the semantics of `re`. It simulates a nondeterministic automaton (Thompson, 1968), which
-takes at most the length of the pattern times the length of the name.
+alternation and anchors, with the semantics of `re`. It simulates a nondeterministic automaton, which takes at most the
+length of the pattern times the length of the name.
 
 `Globs` matches with the expressions of `fnmatch`, which never try a part of a name twice (bpo-40480).
 """
@@ -12,7 +12,7 @@ takes at most the length of the pattern times the length of the name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import translate
 from functools import lru_cache
 from typing import Any
@@ -36,53 +36,45 @@ _ITEM = re.compile(r"\\([dws\W_])(?!-[^\]])|([^\\\]])(?:-([^\\\[\]])|(?!-[^\]]))
 _WILDCARDS = "*?["
 # `fnmatch`'s expression for a class without characters.
 _NOTHING = "(?!)"
+# Stands behind a name as often as a pattern has "$", which takes it.
+_END = "end"
 
 
 # ---- regular expressions ----
 
 
 class Pattern:
-    """A regular expression of the supported subset."""
+    """A regular expression of the supported subset, as the automaton of its atoms (Glushkov, 1961).
+
+    Sets of atoms are bits of an integer. An expression has a triple: whether it matches "", its first atoms, its last.
+    """
 
     def __init__(self, text: str, key: str) -> None:
         self._text, self._key, self._at = text, key, 0
-        if len(text) > LONGEST:
-            raise _too_long(text, key)
-        # By state: the next states without a character; and characters, if set all but these, with the state after one.
-        self._free: list[list[int]] = []
-        self._steps: list[tuple[frozenset[str], bool, int] | None] = []
-        self._at_end: set[int] = set()  # states that only the end of a name has
-        self._begins = self._state()
-        self._end = self._alternatives(self._begins, 0)
+        _check_length(text, key)
+        self._atoms: list[tuple[frozenset[str], bool]] = []  # characters, and whether the atom takes all but these
+        self._next_atoms: list[int] = []  # by atom
+        self._taking: dict[str, int] = {}  # atoms by the character that they take
+        self._whole = self._alternatives(0)
         if self._at < len(text):
             raise self._unsupported()
 
     def matches(self, name: str) -> bool:
         """Return True if the pattern matches at the beginning of a name, as in ``re.match``."""
-        current = self._closure({self._begins}, at_end=not name)
-        for k, char in enumerate(name):
-            if self._end in current:
+        empty, atoms, last = self._whole
+        if empty:
+            return True
+        for char in (*name, *[_END] * self._text.count("$")):
+            if char not in self._taking:
+                takes = [(char in chars) != negated for chars, negated in self._atoms]
+                self._taking[char] = sum(1 << k for k, taken in enumerate(takes) if taken)
+            taking = atoms & self._taking[char]
+            if taking & last:
                 return True
-            following = {
-                step[2] for number in current if (step := self._steps[number]) and (char in step[0]) != step[1]
-            }
-            current = self._closure(following, at_end=k == len(name) - 1)
-            if not current:
-                return False
-        return self._end in current
-
-    def _closure(self, states: set[int], at_end: bool) -> set[int]:
-        closure, todo = set(states), list(states)
-        while todo:
-            number = todo.pop()
-            if number in self._at_end and not at_end:
-                closure.discard(number)
-                continue
-            for state in self._free[number]:
-                if state not in closure:
-                    closure.add(state)
-                    todo.append(state)
-        return closure
+            atoms = 0
+            for k in _bits(taking):
+                atoms |= self._next_atoms[k]
+        return False
 
     # ---- parser ----
 
@@ -91,15 +83,6 @@ class Pattern:
             f"{self._key}: the pattern {show(self._text)} has unsupported syntax at character {self._at}; expected "
             "literals, classes, groups, alternatives and repetitions"
         )
-
-    def _state(self, *before: int) -> int:
-        """Return a new state, which follows others without a character."""
-        number = len(self._free)
-        for state in before:
-            self._free[state].append(number)
-        self._free.append([])
-        self._steps.append(None)
-        return number
 
     def _next(self) -> str:
         return self._text[self._at : self._at + 1]
@@ -110,53 +93,55 @@ class Pattern:
         self._at += len(text) * is_next
         return is_next
 
-    def _alternatives(self, begin: int, depth: int) -> int:
+    def _follow(self, last: int, first: int) -> None:
+        for k in _bits(last):
+            self._next_atoms[k] |= first
+
+    def _alternatives(self, depth: int) -> tuple[bool, int, int]:
         if depth > _DEEPEST:
             raise self._unsupported()
-        end = self._state()
+        empty, first, last = False, 0, 0
         while True:
-            last = self._state(begin)
+            all_empty, begin, end = True, 0, 0
             while self._next() not in ("", "|", ")"):
-                last = self._repeated(last, depth)
-            self._free[last].append(end)
+                is_empty, following, ends = self._repeated(depth)
+                self._follow(end, following)
+                begin, end = begin | following * all_empty, ends | end * is_empty
+                all_empty = all_empty and is_empty
+            empty, first, last = empty or all_empty, first | begin, last | end
             if not self._takes("|"):
-                return end
+                return empty, first, last
 
-    def _repeated(self, begin: int, depth: int) -> int:
-        start = self._state(begin)
-        end = self._atom(start, depth)
+    def _repeated(self, depth: int) -> tuple[bool, int, int]:
+        empty, first, last = self._atom(depth)
         kind = self._next()
         if kind == "{":
             raise self._unsupported()
         if kind and kind in "*+?":
             self._at += 1
             self._takes("?")  # lazy quantifiers match the same names
-            if kind != "+":
-                self._free[start].append(end)
             if kind != "?":
-                self._free[self._state(end)].append(start)
-        return end
+                self._follow(last, first)
+            empty = empty or kind != "+"
+        return empty, first, last
 
-    def _atom(self, begin: int, depth: int) -> int:
+    def _atom(self, depth: int) -> tuple[bool, int, int]:
         char = self._next()
         if self._takes("("):
             if not self._takes("?:") and self._next() == "?":
                 raise self._unsupported()
-            end = self._alternatives(begin, depth + 1)
+            group = self._alternatives(depth + 1)
             if not self._takes(")"):
                 raise self._unsupported()
-            return end
+            return group
         if char in "*+?{" or (char == "^" and self._at > 0):
             raise self._unsupported()
         self._at += 1
-        if char in "^$":
-            if self._next() in ("*", "+", "?"):
-                raise self._unsupported()
-            if char == "$":
-                begin = self._state(begin)
-                self._at_end.add(begin)
-            return begin
-        chars, negated = frozenset(char), False
+        if char in "^$" and self._next() in ("*", "+", "?"):
+            raise self._unsupported()
+        if char == "^":
+            return True, 0, 0
+        chars, negated = frozenset((_END if char == "$" else char,)), False
         if char == ".":
             chars, negated = frozenset("\n"), True
         elif char == "\\":
@@ -165,9 +150,10 @@ class Pattern:
         elif char == "[":
             negated = self._takes("^")
             chars = self._class()
-        end, after = self._state(), self._state(begin)
-        self._steps[after] = chars, negated, end
-        return end
+        self._atoms.append((chars | {_END} if negated else chars, negated))
+        self._next_atoms.append(0)
+        atom = 1 << len(self._atoms) - 1
+        return False, atom, atom
 
     def _class(self) -> frozenset[str]:
         chars: set[str] = set()
@@ -190,6 +176,14 @@ class Pattern:
         return match.groups()
 
 
+def _bits(number: int) -> Iterator[int]:
+    """Yield the set bits of a number."""
+    while number:
+        bit = number.bit_length() - 1
+        yield bit
+        number ^= 1 << bit
+
+
 @lru_cache(256)
 def compiled(text: str, key: str) -> Pattern:
     """Return a compiled pattern; cached, because a configuration is applied to every module."""
@@ -207,7 +201,11 @@ class Globs:
         self._globs: list[tuple[int, str, re.Pattern[str]]] = []
         for number, text in enumerate(texts):
             if any(char in text for char in _WILDCARDS):
-                self._globs.append((number, text, _expression(text, key)))
+                _check_length(text, key)
+                expression = translate(text)  # each star takes the first match for good
+                if _NOTHING in expression:
+                    raise UnsupportedError(f"{key}: the glob {show(text)} has an empty range of characters")
+                self._globs.append((number, text, re.compile(expression)))
             else:
                 self._names[text] = number
 
@@ -222,15 +220,6 @@ class Globs:
         return None if exact is None else name
 
 
-def _expression(glob: str, key: str) -> re.Pattern[str]:
-    """Translate a glob, in which each star takes the first match for good."""
-    if len(glob) > LONGEST:
-        raise _too_long(glob, key)
-    text = translate(glob)
-    if _NOTHING in text:
-        raise UnsupportedError(f"{key}: the glob {show(glob)} has an empty range of characters")
-    return re.compile(text)
-
-
-def _too_long(text: str, key: str) -> UnsupportedError:
-    return UnsupportedError(f"{key}: a pattern of {len(text):,} characters exceeds the limit of {LONGEST:,}")
+def _check_length(text: str, key: str) -> None:
+    if len(text) > LONGEST:
+        raise UnsupportedError(f"{key}: a pattern of {len(text):,} characters exceeds the limit of {LONGEST:,}")

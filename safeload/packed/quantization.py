@@ -15,7 +15,7 @@ optimum, autoawq 0.2.9, auto-round 0.16, nvidia-modelopt 0.47, amd-quark 0.13, m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeGuard
@@ -315,26 +315,30 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
     """Return the quantization in a ``config.json`` or its nested configurations, or None."""
     if not config:
         return None
+    for holder in nested(config):
+        settings = mapping(holder.get(MLX_KEY))
+        if _method(settings) == "mlx" and settings != holder.get(QUANTIZATION):
+            other = holder.get(QUANTIZATION)
+            named = isinstance(mapping(other).get("quant_method"), str)
+            return Quantization(MLX_KEY, "mlx", settings, quantization_of({QUANTIZATION: other}) if named else None)
+        for key in _CONFIG_KEYS:
+            value = mapping(holder.get(key))
+            if value and value.get("quant_method") != OWN:
+                inner = mapping(value.get(MLX_KEY))
+                if isinstance(inner.get("quant_algo"), str):  # hf_quant_config.json
+                    value = {**{key: each for key, each in value.items() if key != MLX_KEY}, **inner}
+                return Quantization(key, _method(value), value)
+        if isinstance(settings.get("quant_algo"), str):
+            return Quantization(MLX_KEY, TENSORRT, settings)
+    return None
+
+
+def nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a configuration and its inner configurations, level by level."""
     level = [config]
     for _ in range(_CONFIG_DEPTH):
-        for holder in level:
-            value = holder.get(MLX_KEY)
-            if isinstance(value, Mapping) and _method(value) == "mlx" and value != holder.get(QUANTIZATION):
-                other = holder.get(QUANTIZATION)
-                named = isinstance(other, Mapping) and isinstance(other.get("quant_method"), str)
-                return Quantization(MLX_KEY, "mlx", value, quantization_of({QUANTIZATION: other}) if named else None)
-            for key in _CONFIG_KEYS:
-                value = holder.get(key)
-                if isinstance(value, Mapping) and value and value.get("quant_method") != OWN:
-                    inner = value.get(MLX_KEY)
-                    if isinstance(inner, Mapping) and isinstance(inner.get("quant_algo"), str):  # hf_quant_config.json
-                        value = {**{key: each for key, each in value.items() if key != MLX_KEY}, **inner}
-                    return Quantization(key, _method(value), value)
-            value = holder.get(MLX_KEY)
-            if isinstance(value, Mapping) and isinstance(value.get("quant_algo"), str):
-                return Quantization(MLX_KEY, TENSORRT, value)
+        yield from level
         level = [value for holder in level for value in holder.values() if isinstance(value, Mapping)]
-    return None
 
 
 def is_own(config: Mapping[str, Any]) -> bool:

@@ -20,15 +20,7 @@ from . import floats
 from .families import FP8, Family
 from .packed_group import NUMBERS, Misfit, PackedGroup, Refused, label_of, matrices_of, one_scale, whole_grid
 from .patterns import Globs
-from .quantization import (
-    QUARK,
-    Quantization,
-    brief,
-    is_length,
-    mapping,
-    part_of,
-    unknown_setting,
-)
+from .quantization import QUARK, Quantization, brief, is_length, mapping, part_of, unknown_setting
 
 _CODES_IN_WORD = 8
 # Values of `ch_axis` for the rows and for the columns of a weight.
@@ -78,7 +70,7 @@ def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | N
     setting = next(filter(None, (unknown_setting(spec, part_of("spec")) for spec in specs)), None)
     if why is None and setting is not None:
         why = f"Quark's {brief(str(setting[0]))} {brief(str(setting[1]))}"
-    if group.has_beside(".input_rotation"):
+    if f"{group.module}.input_rotation" in group.context.tensors:
         why = "Quark's weights in a rotated basis (input_rotation)"
     if why is not None:
         raise Refused(f"{why} is not supported")
@@ -86,18 +78,12 @@ def _specs(group: PackedGroup) -> tuple[Mapping[str, Any], Mapping[str, Any] | N
     return first, specs[1] if len(specs) > 1 else None
 
 
-def _dtypes() -> Mapping[str, Mapping[str, Any]]:
-    """Return the dtypes of codes: the ``stored`` dtypes, the ``bits`` of a code, and the ``numbers`` of codes."""
-    dtypes: Mapping[str, Mapping[str, Any]] = read_data(__name__, "methods.json")["quark_dtypes"]
-    return dtypes
-
-
 def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
     """Return the kind of number that codes represent, and the bits of a code."""
     dtype = spec.get("dtype")
     if not isinstance(dtype, str):
         raise Misfit(f"its configuration has no dtype for its {group.row.code} codes")
-    row = _dtypes().get(dtype)
+    row = read_data(__name__, "methods.json")["quark_dtypes"].get(dtype)
     if row is None or group.row.code not in row["stored"]:
         raise Misfit(f"its codes {list(group.stored)} are {group.row.code}, but dtype is {show(dtype)}")
     return row["numbers"], row["bits"]
@@ -139,21 +125,12 @@ def _group_size(spec: Mapping[str, Any], scale: tuple[int, ...], length: int, gr
     return size
 
 
-def _in_groups(
-    group: PackedGroup,
-    spec: Mapping[str, Any],
-    family: str,
-    prefix: str,
-    *,
-    shape: tuple[int, int],
-    bits: int,
-    numbers: str,
-) -> Packing:
+def _in_groups(group: PackedGroup, spec: Mapping[str, Any], shape: tuple[int, int], bits: int, numbers: str) -> Packing:
     """Return the packing of integers in groups, which are stored transposed."""
     (out, length), groups = shape, group.scales[0]
     size = _group_size(spec, group.scales, length, groups)
-    label = label_of(prefix, Grid(1, size, out, groups), shape, _has_zeros(group, spec))
-    return group.transposed(family, label, shape, bits, numbers, size=size)
+    label = label_of(f"int{bits}", Grid(1, size, out, groups), shape, _has_zeros(group, spec))
+    return group.transposed("int8" if bits == 8 else "int", label, shape, bits, numbers, size=size)
 
 
 # ---- 8-bit codes ----
@@ -169,7 +146,7 @@ def _bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
         if len(stored) != 2 or len(scale) != 2 or scale[1] != stored[1] or 0 in stored:
             raise Misfit(f"codes {list(stored)} and scales {list(scale)} must be [in, out] and [groups, out]")
         group.has_zeros()  # of the same shape
-        return _in_groups(group, spec, "int8", "int8", shape=(stored[1], stored[0]), bits=8, numbers=group.row.code)
+        return _in_groups(group, spec, (stored[1], stored[0]), 8, group.row.code)
     if len(stored) == 2 and (integers or (spec.get("ch_axis") in _COLUMNS and len(scale) == 1)):
         grid = _grid_of(group, spec, stored)
         if packing.ZERO in group.parts and math.prod(group.parts[packing.ZERO].shape) != math.prod(scale):
@@ -220,8 +197,8 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
     length, out = stored[0], scale[1]
     if layout == packing.WORDS and out % _CODES_IN_WORD:
         raise Refused(f"its {out} rows do not fill whole words of permuted codes")
-    packed = _in_groups(group, spec, "int", "int4", shape=(out, length), bits=4, numbers=numbers)
-    return packed._replace(layout=layout, zeros=_zeros_in_groups(group, layout, (scale[0], stored[1])))
+    packed = _in_groups(group, spec, (out, length), 4, numbers)
+    return packed._replace(layout=layout, zeros=_zeros_of(group, layout, None))
 
 
 def word_layout(order: object, key: str) -> int:
@@ -232,29 +209,20 @@ def word_layout(order: object, key: str) -> int:
     return layout
 
 
-def _zeros_in_groups(group: PackedGroup, layout: int, packed_shape: tuple[int, int]) -> Zeros | None:
-    """Return how zero points of groups are packed; None if they are plain numbers or missing."""
+def _zeros_of(group: PackedGroup, layout: int, grid: Grid | None) -> Zeros | None:
+    """Return how zero points are packed: in a row of words, a single zero point in its own word.
+
+    Groups, which have no grid here, can also have plain numbers (zero_point_type float32).
+    """
     if packing.ZERO not in group.parts:
         return None
-    row, shape = group.parts[packing.ZERO]
-    plain = row.code in NUMBERS  # zero_point_type float32
-    if not plain and row.code != "I32":
+    row, zeros = group.parts[packing.ZERO]
+    if row.code != "I32" and (grid is not None or row.code not in NUMBERS):
         raise Misfit(f"zero points are {row.code}, expected I32")
-    expected = group.scales if plain else packed_shape
-    if shape != expected:
-        raise Misfit(f"zero points are {list(shape)}, expected {list(expected)}")
-    return None if plain else Zeros(layout, 4)
-
-
-def _zeros_of(group: PackedGroup, layout: int, grid: Grid) -> Zeros | None:
-    """Return how zero points per row or column are packed: in a row of words, a single zero point in its own word."""
-    if packing.ZERO not in group.parts:
-        return None
-    count, (row, zeros) = max(grid.rows, grid.columns), group.parts[packing.ZERO]
-    if row.code != "I32":
-        raise Misfit(f"zero points are {row.code}, expected I32")
-    fits = math.prod(zeros) == 1 if grid.shared else zeros == (-(-count // _CODES_IN_WORD),)
-    if not fits:
+    if grid is None:
+        return group.packed_zeros(Zeros(layout, 4), (group.scales[0], group.stored[1]))
+    words = -(-max(grid.rows, grid.columns) // _CODES_IN_WORD)
+    if math.prod(zeros) != 1 if grid.shared else zeros != (words,):
         raise Misfit(f"zero points {list(zeros)} do not fit scales {list(group.scales)}")
     if grid.shared:
         return Zeros(packing.ROWS, 4)
@@ -321,7 +289,7 @@ def unread(quantization: Quantization, name: str) -> str | None:
         return f"Quark's {kinds[0]} with scales of e5m3"
     if len(specs) > 1 and kinds not in (["fp4", "fp8_e4m3"], ["fp8_e4m3", "int4"], ["fp8_e4m3", "uint4"]):
         return f"Quark's {' and '.join(kinds[:3])} in stages"
-    if kinds and "dtype" in specs[0] and kinds[0] not in _dtypes():
+    if kinds and "dtype" in specs[0] and kinds[0] not in read_data(__name__, "methods.json")["quark_dtypes"]:
         return f"Quark's {kinds[0]}"
     return None
 

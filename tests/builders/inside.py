@@ -206,7 +206,7 @@ NAMES = {
     "manifest": "operations.validate.manifest",
     "validation": "operations.validate.check",
     "structure": "operations.validate.structure",
-    "IGNORED": "packed.companions:IGNORED",
+    "IGNORED": "packed.finder:IGNORED",
     "families": "packed.families:families",
     "family_modules": "packed.families:MODULES",
     "presets": "packed.families:presets",

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from ...base import dtypes
 from ...base.arrays import Array, foreign_order
-from ...base.packing import Packed, Packing, by_columns, row_unit
+from ...base.packing import Packed, Packing
 from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
-from ..codes.restore import Range, flat_ranges, restore_jobs, rows_apart, rows_range, values_before
+from ..codes.grids import by_columns
+from ..codes.restore import Range, flat_ranges, restore_jobs, row_unit, rows_apart, rows_range, values_before
 from ..read.delivery import deliver
 from ..read.tensors import Entry, Tensors
 from ..run.job import Job, moving

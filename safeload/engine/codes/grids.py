@@ -14,7 +14,7 @@ import numpy as np
 from ...base import dtypes, packing
 from ...base.arrays import Array
 from ...base.native import ffi
-from ...base.packing import COLUMNS, WORDS, Grid, Packed, Packing, Part, Zeros, by_columns
+from ...base.packing import COLUMNS, WORDS, Grid, Packed, Packing, Part, Zeros
 from ..run import jobs
 from ..run.job import Origin
 from ..run.memory import address_of
@@ -187,6 +187,11 @@ _CHECKED = 1 << 15
 
 # Groups of rows: the core keeps the scales of all groups for 64 columns at a time.
 _MOST_GROUPS = 512
+
+
+def by_columns(packed: Packing) -> bool:
+    """Return whether rows of values are columns of codes, which can be dequantized independently."""
+    return packed.transpose and packed.layout in (COLUMNS, WORDS)
 
 
 def can_store(packed: Packing, grid: Grid, *, grouped: bool) -> bool:

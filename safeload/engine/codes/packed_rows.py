@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +10,14 @@ import numpy as np
 
 from ...base import dtypes, packing
 from ...base.arrays import Array
-from ...base.packing import Packed, Packing, Part, Zeros, by_columns, row_unit
+from ...base.packing import Packed, Packing, Part, Zeros
 from ..run import jobs
 from ..run.job import Job, Origin
 from ..run.memory import address_of, private_array
 from ..run.slice import TAKE, axes_of, read_rows
 from . import grids, restore
-from .restore import Range, bytes_before, rows_apart, rows_range, values_before, whole
+from .grids import by_columns
+from .restore import Range, bytes_before, row_unit, rows_apart, rows_range, values_before, whole
 
 # Parts that are shared by the first axis, or divided separately.
 _OF_ALL = frozenset(
@@ -201,9 +201,8 @@ def _rows_of_flat(
 def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
     """Return elements of a packed tensor of a file, dequantizing only the selected rows of the first axis."""
     shape = packed.packing.shape
-    axes_of(index, shape, TAKE)  # checks the index
-    rows = selected(index, shape)
-    part = _range_of(packed.packing, rows)
+    axes, after = axes_of(index, shape, TAKE)
+    part = _range_of(packed.packing, span_of(axes))
     row = dtypes.BY_NAME[dtype.name]
     before = values_before(packed.packing, part)
     flat = private_array((part.values,), dtype)
@@ -219,41 +218,23 @@ def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], nam
         skipped = first * inner - before
         flat, before = flat[skipped : skipped + (flat.size - skipped) // inner * inner], first * inner
     values = flat.reshape(flat.size // inner if inner else shape[0], *shape[1:])
-    return part_of(values, index, shape, before // max(1, inner))
+    return part_of(values, axes, after, before // max(1, inner))
 
 
-def part_of(rows: Array, index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> Array:
-    """Return the selected elements as a separate array."""
-    view: Array = rows[_inside(index, shape, first)]
+def span_of(axes: list[range]) -> tuple[int, int]:
+    """Return the range of the first axis that holds the selected positions as start and stop."""
+    if axes and axes[0]:
+        return axes[0][0], axes[0][-1] + 1
+    return 0, 0 if axes else 1
+
+
+def part_of(rows: Array, axes: list[range], after: tuple[Any, ...], first: int) -> Array:
+    """Return the selected elements of rows from ``first`` on as a separate array; for ``after`` see `axes_of`."""
+    chosen: list[Any] = [slice(axis.start, axis.stop, axis.step) for axis in axes]
+    if axes:
+        chosen[0] = slice(axes[0].start - first, axes[0].stop - first, axes[0].step)
+    view: Array = rows[tuple(chosen)][after]
     return view if view.size == rows.size and view.flags.c_contiguous else view.copy()
-
-
-def _inside(index: tuple[Any, ...], shape: tuple[int, ...], first: int) -> tuple[Any, ...]:
-    """Translate an index to rows from ``first`` on; an ellipsis makes the result an array even for a single element."""
-    if not any(item is Ellipsis for item in index):
-        index = (*index, Ellipsis)
-    item = index[0]
-    if item is Ellipsis or item is None:
-        return index
-    if not isinstance(item, slice):
-        return operator.index(item) % shape[0] - first, *index[1:]
-    positions = range(*item.indices(shape[0]))
-    if not positions:
-        return slice(0, 0), *index[1:]
-    stop = positions[-1] - first + (1 if positions.step > 0 else -1)
-    return slice(positions[0] - first, None if stop < 0 else stop, positions.step), *index[1:]
-
-
-def selected(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the selected range of the first axis as start and stop."""
-    item = index[0] if index else Ellipsis
-    if item is Ellipsis or item is None or not shape:
-        return 0, shape[0] if shape else 1
-    if isinstance(item, slice):
-        positions = range(*item.indices(shape[0]))
-        return (min(positions), max(positions) + 1) if len(positions) else (0, 0)
-    position = operator.index(item) % shape[0]
-    return position, position + 1
 
 
 def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
@@ -300,12 +281,7 @@ class PartRows:
     def whole(self) -> Array:
         """Return the part as an array."""
         if self._array is None:
-            array = private_array(self.shape, self.dtype)
-            if array.size:
-                part = self._part
-                origin = Origin(part.name, part.shape)
-                jobs.Batch([Job(part.file, part.begin, address_of(array), array.nbytes, origin=origin)]).run()
-            self._array = jobs.native_order(array)
+            self._array = self.ranges([slice(0, self.size)]).reshape(self.shape)
         return self._array
 
     def along(self, runs: Sequence[slice], length: int) -> Array:

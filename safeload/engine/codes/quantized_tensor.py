@@ -249,11 +249,10 @@ class QuantizedTensor:
 
 def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any]) -> Array:
     """Return elements of a quantized tensor, dequantizing only the selected rows of the first axis."""
-    shape = tensor.shape
-    axes_of(index, shape, TAKE)  # checks the index
-    start, stop = packed_rows.selected(index, shape) if len(shape) > 1 else (0, None)
+    axes, after = axes_of(index, tensor.shape, TAKE)
+    start, stop = packed_rows.span_of(axes) if len(axes) > 1 else (0, None)
     values = (tensor if stop is None else tensor[start:stop]).dequantize(dtype)
-    return packed_rows.part_of(values, index, shape, start)
+    return packed_rows.part_of(values, axes, after, start)
 
 
 def _bytes(array: Array) -> Array:

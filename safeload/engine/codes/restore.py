@@ -16,7 +16,7 @@ from ...base import dtypes, packing
 from ...base.arrays import Array
 from ...base.messages import error_about
 from ...base.native import lib, short
-from ...base.packing import Grid, Packed, Packing, Part, Zeros, by_columns
+from ...base.packing import Grid, Packed, Packing, Part, Zeros
 from ...base.text import show
 from ...errors import FormatError
 from ..run import jobs
@@ -24,7 +24,7 @@ from ..run.cast import astype
 from ..run.job import Job, Origin
 from ..run.memory import address_of
 from . import grids
-from .grids import read_part
+from .grids import by_columns, read_part
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -37,6 +37,7 @@ _COLUMN_STEP = 32
 _LONGEST_BLOCK = 256
 # Parts of up to this size are read together, because each use of a file takes longer.
 _SMALL_PART = 1 << 20
+_ALIGNMENT = 16  # of these parts in memory, for every dtype
 
 # Parts that become float32 grids, with their field of an ``sl_packed``.
 _GRIDS = {packing.SCALE: "scales", packing.BIAS: "biases", packing.ZERO: "zeros"}
@@ -75,7 +76,7 @@ def whole(packed: Packing) -> Range:
 
 def ranges_of(packed: Packing) -> Iterator[Range]:
     """Divide a tensor into ranges with little memory for scales."""
-    grid, matrices, step = packed.grid, packed.matrices, packed.rows
+    grid, matrices, step, columns = packed.grid, packed.matrices, packed.rows, packed.columns
     matrix = 0 if grid is None or grid.shared else grid.rows * grid.columns * 4
     if packed.layout == packing.MASKED and packed.columns:  # by the memory of the bitmask and row offsets
         cost, unit = _mask_bytes(packed) + 8, 1
@@ -91,11 +92,10 @@ def ranges_of(packed: Packing) -> Iterator[Range]:
     else:
         matrices = max(1, _GRID_BYTES // matrix)
         if matrices == 1 and by_columns(packed):
-            yield from _columns_ranges(packed, _GRID_BYTES // (grid.rows * 4))
-            return
-        if matrices == 1 and rows_apart(packed):
+            columns = _whole_words(_GRID_BYTES // (grid.rows * 4))
+        elif matrices == 1 and rows_apart(packed):
             step = max(1, _GRID_BYTES // (grid.columns * 4)) * grid.row_block
-    yield from _row_ranges(packed, matrices, step)
+    yield from _tiles(packed, matrices, step, columns)
 
 
 def small_ranges(packed: Packing, limit: int) -> Iterator[Range]:
@@ -104,32 +104,27 @@ def small_ranges(packed: Packing, limit: int) -> Iterator[Range]:
     Matrices are divided only if their columns are stored separately (see `by_columns`). The first range is the largest.
     """
     matrices = limit // max(1, packed.rows * packed.columns)
-    if matrices == 0 and by_columns(packed):
-        return _columns_ranges(packed, limit // packed.rows)
-    return _row_ranges(packed, max(1, matrices), max(1, packed.rows))
+    columns = _whole_words(limit // packed.rows) if matrices == 0 and by_columns(packed) else packed.columns
+    return _tiles(packed, max(1, matrices), packed.rows, columns)
 
 
-def _row_ranges(packed: Packing, matrices: int, step: int) -> Iterator[Range]:
+def _whole_words(columns: int) -> int:
+    return max(1, columns // _COLUMN_STEP) * _COLUMN_STEP
+
+
+def _tiles(packed: Packing, matrices: int, rows: int, columns: int) -> Iterator[Range]:
+    """Divide a tensor into ranges of at most this many matrices, rows and columns of codes."""
     for first in range(0, packed.matrices, matrices):
-        for row in range(0, packed.rows, step):
-            count, rows = min(matrices, packed.matrices - first), min(step, packed.rows - row)
-            yield Range(first, count, row, rows, 0, packed.columns)
-
-
-def _columns_ranges(packed: Packing, limit: int) -> Iterator[Range]:
-    """Divide each matrix into ranges of at most ``limit`` columns of codes, but at least a whole word."""
-    step = max(1, limit // _COLUMN_STEP) * _COLUMN_STEP
-    for first in range(packed.matrices):
-        for column in range(0, packed.columns, step):
-            yield rows_range(packed, first, column, min(column + step, packed.columns))
+        for row in range(0, packed.rows, max(1, rows)):
+            for column in range(0, max(1, packed.columns), max(1, columns)):
+                sides = min(rows, packed.rows - row), column, min(columns, packed.columns - column)
+                yield Range(first, min(matrices, packed.matrices - first), row, *sides)
 
 
 def flat_ranges(packed: Packing, limit: int) -> Iterator[Range]:
     """Divide flat codes into ranges of up to ``limit`` values, but at least a block of the scales and of any dtype."""
     block = math.lcm(_LONGEST_BLOCK, 1 if packed.grid is None else packed.grid.column_block)
-    step = max(1, limit // block) * block
-    for column in range(0, packed.columns, step):
-        yield Range(0, 1, 0, 1, column, min(step, packed.columns - column))
+    return _tiles(packed, 1, 1, max(1, limit // block) * block)
 
 
 def rows_range(packed: Packing, matrix: int, begin: int, end: int) -> Range:
@@ -149,6 +144,13 @@ def values_before(packed: Packing, part: Range) -> int:
 def rows_apart(packed: Packing) -> bool:
     """Return True if rows of the values can be dequantized separately."""
     return by_columns(packed) or not (packed.transpose or packed.layout in (packing.COLUMNS, packing.PLANES))
+
+
+def row_unit(packed: Packing) -> int:
+    """Return the rows to dequantize together: a block of scales, or the columns that share a word of codes."""
+    if packed.layout == packing.WORDS and packed.transpose:
+        return 32 // packed.bits
+    return 1 if packed.grid is None or by_columns(packed) or packed.grid.rows == 1 else packed.grid.row_block
 
 
 def bytes_before(packed: Packing, column: int) -> int:
@@ -255,7 +257,11 @@ class CodeReader:
         else:
             fields["table"] = _table_of(packed.numbers, packed.bits)
         if packing.SHAPE in self._parts:
-            self._check_shape()
+            part_of_shape = self._parts[packing.SHAPE]
+            stored = jobs.native_order(read_part(part_of_shape).view(part_of_shape.row.name)).tolist()
+            if tuple(stored) != packed.shape[-len(stored) :]:
+                text = f"its stored shape is {show(stored)}, but its codes and scales have {list(packed.shape)}"
+                raise self._fail(text, packing.SHAPE)
         if packed.layout == packing.MASKED:
             fields.update(self._mask_fields())
         if packed.grid is not None:
@@ -272,15 +278,6 @@ class CodeReader:
         file = self._stored[role].file
         path = None if file is None else str(file.path)
         return error_about(FormatError, f": {message}", path=path, tensor=self._name)
-
-    def _check_shape(self) -> None:
-        part = self._parts[packing.SHAPE]
-        stored = jobs.native_order(read_part(part).view(part.row.name)).tolist()
-        if tuple(stored) != self._packed.shape[-len(stored) :]:
-            raise self._fail(
-                f"its stored shape is {show(stored)}, but its codes and scales have {list(self._packed.shape)}",
-                packing.SHAPE,
-            )
 
     def _add_grid(self, fields: dict[str, Any], grid: Grid) -> None:
         _, (rows, columns) = self._place
@@ -437,8 +434,7 @@ class CodeReader:
         bad = np.flatnonzero((groups < 0) | (groups >= count))
         if bad.size:
             raise self._fail(
-                f"column {int(bad[0])} is in group {int(groups[bad[0]])}, but there are {count} groups",
-                packing.GROUPS,
+                f"column {int(bad[0])} is in group {int(groups[bad[0]])}, but there are {count} groups", packing.GROUPS
             )
         if np.array_equal(groups, np.arange(groups.size) // block):  # blocks are faster
             return None
@@ -449,7 +445,7 @@ class CodeReader:
     def _mask_fields(self) -> dict[str, Any]:
         """Return the fields that only sparse tensors have."""
         spec, part, parts = self._packed, self._part, self._parts
-        count, mask = _count(parts[packing.CODES]), read_part(parts[packing.MASK])
+        count, mask = self.nbytes // parts[packing.CODES].row.block_bytes, read_part(parts[packing.MASK])
         if packing.OFFSETS in parts:
             starts = _integers(parts[packing.OFFSETS])
             origin = starts[0] if part.row and starts.size else np.int64(0)
@@ -470,7 +466,7 @@ class CodeReader:
         sliced = {**parts, packing.MASK: _bytes_of(parts[packing.MASK], first * width, stop * width)}
         begin, end = first * spec.row_bytes, stop * spec.row_bytes
         if packing.OFFSETS in parts:
-            offsets, count = parts[packing.OFFSETS], _count(codes)
+            offsets, count = parts[packing.OFFSETS], self.nbytes // codes.row.block_bytes
             size = offsets.row.block_bytes
             sliced[packing.OFFSETS] = _bytes_of(offsets, first * size, stop * size)
             starts = _integers(_bytes_of(offsets, first * size, min(stop + 1, spec.rows) * size))
@@ -514,16 +510,21 @@ def _with_small_parts(parts: Mapping[str, Part]) -> Mapping[str, Part]:
     file = parts[packing.CODES].file
     if file is None or file.remote:
         return parts
-    result, handle = dict(parts), file.local.begin_use()
+    result, places, total = dict(parts), [], 0
+    for role, part in parts.items():
+        size = part.end - part.begin
+        if role != packing.CODES and part.file is file and 0 < size <= _SMALL_PART:
+            places.append((role, part, total))
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    if not places:
+        return parts
+    raw, handle = np.empty(total, np.uint8), file.local.begin_use()
+    address = address_of(raw)
     try:
-        for role, (name, own, row, shape, begin, end) in parts.items():
-            size = end - begin
-            if role != packing.CODES and own is file and 0 < size <= _SMALL_PART:
-                raw = np.empty(size, np.uint8)
-                if (
-                    short.sl_file_read(handle, begin, address_of(raw), size, None) == lib.SL_OK
-                ):  # else `read_part` fails
-                    result[role] = Part(name, raw, row, shape, 0, size)
+        for role, part, at in places:
+            size = part.end - part.begin
+            if short.sl_file_read(handle, part.begin, address + at, size, None) == lib.SL_OK:  # else `read_part` fails
+                result[role] = Part(part.name, raw, part.row, part.shape, at, at + size)
     finally:
         file.local.end_use()
     return result
@@ -541,10 +542,6 @@ def _mask_bytes(packed: Packing) -> int:
 
 def _bytes_of(part: Part, begin: int, end: int) -> Part:
     return part._replace(begin=part.begin + begin, end=part.begin + end)
-
-
-def _count(codes: Part) -> int:
-    return (codes.end - codes.begin) // codes.row.block_bytes
 
 
 def _integers(part: Part) -> Array:
