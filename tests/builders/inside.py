@@ -291,7 +291,7 @@ NAMES = {
 # the inside looks each of them up.
 SEAMS = {
     "cluster_timeout": ["cli.cluster:_TIMEOUT"],
-    "copied_in_turn": ["engine.ahead.staging:IN_TURN"],
+    "copied_in_turn": ["engine.ahead.spans:IN_TURN", "engine.ahead.staging:IN_TURN"],
     "copy_buffer_size": ["engine.ahead.staging:buffer_size"],
     "staging_buffer": ["engine.ahead.staging:BUFFER"],
     "smallest_staging_buffer": ["engine.ahead.staging:SMALLEST_BUFFER"],

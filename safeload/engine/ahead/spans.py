@@ -19,9 +19,9 @@ from ...stores.thread_group import Task, check_stopped
 from ..read.tensors import Tensors
 from ..run.job import Job, moving
 from ..run.jobs import Batch, run_columns
-from ..run.memory import address_of
+from ..run.memory import address_of, aligned_bytes
 from ..run.weight_file import WeightFile, is_remote
-from .staging import Filled, Piece, Ring, filled_ahead, ring_for
+from .staging import IN_TURN, SMALLEST_BUFFER, Filled, Piece, Ring, filled_ahead, ring_for
 
 # Bytes and elements of a block by dtype number; most dtypes have blocks of a single element.
 _BYTES, _ELEMENTS = np.ones((2, 256), np.int64)
@@ -121,6 +121,10 @@ class Spans(NamedTuple):
         """
         total = int(self.lengths.sum())
         if not total:
+            return
+        if total <= IN_TURN:
+            buffer = aligned_bytes(max(SMALLEST_BUFFER, total))  # alive while the consumer uses its address
+            yield address_of(buffer), self.joined().fill(buffer, threads)
             return
         ring = ring_for(total)
         filling = filled_ahead(self._tasks(ring, threads), ring, remote=any(map(is_remote, self.files)))
