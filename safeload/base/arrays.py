@@ -99,7 +99,11 @@ def refuse_masked(value: Any, subject: str) -> None:
 
 def index_of(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the index of an element, given its position in C order."""
-    return tuple(map(int, np.unravel_index(element, shape)))
+    index = []
+    for length in reversed(shape):  # not `np.unravel_index`, which refuses the shapes of hostile files
+        element, k = divmod(element, length)
+        index.append(k)
+    return tuple(reversed(index))
 
 
 def with_article(noun: str) -> str:

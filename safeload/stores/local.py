@@ -86,9 +86,10 @@ def _keep_within_budget() -> None:
         _release(count - budget + budget // 4)
 
 
-def with_room(attempt: Callable[[], int], error: Any) -> int:
+def with_room(attempt: Callable[[], int], error: Any, status: int | None = None) -> int:
     """Retry an open in the C core until a descriptor is free: close idle files, then wait for other threads' uses."""
-    status = attempt()
+    if status is None:  # no attempt yet
+        status = attempt()
     begin = alive = time.monotonic()
     while status == lib.SL_E_OS and none_free(error.os_errno):
         now = time.monotonic()

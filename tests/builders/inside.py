@@ -126,7 +126,7 @@ NAMES = {
     "read_moon": "formats.moon:read",
     "npy": "formats.npy",
     "npz": "formats.npz",
-    "open_npz": "formats.npz:open_archive",
+    "open_npz": "formats.npz:read",
     "onnx_model": "formats.onnx",
     "open_paths": "formats.opening:open_paths",
     "orbax_chunks": "formats.orbax.zarr",

@@ -435,7 +435,7 @@ def test_the_index_of_a_shard_may_come_first_and_need_no_checksum(tmp_path):
 
 def test_large_frames_are_read_forward(tmp_path, compress, monkeypatch):
     inside.tune(monkeypatch, orbax_streamed=100, orbax_kept_frames=2)
-    monkeypatch.setattr(inside.orbax_chunks, "content_of", None)
+    monkeypatch.setattr(inside.orbax_chunks, "decompressed", None)
     array = rng.standard_normal((64, 40)).astype(np.float32)
     for version in (2, 3):
         made = OrbaxCheckpoint(version, compress=compress).tensor("w", array, (20, 16)).tensor("x", array)

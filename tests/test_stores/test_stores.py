@@ -1,5 +1,7 @@
 """Byte stores: what the package asks of one, and what it does where a store is not a local file."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from builders.inside import (
@@ -10,11 +12,11 @@ from builders.inside import (
     deliver,
     mapping_of,
     open_local,
+    open_npz,
     open_without_table,
     read_at,
     validated_zeros,
 )
-from builders.inside import open_npz as open_archive
 
 from safeload.errors import FormatError
 from safeload.numpy import save_file
@@ -90,7 +92,7 @@ def test_a_table_is_read_from_a_store_without_a_descriptor(tmp_path):
     np.savez(tmp_path / "a.npz", **WEIGHTS)
     store = Plain((tmp_path / "a.npz").read_bytes())
     file = WeightFile("memory:a.npz", store, ListedTable([]))
-    assert open_archive(Archive(file), file) is file
+    assert open_npz(SimpleNamespace(archive=Archive(file), file=file), None).file is file
     assert file.table.names == list(WEIGHTS)
     assert (file.place, file.identity) == ("memory:a.npz", store.version)
     assert validated_zeros.hole_begin(file) == store.size

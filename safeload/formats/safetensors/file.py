@@ -113,10 +113,10 @@ def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, tuple[Any,
 
 
 def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> None:
-    """Call ``sl_safetensors_load`` again if its native.failure may pass, or raise its error."""
+    """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
     loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
     if status == lib.SL_E_OS:
-        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error)
+        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
     if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
         raise folder_given(text, folders)
     if status == lib.SL_E_FORMAT:
