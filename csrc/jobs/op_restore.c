@@ -107,16 +107,23 @@ static int32_t store(void *context, const uint8_t *source, uint64_t element, uin
                            error);
 }
 
-/* f32 are restored where they belong: in pieces that pass through a buffer to be stored past the cache, they took twice
- * as long (fp8, NVFP4 and MLX, 64 and 256 MiB into used memory). */
 static int32_t run_in_order(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
     if (plan->conversion.first != NULL) {
         work self = {job, &plan->conversion, plan->streams};
         return sl_each_piece(job, plan, chunk, scratch, store, &self, error);
     }
     uint64_t begin = sl_chunk_begin(job, plan, chunk), end = sl_chunk_begin(job, plan, chunk + 1);
-    return sl_packed_restore(job, plan, begin / 4, (end - begin) / 4, (uint8_t *)job->memory + begin,
-                             scratch + plan->packed, error);
+    bool streams = plan->streams && job->file == SL_MEMORY; /* from a file each piece would be a read of its own */
+    uint64_t most = streams ? SL_VALUES * sizeof(float) : end - begin;
+    int32_t status = SL_OK;
+    for (uint64_t some; begin < end && status == SL_OK; begin += some) {
+        some = sl_min_u64(end - begin, most);
+        uint8_t *memory = (uint8_t *)job->memory + begin;
+        status = sl_packed_restore(job, plan, begin / 4, some / 4, streams ? scratch : memory, scratch + plan->packed,
+                                   error);
+        if (streams && status == SL_OK) sl_stream_copy(memory, scratch, (size_t)some);
+    }
+    return status;
 }
 
 /* ---- tiles ---- */

@@ -201,9 +201,11 @@ class LocalStore:
 
     def use(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call a function with the descriptor, which is valid until it returns, and further arguments."""
-        descriptor = self.begin_use()
+        with _lock:  # as `begin_use`, without its call
+            _used.setdefault(self, []).append(get_ident())
+            descriptor = self._descriptor
         try:
-            return function(descriptor, *arguments)
+            return function(self._open_again() if descriptor is None else descriptor, *arguments)
         finally:
             self.end_use()
 
