@@ -203,9 +203,8 @@ class LocalStore:
         """Call a function with the descriptor, which is valid until it returns, and further arguments."""
         with _lock:  # as `begin_use`, without its call
             _used.setdefault(self, []).append(get_ident())
-            descriptor = self._descriptor
-        try:
-            return function(self._open_again() if descriptor is None else descriptor, *arguments)
+        try:  # nobody closes a descriptor that is used
+            return function(self._open_again() if self._descriptor is None else self._descriptor, *arguments)
         finally:
             self.end_use()
 
