@@ -299,13 +299,15 @@ def check_runs(
         if file.unpacked or not (holes if stats is None else own or file.table.quantized):
             continue
         places = _places(file)
+        first, last = (places[0].begin, min(file.size, max(place.end for place in places))) if places else (0, 0)
         cores: Iterable[tuple[int, int]] = holes
+        judged = [(last - 1, last)]  # by `check_tails`
         if stats is not None:
+            judged = holes  # by this function without statistics
             rows = {stored: stats[name] for stored, name in own.items() if name in stats}
             suspects = (place for place in places if _is_suspect(place, rows.get(place.tensor), file))
             ranges = _joined(((place.begin - place.begin % _BLOCK, place.end) for place in suspects), _HALF)
             cores = _joined(_zero_blocks(file, ranges), _HALF - 2 * _BLOCK)
-        first, last = (places[0].begin, min(file.size, max(place.end for place in places))) if places else (0, 0)
         done = first
         for begin, end in cores:
             begin, end = max(begin, done), min(end, last)
@@ -319,8 +321,8 @@ def check_runs(
             reported = zero if stats is None else known
             if not inside or any(place.tensor in reported for place in inside):
                 continue
-            if end == last if stats is None else any(low < end and begin < high for low, high in holes):
-                continue  # `check_tails` has judged it, or this function without statistics
+            if any(low < end and begin < high for low, high in judged):
+                continue
             finding = finding_of(begin, end, inside, unwritten=stats is None, where=where, role=role)
             if finding is not None:
                 yield finding
