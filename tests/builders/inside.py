@@ -89,6 +89,7 @@ NAMES = {
     "remove_abandoned": "engine.run.atomic_file:remove_abandoned",
     "Digest": "engine.run.digest:Digest",
     "fetch": "engine.run.fetch",
+    "overlapping": "engine.run.memory:overlapping",
     "Channels": "engine.run.job:Channels",
     "Job": "engine.run.job:Job",
     "JobGrid": "engine.run.job:JobGrid",

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from builders.inside import overlapping
 
 import safeload
 from safeload import Layout, QuantizedTensor, StackedTensor, quantize, stack
@@ -147,3 +148,13 @@ def test_arrays_that_map_other_files_or_only_a_copy_are_filled(path, tmp_path):
     other = np.memmap(tmp_path / "other", "f4", "w+", 0, (2, 8))
     loaded = safeload.load(path, out={"a": other[0], "b": other[1]})
     assert loaded["b"].tolist() == list(range(8, 16))
+
+
+def test_overlapping_compares_what_arrays_use():
+    buffer = np.zeros(100, "u1")
+    sources = [buffer[10:20], buffer[30:40][::-1], buffer[60:80:5], buffer[90:90], buffer[15:25]]
+    targets = {f"{a}-{b}": buffer[a:b] for a in range(0, 100, 5) for b in (a + 1, a + 5)}
+    want = {name for name, target in targets.items() if any(np.may_share_memory(target, s) for s in sources)}
+    assert overlapping(targets, sources) == want
+    assert overlapping({"empty": buffer[12:12]}, sources) == set()
+    assert overlapping(targets, []) == set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, product, repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -219,10 +219,16 @@ def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> N
         path = _mapped_path(array)
         if path is not None:
             mapped.setdefault(path, name)
-    places = dict.fromkeys(file.path for file in files if not is_remote(file)) if mapped else ()
-    for (path, name), place in product(mapped.items(), places):
-        with suppress(OSError):  # one of the files was removed
-            if os.path.samefile(path, place):
+    places: dict[tuple[int, int], str] = {}  # by device and inode: each file is asked once
+    for place in dict.fromkeys(file.path for file in files if not is_remote(file)) if mapped else ():
+        with suppress(OSError):  # the file was removed
+            status = os.stat(place)
+            places.setdefault((status.st_dev, status.st_ino), place)
+    for path, name in mapped.items():
+        with suppress(OSError):
+            status = os.stat(path)
+            place = places.get((status.st_dev, status.st_ino), "")
+            if place:
                 raise ValueError(f"out: {show(name)} maps {show(place)}, which is being read; pass an array in memory")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -27,6 +28,25 @@ PAGE = 4096
 def address_of(array: Array) -> int:
     """Return the address of a contiguous array's first element, faster than NumPy's own attributes."""
     return pointer(ffi.from_buffer(array))
+
+
+def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[str]:
+    """Return the names of targets overlapping the memory of a source, gaps between elements included."""
+    ends: list[int] = []
+    begins: list[int] = []
+    for begin, end in sorted(map(_bounds, sources)):
+        if ends and begin <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        else:
+            begins.append(begin)
+            ends.append(end)
+    names = set()
+    for name, target in targets.items():
+        begin, end = _bounds(target)
+        at = bisect_right(ends, begin)  # the first merged source with an end behind the target's beginning
+        if target.size and at < len(begins) and begins[at] < end:
+            names.add(name)
+    return names
 
 
 _OWNS_DATA = attrgetter("flags.owndata")
@@ -66,6 +86,17 @@ def check_spans(
             )
         if following + size > sum(last[writes][:2]):
             last[writes] = (following, size, name)
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """Return the first byte that an array of any strides uses, and one past the last."""
+    begin = end = array.__array_interface__["data"][0]
+    if not array.size:
+        return begin, end
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        reach = (length - 1) * stride
+        begin, end = begin + min(reach, 0), end + max(reach, 0)
+    return begin, end + array.dtype.itemsize
 
 
 def aligned_bytes(size: int) -> Array:

@@ -21,7 +21,7 @@ from ...engine.read.load import parse_target
 from ...engine.run.cast import target_array
 from ...engine.run.job import JobGrid
 from ...engine.run.jobs import Batch
-from ...engine.run.memory import check_disjoint, private_array
+from ...engine.run.memory import check_disjoint, overlapping, private_array
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, exported, public
@@ -115,10 +115,8 @@ def stack(
         result = _targets(plans, out)
         refuse_own_files(result if out is not None else {}, catalog.weight_files)
         filled = dict(result)
-        sources = [] if out is None else [*catalog.memory_of(used)]
-        for name, array in result.items():
-            if any(np.may_share_memory(array, source) for source in sources):
-                filled[name] = private_array(array.shape, array.dtype)
+        for name in overlapping(result if out is not None else {}, catalog.memory_of(used)):
+            filled[name] = private_array(result[name].shape, result[name].dtype)
         fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
         for name, array in filled.items():
             if array is not result[name]:
