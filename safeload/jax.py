@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from .base.arrays import Array as NumpyArray
 from .base.arrays import as_array
+from .base.names import Patterns
 from .base.paths import PathLike
-from .base.selecting import Patterns
 from .compat.names import imported
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .engine.read.load import Backend, check_backend, parse_target

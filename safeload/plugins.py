@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .base.arrays import Array
-from .base.messages import error_about
 from .base.paths import PathLike
+from .base.text import error_about
 from .engine.read.tensors import materialize
 from .engine.run.atomic_file import AtomicFile
 from .errors import UnsupportedError, public

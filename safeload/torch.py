@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from .base import dtypes
 from .base.arrays import check_mapping
+from .base.names import Patterns
 from .base.paths import PathLike, native_path
-from .base.selecting import Patterns
 from .base.text import clip, printable, show
 from .compat.names import SHARED, imported
 from .engine.read.load import Backend, check_backend, load_all, load_tensors, parse_target

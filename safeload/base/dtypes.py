@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import SafeloadError
-from .messages import error_about
 from .native import ffi, lib
-from .text import nearest, show
+from .text import error_about, nearest, show
 
 
 class Dtype(NamedTuple):

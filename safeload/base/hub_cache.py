@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from ..errors import UnsupportedError
-from .messages import error_about
-from .text import clip, printable
+from .text import clip, error_about, printable
 
 # Longest text of a ref.
 _LONGEST_REF = 200

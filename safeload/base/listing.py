@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any, NoReturn
 
-from . import html
 from .table import TensorInfo
 from .text import clip, more, plural, printable, size
 

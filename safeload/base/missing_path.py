@@ -9,7 +9,6 @@ import glob
 import os
 import re
 
-from . import hub_cache
 from .text import printable
 from .url import is_url, of_page, shown
 

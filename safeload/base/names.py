@@ -7,7 +7,7 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from .gc_pause import paused
+from .runtime import paused
 
 #: A number between dots or slashes, such as a layer's or an expert's; also after "layers_" and "blocks_", which Flax
 #: writes.

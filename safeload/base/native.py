@@ -21,7 +21,7 @@ try:
     from .._core import ffi as ffi
     from .._core import lib as lib
 except ImportError as error:
-    from .absent import is_absent  # only here: the core is nearly always there
+    from .runtime import is_absent  # only here: the core is nearly always there
 
     if not is_absent("safeload._core"):
         raise ImportError(f"safeload's C core is here, but cannot be loaded: {error}") from error

@@ -55,7 +55,7 @@ def private_text(path: str) -> str:
 def os_error(number: int, path: str | None) -> OSError:
     """Return the ``OSError`` subclass for an errno; if the path does not exist, the message explains why."""
     if number in _MISSING and path is not None:
-        from .missing_path import dangling, describe  # only here: most paths exist
+        from .paths import dangling, describe  # only here: most paths exist
 
         link = dangling(path)
         if link:
@@ -72,7 +72,7 @@ def unwritable(error: OSError, path: str) -> OSError:
     """Return the error to raise for a failed write; for a URL it says, without secrets, how to write there."""
     if error.errno not in _MISSING and getattr(error, "winerror", None) not in _INVALID:
         return error
-    from .missing_path import of_url  # only here: most paths are writable
+    from .paths import of_url  # only here: most paths are writable
 
     known = of_url(path, writes=True)
     return error if known is None else missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")

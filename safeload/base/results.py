@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from . import html
-from .layout import figure, terminal_columns, terminal_rows
+from .showing import figure, terminal_columns, terminal_rows
 from .text import more, plural, show, size
 
 # A row of a table: a plain value for each column.

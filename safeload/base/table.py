@@ -16,10 +16,9 @@ import numpy as np
 from ..errors import TensorNotFoundError, UnsupportedError, exported
 from . import dtypes
 from .arrays import ArraySpec, array_spec
-from .messages import error_about
 from .native import ITEM_SETTER, TEXT_MAKER, bytes_at, columns_at, ffi, lib, pointer, short
 from .packing import Packed
-from .text import check_name, clip, plural, printable, show
+from .text import check_name, clip, error_about, plural, printable, show
 
 # Above this many names, errors about missing names make no suggestions, because difflib would compare all of them.
 _SUGGEST_UP_TO = 5_000

@@ -321,7 +321,7 @@ def _web_host(host: str) -> str:
         try:
             import idna  # a dependency of huggingface_hub and requests
         except ImportError:
-            from .absent import is_absent
+            from .runtime import is_absent
 
             if not is_absent("idna"):
                 raise

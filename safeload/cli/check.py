@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ..base.names import natural_key
-from ..base.scheme import SCHEMES
+from ..base.packing import SCHEMES
 from ..base.text import plural, printable, size
 from ..base.url import is_url
 from ..errors import FormatError

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._version import __version__
 from ..base import log
-from ..base.absent import is_absent
+from ..base.runtime import is_absent
 from ..base.text import printable
 from ..errors import FormatError, SafeloadError
 from ..operations.sources.executors import Executor

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..base import log
-from ..base.layout import is_terminal, terminal_columns, terminal_rows
+from ..base.showing import is_terminal, terminal_columns, terminal_rows
 from ..base.text import printable
 from ..errors import one_line
 from .streams import STDIN, is_stdin, source

@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from ..base.scheme import ENGINE_FORMATS, SCHEMES
+from ..base.packing import ENGINE_FORMATS, SCHEMES
 from ..base.text import show
 from ..base.url import is_url
 from ..engine.read.load import targets

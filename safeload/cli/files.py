@@ -375,7 +375,7 @@ Exit status: 0 success, 2 wrong usage.""",
 def families(options: argparse.Namespace) -> int:
     """Print the families."""
     from .. import families
-    from ..base.layout import table
+    from ..base.showing import table
 
     known = families()
     if options.json:

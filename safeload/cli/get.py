@@ -14,7 +14,7 @@ import numpy as np
 from ..base import dtypes
 from ..base.arrays import Array
 from ..base.dtypes import BY_CODE, row_of
-from ..base.layout import width
+from ..base.showing import width
 from ..base.text import plural, printable, show
 from ..engine.read.load import targets
 from .common import columns, open_path, print_lines

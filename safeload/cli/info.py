@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from ..base.gc_pause import paused
+from ..base.runtime import paused
 from ..errors import SafeloadError
 from ..operations.inspect.info import KEYS, ROWS, Info, describe, lines, misfits, rows_of, title_of
 from .common import (

@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
-from ..base.absent import is_absent
 from ..base.forking import ProcessLock
+from ..base.runtime import is_absent
 from .names import PACKAGE, imported
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..base.messages import error_about
 from ..base.paths import PathLike
-from ..base.text import clip, plural, printable, show
+from ..base.text import clip, error_about, plural, printable, show
 from ..engine.read.load import VIEWED_FROM, Window, check_backend, load_tensors, parse_target
 from ..engine.read.tensors import FileTensor, Tensors
 from ..engine.run.slice import as_index, read_slice

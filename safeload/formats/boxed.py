@@ -29,10 +29,9 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_fits, c_strides, index_of
-from ..base.cached import cached_property
-from ..base.forking import ProcessLock
-from ..base.messages import error_about
+from ..base.forking import ProcessLock, cached_property
 from ..base.table import ListedTable, Listing, Unknown, unreadable
+from ..base.text import error_about
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, missing_file
 from ..stores.remote import RemoteStore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..base.messages import error_about
+from ..base.text import error_about
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError
 

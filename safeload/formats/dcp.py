@@ -47,11 +47,10 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, c_strides
-from ..base.cached import cached_property
-from ..base.messages import error_about
+from ..base.forking import cached_property
 from ..base.paths import is_bare
 from ..base.table import ListedTable, Table, Unknown
-from ..base.text import show
+from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public
 from ..stores.store import ByteStore, StoreWindow, Unpacked, read_at

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.arrays import array_fits
-from ..base.messages import error_about
 from ..base.table import ListedTable, Listing, unreadable
-from ..base.text import show
+from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from .boxed import BoxedListing, Region, boxed_file, in_pieces

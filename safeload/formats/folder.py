@@ -12,10 +12,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from ..base.messages import error_about
-from ..base.missing_path import dangling
-from ..base.paths import is_bare, os_error
-from ..base.text import clip, printable, show
+from ..base.paths import dangling, is_bare, os_error
+from ..base.text import clip, error_about, printable, show
 from ..engine.run.weight_file import WeightFile, places_in
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
 from ..models.module_names import adapter_note, refuse_adapters

@@ -23,9 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from ..base.messages import error_about
 from ..base.table import Listing
-from ..base.text import show
+from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, LimitError, MissingShardError, TensorNotFoundError, UnsupportedError
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, in_one_box

@@ -75,11 +75,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import dtypes
-from ..base.absent import needed
 from ..base.arrays import Array, array_fits, c_strides
-from ..base.messages import error_about
+from ..base.runtime import needed
 from ..base.table import ListedTable, Listing, Unknown, unreadable
-from ..base.text import show
+from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.json_file import parse_json

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..base.messages import error_about
-from ..base.text import show
+from ..base.text import error_about, show
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from ..stores.members import name_fault
 from .opening import open_members

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.messages import error_about
-from ..base.text import show
+from ..base.text import error_about, show
 from ..errors import FormatError, TensorNotFoundError
 
 # Most names in a message.

@@ -17,9 +17,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_fits, check_mapping
-from ..base.messages import encode, error_about
 from ..base.paths import PathLike
-from ..base.text import show
+from ..base.text import encode, error_about, show
 from ..engine.read.tensors import Lazy, materialize
 from ..engine.run.atomic_file import AtomicFile
 from ..engine.run.memory import address_of

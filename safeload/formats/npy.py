@@ -25,10 +25,9 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_fits, c_strides, check_mapping, not_an_array, refuse_masked
-from ..base.messages import error_about
 from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing, unreadable
-from ..base.text import check_name, show, tensor_named
+from ..base.text import check_name, error_about, show, tensor_named
 from ..engine.read.tensors import Lazy, materialize
 from ..engine.run.atomic_file import AtomicFile, pieces_of
 from ..engine.run.memory import address_of

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ..base.arrays import check_mapping
-from ..base.messages import encode, error_about
 from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing
-from ..base.text import show
+from ..base.text import encode, error_about, show
 from ..engine.read.tensors import materialize
 from ..engine.run.atomic_file import AtomicFile, reserve
 from ..engine.run.weight_file import WeightFile, open_temporary

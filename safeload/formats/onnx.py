@@ -50,9 +50,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_fits
-from ..base.messages import error_about
 from ..base.table import ListedTable, Listing, unreadable
-from ..base.text import plural, show
+from ..base.text import error_about, plural, show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError
 from .boxed import BoxedListing, Region, boxed_file, in_one_box, in_pieces

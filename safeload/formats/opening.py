@@ -10,11 +10,10 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from ..base import hub_cache, log
-from ..base.messages import error_about
+from ..base import log
 from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing
-from ..base.text import printable, show
+from ..base.text import error_about, printable, show
 from ..engine.read.load import LoadOptions
 from ..engine.run import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
 from ..engine.run.weight_file import WeightFile

@@ -21,9 +21,8 @@ from math import prod
 from typing import Any, TypeAlias
 
 from ..base import dtypes
-from ..base.messages import error_about
 from ..base.table import ListedTable
-from ..base.text import clip, printable, show
+from ..base.text import clip, error_about, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import ForbiddenError, FormatError, SafeloadError, UnsupportedError
 from ..stores.local import LocalStore

@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ..base import dtypes
 from ..base.arrays import array_fits
-from ..base.cached import cached_property
-from ..base.gc_pause import paused
-from ..base.messages import error_about
+from ..base.forking import cached_property
 from ..base.paths import is_bare
+from ..base.runtime import paused
 from ..base.table import ListedTable, Listing
-from ..base.text import show
+from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile, open_without_table, places_in
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported
 from ..stores.files import LOCAL, Files, rather_changed

@@ -20,8 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ..base.messages import error_about
-from ..base.text import show
+from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..stores.members import name_fault

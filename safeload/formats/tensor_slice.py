@@ -6,10 +6,9 @@ from typing import Any
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..base.messages import error_about
 from ..base.packing import Packed
-from ..engine.codes.packed_rows import read_index
-from ..engine.codes.quantized_tensor import dequantize_index
+from ..base.text import error_about
+from ..engine.codes.quantized_tensor import dequantize_index, read_index
 from ..engine.read.load import parse_target
 from ..engine.run.cast import astype
 from ..engine.run.slice import TAKE, read_slice

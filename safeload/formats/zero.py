@@ -30,9 +30,8 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over
-from ..base.messages import error_about
 from ..base.table import Listing
-from ..base.text import show
+from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, TensorNotFoundError, UnsupportedError
 from ..stores.store import ByteStore

@@ -20,8 +20,7 @@ from itertools import islice, pairwise
 from operator import attrgetter, le
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ..base.messages import error_about
-from ..base.text import show
+from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.remote import RemoteStore

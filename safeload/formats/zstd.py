@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..base.absent import needed
 from ..base.forking import ProcessLock
-from ..base.messages import error_about
-from ..base.text import show
+from ..base.runtime import needed
+from ..base.text import error_about, show
 from ..errors import FormatError, LimitError
 from ..stores.remote import RemoteStore
 from ..stores.store import ByteStore, Memory

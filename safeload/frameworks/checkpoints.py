@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from ..base import dtypes
-from ..base.messages import error_about
-from ..base.selecting import Patterns
+from ..base.names import Patterns
+from ..base.text import error_about
 from ..checkpoint import Checkpoint, chosen
 from ..engine.read.load import parse_target
 from ..errors import UnsupportedError

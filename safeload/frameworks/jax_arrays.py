@@ -8,11 +8,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..base.absent import not_installed
 from ..base.arrays import Array as NumpyArray
 from ..base.arrays import check_mapping, not_an_array
-from ..base.messages import error_about
-from ..base.text import show, tensor_named
+from ..base.runtime import not_installed
+from ..base.text import error_about, show, tensor_named
 from ..engine.codes.quantized_tensor import QuantizedTensor
 from ..engine.read.tensors import Lazy
 from ..engine.run.memory import POOLED_BELOW

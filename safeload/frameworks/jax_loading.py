@@ -10,8 +10,8 @@ from ..base import dtypes
 from ..base.arrays import Array as NumpyArray
 from ..base.text import clip, printable, show
 from ..checkpoint import Checkpoint, tensors_of
-from ..engine.codes.pieces import Meter
 from ..engine.codes.restore import rows_apart
+from ..engine.codes.source import Meter
 from ..engine.read.load import load_tensors
 from ..engine.read.tensors import Entry, FileTensor, Tensors, entries_of, materialize
 from ..engine.run.cast import astype

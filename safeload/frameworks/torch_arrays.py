@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.absent import not_installed
 from ..base.arrays import Array, foreign_order
-from ..base.messages import error_about
+from ..base.runtime import not_installed
 from ..base.table import Table
-from ..base.text import clip, printable, show
+from ..base.text import clip, error_about, printable, show
 from ..engine.read.tensors import Entry, FileTensor, Lazy
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
 from ..formats.safetensors.file import Memory

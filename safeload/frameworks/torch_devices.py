@@ -16,10 +16,10 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..base.gc_pause import paused
+from ..base.runtime import paused
 from ..checkpoint import tensors_of
 from ..engine.ahead.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, staged
-from ..engine.codes.pieces import Meter
+from ..engine.codes.source import Meter
 from ..engine.read.tensors import Entry, entries_of, in_file_order
 from ..engine.run.progress import Progress
 from ..engine.run.threads import thread_count

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array, array_over, foreign_order
-from ..engine.read.delivery import mapping
-from ..engine.read.load import VIEWED_FROM, load_tensors
+from ..engine.read.load import VIEWED_FROM, load_tensors, mapping
 from ..engine.read.tensors import Entry, FileTensor, Tensors, entries_of
 from ..engine.run.memory import address_of
 from ..engine.run.slice import as_index

@@ -10,9 +10,8 @@ from numbers import Real
 from typing import Any
 
 from ..base import log
-from ..base.messages import error_about
 from ..base.paths import PathLike
-from ..base.text import show
+from ..base.text import error_about, show
 from ..checkpoint import Checkpoint
 from ..errors import FormatError, UnsupportedError
 from ..formats.opening import open_paths

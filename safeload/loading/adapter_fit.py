@@ -14,7 +14,7 @@ import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..base.cached import cached_property
+from ..base.forking import cached_property
 from ..base.text import show
 from ..engine.codes.source import Source
 from ..errors import FormatError, UnsupportedError

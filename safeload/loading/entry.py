@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from ..base.arrays import Array
-from ..base.selecting import Patterns
+from ..base.names import Patterns
 from ..checkpoint import Checkpoint
 from ..engine.read.load import Backend, DtypeLike
 from ..engine.run.progress import Progress

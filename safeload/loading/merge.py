@@ -16,16 +16,14 @@ import numpy as np
 
 from ..base import dtypes, log
 from ..base.arrays import Array
-from ..base.messages import error_about
+from ..base.names import Patterns
 from ..base.native import lib
-from ..base.selecting import Patterns
 from ..base.table import similar
-from ..base.text import show
+from ..base.text import error_about, show
 from ..checkpoint import Checkpoint, chosen, codes_of, tensors_of, with_aliases
 from ..engine.codes.restore import rows_apart
 from ..engine.codes.source import Source, in_file
-from ..engine.read.delivery import check_fits, refuse_own_files
-from ..engine.read.load import check_out_names, parse_target
+from ..engine.read.load import check_fits, check_out_names, parse_target, refuse_own_files
 from ..engine.run.cast import astype, target_array
 from ..engine.run.job import Job, Origin, Update, Updates, panels_of
 from ..engine.run.jobs import Batch, native_order

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.data import read_data
+from ..base.runtime import read_data
 from ..base.table import Table
 from ..base.text import show
 from ..errors import FormatError

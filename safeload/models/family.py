@@ -26,8 +26,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..base.cached import cached_property
-from ..base.data import read_data
+from ..base.forking import cached_property
+from ..base.runtime import read_data
 from ..base.text import show
 from ..errors import exported, public
 from .gguf import GgufForm

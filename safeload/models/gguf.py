@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..base.cached import cached_property
+from ..base.forking import cached_property
 from .schema import Schema
 
 # What messages call the metadata.

@@ -48,7 +48,7 @@ from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from ..base.cached import cached_property
+from ..base.forking import cached_property
 from ..base.text import show
 
 WEIGHT = "weight"

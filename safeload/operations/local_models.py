@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..base.layout import table
 from ..base.names import natural_key
 from ..base.paths import PathLike, native_path, os_error
-from ..base.results import Report
+from ..base.showing import Report, table
 from ..base.text import plural, printable, size
 from ..errors import SafeloadError, exported, one_line, public
 from ..formats.folder import choose, listed_shards

@@ -20,7 +20,7 @@ from ..base.arrays import Array
 from ..base.native import lib
 from ..base.packing import Grid, Packing, Zeros
 from ..base.text import show
-from ..engine.codes.grids import words_for
+from ..engine.codes.restore import words_for
 from .families import FP8, SPARSE, Family, Preset, StoredPart, Strays, filled, parts_of
 from .floats import SERVERS, fp4, plain
 from .packed_group import (

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..base.data import read_data
 from ..base.packing import CODES, SCALE, Packing
+from ..base.runtime import read_data
 from ..base.text import show
 
 # The usual formats are in the last modules.

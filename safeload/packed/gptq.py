@@ -16,7 +16,6 @@ from typing import Any
 from ..base import packing
 from ..base.packing import Grid, Packed, Packing, Zeros
 from ..base.text import show
-from ..engine.codes import grids
 from .families import Family
 from .packed_group import Misfit, PackedGroup, Refused
 from .patterns import compiled

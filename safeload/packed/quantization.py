@@ -21,8 +21,8 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
 from ..base import dtypes, packing
-from ..base.cached import cached_property
-from ..base.data import read_data
+from ..base.forking import cached_property
+from ..base.runtime import read_data
 from ..base.text import clip, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError, VerificationError

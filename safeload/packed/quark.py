@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base import packing
-from ..base.data import read_data
 from ..base.packing import Grid, Packing, Zeros
+from ..base.runtime import read_data
 from ..base.text import show
 from ..errors import UnsupportedError
 from . import floats

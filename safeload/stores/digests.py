@@ -35,10 +35,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..base.absent import needed
-from ..base.messages import error_about
 from ..base.paths import PathLike
-from ..base.text import show
+from ..base.runtime import needed
+from ..base.text import error_about, show
 from ..errors import FormatError, VerificationError, exported, one_line
 from .files import Files
 from .json_file import parse_json

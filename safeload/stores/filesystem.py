@@ -22,9 +22,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..base import log
 from ..base import url as urls
-from ..base.absent import is_absent
-from ..base.cached import cached_property
-from ..base.forking import ProcessLock
+from ..base.forking import ProcessLock, cached_property
+from ..base.runtime import is_absent
 from ..base.text import show
 from ..base.url import CACHES, divided, parsed, unescaped
 from ..errors import FormatError, RemoteError, UnsupportedError

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from ..base import log
 from ..base import url as urls
-from ..base.messages import error_about
-from ..base.text import printable, show
+from ..base.text import error_about, printable, show
 from ..base.url import Url
 from ..errors import (
     FormatError,

@@ -34,8 +34,8 @@ from urllib3.util.wait import wait_for_write
 
 from .._version import __version__
 from ..base import url as urls
-from ..base.absent import needed
 from ..base.forking import ProcessLock, making_context
+from ..base.runtime import needed
 from ..base.text import show
 from ..base.url import UrlError, WebUrl, divided, web_url
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError

@@ -26,8 +26,8 @@ from urllib.parse import quote, unquote
 from .._version import __version__
 from ..base import log
 from ..base import url as urls
-from ..base.absent import needed
 from ..base.forking import ProcessLock
+from ..base.runtime import needed
 from ..base.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from .foreign import TRIES, checked, cleaned, secrets_of, status_of, translated

@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Iterator
 
-from ..base import hub_cache
 from ..base.paths import folder_names
 from ..errors import FormatError
 from .json_file import read_json

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base import url as urls
-from ..base.absent import needed
+from ..base.runtime import needed
 from ..base.url import escaped
 from ..errors import UnsupportedError
 from .files import Location

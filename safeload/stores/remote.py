@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 from ..base import url as urls
 from ..base.forking import ProcessLock
-from ..base.messages import error_about
-from ..base.text import show
+from ..base.text import error_about, show
 from ..errors import FormatError, UnsupportedError
 from .local import read_from
 from .store import WINDOW, ByteStore, Memory, Span

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..base import url as urls
-from ..base.absent import needed
+from ..base.runtime import needed
 from ..base.text import show
 from ..base.url import divided
 from ..errors import UnsupportedError, missing_file

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array
-from ...base.scheme import SCHEMES
+from ...base.packing import SCHEMES
 from ...stores.thread_group import Task, check_stopped
 from ..read.tensors import Tensors
 from ..run.job import Job, moving

@@ -13,9 +13,17 @@ from ...base import dtypes
 from ...base.arrays import Array, foreign_order
 from ...base.packing import Packed, Packing
 from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
-from ..codes.grids import by_columns
-from ..codes.restore import Range, flat_ranges, restore_jobs, row_unit, rows_apart, rows_range, values_before
-from ..read.delivery import deliver
+from ..codes.restore import (
+    Range,
+    by_columns,
+    flat_ranges,
+    restore_jobs,
+    row_unit,
+    rows_apart,
+    rows_range,
+    values_before,
+)
+from ..read.load import deliver
 from ..read.tensors import Entry, Tensors
 from ..run.job import Job, moving
 from ..run.jobs import Batch

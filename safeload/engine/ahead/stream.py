@@ -14,15 +14,13 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, array_over
-from ...base.names import layer_of
+from ...base.names import Patterns, layer_of
 from ...base.native import ffi, short
-from ...base.selecting import Patterns
 from ...base.text import parse_size, plural, show
 from ...errors import RemoteError, exported, public
 from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Stopped, Task, check_stopped
-from ..codes.pieces import Meter
-from ..read.delivery import check_fits, deliver, stored_in_parts
-from ..read.load import check_out_names, parse_target
+from ..codes.source import Meter
+from ..read.load import check_fits, check_out_names, deliver, parse_target, stored_in_parts
 from ..read.tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
 from ..run.memory import POOLED_BELOW, aligned_bytes, check_disjoint
 from ..run.progress import Progress

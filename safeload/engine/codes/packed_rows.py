@@ -11,13 +11,13 @@ import numpy as np
 from ...base import dtypes, packing
 from ...base.arrays import Array
 from ...base.packing import Packed, Packing, Part, Zeros
+from ..codes import restore
 from ..run import jobs
 from ..run.job import Job, Origin
 from ..run.memory import address_of, private_array
 from ..run.slice import TAKE, axes_of, read_rows
-from . import grids, restore
-from .grids import by_columns
-from .restore import Range, bytes_before, row_unit, rows_apart, rows_range, values_before, whole
+from . import restore
+from .restore import Range, by_columns, bytes_before, row_unit, rows_apart, rows_range, values_before, whole
 
 # Parts that are shared by the first axis, or divided separately.
 _OF_ALL = frozenset(

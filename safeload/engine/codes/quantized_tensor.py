@@ -11,16 +11,16 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, refuse_masked
 from ...base.native import lib
-from ...base.packing import CODES, SCALE, Packed, Packing, int8_packing
-from ...base.scheme import INT8, row_of
+from ...base.packing import CODES, INT8, SCALE, Packed, Packing, int8_packing
 from ...errors import UnsupportedError, exported, public
+from ..codes import restore
 from ..run import jobs
 from ..run.cast import target_array
 from ..run.job import Channels, Job
 from ..run.memory import address_of
 from ..run.slice import TAKE, axes_of
 from ..run.threads import check_threads
-from . import grids, packed_rows, restore
+from . import restore
 
 _F32 = dtypes.BY_CODE["F32"]
 

@@ -14,17 +14,15 @@ import numpy as np
 
 from ...base import dtypes, packing
 from ...base.arrays import Array
-from ...base.messages import error_about
 from ...base.native import lib, short
 from ...base.packing import Grid, Packed, Packing, Part, Zeros
-from ...base.text import show
+from ...base.text import error_about, show
 from ...errors import FormatError
 from ..run import jobs
 from ..run.cast import astype
 from ..run.job import Job, Origin
 from ..run.memory import address_of
-from . import grids
-from .grids import by_columns, read_part
+from .restore import by_columns, read_part
 
 _F32 = dtypes.BY_CODE["F32"]
 

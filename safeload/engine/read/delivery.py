@@ -12,9 +12,8 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, ArraySpec, array_over, array_spec, foreign_order, not_an_array, refuse_masked
-from ...base.gc_pause import paused
-from ...base.packing import Packed, Part
-from ...base.scheme import INT8
+from ...base.packing import INT8, Packed, Part
+from ...base.runtime import paused
 from ...base.table import Scale, Table
 from ...base.text import show
 from ...stores.local import mapping_of

@@ -11,9 +11,9 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, array_over, check_mapping
+from ...base.names import Patterns
 from ...base.native import ffi, lib, pointer, short
-from ...base.scheme import advice_for
-from ...base.selecting import Patterns
+from ...base.packing import advice_for
 from ...base.table import Entry
 from ...base.text import show
 from ...errors import SafeloadError, UnsupportedError, exported
@@ -23,7 +23,7 @@ from ..run.memory import ALIGNMENT, HUGE_FROM
 from ..run.progress import Progress
 from ..run.threads import check_threads, thread_count
 from ..run.weight_file import WeightFile
-from .delivery import Value, deliver, views_of
+from .load import Value, deliver, views_of
 from .tensors import FileTensor, Tensors
 
 Backend = Literal["mmap", "pread", "direct"]

@@ -13,22 +13,18 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, array_over, byteswapped
-from ...base.messages import error_about
 from ...base.native import lib
-from ...base.packing import Packed
-from ...base.scheme import INT8
-from ...base.text import tensor_named
+from ...base.packing import INT8, Packed
+from ...base.text import error_about, tensor_named
 from ...errors import UnsupportedError
-from ..codes.packed_rows import PartRows, row_block, rows_of
-from ..codes.quantized_tensor import QuantizedTensor
+from ..codes.quantized_tensor import PartRows, QuantizedTensor, row_block, rows_of
 from ..run import jobs
 from ..run.cast import astype
 from ..run.job import Job, Origin
 from ..run.memory import address_of, private_array
 from ..run.slice import TAKE, read_rows, read_slice
 from ..run.weight_file import WeightFile
-from .delivery import read_scale
-from .load import load_tensors, parse_target
+from .load import load_tensors, parse_target, read_scale
 from .tensors import Tensors
 
 # Values that are read and converted together, at up to 8 bytes.

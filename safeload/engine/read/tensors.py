@@ -15,10 +15,10 @@ import numpy as np
 
 from ...base import dtypes, packing
 from ...base.arrays import Array, ArraySpec, foreign_order
-from ...base.cached import cached_property
-from ...base.gc_pause import paused
+from ...base.forking import cached_property
+from ...base.names import distinct
 from ...base.packing import Packed, Packing, Part
-from ...base.selecting import distinct
+from ...base.runtime import paused
 from ...base.table import Columns
 from ...base.text import tensor_named
 from ...errors import UnsupportedError

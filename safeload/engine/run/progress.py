@@ -53,7 +53,7 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
         with _text(label, animated, leave) as report:
             yield report
         return
-    from ...base.layout import width  # only here: most loads draw nothing
+    from ...base.showing import width  # only here: most loads draw nothing
 
     drawn: Any = None
 

@@ -10,9 +10,9 @@ from operator import sub
 from typing import Any, BinaryIO, NoReturn
 
 from ...base import dtypes
-from ...base.gc_pause import collected_young, paused
+from ...base.packing import INT8
 from ...base.paths import PathLike
-from ...base.scheme import INT8
+from ...base.runtime import collected_young, paused
 from ...base.table import ListedTable, Table, TensorInfo
 from ...errors import UnsupportedError
 from ...stores.files import LOCAL, Files

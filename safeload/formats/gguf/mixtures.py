@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...base.data import read_data
-from ...base.messages import error_about
-from ...base.scheme import SCHEMES
-from ...base.text import nearest, show
+from ...base.packing import SCHEMES
+from ...base.runtime import read_data
+from ...base.text import error_about, nearest, show
 from ...errors import UnsupportedError
 from ...models.diffusion import ARCHITECTURE, diffusion_models, model_of
 

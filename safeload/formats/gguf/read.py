@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...base.messages import error_about
 from ...base.native import Error, check, ffi, lib, pointer, short
 from ...base.paths import PathLike
 from ...base.table import Table
-from ...base.text import show
+from ...base.text import error_about, show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, MissingShardError, UnsupportedError
 from ...models.diffusion import is_rearranged

@@ -12,12 +12,10 @@ import numpy as np
 
 from ...base import dtypes, log
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
-from ...base.messages import encode, error_about
 from ...base.native import lib
-from ...base.packing import CODES, GGUF, SCALE
+from ...base.packing import CODES, GGUF, INT8, SCALE
 from ...base.paths import PathLike
-from ...base.scheme import INT8
-from ...base.text import check_name, clip, printable, show, tensor_named
+from ...base.text import check_name, clip, encode, error_about, printable, show, tensor_named
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.read.tensors import Lazy, LazyPacked, LazyQuantized, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is

@@ -25,11 +25,10 @@ from copy import copy
 from typing import Any, NamedTuple
 
 from ...base import dtypes
-from ...base.gc_pause import paused
-from ...base.messages import error_about
 from ...base.paths import is_bare
+from ...base.runtime import paused
 from ...base.table import Unknown
-from ...base.text import show
+from ...base.text import error_about, show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError
 from ...stores.json_file import MAX_JSON, parse_json, read_json

@@ -33,10 +33,9 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, c_strides, index_of
-from ...base.cached import cached_property
-from ...base.messages import error_about
+from ...base.forking import cached_property
 from ...base.table import Unknown
-from ...base.text import show
+from ...base.text import error_about, show
 from ...errors import FormatError, LimitError, UnsupportedError
 from ...stores.store import ByteStore, Unpacked
 from ..boxed import MAX_RANK, Box, BoxedListing, Region, Stored

@@ -16,13 +16,11 @@ import numpy as np
 
 from ...base import dtypes, native
 from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
-from ...base.gc_pause import paused
-from ...base.messages import encode
 from ...base.native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
 from ...base.paths import PathLike, native_path
+from ...base.runtime import paused
 from ...base.table import Table
-from ...base.text import show, tensor_named
-from ...engine.read import delivery
+from ...base.text import encode, show, tensor_named
 from ...engine.read.tensors import Lazy, Staged, Tensors, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.threads import thread_count

@@ -18,10 +18,9 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import check_mapping
-from ...base.messages import error_about
 from ...base.packing import CODES, CONFIG_KEY, GGUF, NAME
 from ...base.table import ListedTable, Listing, Scale
-from ...base.text import show, tensor_named
+from ...base.text import error_about, show, tensor_named
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
 from ...engine.read.tensors import LazyEncoded, LazyPacked, LazyQuantized
 from ...engine.run.weight_file import WeightFile

@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ...base import dtypes
-from ...base.data import read_data
+from ...base.runtime import read_data
 from ...base.text import show
 from ...errors import LimitError, UnsupportedError
 from ..unpickle.machine import FROM_TYPE, Fault, Foreign, Global, Inert, add_elements, describe, put_items

@@ -16,8 +16,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from ...base.messages import error_about
-from ...base.text import show
+from ...base.text import error_about, show
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, LimitError, UnsupportedError
 from ..registry import Candidate, Content, OpenRequest

@@ -21,10 +21,9 @@ from typing import Any
 
 from ...base import dtypes
 from ...base.arrays import MAX_ARRAY, array_fits, c_strides
-from ...base.gc_pause import paused
-from ...base.messages import error_about
+from ...base.runtime import paused
 from ...base.table import ListedTable, Listing, unreadable
-from ...base.text import plural, show
+from ...base.text import error_about, plural, show
 from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..registry import Content, OpenRequest

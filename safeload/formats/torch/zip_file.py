@@ -29,8 +29,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any, BinaryIO
 
-from ...base.messages import error_about
-from ...base.text import show
+from ...base.text import error_about, show
 from ...engine.run.atomic_file import reserve
 from ...engine.run.weight_file import WeightFile, open_temporary
 from ...errors import ForbiddenError, FormatError, LimitError, TensorNotFoundError, UnsupportedError

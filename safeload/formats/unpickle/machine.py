@@ -28,9 +28,8 @@ from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...base.gc_pause import paused
-from ...base.messages import error_about
-from ...base.text import show
+from ...base.runtime import paused
+from ...base.text import error_about, show
 from ...errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 
 # Function of torch that calls its first argument with its third, and sets attributes of the resulting tensor.

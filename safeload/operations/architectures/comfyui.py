@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...base import dtypes, log
-from ...base.messages import error_about
-from ...base.text import plural, show
+from ...base.text import error_about, plural, show
 from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import mixtures, values
 from ...models.diffusion import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...base.messages import error_about
-from ...base.text import plural, show
+from ...base.text import error_about, plural, show
 from ...errors import FormatError, UnsupportedError
 from ...models.gguf import PLACE, GgufForm, GgufLayout, without_numbers
 from ...models.module_names import stored_names

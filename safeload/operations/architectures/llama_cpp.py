@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...base import log
-from ...base.messages import error_about
-from ...base.text import show
+from ...base.text import error_about, show
 from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import mixtures, values
 from ...models.diffusion import ARCHITECTURE

@@ -14,8 +14,7 @@ import numpy as np
 
 from ...base import log
 from ...base.arrays import Array
-from ...base.messages import error_about
-from ...base.text import show
+from ...base.text import error_about, show
 from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import values
 from ...models.diffusion import ARCHITECTURE

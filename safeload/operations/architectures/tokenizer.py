@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base import log
-from ...base.absent import needed
-from ...base.cached import cached_property
-from ...base.data import read_data
+from ...base.forking import cached_property
+from ...base.runtime import needed, read_data
 from ...base.text import plural, show
 from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...stores.files import Location

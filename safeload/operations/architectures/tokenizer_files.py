@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...base.messages import encode
-from ...base.text import show
+from ...base.text import encode, show
 from ...errors import FormatError
 from ...stores.json_file import parse_json
 from ..sources.catalog import Catalog

@@ -11,9 +11,9 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from ...base import log
-from ...base.gc_pause import paused
+from ...base.names import Patterns, Renames
 from ...base.paths import PathLike
-from ...base.selecting import Patterns, Renames
+from ...base.runtime import paused
 from ...base.text import show
 from ...engine.run.progress import Progress, reporter
 from ...engine.run.threads import check_threads

@@ -15,12 +15,11 @@ import numpy as np
 
 from ...base import dtypes, log
 from ...base.arrays import check_mapping
-from ...base.gc_pause import paused
-from ...base.packing import MLX
+from ...base.names import Patterns, Renames, Selection, check_matches, renamed
+from ...base.packing import MLX, SCHEMES
 from ...base.paths import PathLike
-from ...base.results import Result
-from ...base.scheme import SCHEMES
-from ...base.selecting import Patterns, Renames, Selection, check_matches, renamed
+from ...base.runtime import paused
+from ...base.showing import Result
 from ...base.text import plural, printable, show, size
 from ...engine.read.load import parse_target
 from ...engine.read.tensors import LazyPacked

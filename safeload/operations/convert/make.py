@@ -14,14 +14,12 @@ import numpy as np
 
 from ...base import dtypes, log, packing
 from ...base.arrays import Array, foreign_order
-from ...base.gc_pause import paused
-from ...base.messages import error_about
-from ...base.packing import Part
-from ...base.scheme import INT8, SCHEMES, usual_axis
-from ...base.selecting import Renames, renamed
+from ...base.names import Renames, renamed
+from ...base.packing import INT8, SCHEMES, Part, usual_axis
+from ...base.runtime import paused
+from ...base.text import error_about
 from ...engine.ahead.spans import Spans
-from ...engine.codes.packed_rows import PartRows
-from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
+from ...engine.codes.quantized_tensor import PartRows, QuantizedTensor, storage_of
 from ...engine.codes.source import Source
 from ...engine.read.tensors import Entry, Lazy, LazyEncoded, LazyPacked, LazyQuantized, Staged, Tensors
 from ...engine.run import jobs

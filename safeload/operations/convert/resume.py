@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..._version import __version__
 from ...base import url as urls
-from ...base.gc_pause import paused
-from ...base.scheme import parse
-from ...base.selecting import pairs_of
+from ...base.names import pairs_of
+from ...base.runtime import paused
 from ...base.text import plural, show
 from ...checkpoint import recipe_of
-from ...engine.codes.pieces import in_order
+from ...engine.codes.source import in_order
 from ...engine.run.atomic_file import hidden_name
 from ...engine.run.digest import Digest
 from ...engine.run.progress import Progress

@@ -12,12 +12,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...base.gc_pause import paused
-from ...base.layout import BETWEEN_PARTS, quantity, shorten, table, terminal_columns, terminal_rows, wrap
-from ...base.listing import TensorInfos
-from ...base.names import families, natural_key
-from ...base.results import Result, plain
-from ...base.selecting import Patterns, select
+from ...base.names import Patterns, families, natural_key, select
+from ...base.runtime import paused
+from ...base.showing import (
+    BETWEEN_PARTS,
+    Result,
+    TensorInfos,
+    plain,
+    quantity,
+    shorten,
+    table,
+    terminal_columns,
+    terminal_rows,
+    wrap,
+)
 from ...base.table import TensorInfo
 from ...base.text import clip, plural, printable, show, size
 from ...base.url import is_url, shown

@@ -19,19 +19,16 @@ import numpy as np
 
 from ...base import dtypes, log
 from ...base.arrays import Array, index_of
-from ...base.cached import cached_property
-from ...base.gc_pause import paused
-from ...base.layout import shorten, table
-from ...base.names import layer_of, natural_key
+from ...base.forking import cached_property
+from ...base.names import Patterns, layer_of, natural_key, select
 from ...base.native import TIER, ffi, lib
-from ...base.results import Report, Row
-from ...base.scheme import INT8
-from ...base.selecting import Patterns, select
+from ...base.packing import INT8
+from ...base.runtime import paused
+from ...base.showing import Report, Row, shorten, table
 from ...base.text import clip, more, plural, printable, show
 from ...engine.ahead.spans import Spans
-from ...engine.codes.pieces import Meter, in_order
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.codes.source import Source, of_array
+from ...engine.codes.source import Meter, Source, in_order, of_array
 from ...engine.run.jobs import native_order, struct_dtype
 from ...engine.run.memory import address_of, aligned_bytes
 from ...engine.run.progress import Progress

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 from ...base import dtypes
 from ...base.names import NUMBER
-from ...base.scheme import ENGINE_FORMATS, SCHEMES, usual_axis
+from ...base.packing import ENGINE_FORMATS, SCHEMES, usual_axis
 from ...engine.codes.quantized_tensor import storage_of
 from ...errors import FormatError, UnsupportedError
 from ...models.schema import Schema

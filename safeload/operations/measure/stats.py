@@ -11,12 +11,10 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, as_array, index_of
-from ...base.gc_pause import paused
-from ...base.layout import figure, table, terminal_columns, width
+from ...base.names import Patterns
 from ...base.native import lib, short
-from ...base.results import Result, ResultTable
-from ...base.scheme import row_of
-from ...base.selecting import Patterns
+from ...base.runtime import paused
+from ...base.showing import Result, ResultTable, figure, table, terminal_columns, width
 from ...base.text import printable
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, address, of_numbers, of_packed, of_reals

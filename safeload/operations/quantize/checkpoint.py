@@ -10,10 +10,9 @@ import numpy as np
 
 from ...base import dtypes, packing
 from ...base.arrays import Array
-from ...base.listing import dict_repr
+from ...base.packing import INT8, SCHEMES, usual_axis
 from ...base.paths import PathLike
-from ...base.results import Result
-from ...base.scheme import INT8, SCHEMES, usual_axis
+from ...base.showing import Result, dict_repr
 from ...base.text import subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_reals

@@ -13,8 +13,7 @@ from ...base import dtypes, packing
 from ...base.arrays import Array, index_of
 from ...base.native import TIER, ffi, lib
 from ...base.text import subject
-from ...engine.codes.pieces import memory_of
-from ...engine.codes.source import Source
+from ...engine.codes.source import Source, memory_of
 from ...engine.run import jobs
 from ...engine.run.memory import address_of, private_array
 from ...engine.run.threads import thread_count

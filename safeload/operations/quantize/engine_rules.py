@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ...base import dtypes, packing
-from ...base.messages import error_about
-from ...base.text import show, subject
+from ...base.text import error_about, show, subject
 from ...errors import FormatError, UnsupportedError
 from ...models.choosing import STACK
 from ...models.config_dtype import dtype_in

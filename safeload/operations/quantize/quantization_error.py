@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from ...base.arrays import Array, as_array
-from ...base.layout import table
-from ...base.results import Result, ResultTable
+from ...base.showing import Result, ResultTable, table
 from ...base.text import printable, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import exported, public

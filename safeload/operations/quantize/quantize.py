@@ -12,7 +12,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.native import lib
-from ...base.scheme import INT8, SCHEMES, parse
+from ...base.packing import INT8, SCHEMES
 from ...base.text import show, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ...engine.codes.restore import restore_jobs, small_ranges, values_before

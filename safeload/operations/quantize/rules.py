@@ -12,11 +12,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...base import dtypes
 from ...base.arrays import Array
-from ...base.messages import error_about
+from ...base.names import check_matches
+from ...base.packing import SCHEMES
 from ...base.paths import PathLike
-from ...base.scheme import SCHEMES, parse, row_of
-from ...base.selecting import check_matches
-from ...base.text import plural, show
+from ...base.text import error_about, plural, show
 from ...base.url import is_url
 from ...errors import FormatError, TensorNotFoundError, UnsupportedError
 from ...formats.gguf import imatrix, mixtures

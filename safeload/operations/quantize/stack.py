@@ -11,13 +11,11 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping
-from ...base.listing import dict_repr
-from ...base.messages import error_about
-from ...base.text import show
+from ...base.showing import dict_repr
+from ...base.text import error_about, show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import of_array
-from ...engine.read.delivery import refuse_own_files
-from ...engine.read.load import parse_target
+from ...engine.read.load import parse_target, refuse_own_files
 from ...engine.run.cast import target_array
 from ...engine.run.job import JobGrid
 from ...engine.run.jobs import Batch

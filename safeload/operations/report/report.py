@@ -22,15 +22,14 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from ..._version import __version__
-from ...base.html import escaped
-from ...base.layout import figure
 from ...base.names import pattern_of
+from ...base.packing import usual_axis
 from ...base.paths import PathLike, native_path
-from ...base.scheme import parse, usual_axis
+from ...base.showing import escaped, figure
 from ...base.text import clip, plural, show, size, unit
 from ...base.url import is_url
 from ...checkpoint import Checkpoint
-from ...engine.codes.pieces import Meter, in_order
+from ...engine.codes.source import Meter, in_order
 from ...engine.run.progress import Bars, Progress, bars
 from ...errors import RangeError, SafeloadError, public
 from ...formats.registry import UnknownGlobals

@@ -16,10 +16,9 @@ import numpy as np
 
 from ...base import dtypes
 from ...base import url as urls
-from ...base.messages import error_about
 from ...base.native import ffi
 from ...base.paths import PathLike, native_path
-from ...base.text import show
+from ...base.text import error_about, show
 from ...engine.run.atomic_file import AtomicFile, Swap, remove_abandoned
 from ...engine.run.memory import address_of
 from ...engine.run.weight_file import open_without_table

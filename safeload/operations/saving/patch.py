@@ -22,11 +22,10 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, as_array
-from ...base.messages import error_about
 from ...base.native import ffi
 from ...base.paths import PathLike
 from ...base.table import Table
-from ...base.text import plural, size
+from ...base.text import error_about, plural, size
 from ...engine.read.tensors import Lazy
 from ...engine.run.memory import address_of, check_spans
 from ...engine.run.weight_file import WeightFile

@@ -18,10 +18,9 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping
-from ...base.messages import error_about
 from ...base.native import ffi
 from ...base.packing import CONFIG_KEY
-from ...base.text import show
+from ...base.text import error_about, show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import ALIGNMENT, address_of, aligned_bytes

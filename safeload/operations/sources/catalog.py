@@ -20,15 +20,13 @@ import numpy as np
 
 from ...base import dtypes
 from ...base.arrays import Array, as_array, not_an_array
-from ...base.cached import cached_property
-from ...base.gc_pause import paused
-from ...base.messages import error_about
-from ...base.packing import Part
+from ...base.forking import cached_property
+from ...base.names import Patterns, choose, select
+from ...base.packing import INT8, Part
 from ...base.paths import PathLike
-from ...base.scheme import INT8, row_of
-from ...base.selecting import Patterns, choose, select
+from ...base.runtime import paused
 from ...base.table import Unknown, missing
-from ...base.text import check_name, tensor_named
+from ...base.text import check_name, error_about, tensor_named
 from ...checkpoint import (
     Checkpoint,
     codes_of,

@@ -21,8 +21,8 @@ from ..._version import __version__
 from ...base import dtypes, log
 from ...base import url as urls
 from ...base.arrays import Array
-from ...base.gc_pause import paused
 from ...base.paths import absolute, native_path
+from ...base.runtime import paused
 from ...base.text import plural, printable, show
 from ...checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ...engine.run.progress import Progress, reporter

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from ...base.layout import table
 from ...base.paths import os_error
-from ...base.results import Report
+from ...base.showing import Report, table
 from ...base.text import plural, printable, show
 from ...engine.run.weight_file import open_without_table
 from ...errors import SafeloadError, exported, one_line, public

@@ -8,11 +8,10 @@ from contextlib import closing, suppress
 from functools import reduce
 from typing import Any, Literal, NamedTuple
 
-from ...base.layout import table
 from ...base.paths import PathLike, os_error
-from ...base.results import Report, Row
+from ...base.showing import Report, Row, table
 from ...base.text import more, plural, printable, size
-from ...engine.codes.pieces import Meter
+from ...engine.codes.source import Meter
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads, thread_count
 from ...errors import SafeloadError, VerificationError, exported, one_line, public

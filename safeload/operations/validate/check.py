@@ -20,9 +20,9 @@ import numpy as np
 from ..._version import __version__
 from ...base import log
 from ...base.arrays import Array, refuse_masked
-from ...base.gc_pause import paused
+from ...base.names import Patterns, Selection
 from ...base.paths import PathLike, os_error
-from ...base.selecting import Patterns, Selection
+from ...base.runtime import paused
 from ...base.table import Unknown
 from ...base.text import plural, show
 from ...engine.codes.quantized_tensor import QuantizedTensor

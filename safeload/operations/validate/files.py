@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, NamedTuple
 
-from ...base import hub_cache
-from ...base.missing_path import dangling
+from ...base.paths import dangling
 from ...base.text import clip, plural, printable, show
-from ...engine.codes.pieces import file_pieces, in_order
+from ...engine.codes.source import file_pieces, in_order
 from ...engine.run.weight_file import WeightFile, open_without_table
 from ...errors import (
     ForbiddenError,

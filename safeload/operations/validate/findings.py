@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ...base.layout import NARROW, quantity, shorten, wrap
 from ...base.names import pattern_of
-from ...base.results import Report
+from ...base.showing import NARROW, Report, quantity, shorten, wrap
 from ...base.text import clip, plural, printable, size
 from ...errors import FormatError, UnsupportedError, exported, one_line
 from ..measure.stats import StatsTable

@@ -23,8 +23,8 @@ from ...base import dtypes, log
 from ...base.packing import Grid, Packing, Zeros
 from ...base.paths import PathLike, native_path
 from ...base.text import plural, show
-from ...engine.codes.pieces import Meter, file_pieces, in_order, source_pieces
 from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.codes.source import Meter, file_pieces, in_order, source_pieces
 from ...engine.read.tensors import packed_of
 from ...engine.run.jobs import native_order
 from ...engine.run.progress import Progress

@@ -10,13 +10,11 @@ import numpy as np
 
 from ...base import dtypes, packing
 from ...base.arrays import Array, index_of
-from ...base.layout import figure
 from ...base.packing import Packed
+from ...base.showing import figure
 from ...base.text import show
-from ...engine.codes.packed_rows import PartRows
-from ...engine.codes.pieces import source_pieces
-from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.codes.source import Source
+from ...engine.codes.quantized_tensor import PartRows, QuantizedTensor
+from ...engine.codes.source import Source, source_pieces
 from ...engine.read.tensors import packed_of
 from ...errors import exported
 from ...packed.gptq import wrapped_zeros, zeros_disagree

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...base.text import plural, show
-from ...engine.codes.pieces import PIECE, file_pieces
+from ...engine.codes.source import PIECE, file_pieces
 from ...engine.run.weight_file import WeightFile
 from ...formats.foreign import is_zip
 from ...formats.registry import NPZ
