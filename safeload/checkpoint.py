@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 from .base import log
 from .base.arrays import Array, TensorLike
 from .base.forking import cached_property
-from .base.names import Patterns, choose, distinct
+from .base.names import Patterns, choose
 from .base.packing import CONFIG_KEY
 from .base.packing import Part as StoredPart
 from .base.runtime import paused
 from .base.showing import TensorInfos, as_html
-from .base.table import TensorInfo, hidden, missing
+from .base.table import TensorInfo, distinct, hidden, missing
 from .base.text import plural, show
 from .engine.read.load import Backend, DtypeLike, LoadOptions, LoadStats, Views, load_tensors
 from .engine.read.tensors import FileTensor, Tensors

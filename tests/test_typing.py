@@ -12,8 +12,8 @@ import typing
 from pathlib import Path
 
 import pytest
+from builders.inside import packing, registry
 from builders.inside import quantizing as quantize
-from builders.inside import registry, scheme
 from builders.public import functions
 
 import safeload
@@ -108,8 +108,8 @@ def test_pyright_accepts_what_people_write(mode, tmp_path):
 
 
 def test_the_choices_of_types_are_the_rows():
-    assert set(typing.get_args(quantize.SchemeName)) == set(scheme.SCHEMES)
-    assert set(typing.get_args(quantize.Rounding)) == set(scheme.ROUNDINGS)
+    assert set(typing.get_args(quantize.SchemeName)) == set(packing.SCHEMES)
+    assert set(typing.get_args(quantize.Rounding)) == set(packing.ROUNDINGS)
     assert set(typing.get_args(registry.FormatName)) == set(registry.FORMATS)
 
 

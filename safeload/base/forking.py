@@ -14,7 +14,27 @@ from _thread import LockType, RLock, allocate_lock, get_ident
 
 TYPE_CHECKING = False  # without an import: the first 5 ms of a command, in which Ctrl-C still prints a traceback
 if TYPE_CHECKING:
+    from functools import cached_property as cached_property
     from typing import Any
+else:
+
+    class cached_property:  # noqa: N801 - the standard library's name
+        """Compute an attribute once per instance; concurrent threads may each compute it.
+
+        The lock of `functools.cached_property` in Python 3.10 and 3.11 is shared by all instances, so a child forked
+        during a computation would wait forever.
+        """
+
+        def __init__(self, function):
+            self.function = function
+            self.__doc__ = function.__doc__
+
+        def __get__(self, instance, owner=None):
+            if instance is None:
+                return self
+            value = self.function(instance)
+            return instance.__dict__.setdefault(self.function.__name__, value)
+
 
 # Packages imported on first use, besides the standard library.
 PACKAGES = frozenset(

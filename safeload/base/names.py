@@ -1,13 +1,17 @@
-"""Tensor names: layer numbers, natural order, and families of names that differ only in numbers."""
+"""Tensor names: layers, natural order, families of names, selection by shell patterns, and renaming."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from fnmatch import translate
+from typing import Any, NamedTuple, TypeAlias
 
+from ..errors import NoMatchError
 from .runtime import paused
+from .table import distinct, similar
+from .text import clip, plural, show
 
 #: A number between dots or slashes, such as a layer's or an expert's; also after "layers_" and "blocks_", which Flax
 #: writes.
@@ -109,3 +113,152 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs.append([number, number])
     spelled = ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
     return f"{{{spelled}}}"
+
+
+# ---- selection and renaming ----
+
+# A shell pattern or several; None selects everything.
+Patterns: TypeAlias = str | Iterable[str] | None
+
+# Pairs of a regular expression and its replacement, as for `re.sub`.
+Pair: TypeAlias = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], str]]
+Renames: TypeAlias = Iterable[Pair] | Mapping[str, str] | Pair | None
+
+_Compiled: TypeAlias = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+
+
+class Selection:
+    """Tensor names that match any pattern of ``only`` and no pattern of ``drop``, by `fnmatch.fnmatchcase`."""
+
+    def __init__(self, only: Patterns = None, drop: Patterns = None) -> None:
+        arguments = {"only": only, "drop": drop}
+        self._patterns = {what: _listed(what, patterns) for what, patterns in arguments.items() if patterns is not None}
+        self._only, self._drop = (_any_of(self._patterns.get(what, [])) for what in arguments)
+
+    def __bool__(self) -> bool:
+        """Return whether the selection may leave out a tensor."""
+        return "only" in self._patterns or bool(self._patterns.get("drop"))
+
+    def takes(self, name: str) -> bool:
+        """Return whether the selection includes a name."""
+        return ("only" not in self._patterns or self._only(name)) and not self._drop(name)
+
+    def of(self, names: Collection[str]) -> list[str]:
+        """Return the selected names in their order."""
+        if not self:
+            return list(names)
+        for what, patterns in self._patterns.items():
+            check_matches(what, patterns, names)
+        return [name for name in names if isinstance(name, str) and self.takes(name)]
+
+
+def check_matches(what: str, patterns: Patterns, names: Collection[str]) -> None:
+    """Refuse patterns that match no name."""
+    texts = dict.fromkeys(name for name in names if isinstance(name, str))  # a dict may have other keys
+    for pattern in () if patterns is None else _listed(what, patterns):
+        if not any(map(re.compile(translate(pattern)).match, texts)) if _is_pattern(pattern) else pattern not in texts:
+            raise _matches_nothing(what, pattern, list(texts))
+
+
+def select(names: Collection[str], only: Patterns, drop: Patterns) -> list[str]:
+    """Return the names selected by a `Selection` of these patterns."""
+    return Selection(only, drop).of(names)
+
+
+def choose(known: Collection[str], names: Iterable[str] | None, only: Patterns, drop: Patterns) -> list[str]:
+    """Return the names of the tensors to work on. ``names`` are exact, and not looked up."""
+    if names is not None and only is not None:
+        raise ValueError("names= takes exact names and only= takes patterns: pass only one of them")
+    selected = known if names is None else list(distinct(names))
+    return list(selected) if only is None and drop is None else select(selected, only, drop)
+
+
+# Marks of regular expressions that shell patterns and names hardly have.
+_OF_EXPRESSIONS = ("\\", "^", "$", ".+", "(", "|")
+
+
+def _listed(what: str, patterns: Patterns) -> list[str]:
+    single = isinstance(patterns, (str, bytes)) or not isinstance(patterns, Iterable)
+    items: list[Any] = [patterns] if single else list(patterns)  # type: ignore[arg-type]
+    for pattern in items:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{what} must be a shell pattern or a list of shell patterns, got {show(pattern)}")
+    return items
+
+
+def _is_pattern(text: str) -> bool:
+    return any(mark in text for mark in "*?[")
+
+
+def _any_of(patterns: list[str]) -> Callable[[str], bool]:
+    """Return a function that matches any pattern."""
+    exact = {text for text in patterns if not _is_pattern(text)}
+    match = re.compile("|".join(translate(text) for text in patterns if _is_pattern(text)) or r"(?!)").match
+    return lambda name: name in exact or match(name) is not None
+
+
+def _matches_nothing(what: str, pattern: str, names: list[str]) -> NoMatchError:
+    message = f"{what}={show(pattern)} matches none of {plural(len(names), 'name')}"
+    for longer in (f"{pattern}*", f"*{pattern}", f"*{pattern}*"):
+        count = sum(map(bool, map(re.compile(translate(longer)).match, names))) if pattern else 0
+        if count:
+            return NoMatchError(f"{message}, because it must match whole names; {show(longer)} matches {count:,}")
+    if any(mark in pattern for mark in _OF_EXPRESSIONS):
+        return NoMatchError(f"{message}; it is a shell pattern, not a regular expression: * stands for any text")
+    literal = re.sub(r"[*?\[\]]+", "", pattern)
+    close = similar(literal, names, cutoff=0.3) if literal else []
+    return NoMatchError(message + (f"; similar names: {', '.join(close)}" if close else ""))
+
+
+def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
+    """Return the new name of each tensor; a name stays as it is if no expression matches."""
+    pairs = [(_compiled(pattern), replacement) for pattern, replacement in pairs_of(renames)]
+    new: dict[str, str] = {}
+    origin: dict[str, str] = {}
+    for name in names:
+        new_name = _substituted(name, pairs)
+        if name and not new_name:  # a file may have a tensor "", but rename must not
+            raise ValueError(f"rename leaves tensor {show(name)} without a name")
+        if new_name in origin:
+            raise ValueError(
+                f"rename gives tensors {show(origin[new_name])} and {show(name)} the same name {show(new_name)}"
+            )
+        origin[new_name] = name
+        new[name] = new_name
+    return new
+
+
+def _substituted(name: str, pairs: list[_Compiled]) -> str:
+    replacement: object = None
+    try:
+        for pattern, replacement in pairs:
+            name = pattern.sub(replacement, name)
+    except (re.error, IndexError) as error:  # such as an unknown group
+        raise ValueError(f"rename: {show(replacement)} is not a valid replacement: {error}") from None
+    return name
+
+
+def pairs_of(renames: Renames) -> list[tuple[Any, Any]]:
+    """Return an argument as pairs: an expression, str or compiled, and its replacement, str or callable."""
+    if renames is None:
+        return []
+    if isinstance(renames, (str, bytes)):
+        raise TypeError(f"rename must be (expression, replacement) pairs, got {show(renames)}")
+    pairs: list[Any] = list(renames.items()) if isinstance(renames, Mapping) else list(renames)
+    if len(pairs) == 2 and isinstance(pairs[0], (str, re.Pattern)):
+        pairs = [tuple(pairs)]
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"rename must be (expression, replacement) pairs, got {show(pair)}")
+        pattern, replacement = pair
+        if not isinstance(pattern, (str, re.Pattern)) or not (isinstance(replacement, str) or callable(replacement)):
+            raise TypeError(f"rename must be (expression, replacement) pairs of str, got {show(pair)}")
+    return [(pattern, replacement) for pattern, replacement in pairs]
+
+
+def _compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        shown = clip(str(pattern), 200)
+        raise ValueError(f"rename: {show(shown)} is not a valid regular expression: {error}") from None

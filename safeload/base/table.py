@@ -309,7 +309,9 @@ class Table:
 
     def layout(self, index: int) -> ArraySpec:
         """Return the layout of a tensor, without conversion."""
-        layout = array_spec(self.row(index), self.shape(index), *self.byte_range(index))
+        columns = self._columns()
+        row, place = dtypes.BY_NUMBER[columns.dtypes[index]], (columns.begins[index], columns.ends[index])
+        layout = array_spec(row, self.shape(index), *place)
         if self.shaped:
             return layout._replace(strides=self.strides.get(index), big_endian=index in self.big_endian)
         return layout
@@ -406,6 +408,15 @@ class Scale(NamedTuple):
     shape: tuple[int, ...]  # of the scales, which are F32
     begin: int  # first byte
     end: int  # one past the last byte
+
+
+def distinct(names: Iterable[str]) -> Iterable[str]:
+    """Return exact names without duplicates; TypeError for a single str, whose characters would count as names."""
+    if isinstance(names, str):
+        raise TypeError("names must be an iterable of names, got a single str")
+    if not isinstance(names, Iterable):
+        raise TypeError(f"names must be an iterable of names, got {type(names).__name__}")
+    return names if isinstance(names, dict) else dict.fromkeys(names)
 
 
 def hidden(name: str, whole: str, path: str) -> TensorNotFoundError:
@@ -530,7 +541,7 @@ class ListedTable(Table):
         """Replace a dtype by another of the same size."""
         numbers, *_ = self._memory
         numbers[:] = numbers.replace(bytes([old.number]), bytes([new.number]))
-        self._rows = None
+        self._rows = self._entries = None
 
     def add_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add content that lies beside the tensors, which wins over content of the same key."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from ..base import log
-from ..base.paths import PathLike
+from ..base.paths import PathLike, snapshot_of
 from ..base.table import ListedTable, Listing
 from ..base.text import error_about, printable, show
 from ..engine.read.load import LoadOptions
@@ -92,7 +92,7 @@ def open_paths(
     with suppress(IsADirectoryError):  # errors of a folder must not have this error as their context
         opened = registry.open_file(text, recipe.options)
     if opened is None:
-        snapshot = hub_cache.snapshot_of(text)
+        snapshot = snapshot_of(text)
         if snapshot is not None:
             recipe = recipe._replace(paths=(files.absolute(snapshot),))
         return _open_all((snapshot or text,), recipe)

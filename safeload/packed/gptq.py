@@ -16,6 +16,7 @@ from typing import Any
 from ..base import packing
 from ..base.packing import Grid, Packed, Packing, Zeros
 from ..base.text import show
+from ..engine.codes import restore
 from .families import Family
 from .packed_group import Misfit, PackedGroup, Refused
 from .patterns import compiled
@@ -164,14 +165,14 @@ def wrapped_zeros(packed: Packed) -> int:
     step, count = max(1, _CHUNK // grid.columns), 0
     for row in range(0, grid.rows, step):
         at = slice(row, min(row + step, grid.rows)), slice(0, grid.columns)
-        codes = grids.read_codes(zeros, grid, packed.parts[packing.ZERO], ((0, 1), at))
+        codes = restore.read_codes(zeros, grid, packed.parts[packing.ZERO], ((0, 1), at))
         count += int((codes == (1 << zeros.bits) - 1).sum())
     return count
 
 
 def _settled(packed: Packed, zeros: Zeros) -> Zeros:
     assert packed.packing.grid is not None
-    return grids.settled(zeros, packed.packing.grid, packed.parts[packing.ZERO], packed.packing.matrices)[0]
+    return restore.settled(zeros, packed.packing.grid, packed.parts[packing.ZERO], packed.packing.matrices)[0]
 
 
 # ---- AWQ ----

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from ..base.paths import folder_names
+from ..base.paths import folder_names, hub_folder, hub_repository, ref_of
 from ..errors import FormatError
 from .json_file import read_json
 
@@ -44,7 +44,7 @@ class CachedRepository:
     @classmethod
     def of(cls, kind: str, name: str) -> CachedRepository:
         """Return a repository, which is empty if its name has no place in the cache."""
-        return cls(hub_cache.repository(kind, name) if _REPOSITORY.fullmatch(name) else os.devnull)
+        return cls(hub_repository(kind, name) if _REPOSITORY.fullmatch(name) else os.devnull)
 
     def commit_of(self, revision: str) -> str | None:
         """Return the commit of a revision as the cache knows it."""
@@ -52,7 +52,7 @@ class CachedRepository:
             return revision
         if not all(map(_COMPONENT.fullmatch, revision.split("/"))):
             return None
-        commit = hub_cache.ref_of(self.path, *revision.split("/"))
+        commit = ref_of(self.path, *revision.split("/"))
         return commit if COMMIT.fullmatch(commit) else None
 
     def refs(self) -> dict[str, str]:
@@ -126,7 +126,7 @@ class CachedRepository:
 
 def repositories(failures: list[OSError]) -> Iterator[tuple[str, CachedRepository]]:
     """Iterate over the models in the cache, by owner and name."""
-    folder = hub_cache.folder()
+    folder = hub_folder()
     for match in filter(None, map(_FOLDER.fullmatch, folder_names(folder, failures))):
         yield match[1].replace("--", "/", 1), CachedRepository(os.path.join(folder, match[0]))
 

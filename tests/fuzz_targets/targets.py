@@ -8,6 +8,7 @@ import atexit
 import codecs
 import contextlib
 import difflib  # noqa: F401 - messages about missing names import it, which counts as forbidden below
+import glob  # noqa: F401 - as do messages about missing paths
 import io
 import json
 import math
@@ -17,6 +18,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import textwrap  # noqa: F401 - as do reports
 import threading
 import unicodedata
 import zipfile
@@ -67,7 +69,7 @@ from safeload.numpy import save_file
 
 # Imported when first needed, which counts as forbidden below.
 inside.preload(
-    "missing_path",
+    "base_urls",
     "merge",
     "validation",
     "finder",

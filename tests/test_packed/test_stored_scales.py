@@ -5,7 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import dtypes, restore, stored_grids
+from builders.inside import dtypes, restore
 from builders.quantized import FIXTURES, FOLDER
 from builders.random import rng
 
@@ -27,7 +27,7 @@ DTYPES = {
 @pytest.mark.parametrize("name", FIXTURES)
 def test_both_ways_give_the_same_bits(name, monkeypatch):
     direct = safeload.load(FOLDER / name, dtype="float32")
-    monkeypatch.setattr(stored_grids, "can_store", lambda *args, **options: False)
+    monkeypatch.setattr(restore, "can_store", lambda *args, **options: False)
     by_floats = safeload.load(FOLDER / name, dtype="float32")
     assert direct.keys() == by_floats.keys()
     for key, values in direct.items():
@@ -41,17 +41,17 @@ def test_infinities_and_nan_are_recognized(code):
     codes = np.arange(1 << 8 * dtype.itemsize, dtype=kind)
     values = codes.view(dtype).astype(np.float32)
     finite = np.isfinite(values)
-    assert stored_grids.all_finite(codes[finite].astype(kind.newbyteorder("<")).view(np.uint8), row)
+    assert restore.all_finite(codes[finite].astype(kind.newbyteorder("<")).view(np.uint8), row)
     for number in codes[~finite][:: max(1, int((~finite).sum()) // 50)]:
         some = np.full(1 << 16, codes[finite][1], kind)
         some[-1 - int(number) % 7] = number
-        assert not stored_grids.all_finite(some.astype(kind.newbyteorder("<")).view(np.uint8), row)
-    assert stored_grids._FINITE[code][1] == values[finite].max()
+        assert not restore.all_finite(some.astype(kind.newbyteorder("<")).view(np.uint8), row)
+    assert restore._FINITE[code][1] == values[finite].max()
 
 
 def test_other_dtypes_become_floats_first():
     for code in ("F32", "F64", "I8", "F8_E4M3FNUZ"):
-        assert not stored_grids.all_finite(np.zeros(64, np.uint8), dtypes.BY_CODE[code])
+        assert not restore.all_finite(np.zeros(64, np.uint8), dtypes.BY_CODE[code])
 
 
 def _nvfp4(folder, scales, shared):
@@ -108,7 +108,7 @@ def test_shared_scales_of_experts():
     row, each = dtypes.BY_CODE["F8_E4M3"], np.float32([1, 2, 3])
 
     def fields(shared, matrices, rule="multiplied"):
-        return stored_grids.shared_fields(packing._replace(scale_rule=rule), row, np.float32(shared), matrices)
+        return restore.shared_fields(packing._replace(scale_rule=rule), row, np.float32(shared), matrices)
 
     assert fields(each, (0, 3))["shared"].tolist() == [1, 2, 3]
     assert fields(each, (0, 3))["shared_step"] == 1

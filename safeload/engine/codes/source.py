@@ -1,10 +1,11 @@
-"""Sources of jobs: tensors in arrays or in files."""
+"""Sources of jobs: tensors in arrays or in files, and their bytes in pieces."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from threading import RLock
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -12,10 +13,14 @@ from ...base import dtypes
 from ...base.arrays import Array, as_array
 from ...base.packing import CODES, Packed
 from ...base.text import subject
+from ...stores import thread_group
 from ..run import jobs
 from ..run.cast import astype
-from ..run.job import Channels, Job, JobGrid, Origin, moving
+from ..run.job import WINDOW, Channels, Job, JobGrid, Origin, moving
+from ..run.jobs import Batch
 from ..run.memory import address_of
+from ..run.progress import Progress, bar
+from ..run.threads import thread_count
 from ..run.weight_file import WeightFile
 from . import restore
 
@@ -46,12 +51,11 @@ class Source(NamedTuple):
         op = moving(self.row.number, target, grid)
         return self._job(op, memory, target)._replace(grid=grid)
 
-    def jobs(self, memory: int, target: int) -> Iterator[Job]:
-        """Yield the jobs that copy the tensor to an address; packed codes may need more than a single job."""
+    def jobs(self, memory: int, target: int) -> list[Job]:
+        """Return the jobs that copy the tensor to an address; packed codes may need more than a single job."""
         if self.packed is None:
-            yield self.job(memory, target)
-        else:
-            yield from restore.restore_jobs(self.packed, memory, target, self.name, owner=self.owner)
+            return [self.job(memory, target)]
+        return restore.restore_jobs(self.packed, memory, target, self.name, owner=self.owner)
 
     def work(self, op: int, memory: int, *, channels: Channels | None = None) -> Job:
         """Return a job for an operation without target dtype; packed codes must be `in_order`."""
@@ -118,3 +122,80 @@ def of_array(name: str, value: Any) -> Source:
 def address(array: Array) -> int:
     """Return the address of a contiguous array's first element; 0 for an empty array."""
     return address_of(array) if array.size else 0
+
+
+# ---- reading bytes in pieces: on several threads, in bounded memory, without mappings ----
+
+# Bytes that each thread reads at a time: enough to amortize a read, and little compared with the memory of any machine.
+PIECE = 4 << 20
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], threads: int | None, nbytes: int
+) -> Iterator[Result]:
+    """Return the results of a function that releases the GIL, in the order of its arguments.
+
+    A few calls run ahead of the consumer. Closing the iterator stops all calls and aborts their requests.
+
+    ``nbytes``, which all calls read together, decides the number of threads.
+    """
+    return thread_group.in_order(function, items, thread_count(nbytes, threads))
+
+
+class Meter:
+    """Count bytes for a progress report. Any thread may use it."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        # The bar ends with the last byte, or with the meter.
+        self._bar = None if callable(progress) or not progress else bar("safeload", leave=True)
+        self._report = progress if callable(progress) else None if self._bar is None else self._bar.__enter__()
+        self._total = total
+        self._done = 0
+        self._lock = RLock()  # a report may close the owner of this meter
+
+    def add(self, nbytes: int) -> None:
+        """Add to the number of bytes done."""
+        with self._lock:
+            if self._report is not None:
+                self._done += nbytes
+                self._report(self._done, self._total)
+                if self._done >= self._total:
+                    self._end()
+
+    def close(self) -> None:
+        """End the bar, even if bytes are missing."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)
+            self._bar = self._report = None
+
+
+def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
+    """Yield the bytes [begin, end) of a file in pieces. Each piece overwrites the piece before."""
+    step = WINDOW if file.remote else PIECE
+    memory = np.empty(min(step, max(1, end - begin)), np.uint8) if buffer is None or file.remote else buffer
+    for at in range(begin, end, step):
+        size = min(step, end - at)
+        Batch([Job(file, at, address_of(memory), size)]).run(threads=1)
+        yield memory[:size].data
+
+
+def source_pieces(source: Source) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in pieces. Each piece overwrites the piece before."""
+    if source.file is not None:
+        yield from file_pieces(source.file, source.offset, source.offset + source.size)
+    elif source.size:
+        raw = memory_of(source)
+        yield from (raw[at : at + PIECE].data for at in range(0, raw.size, PIECE))
+
+
+def memory_of(source: Source) -> Array:
+    """Return the bytes of a source in memory."""
+    array: Array = np.asarray(source.owner)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

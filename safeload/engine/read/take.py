@@ -14,10 +14,10 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, array_over, byteswapped
 from ...base.native import lib
-from ...base.packing import INT8, Packed
+from ...base.packing import INT8
 from ...base.text import error_about, tensor_named
 from ...errors import UnsupportedError
-from ..codes.quantized_tensor import PartRows, QuantizedTensor, row_block, rows_of
+from ..codes.quantized_tensor import PartRows, QuantizedTensor, cut_run, row_block, rows_of
 from ..run import jobs
 from ..run.cast import astype
 from ..run.job import Job, Origin
@@ -82,14 +82,24 @@ def take_rows(file: WeightFile, index: int, rows: Any, dtype: Any, name: str) ->
     if not shape:
         raise error_about(UnsupportedError, "has no axes, so it has no rows: use checkpoint[name]", tensor=name)
     positions = positions_in(rows, shape[0], name)
+    parts = {} if packed is None else {role: PartRows(part) for role, part in packed.parts.items()}
+    blocks_of = 0 if packed is None else row_block(packed.packing, parts)
     if packed is not None and target is None:
-        return _packed_as_stored(packed, positions, name)
+        runs = _runs(positions)
+        if not blocks_of or cut_run(runs, blocks_of, shape[0]) is not None:
+            raise _cuts(name, packed.packing.label, blocks_of)
+        return rows_of(packed.packing, packed.names(name), parts, runs)
     unique, inverse = np.unique(positions, return_inverse=True)
     ascending = len(inverse) == len(unique) and (inverse[1:] > inverse[:-1]).all()
     name, row, inner = table.names[index], table.row(index), math.prod(shape[1:])
     to, cut = target, packed is None and inner % row.block != 0
     if packed is not None:
-        unit, stored = _packed_reader(packed, name)
+        unit, own = blocks_of, packed
+
+        def stored(rows: Array) -> Any:
+            runs = [slice(run.start * unit, min(run.stop * unit, shape[0])) for run in _runs(rows)]
+            return rows_of(own.packing, own.names(name), parts, runs)
+
     elif cut:  # the blocks of rows are read, or all if rows and blocks are of other lengths
         if target is None:
             raise _cuts(name, row.name, row.block)
@@ -185,23 +195,6 @@ def _wrapper(file: WeightFile, index: int) -> Callable[[Array, Array], Any]:
     )
 
 
-# ---- packed tensors ----
-
-
-def _packed_as_stored(packed: Packed, positions: Array, name: str) -> QuantizedTensor:
-    """Read rows without dequantizing them, which must be runs of whole blocks; the last may end within a block."""
-    spec = packed.packing
-    parts = {role: PartRows(part) for role, part in packed.parts.items()}
-    unit = row_block(spec, parts)
-    runs = _runs(positions)
-    if not unit or any(
-        run.start % unit or (run.stop % unit and (run is not runs[-1] or run.stop != spec.shape[0])) for run in runs
-    ):
-        raise _cuts(name, spec.label, unit)
-    changed, arrays = rows_of(spec, parts, runs)
-    return QuantizedTensor.of_parts(changed, packed.names(name), arrays)
-
-
 def _runs(positions: Array) -> list[slice]:
     """Return positions as runs of neighbours."""
     if not len(positions):
@@ -209,19 +202,6 @@ def _runs(positions: Array) -> list[slice]:
     edges = np.flatnonzero(np.diff(positions) != 1) + 1
     begins, ends = positions[[0, *edges]].tolist(), (positions[[*(edges - 1), -1]] + 1).tolist()
     return list(map(slice, begins, ends))
-
-
-def _packed_reader(packed: Packed, name: str) -> tuple[int, Callable[[Array], Any]]:
-    """Return the rows of a block, 0 if they cannot be sliced, and a function that reads blocks."""
-    spec, parts = packed.packing, {role: PartRows(part) for role, part in packed.parts.items()}
-    unit = row_block(spec, parts)
-
-    def read(blocks: Array) -> QuantizedTensor:
-        runs = [slice(run.start * unit, min(run.stop * unit, spec.shape[0])) for run in _runs(blocks)]
-        changed, arrays = rows_of(spec, parts, runs)
-        return QuantizedTensor.of_parts(changed, packed.names(name), arrays)
-
-    return unit, read
 
 
 def _cuts(name: str, label: str, unit: int) -> UnsupportedError:

@@ -9,17 +9,17 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import and_, eq
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 
-from ...base import dtypes, packing
+from ...base import dtypes
 from ...base.arrays import Array, ArraySpec, foreign_order
 from ...base.forking import cached_property
-from ...base.names import distinct
-from ...base.packing import Packed, Packing, Part
+from ...base.packing import CODES, SCALE, Packed, Packing, Part, int8_packing
 from ...base.runtime import paused
-from ...base.table import Columns
+from ...base.table import Columns, distinct
 from ...base.text import tensor_named
 from ...errors import UnsupportedError
 from ..run.weight_file import WeightFile
@@ -192,12 +192,12 @@ def packed_of(file: WeightFile, index: int) -> Packed | None:
     scale = table.scales.get(index)
     if scale is None:
         return table.packed.get(index)
-    name, shape = table.names[index], table.shape(index)
+    name, (number, shape, begin, end) = table.names[index], table.entry(index)
     parts = {
-        packing.CODES: Part(name, file, table.row(index), shape, *table.byte_range(index)),
-        packing.SCALE: Part(name, file, _F32, scale.shape, scale.begin, scale.end),
+        CODES: Part(name, file, dtypes.BY_NUMBER[number], shape, begin, end),
+        SCALE: Part(name, file, _F32, scale.shape, scale.begin, scale.end),
     }
-    return Packed(packing.int8_packing(shape, scale.axis), parts)
+    return Packed(int8_packing(shape, scale.axis), parts)
 
 
 # ---- how each tensor becomes an array ----
@@ -208,7 +208,7 @@ VIEW = 1  # view of the mapped file
 READ = 2  # bytes are read unchanged
 CONVERT = 3  # values are converted while they are read, and blocks dequantized
 DEQUANTIZE = 4  # int8 values are multiplied by their scales while they are read
-STRIDED = 5  # non-contiguous, big-endian or sharing bytes: see `delivery.Block`
+STRIDED = 5  # non-contiguous, big-endian or sharing bytes: see `load.Block`
 
 # Dtypes with arrays of bytes, not of elements.
 _IN_BYTES = frozenset(number for number, row in dtypes.BY_NUMBER.items() if row.bits < 8)
@@ -422,49 +422,38 @@ class Lazy:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _InParts:
-    """A tensor of several arrays that are created later."""
+class LazyParts:
+    """A quantized tensor of several arrays that are created later; ``roles`` has codes and scale of safeload's schemes.
 
-    def __init__(self, scheme: str, shape: tuple[int, ...], parts: Mapping[str, Lazy]) -> None:
-        self.scheme = scheme
-        self.shape = shape
-        self.parts = parts
+    If it is written unchanged, ``packing`` and ``names`` describe it as in `QuantizedTensor`. If it is in the format of
+    another engine, whose ``config.json`` describes it, ``encoded`` is True and ``roles`` has the suffixes of its parts.
+    """
+
+    def __init__(
+        self,
+        scheme: str,
+        shape: tuple[int, ...],
+        roles: Mapping[str, Lazy],
+        *,
+        axis: int | None = None,
+        packing: Packing | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
+        encoded: bool = False,
+    ) -> None:
+        self.scheme, self.shape, self.roles, self.axis = scheme, shape, roles, axis
+        self.packing, self.names, self.encoded = packing, names, encoded
+        self.ours = packing is None and not encoded  # in a scheme of safeload
+        self.data, self.scale = roles.get(CODES), roles.get(SCALE)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts.values())
+        return sum(part.nbytes for part in self.roles.values())
 
     def report_to(self, written: Callable[[int], object]) -> None:
         """See `Lazy.report_to`."""
-        for part in self.parts.values():
+        for part in self.roles.values():
             part.report_to(written)
-
-
-class LazyQuantized(_InParts):
-    """A `QuantizedTensor` that is created later: data and scale are `Lazy`."""
-
-    def __init__(
-        self, scheme: str, shape: tuple[int, ...], data: Lazy, scale: Lazy | None = None, axis: int | None = None
-    ) -> None:
-        super().__init__(scheme, shape, {"data": data} if scale is None else {"data": data, "scale": scale})
-        self.data = data
-        self.scale = scale
-        self.axis = axis
-
-
-class LazyPacked(_InParts):
-    """A packed `QuantizedTensor` that is written unchanged."""
-
-    def __init__(self, packing: Packing, names: Mapping[str, str], roles: Mapping[str, Lazy]) -> None:
-        super().__init__(packing.label, packing.shape, roles)
-        self.packing = packing
-        self.names = names
-        self.roles = roles
-
-
-class LazyEncoded(_InParts):
-    """A weight in the format of another engine, whose ``config.json`` describes it."""
 
 
 def materialize(value: Array | Lazy) -> Array:

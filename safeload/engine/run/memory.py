@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...base.arrays import Array, array_over, empty_array
-from ...base.native import ffi, pointer, private_buffer
+from ...base.native import address_of as address_of
+from ...base.native import private_buffer
 from ...base.text import show
 
 # Tensors of at least this size get memory of their own. Smaller tensors share a pool: 100,000 tensors should not
@@ -23,11 +24,6 @@ HUGE_FROM = 2 << 20
 ALIGNMENT = 64
 # Unit of direct reads: SL_DIRECT_PAGE in the core.
 PAGE = 4096
-
-
-def address_of(array: Array) -> int:
-    """Return the address of a contiguous array's first element, faster than NumPy's own attributes."""
-    return pointer(ffi.from_buffer(array))
 
 
 def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[str]:

@@ -17,7 +17,7 @@ from ...base.packing import CODES, GGUF, INT8, SCALE
 from ...base.paths import PathLike
 from ...base.text import check_name, clip, encode, error_about, printable, show, tensor_named
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.read.tensors import Lazy, LazyPacked, LazyQuantized, materialize
+from ...engine.read.tensors import Lazy, LazyParts, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.memory import address_of
 from ...errors import SafeloadError, UnsupportedError
@@ -100,10 +100,10 @@ def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> tuple[bytes, Ar
         value = np.asarray(value)
     data: Array | Lazy
     label = advice = ""
-    if isinstance(value, LazyPacked) or (isinstance(value, QuantizedTensor) and value.packing is not None):
-        label, advice = value.scheme, 'dequantize it, or convert with quantize="q8_0" or dtype="float32"'
-    elif isinstance(value, (QuantizedTensor, LazyQuantized)):
-        if value.scheme == INT8:
+    if isinstance(value, (QuantizedTensor, LazyParts)):
+        if value.packing is not None or value.data is None:
+            label, advice = value.scheme, 'dequantize it, or convert with quantize="q8_0" or dtype="float32"'
+        elif value.scheme == INT8:
             label, advice = "int8 with scales", 'pass quantize="q8_0" or dtype="float32"'
         else:
             number = _I2_S if value.scheme == "i2_s" else dtypes.BLOCK_TYPES[value.scheme].ggml
@@ -141,7 +141,7 @@ def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> tuple[bytes, Ar
 
 def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Split a packed GGUF tensor into its blocks and their scale; other tensors stay whole."""
-    packing = value.packing if isinstance(value, (LazyPacked, QuantizedTensor)) else None
+    packing = value.packing if isinstance(value, (LazyParts, QuantizedTensor)) else None
     if packing is None or packing.family != GGUF:
         yield name, value
         return
@@ -152,7 +152,7 @@ def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[
             raise error_about(UnsupportedError, f"{text}keep it, or pass dtype=", tensor=name)
         row = dtypes.BLOCK_TYPES[packing.numbers]
         rows = (*codes.shape[:-1], codes.shape[-1] // row.block_bytes * row.block)
-        yield name, LazyQuantized(packing.numbers, rows, _lazy(codes))
+        yield name, LazyParts(packing.numbers, rows, {CODES: _lazy(codes)})
         return
     scale = value.roles[SCALE]
     if packing.numbers == "i2_s":
@@ -167,13 +167,13 @@ def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[
             return data
 
         both = Lazy(np.dtype(np.uint8), (codes.nbytes + _TAIL,), make)
-        yield name, LazyQuantized(packing.numbers, packing.shape, both)
+        yield name, LazyParts(packing.numbers, packing.shape, {CODES: both})
         return
     beside = f"{name.removesuffix('.weight')}.scale"
     if not name.endswith(".weight") or beside in tensors:
         reason = f"{show(beside)} is another tensor" if beside in tensors else "its name does not end in .weight"
         raise error_about(SafeloadError, f"cannot store its scale: {reason}", tensor=name)
-    yield name, LazyQuantized(packing.numbers, packing.shape, _lazy(codes))
+    yield name, LazyParts(packing.numbers, packing.shape, {CODES: _lazy(codes)})
     yield beside, scale
 
 

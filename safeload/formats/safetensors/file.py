@@ -21,6 +21,7 @@ from ...base.paths import PathLike, native_path
 from ...base.runtime import paused
 from ...base.table import Table
 from ...base.text import encode, show, tensor_named
+from ...engine.read import load
 from ...engine.read.tensors import Lazy, Staged, Tensors, materialize
 from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
 from ...engine.run.threads import thread_count
@@ -97,7 +98,7 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
     if not content:
         return WeightFile(text, LocalStore(text, fields[:5], brief=True), table)
     # Like a mapping, the memory is private and lives as long as the last array over it.
-    return Resident(table, delivery.views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
+    return Resident(table, load.views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
 
 
 def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, tuple[Any, ...]]:
@@ -184,9 +185,9 @@ def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
         if numbers[0]:
             _, dtype, begin, length, rank = numbers[:5]
             name = lone[native.LONE_NAME : native.LONE_NAME + length].decode()
-            return {name: delivery.lone(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
+            return {name: load.lone(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
     columns = _table(table, (address, size))  # unaligned tensors are copied in any case
-    return delivery.copies_of(columns, view) if copy else delivery.views_of(columns, view), columns
+    return load.copies_of(columns, view) if copy else load.views_of(columns, view), columns
 
 
 # ---- headers from columns; csrc/formats/safetensors.c writes their JSON ----

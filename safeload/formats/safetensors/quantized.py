@@ -22,7 +22,7 @@ from ...base.packing import CODES, CONFIG_KEY, GGUF, NAME
 from ...base.table import ListedTable, Listing, Scale
 from ...base.text import error_about, show, tensor_named
 from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
-from ...engine.read.tensors import LazyEncoded, LazyPacked, LazyQuantized
+from ...engine.read.tensors import LazyParts
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, SafetensorError
 
@@ -30,7 +30,7 @@ KEY = "safeload.quantized"
 SCALE_SUFFIX = "_scale"
 CODES_SUFFIX = ".codes"
 
-QUANTIZED = (QuantizedTensor, LazyQuantized, LazyPacked, LazyEncoded)
+QUANTIZED = (QuantizedTensor, LazyParts)
 
 
 def pack(
@@ -57,13 +57,13 @@ def pack(
     for name, value in tensors.items():
         if not isinstance(value, QUANTIZED):
             packed[name] = value
-        elif isinstance(value, LazyEncoded):  # in an engine's format, which its ``config.json`` describes
+        elif isinstance(value, LazyParts) and value.encoded:  # for an engine, as its ``config.json`` says
             module = name.removesuffix(".weight")
             if module == name:
                 raise error_about(SafetensorError, f"is {value.scheme}: its name must end in .weight", tensor=name)
-            for suffix, part in value.parts.items():
+            for suffix, part in value.roles.items():
                 add(name, module + suffix, part, f"a part of {value.scheme}")
-        elif not isinstance(value, LazyQuantized) and value.packing is not None:
+        elif value.packing is not None:
             if value.packing.flat and value.packing.family == GGUF:
                 text = f"is {value.scheme} of a GGUF file, and blocks cross its rows: dequantize it, or pass dtype="
                 raise SafetensorError(f"{tensor_named(name)} {text}", tensor=name)
@@ -73,7 +73,6 @@ def pack(
             described[name] = {"scheme": value.scheme, "shape": list(value.shape), "parts": parts}
             configs.add(value.packing.config)
         else:
-            assert isinstance(value, (QuantizedTensor, LazyQuantized))
             described[name] = {"scheme": value.scheme, "shape": list(value.shape), "axis": value.axis}
             stored = name
             if in_folder and value.scale is not None:

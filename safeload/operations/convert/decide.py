@@ -22,7 +22,7 @@ from ...base.runtime import paused
 from ...base.showing import Result
 from ...base.text import plural, printable, show, size
 from ...engine.read.load import parse_target
-from ...engine.read.tensors import LazyPacked
+from ...engine.read.tensors import LazyParts
 from ...errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ...formats.folder import CONFIG, read_config
 from ...formats.gguf.mixtures import FILE_TYPE, with_file_type, with_updated_file_type
@@ -658,7 +658,7 @@ class Decider:
         )
         names = dict(zip(outputs.reads, outputs.names, strict=True))
         for name, output in zip(outputs.reads, outputs.made, strict=False):
-            if not isinstance(output, LazyPacked) or names[name] == name:
+            if not isinstance(output, LazyParts) or output.packing is None or names[name] == name:
                 continue
             module, renamed_module = name.removesuffix(".weight"), names[name].removesuffix(".weight")
             if not is_kept_by(output.packing.config, module, renamed_module):

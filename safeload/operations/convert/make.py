@@ -21,7 +21,7 @@ from ...base.text import error_about
 from ...engine.ahead.spans import Spans
 from ...engine.codes.quantized_tensor import PartRows, QuantizedTensor, storage_of
 from ...engine.codes.source import Source
-from ...engine.read.tensors import Entry, Lazy, LazyEncoded, LazyPacked, LazyQuantized, Staged, Tensors
+from ...engine.read.tensors import Entry, Lazy, LazyParts, Staged, Tensors
 from ...engine.run import jobs
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import private_array
@@ -128,7 +128,7 @@ class Outputs(NamedTuple):
     def schemes(self) -> tuple[str, ...]:
         """Safeload's schemes of quantized tensors."""
         if self.spans is None:
-            return tuple(sorted({output.scheme for output in self.made if isinstance(output, LazyQuantized)}))
+            return tuple(sorted({value.scheme for value in self.made if isinstance(value, LazyParts) and value.ours}))
         return tuple(sorted({dtypes.of_number(k).name for k in {*self.spans.targets[self.in_blocks].tolist()}}))
 
     @property
@@ -137,7 +137,7 @@ class Outputs(NamedTuple):
         if self.spans is not None:
             numbers = [number for number in {*self.spans.targets.tobytes()} if number < len(dtypes.TABLE)]
             kinds = {*map(dtypes.array_dtype, numbers)}
-        elif any(isinstance(output, LazyPacked | LazyEncoded) for output in self.made):
+        elif any(isinstance(output, LazyParts) and not output.ours for output in self.made):
             return True
         else:
             kinds = {output.dtype for output in self.made if isinstance(output, Lazy)}
@@ -343,7 +343,7 @@ class Maker:
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
         self._entries: dict[str | None, dict[str, Entry]] = {}
-        self._small: dict[str, tuple[LazyQuantized, int, Callable[[], Source]]] = {}  # with bytes and values as stored
+        self._small: dict[str, tuple[LazyParts, int, Callable[[], Source]]] = {}  # with bytes and values as stored
         self._groups: dict[tuple[str, str], list[str]] = {}  # of small tensors, by part and name
         self._grouped: dict[tuple[str, str], Array] = {}  # of a group, by part and name
         if matrix is not None:
@@ -423,7 +423,7 @@ class Maker:
 
     def _quantized(
         self, scheme: str, shape: tuple[int, ...], read: Callable[[], Any], importance: Array | None = None
-    ) -> LazyQuantized:
+    ) -> LazyParts:
         """Return a tensor to quantize when it is written."""
         axis = usual_axis(scheme, shape)
         (dtype, stored), _ = storage_of(scheme, shape, axis)
@@ -439,7 +439,7 @@ class Maker:
 
         return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
 
-    def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyEncoded:
+    def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyParts:
         """Return a weight to quantize for an engine when it is written."""
         assert decision.scheme is not None
         assert decision.dtype is not None
@@ -453,7 +453,7 @@ class Maker:
             else:
                 make = partial(self._part_of, encoding, decision.partners, role)
             parts[part.suffix] = Lazy(*encoding.stored(role), make)
-        return LazyEncoded(encoding.preset.name, tensor.shape, parts)
+        return LazyParts(encoding.preset.name, tensor.shape, parts, encoded=True)
 
     def _part_of(self, encoding: Encoding, partners: tuple[str, ...], role: str) -> Array:
         """Return a part of a quantized weight."""
@@ -495,22 +495,22 @@ class Maker:
     def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
         return weights_in(self._catalog, name, row, self._buffers, self._scratch.array, threads=self._threads)
 
-    def _packed(self, name: str, tensor: TensorDescription) -> LazyPacked:
+    def _packed(self, name: str, tensor: TensorDescription) -> LazyParts:
         """Return a packed tensor as stored."""
         _, file, number = self._catalog.place(name)
         packed = None if file is None else file.table.packed.get(number)
         if packed is not None:  # read in chunks, never mapped
             parts = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
-            output = LazyPacked(packed.packing, packed.names(name), parts)
+            described, names = packed.packing, packed.names(name)
         else:
             value = self._catalog.value(name)
             roles = value.roles.items()
             parts = {role: Lazy(part.dtype, part.shape, partial(np.ascontiguousarray, part)) for role, part in roles}
-            output = LazyPacked(value.packing, value.names, parts)
-        if self._format != SAFETENSORS and (self._format, output.packing.family) != ("gguf", packing.GGUF):
+            described, names = value.packing, value.names
+        if self._format != SAFETENSORS and (self._format, described.family) != ("gguf", packing.GGUF):
             text = f"is {tensor.scheme}, which {self._format} files cannot store: pass dtype="
             raise error_about(UnsupportedError, text, tensor=name)
-        return output
+        return LazyParts(described.label, described.shape, parts, packing=described, names=names)
 
     # ---- small tensors ----
 
@@ -573,10 +573,13 @@ class Maker:
 
 def _quantized_later(
     scheme: str, shape: tuple[int, ...], axis: int | None, codes: Callable[[], Array], scale: Callable[[], Any]
-) -> LazyQuantized:
+) -> LazyParts:
     """Return a quantized tensor whose codes and scale are made when they are written."""
     data, scales = storage_of(scheme, shape, axis)
-    return LazyQuantized(scheme, shape, Lazy(*data, codes), None if scales is None else Lazy(*scales, scale), axis)
+    roles = {packing.CODES: Lazy(*data, codes)}
+    if scales is not None:
+        roles[packing.SCALE] = Lazy(*scales, scale)
+    return LazyParts(scheme, shape, roles, axis=axis)
 
 
 def _stored(part: Part, threads: int | None) -> Lazy:

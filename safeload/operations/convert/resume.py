@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..._version import __version__
 from ...base import url as urls
 from ...base.names import pairs_of
+from ...base.packing import parse_scheme
 from ...base.runtime import paused
 from ...base.text import plural, show
 from ...checkpoint import recipe_of
@@ -344,9 +345,9 @@ def _options(request: ConvertRequest) -> dict[str, Any]:
     given, preset = request.options, request.preset
     quantize: Any = given["quantize"]
     if isinstance(quantize, Mapping):
-        quantize = {pattern: scheme and parse(scheme) for pattern, scheme in quantize.items()}
+        quantize = {pattern: scheme and parse_scheme(scheme) for pattern, scheme in quantize.items()}
     elif quantize is not None:
-        quantize = parse(quantize) if preset is None else preset.name
+        quantize = parse_scheme(quantize) if preset is None else preset.name
     plain = {
         **given,
         "dtype": None if request.target is None else request.target.name,

@@ -14,7 +14,7 @@ import numpy as np
 from ...base import dtypes, log
 from ...base.arrays import Array
 from ...base.text import show
-from ...engine.read.tensors import Lazy, LazyEncoded, LazyPacked, LazyQuantized
+from ...engine.read.tensors import Lazy, LazyParts
 from ...engine.run.atomic_file import AtomicFile
 from ...errors import RemotePermissionError, SafetensorError, UnsupportedError
 from ...formats.folder import INDEX, SINGLE
@@ -28,7 +28,7 @@ from . import journal
 from .sink import Sink, free_names, is_extra
 
 # A tensor for a writer.
-Output = Lazy | LazyQuantized | LazyPacked | LazyEncoded
+Output = Lazy | LazyParts
 
 
 def config_with(

@@ -13,6 +13,7 @@ from ...base import dtypes
 from ...base.arrays import Array, as_array, index_of
 from ...base.names import Patterns
 from ...base.native import lib, short
+from ...base.packing import scheme_row
 from ...base.runtime import paused
 from ...base.showing import Result, ResultTable, figure, table, terminal_columns, width
 from ...base.text import printable
@@ -410,10 +411,10 @@ def of_plain(plain: Mapping[str, Sequence[Any]]) -> dict[str, TensorStats]:
 def _part(name: str, value: Any, threads: int | None) -> _Part | None:
     """Return the part for a tensor in memory, or None if it does not hold real numbers or cannot be dequantized."""
     if isinstance(value, QuantizedTensor):
-        nbytes, code = value.nbytes, value.scheme if value.packing is not None else row_of(value.scheme).code
+        nbytes, code = value.nbytes, value.scheme if value.packing is not None else scheme_row(value.scheme).code
         restoring = value.restoring()
         if restoring is None:
-            source = of_numbers(name, value.data, row_of(value.scheme), threads)._replace(shape=value.shape)
+            source = of_numbers(name, value.data, scheme_row(value.scheme), threads)._replace(shape=value.shape)
         else:
             source = of_packed(name, *restoring)
             if not source.in_order:

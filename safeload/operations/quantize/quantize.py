@@ -12,7 +12,7 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.native import lib
-from ...base.packing import INT8, SCHEMES
+from ...base.packing import INT8, SCHEMES, parse_scheme
 from ...base.text import show, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ...engine.codes.restore import restore_jobs, small_ranges, values_before
@@ -107,7 +107,7 @@ def quantize(
         # Ternary codes of a matrix, like `WeightQuant` of transformers' integrations/bitnet.py, in float32.
         packed, parts = bitnet.lay_out(np.asarray(astype(x, np.float32, threads=threads)))
         return QuantizedTensor.of_parts(packed, {}, parts)
-    name = parse(scheme)
+    name = parse_scheme(scheme)
     if importance is not None:
         rounding = weighted_rounding(name, rounding)
     SCHEMES[name].target(rounding)  # refuses an unknown rounding

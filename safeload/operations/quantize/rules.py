@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.names import check_matches
-from ...base.packing import SCHEMES
+from ...base.packing import SCHEMES, parse_scheme, scheme_row
 from ...base.paths import PathLike
 from ...base.text import error_about, plural, show
 from ...base.url import is_url
@@ -148,7 +148,7 @@ def tied_heads(catalog: Catalog, schema: Schema | None) -> dict[str, str]:
 def check_restorable(name: str, scheme: str) -> None:
     """Refuse to requantize a tensor that cannot be dequantized."""
     try:
-        readable = row_of(scheme).converts_to(_F32)
+        readable = scheme_row(scheme).converts_to(_F32)
     except ValueError:  # an unknown ggml type
         readable = False
     if not readable:
@@ -160,8 +160,8 @@ class Rules:
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
         self.schema: Schema | None = None  # gives the roles of tensors; None falls back to `KEPT_NAMES`
-        schemes = scheme if isinstance(scheme, Mapping) else {"*": parse(scheme)}
-        self._schemes = {pattern: None if value is None else parse(value) for pattern, value in schemes.items()}
+        schemes = scheme if isinstance(scheme, Mapping) else {"*": parse_scheme(scheme)}
+        self._schemes = {pattern: None if value is None else parse_scheme(value) for pattern, value in schemes.items()}
         self.kept = Kept(keep)
 
     @property

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..._version import __version__
 from ...base.names import pattern_of
-from ...base.packing import usual_axis
+from ...base.packing import parse_scheme, usual_axis
 from ...base.paths import PathLike, native_path
 from ...base.showing import escaped, figure
 from ...base.text import clip, plural, show, size, unit
@@ -168,7 +168,7 @@ def report(
         >>> safeload.report("tiny-llama", "tiny-llama.html").ok
         True
     """
-    scheme = None if quantize is None else cast(SchemeName, parse(quantize))
+    scheme = None if quantize is None else cast(SchemeName, parse_scheme(quantize))
     place, _ = native_path(dst)
     if is_file_object(path) and not getattr(path, "seekable", bool)():
         raise ValueError("report reads its source twice, and a pipe only once: save it to a file first")

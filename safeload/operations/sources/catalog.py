@@ -22,7 +22,7 @@ from ...base import dtypes
 from ...base.arrays import Array, as_array, not_an_array
 from ...base.forking import cached_property
 from ...base.names import Patterns, choose, select
-from ...base.packing import INT8, Part
+from ...base.packing import INT8, Part, scheme_row
 from ...base.paths import PathLike
 from ...base.runtime import paused
 from ...base.table import Unknown, missing
@@ -101,7 +101,7 @@ def about_value(name: str, value: Any) -> TensorDescription:
             return TensorDescription(
                 name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, None, True
             )
-        row = row_of(value.scheme)
+        row = scheme_row(value.scheme)
         return TensorDescription(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
     array = as_array(value, name)
     stored = dtypes.row_of(array.dtype)

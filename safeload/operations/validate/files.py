@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, NamedTuple
 
-from ...base.paths import dangling
+from ...base.paths import dangling, snapshot_of
 from ...base.text import clip, plural, printable, show
 from ...engine.codes.source import file_pieces, in_order
 from ...engine.run.weight_file import WeightFile, open_without_table
@@ -255,7 +255,7 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> t
 
 def expected_shards(path: str, files: Files, *, indexed: bool = True) -> ExpectedShards | None:
     """List the shards that a folder, an ``index.json`` or a part of a GGUF file needs; None if it is a single file."""
-    path = path if files.remote else hub_cache.snapshot_of(path) or path
+    path = path if files.remote else snapshot_of(path) or path
     folder, base = files.split(path)
     numbered: NumberedFiles | None
     if base.endswith(".json"):

@@ -6,7 +6,7 @@ import gguf as peer
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import Lazy, LazyQuantized, dtypes, gguf_values
+from builders.inside import Lazy, LazyParts, dtypes, gguf_values
 from builders.paths import SHARED
 from builders.random import rng
 
@@ -162,7 +162,7 @@ def test_lazy_tensors_are_made_one_after_the_other(path):
     given = {
         "a": Lazy(x.dtype, x.shape, lambda: make("a", x)),
         "b": Lazy(x.dtype, x.shape, lambda: make("b", x + 1)),
-        "q": LazyQuantized("q8_0", q.shape, Lazy(q.data.dtype, q.data.shape, lambda: q.data)),
+        "q": LazyParts("q8_0", q.shape, {"codes": Lazy(q.data.dtype, q.data.shape, lambda: q.data)}),
         "empty": Lazy(x.dtype, (0, 3), lambda: np.empty((0, 3), np.float16)),
     }
     gguf.save_file(given, path)
