@@ -12,7 +12,7 @@ from .base.arrays import Array
 from .base.paths import PathLike
 from .engine.codes.quantized_tensor import QuantizedTensor
 from .errors import public
-from .formats.gguf import write as gguf_writing
+from .formats import gguf as gguf_format
 
 __all__ = ["save_file"]
 
@@ -61,7 +61,7 @@ def save_file(
         >>> safeload.open("w.gguf").metadata["general.architecture"]
         'llama'
     """
-    gguf_writing.save(tensors, path, metadata, overwrite=overwrite, durable=durable)
+    gguf_format.save(tensors, path, metadata, overwrite=overwrite, durable=durable)
 
 
 def __dir__() -> list[str]:

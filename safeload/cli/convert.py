@@ -12,7 +12,7 @@ from ..base.packing import ENGINE_FORMATS, SCHEMES
 from ..base.text import show
 from ..base.url import is_url
 from ..engine.read.load import targets
-from ..formats.gguf.mixtures import mixtures
+from ..formats.mixtures import mixtures
 from ..formats.registry import SUFFIXES, WRITTEN, WrittenNames
 from ..models.layout import Layout, built_in
 from ..operations.folders.destinations import is_folder, refuse_inputs, where

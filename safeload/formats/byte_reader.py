@@ -28,6 +28,14 @@ class ByteReader:
         self.position += size
         return data
 
+    def take_text(self, size: int, field: str) -> str:
+        """Return the next bytes as text."""
+        begin = self.position
+        try:
+            return self.take(size, field).decode()
+        except UnicodeDecodeError as error:
+            raise self.fault(f"{field} is not UTF-8: {error.reason}", begin + error.start) from None
+
     def peek(self, size: int) -> bytes:
         """Return the next bytes, or fewer at the end of the file, without a step."""
         start = self.position - self._window_at

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 from ..base.text import plural, show
 from ..errors import SafeloadError
+from .archives import is_header, number, records
 from .keras_code import MAX_CONFIG, configs
 from .npy import HEADER_ERRORS, find_header, parse_header
-from .tar import is_header, number, records
 from .torch.globals import ALLOWED, replaced_modules
 from .unpickle.trace import DANGEROUS, HARMLESS, MAX_TRACED, Traced, Verdict, judge, trace
 from .zip import Readable, ZipEntry, every_entry, local_readings

@@ -159,14 +159,7 @@ class MessagePackReader(ByteReader):
         self._text += token.size
         if self._text > MAX_TEXT:
             raise self.limit(f"keys, text and bytes outside arrays have more than {MAX_TEXT:,} bytes")
-        begin = self.position
-        data = self.take(token.size, what)
-        if token.kind is _BYTES:
-            return data
-        try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            raise self.fault(f"{what} is not UTF-8: {error.reason}", begin + error.start) from None
+        return self.take(token.size, what) if token.kind is _BYTES else self.take_text(token.size, what)
 
     # ---- arrays ----
 

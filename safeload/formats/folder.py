@@ -24,7 +24,6 @@ from ..stores.store import read_at
 from ..stores.thread_group import HEADS
 from . import numbered, registry
 from .foreign import DCP_SUFFIX
-from .gguf import read as gguf
 from .metadata import names_below
 from .numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
 from .registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, open_file
@@ -166,7 +165,11 @@ def add(where: dict[str, tuple[WeightFile, int]], places: Mapping[str, tuple[Wei
 
 def open_parts(first: Opened, request: OpenRequest) -> Opened:
     """Add the other parts to an open file if it is part of a split GGUF file."""
-    if first.format != GGUF or not gguf.is_part(first.file):
+    if first.format != GGUF:
+        return first
+    from . import gguf  # only here: most folders have none
+
+    if not gguf.is_part(first.file):
         return first
     files, metadata = gguf.open_parts(first.file, lambda path: open_file(path, request).file)
     where: dict[str, tuple[WeightFile, int]] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -69,11 +70,7 @@ def _entries(reader: ByteReader) -> Iterator[StoredTensor]:
             raise reader.fault(f"a name of {name_size} bytes, but MOON allows 1 to {MAX_NAME}", begin)
         if rank > MAX_DIMS:
             raise reader.fault(f"a tensor of {rank} dims, but MOON allows at most {MAX_DIMS}", begin + 4)
-        raw = reader.take(name_size, "a name")
-        try:
-            name = raw.decode()
-        except UnicodeDecodeError as error:
-            raise reader.fault(f"a name is not UTF-8: {error.reason}", begin + _ENTRY.size + error.start) from None
+        name = reader.take_text(name_size, "a name")
         shape = struct.unpack(f"<{rank}Q", reader.take(8 * rank, f"the shape of tensor {show(name)}"))
         product = math.prod(shape)
         if product != count:
@@ -105,21 +102,14 @@ def write(
 ) -> None:
     """Write a MOON file in the order of ``tensors``; see `safeload.moon.save_file`. MOON has no metadata."""
     check_mapping(tensors, "tensors")
-    entries = [_entry(name, value) for name, value in tensors.items()]
-    size = _HEAD.size + sum(len(head) + 2 * math.prod(value.shape) for head, value in entries)
+    entries = [(_HEAD.pack(MAGIC, VERSION), np.empty(0, "<f2")), *starmap(_entry, tensors.items())]
+    size = sum(len(head) + 2 * math.prod(value.shape) for head, value in entries)
     with AtomicFile(path, size, overwrite=overwrite, durable=durable) as file:
-        _write(file, _HEAD.pack(MAGIC, VERSION))
         for head, value in entries:
-            _write(file, head)
             array = np.ascontiguousarray(materialize(value), "<f2")
-            if array.size:
-                file.write([(address_of(array), array.nbytes)])
+            buffers = [(address_of(np.frombuffer(head, np.uint8)), len(head)), (address_of(array), array.nbytes)]
+            file.write([buffer for buffer in buffers if buffer[1]])
             del array  # frees it before the next is made
-
-
-def _write(file: AtomicFile, data: bytes) -> None:
-    array = np.frombuffer(data, np.uint8)
-    file.write([(address_of(array), array.nbytes)])
 
 
 def _entry(name: Any, value: Any) -> tuple[bytes, Array | Lazy]:

@@ -292,11 +292,7 @@ class OnnxModel(ByteReader):
         if self._text > MAX_TEXT:
             raise self.limit(f"names and metadata have more than {MAX_TEXT:,} bytes", field.begin)
         self.position = field.begin
-        data = self.take(field.end - field.begin, what)
-        try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            raise self.fault(f"{what} is not UTF-8: {error.reason}", field.begin + error.start) from None
+        return self.take_text(field.end - field.begin, what)
 
     def varints(self, field: Field, what: str, most: int) -> list[int]:
         """Return the numbers of a repeated field, packed or single, as u64."""

@@ -97,7 +97,7 @@ def open_paths(
             recipe = recipe._replace(paths=(files.absolute(snapshot),))
         return _open_all((snapshot or text,), recipe)
     if opened.format == registry.GGUF:
-        from .gguf.read import is_part
+        from .gguf import is_part
 
         if is_part(opened.file):
             from . import folder

@@ -378,7 +378,7 @@ ROWS = (
     Format("pickle", "pickled NumPy arrays", _PICKLE, lambda head: foreign.is_text_pickle(head) or (
            foreign.is_binary_pickle(head) and not foreign.is_torch_legacy(head)), ".pickle_file",
            (".pdparams", ".pdopt"), nested=True, ranges=False),
-    Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), ".gguf.read",
+    Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), ".gguf",
            (".gguf",), writes=True, metadata=True, public=True),
     Format("npz", "npz", _ZIP, foreign.is_zip, ".npz", (".npz",), writes=True, ambiguous=True),
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), ".npy", (".npy",), writes=True),
@@ -387,7 +387,7 @@ ROWS = (
     Format("deepspeed", "DeepSpeed checkpoints", _ZIP, _begins(), ".zero", nested=True, parts=foreign.is_zip),
     Format("fsdp", "FSDP rank files", _ZIP, _begins(), ".fsdp", nested=True, parts=foreign.is_zip),
     Format("orbax", "Orbax checkpoints", "the metadata of an Orbax checkpoint",
-           lambda head: foreign.is_object(head) and b'"tree_metadata"' in head, ".orbax.file",
+           lambda head: foreign.is_object(head) and b'"tree_metadata"' in head, ".orbax",
            nested=True, parts=foreign.is_object),
     Format("keras", "Keras", "an HDF5 file", _begins(b"\x89HDF\r\n\x1a\n"), ".keras",
            (".h5", ".hdf5", ".keras"), nested=True),
@@ -580,14 +580,14 @@ def _holds_gguf(candidate: Candidate) -> bool:
 # Programs of Windows, Linux and macOS, and Actually Portable Executables.
 _PROGRAM = _begins(b"MZ", b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 CONTAINERS = (
-    Container("a tar archive", foreign.is_tar, ".tar"),
+    Container("a tar archive", foreign.is_tar, ".archives"),
     Container(
         "a program with a zip archive (llamafile)",
         _PROGRAM,
-        ".llamafile",
-        lambda candidate: bool(module_of(".llamafile").claims(candidate)),
+        ".archives",
+        lambda candidate: bool(module_of(".archives").claims(candidate)),
     ),
-    Container("a zip archive with a GGUF file", foreign.is_zip, ".llamafile", _holds_gguf),
+    Container("a zip archive with a GGUF file", foreign.is_zip, ".archives", _holds_gguf),
     Container(
         "a zip archive of Keras",
         foreign.is_zip,

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,9 +64,9 @@ def has_marks(names: Collection[str], model: DiffusionModel, prefix: str) -> boo
 def prefix_of(names: Collection[str]) -> str:
     """Return the prefix of the diffusion model's tensors, "" if they have none."""
     for prefix in _PREFIXES:
-        if any(name.startswith(prefix) for name in names):
+        if any(map(methodcaller("startswith", prefix), names)):
             return prefix
-    return _UNIFORM if names and all(name.startswith(_UNIFORM) for name in names) else ""
+    return _UNIFORM if names and all(map(methodcaller("startswith", _UNIFORM), names)) else ""
 
 
 def model_of(metadata: Mapping[Any, Any]) -> DiffusionModel | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -127,10 +127,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Return the layout for ``json.dump``; `from_json` reads it."""
-        return {
-            "name": self.name,
-            "tensors": [{"name": t.name, "source": t.source, "transpose": t.transpose} for t in self.tensors],
-        }
+        return {"name": self.name, "tensors": [asdict(tensor) for tensor in self.tensors]}
 
 
 @cache

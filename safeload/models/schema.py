@@ -279,7 +279,7 @@ class Schema:
 
     @classmethod
     def of(cls, name: str, content: Mapping[str, Any]) -> Schema:
-        """Make the schema of a family from its JSON; ``from`` is for llama.cpp, see `safeload.models.gguf`."""
+        """Make the schema of a family from its JSON; ``from`` is for llama.cpp, see `safeload.models.family`."""
         tensors = content["tensors"].items()
         entries = (SchemaEntry(key, **{k: v for k, v in entry.items() if k != "from"}) for key, entry in tensors)
         fields = {key: content[key] for key in cls.__dataclass_fields__ if key in content}

@@ -1,4 +1,4 @@
-/* The GGUF reader over a file in memory. What it accepts is unpacked as safeload/formats/gguf/read.py does it, which
+/* The GGUF reader over a file in memory. What it accepts is unpacked as safeload/formats/gguf.py does it, which
  * trusts the counts and lengths that the reader has checked. Every input is also read with an entry put in front of its
  * metadata that moves the rest across the end of the reader's first read: it must mean the same there. */
 #include "property.h"

@@ -52,10 +52,8 @@ from builders.inside import (
     parse_json,
     read_importance,
     registry,
-    sentencepiece,
     settings,
     signature_statement,
-    special_tokens,
     tokenizer,
 )
 from builders.inside import base_urls as urls
@@ -632,13 +630,13 @@ def sentencepiece_model(data):
     """A tokenizer.model, and its pieces written again."""
     with watched():
         try:
-            model = sentencepiece.parse(data, "tokenizer.model")
+            model = tokenizer.parse_model(data, "tokenizer.model")
         except SafeloadError as error:
             check_refusal(error, len(data))
             return
-        again = sentencepiece.parse(sentencepiece.serialized(model.pieces, model.add_prefix, {}), "again")
+        again = tokenizer.parse_model(tokenizer.serialized(model.pieces, model.add_prefix, {}), "again")
     require(repr(again.pieces) == repr(model.pieces), "written again it has the same pieces")
-    require(again.add_prefix == model.add_prefix and again.kind == sentencepiece.BPE, "and the same settings")
+    require(again.add_prefix == model.add_prefix and again.kind == tokenizer.BPE, "and the same settings")
 
 
 def tokenizer_json(data):
@@ -648,7 +646,7 @@ def tokenizer_json(data):
         files = tokenizer.TokenizerFiles(Location(LOCAL, str(FOLDER)))
         with watched(), contextlib.suppress(ImportError):
             vocabulary = tokenizer.vocabulary_of(files, 64)
-            keys = dict(special_tokens.SpecialTokens(files, settings.ModelConfig({}, "m"), vocabulary).keys())
+            keys = dict(tokenizer.SpecialTokens(files, settings.ModelConfig({}, "m"), vocabulary).keys())
             require(len(vocabulary.texts) == len(vocabulary.types) == 64, "a token for each row")
             require(all(0 <= keys[key] < 64 for key in keys if key.endswith("_token_id")), "ids of tokens")
     except SafeloadError as error:

@@ -1,6 +1,6 @@
 """The metadata keys of llama.cpp from a ``config.json``, and a config from the keys of another program.
 
-A family's file says which keys hold which values, see `safeload.models.gguf`. Every key that changes the computation
+A family's file says which keys hold which values, see `safeload.models.family`. Every key that changes the computation
 is either written, or must have the value that llama.cpp assumes.
 """
 
@@ -16,10 +16,9 @@ from ...base import log
 from ...base.arrays import Array
 from ...base.text import error_about, show
 from ...errors import FormatError, UnsupportedError
-from ...formats.gguf import values
+from ...formats import gguf
 from ...models.diffusion import ARCHITECTURE
-from ...models.family import gguf_architectures, gguf_forms
-from ...models.gguf import U32, USUAL_BASE, GgufForm, GgufKey
+from ...models.family import U32, USUAL_BASE, GgufForm, GgufKey, gguf_architectures, gguf_forms
 from ..sources.catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1
@@ -118,11 +117,11 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
             if key.config and not key.optional:
                 raise config.fault(f"{key.config[0]} is missing")
         elif key.config and key.types[0] != U32:
-            metadata[f"{form.architecture}.{name}"] = values.F32(config.number(value, key.config[0]))
+            metadata[f"{form.architecture}.{name}"] = gguf.F32(config.number(value, key.config[0]))
         elif key.config:
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SIZE:
                 raise config.fault(f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
-            metadata[f"{form.architecture}.{name}"] = values.U32(value)
+            metadata[f"{form.architecture}.{name}"] = gguf.U32(value)
     experts, used = (metadata.get(f"{form.architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
@@ -244,32 +243,32 @@ class _Rope:
         """Yield the keys of rotations, without the architecture."""
         rope = form.rope
         if rope.dimensions == "head":
-            yield "dimension_count", values.U32(self.config.head_dim)
+            yield "dimension_count", gguf.U32(self.config.head_dim)
         base = self.full.get("rope_theta")
         if base is None and rope.base != USUAL_BASE:
             base = rope.base
         if base is not None and base != rope.unless:
-            yield "freq_base", values.F32(self.config.number(base, "rope_theta"))
+            yield "freq_base", gguf.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None:
-            yield "freq_base_swa", values.F32(self.sliding_base)
+            yield "freq_base_swa", gguf.F32(self.sliding_base)
         if self.kind in ("linear", "yarn"):
             yield "scaling.type", self.kind
-            yield "scaling.factor", values.F32(self._number("factor"))
+            yield "scaling.factor", gguf.F32(self._number("factor"))
         if self.kind == "yarn":
-            yield "scaling.original_context_length", values.U32(self._original())
+            yield "scaling.original_context_length", gguf.U32(self._original())
             for key, names in _YARN.items():
                 name = next((name for name in names if self.full.get(name) is not None), None)
                 if name is not None:
-                    yield f"scaling.{key}", values.F32(self._number(name))
+                    yield f"scaling.{key}", gguf.F32(self._number(name))
         partial = self.full.get("partial_rotary_factor")
         if rope.dimensions == "partial":
-            yield "dimension_count", values.U32(self._rotated())
+            yield "dimension_count", gguf.U32(self._rotated())
             original = self._original()
-            yield "scaling.original_context_length", values.U32(original)
+            yield "scaling.original_context_length", gguf.U32(original)
             if self.kind == "longrope":
                 scale = self.config.size("context_length") / original
                 factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
-                yield "scaling.attn_factor", values.F32(factor)
+                yield "scaling.attn_factor", gguf.F32(factor)
         elif partial not in (None, 1, 1.0):
             raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
@@ -324,17 +323,13 @@ class _Rope:
             raise self.config.fault(
                 "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
             )
-        factors = []
-        for frequency in frequencies:
-            length = np.float32(2 * math.pi) / frequency
-            if length < original / high:
-                factors.append(1.0)
-            elif length > original / low:
-                factors.append(factor)
-            else:
-                smooth = (np.float32(original) / length - np.float32(low)) / np.float32(high - low)
-                factors.append(float(np.float32(1) / ((np.float32(1) - smooth) / np.float32(factor) + smooth)))
-        return np.array(factors, np.float32)
+        one = np.float32(1)
+        with np.errstate(all="ignore"):  # of values that are not chosen
+            lengths = np.float32(2 * math.pi) / frequencies
+            smooth = (np.float32(original) / lengths - np.float32(low)) / np.float32(high - low)
+            between = one / ((one - smooth) / np.float32(factor) + smooth)
+            factors: Array = np.where(lengths > original / low, np.float32(factor), between)
+        return np.where(lengths < original / high, one, factors)
 
 
 # ---- the way back: the config of a file that another program wrote ----

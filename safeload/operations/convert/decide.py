@@ -25,8 +25,8 @@ from ...engine.read.load import parse_target
 from ...engine.read.tensors import LazyParts
 from ...errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ...formats.folder import CONFIG, read_config
-from ...formats.gguf.mixtures import FILE_TYPE, with_file_type, with_updated_file_type
 from ...formats.metadata import as_texts
+from ...formats.mixtures import FILE_TYPE, with_file_type, with_updated_file_type
 from ...formats.registry import (
     BY_NAME,
     KERAS,
@@ -251,7 +251,7 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) ->
     alone = catalog.folder is None and catalog.config is None and len(catalog.weight_files) == 1
     if not alone or catalog.format == "gguf":
         return None
-    from ..architectures.llama_cpp import source_of  # only here: most results need no model
+    from ..architectures.gguf_models import source_of  # only here: most results need no model
 
     file = catalog.weight_files[0]
     parent = file.files.split(file.place)[0]
@@ -503,8 +503,15 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
         return catalog if request.by_name else arranged(catalog, preset)
     if options["raw"] or (request.format != "gguf" and not is_restored(catalog, request)):
         return catalog
-    from ..architectures.comfyui import from_comfyui, recognized, to_comfyui  # only here: most need no architecture
-    from ..architectures.llama_cpp import from_llama_cpp, source_of, to_llama_cpp
+    # Only here: most results need no architecture.
+    from ..architectures.gguf_models import (
+        from_comfyui,
+        from_llama_cpp,
+        recognized,
+        source_of,
+        to_comfyui,
+        to_llama_cpp,
+    )
 
     diffusion = None
     if request.format != "gguf" and model_of(catalog.metadata) is not None:

@@ -26,8 +26,8 @@ from ...engine.run import jobs
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import private_array
 from ...errors import RangeError, UnsupportedError
-from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.metadata import as_texts
+from ...formats.mixtures import ImportanceMatrix
 from ...formats.registry import SAFETENSORS, row_of
 from ...formats.safetensors.file import ROOM, Header
 from ...formats.safetensors.quantized import texts_with

@@ -18,9 +18,8 @@ from ...base.paths import PathLike
 from ...base.text import error_about, plural, show
 from ...base.url import is_url
 from ...errors import FormatError, TensorNotFoundError, UnsupportedError
-from ...formats.gguf import imatrix, mixtures
-from ...formats.gguf.imatrix import ImportanceMatrix
-from ...formats.gguf.mixtures import EMBEDDINGS, FLOAT16, ModelSizes, TensorType
+from ...formats import mixtures
+from ...formats.mixtures import EMBEDDINGS, FLOAT16, ImportanceMatrix, ModelSizes, TensorType
 from ...loading.entry import open as open_checkpoint
 from ...models.choosing import choose
 from ...models.diffusion import ARCHITECTURE, diffusion_models, quantized_models
@@ -309,10 +308,10 @@ def read_importance(path: PathLike) -> ImportanceMatrix:
             if read_at(store, 0, min(len(_MAGIC), store.size)) != _MAGIC:
                 if store.size > MAX_FILE:
                     raise FormatError(f"{store.size:,} bytes are too large for an importance matrix", shown)
-                return imatrix.of_dat(shown, read_at(store, 0, store.size))
+                return mixtures.of_dat(shown, read_at(store, 0, store.size))
     with open_checkpoint(shown) as checkpoint:
-        names = [name for name in checkpoint if name.endswith((imatrix.SUMS, imatrix.COUNTS))]
-        return imatrix.of_gguf(shown, checkpoint.load(names=names), checkpoint.metadata)
+        names = [name for name in checkpoint if name.endswith((mixtures.SUMS, mixtures.COUNTS))]
+        return mixtures.of_gguf(shown, checkpoint.load(names=names), checkpoint.metadata)
 
 
 def importance_by_name(

@@ -23,9 +23,8 @@ from ...engine.run.atomic_file import AtomicFile, Swap, remove_abandoned
 from ...engine.run.memory import address_of
 from ...engine.run.weight_file import open_without_table
 from ...errors import FormatError, TensorNotFoundError, UnsupportedError, exported, public, unsaved
+from ...formats import gguf
 from ...formats.folder import INDEX, SINGLE, parse_index
-from ...formats.gguf import read as gguf_reading
-from ...formats.gguf.write import data_begin, head_with
 from ...formats.numbered import PART
 from ...formats.safetensors.file import ROOM, Header, TensorToWrite, open_file, source_of, text
 from ...formats.safetensors.quantized import CODES_SUFFIX, KEY, QUANTIZED, SCALE_SUFFIX
@@ -333,7 +332,7 @@ class GgufEdit(Edit):
 
     def __init__(self, path: str, file: Locked, *, durable: bool) -> None:
         with closing(open_without_table(file.path)) as opened:
-            table = gguf_reading.read_table(opened)
+            table = gguf.read_table(opened)
         self._tensors = dict.fromkeys(table.names)
         self._before = table.metadata()
         super().__init__(path, self._before, texts=False)
@@ -350,8 +349,8 @@ class GgufEdit(Edit):
             return
         self._file.check_unchanged()
         size = self._file.identity.size
-        begin = min(data_begin(self._before), size) if self._before.tensor_count else size
-        old, new = self._file.head(begin), head_with(self._before, self._edited.changes)
+        begin = min(self._before.data_begin, size) if self._before.tensor_count else size
+        old, new = self._file.head(begin), self._before.head_with(self._edited.changes)
         if len(new) != len(old):
             head = np.frombuffer(new, np.uint8)
             with AtomicFile(self._file.path, len(new) + size - begin, durable=self._durable) as file:

@@ -19,11 +19,10 @@ from ...base import dtypes
 from ...base.names import pattern_of
 from ...base.text import plural, show
 from ...errors import FormatError
-from ...formats.gguf.values import F32, U32
-from ...models import gguf as rows
+from ...formats.gguf import F32, U32
+from ...models import family as rows
 from ...models.choosing import Choice
 from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, has_marks, model_of, original_shape, prefix_of
-from ...models.family import gguf_architectures
 from ...models.module_names import unwrapped
 from ...models.schema import ANY, NUMBER, PLACEHOLDER, PREFIX, Config, ExpectedTensor, Schema, SchemaMatch, names_in
 from ...packed.finder import Codes
@@ -485,7 +484,7 @@ def check_gguf(
                 findings.append(find("gguf.shape", name, fault=fault))
         return [*findings, find("gguf.unchecked:diffusion", architecture=architecture)], None, None
     kind = _text(metadata, _TYPE)
-    form = gguf_architectures().get(architecture) if isinstance(architecture, str) else None
+    form = rows.gguf_architectures().get(architecture) if isinstance(architecture, str) else None
     if form is None or kind in _OTHER_TYPES:
         subject = f"{kind} file" if kind in _OTHER_TYPES else f"architecture {show(architecture)}"
         return [find("gguf.unchecked", subject=subject)], None, None
@@ -508,7 +507,7 @@ def check_gguf(
 
 def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tuple[str, Finding]]:
     """Yield missing keys and keys of a wrong type, each with its finding."""
-    form = gguf_architectures()[architecture]
+    form = rows.gguf_architectures()[architecture]
     required = [f"{architecture}.{key}" for key in (*rows.REQUIRED, *form.required)]
     model = _text(metadata, _TOKENIZER)
     required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]

@@ -202,5 +202,5 @@ def test_experts_outside_of_layers_are_refused(source):
 def test_sizes_of_the_wrong_kind_make_no_model(value):
     metadata = {"general.architecture": "llama", "llama.block_count": value, "llama.attention.head_count": value}
     sizes = ModelSizes.of(metadata)
-    assert sizes is None or (sizes.layers == 2**64 and sizes.shared_heads == 1)
+    assert sizes is None or (sizes.layers == 2**64 and sizes.heads == sizes.kv_heads)
     assert ModelSizes.of({"general.architecture": 3}) is None

@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import pytest
-from builders.inside import imatrix, read_importance, vector_for
+from builders.inside import mixtures, read_importance, vector_for
 from builders.llama_quantize import model, save_imatrix
 from builders.random import rng
 
@@ -49,7 +49,7 @@ def test_sums_are_divided_by_counts(folder):
     gguf.save_file({"w.in_sum2": sums, "w.counts": np.float32([[2], [2.5], [0]])}, "m.gguf", METADATA)
     np.testing.assert_array_equal(read_importance("m.gguf").vectors["w"], np.float32([1, 2, 2, 3, 1, 1]))
     content = of_entries(entry(b"a", 4, [2, 4]), entry(b"b", 0, [2, 4]), entry(b"c", -1, [5]))
-    vectors = imatrix.of_dat("m", content).vectors
+    vectors = mixtures.of_dat("m", content).vectors
     assert {name: vector.tolist() for name, vector in vectors.items()} == {"a": [0.5, 1], "b": [2, 4], "c": [5]}
 
 
@@ -57,13 +57,13 @@ def test_sums_are_divided_by_counts(folder):
     "tail", [b"", b"\1", struct.pack("<i", 7), struct.pack("<ii", 7, 4) + b"ab", struct.pack("<ii", 7, -1)]
 )
 def test_the_end_of_the_older_format_is_optional(tail):
-    matrix = imatrix.of_dat("m", of_entries(entry(b"a", 1, [2])) + tail)
+    matrix = mixtures.of_dat("m", of_entries(entry(b"a", 1, [2])) + tail)
     assert matrix.datasets == ()
     assert matrix.chunks == (7 if len(tail) >= 4 else 0)
 
 
 def test_long_texts_are_cut_like_those_of_llama_quantize():
-    matrix = imatrix.of_dat("é" * 100, of_entries(entry(b"a", 1, [2])))
+    matrix = mixtures.of_dat("é" * 100, of_entries(entry(b"a", 1, [2])))
     assert matrix.metadata()["quantize.imatrix.file"] == "é" * 63
     assert list(matrix.metadata()) == ["quantize.imatrix.file", "quantize.imatrix.entries_count"]
 
@@ -74,7 +74,7 @@ GOOD = of_entries(entry(b"a", 1, [2, 3]), entry(b"bc", 1, [4])) + struct.pack("<
 @pytest.mark.parametrize("size", range(len(of_entries(entry(b"a", 1, [2, 3]), entry(b"bc", 1, [4])))))
 def test_a_cut_file_is_refused(size):
     with pytest.raises(FormatError):
-        imatrix.of_dat("m", GOOD[:size])
+        mixtures.of_dat("m", GOOD[:size])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_sums_must_be_float32(folder):
 
 def test_a_vector_must_fit_its_tensor():
     content = of_entries(*(entry(name, 1, np.ones(6)) for name in (b"w", b"token_embd.weight")))
-    matrix = imatrix.of_dat("m", content)
+    matrix = mixtures.of_dat("m", content)
     assert vector_for(matrix, "other", (2, 6)) is None
     assert vector_for(matrix, "w", (3, 6)).shape == (1, 6)
     assert vector_for(matrix, "w", (2, 3, 3)).shape == (2, 3)

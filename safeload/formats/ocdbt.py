@@ -30,12 +30,12 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...base.arrays import Array
-from ...base.paths import is_bare
-from ...base.text import show
-from ...errors import FormatError, LimitError, UnsupportedError
-from ...stores.store import Unpacked
-from ..zstd import decompressed
+from ..base.arrays import Array
+from ..base.paths import is_bare
+from ..base.text import show
+from ..errors import FormatError, LimitError, UnsupportedError
+from ..stores.store import Unpacked
+from .zstd import decompressed
 
 MANIFEST = "manifest.ocdbt"
 # Bytes of a node, unpacked. Orbax writes up to 100,000,000.

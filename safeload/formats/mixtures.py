@@ -1,4 +1,6 @@
-"""llama.cpp's file types: the block type that llama-quantize chooses for each tensor (``mixtures.json``).
+"""llama.cpp's file types, the block type that llama-quantize chooses for each tensor, and its importance matrices.
+
+The types of tensors are in ``mixtures.json``.
 
 A file type has a base, and cells for the kinds of tensors that get another type: of the cells of a kind, the first
 whose conditions all hold counts. A kind is found by a part of the name; the first match counts. Architectures can have
@@ -11,12 +13,30 @@ Tensors of diffusion models get the types of ComfyUI-GGUF's llama-quantize (``im
 has the type of the first tensors of a kind, or of all, if it is not the base of the file type. ComfyUI-GGUF writes no
 ``refused`` file types; ``foreign`` parts of names belong to other models, or to other parts of a checkpoint. Source:
 https://github.com/city96/ComfyUI-GGUF/blob/main/tools/lcpp.patch (img_tensor_get_type).
+
+Importance matrices of llama-imatrix say for each tensor how much its columns matter.
+
+Two formats. GGUF files hold two f32 tensors for each tensor NAME, and metadata:
+
+1. ``NAME.in_sum2``: sums of squared inputs, ggml dimensions {columns, experts}; ``NAME.counts``: {1, experts}, how many
+   inputs were added up. The importance is in_sum2 / count, or 1 where an expert's count is 0.
+2. ``imatrix.datasets``: array of strings; ``imatrix.chunk_count`` and ``imatrix.chunk_size``: u32.
+
+Files of the older format (.dat), little-endian:
+
+1. i32 number of entries, at least 1.
+2. For each entry: i32 length of the name and its bytes, i32 number of calls, i32 number of values (at least 1), and the
+   values as f32. The importance is a value divided by the number of calls, if that is positive.
+3. Optional: i32 number of chunks, i32 length and bytes of the name of a data set. Bytes behind it are ignored.
+
+Source: https://github.com/ggml-org/llama.cpp/blob/master/common/imatrix-loader.cpp and tools/quantize/quantize.cpp.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
@@ -24,11 +44,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...base.packing import SCHEMES
-from ...base.runtime import read_data
-from ...base.text import error_about, nearest, show
-from ...errors import UnsupportedError
-from ...models.diffusion import ARCHITECTURE, diffusion_models, model_of
+from ..base.arrays import Array
+from ..base.packing import SCHEMES
+from ..base.runtime import read_data
+from ..base.text import error_about, nearest, plural, show
+from ..errors import FormatError, UnsupportedError
+from ..models.diffusion import ARCHITECTURE, diffusion_models, model_of
 
 _data = partial(read_data, __name__, "mixtures.json")
 _image_data = partial(read_data, __name__, "image_types.json")
@@ -67,11 +88,6 @@ class ModelSizes(NamedTuple):
     kv_heads: int = 0  # of the first layer
     experts: int = 0
     extra_layers: int = 0  # of the layers, those for predicting several tokens
-
-    @property
-    def shared_heads(self) -> int:
-        """Query heads for each head of keys and values."""
-        return self.heads // self.kv_heads if self.kv_heads else 0
 
     @property
     def is_70b(self) -> bool:
@@ -134,7 +150,7 @@ def _type_in(
             and ("first_part" not in cell or number < total // cell["first_part"])
             # the first or last eighth, or the third of three between them
             and (not cell.get("more_bits") or not eighth <= number < 7 * total // 8 or (number - eighth) % 3 == 2)
-            and (not cell.get("shares_heads") or sizes.shared_heads >= 4)
+            and (not cell.get("shares_heads") or sizes.heads >= 4 * sizes.kv_heads > 0)
             and cell.get("eight_experts") in (None, sizes.experts == 8)
             and cell.get("imatrix") in (None, imatrix)
         ):
@@ -323,3 +339,126 @@ def choose_for_image(file_type: str, shapes: Mapping[str, tuple[int, ...]], arch
         requires = whole and row.requires_imatrix and chosen == row.base
         types[name] = TensorType(chosen if whole else FLOAT16, None, requires)
     return types
+
+
+# ---- importance matrices ----
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+_DATASETS, _CHUNK_COUNT, _CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
+KEYS = (_DATASETS, _CHUNK_COUNT, _CHUNK_SIZE)
+
+# The shortest entry of the older format: three numbers and a value.
+_SHORTEST_ENTRY = 16
+# Bytes of a text in metadata written by llama-quantize.
+_LONGEST_TEXT = 127
+_I32 = struct.Struct("<i")
+
+
+class ImportanceMatrix(NamedTuple):
+    """The importance of columns."""
+
+    path: str
+    vectors: Mapping[str, Array]  # by tensor name: f32 [columns * experts]
+    datasets: tuple[str, ...] = ()
+    chunks: int = 0
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the keys that llama-quantize writes into a file quantized with this matrix."""
+        keys: dict[str, Any] = {"quantize.imatrix.file": _clipped(self.path)}
+        if self.datasets:
+            keys["quantize.imatrix.dataset"] = _clipped(self.datasets[0])
+        keys["quantize.imatrix.entries_count"] = np.uint32(len(self.vectors))
+        if self.chunks > 0:
+            keys["quantize.imatrix.chunks_count"] = np.uint32(self.chunks)
+        return keys
+
+
+def _clipped(text: str) -> str:
+    return text.encode("utf-8", "replace")[:_LONGEST_TEXT].decode("utf-8", "ignore")
+
+
+def checked(path: str, vectors: Mapping[str, Array], datasets: tuple[str, ...], chunks: int) -> ImportanceMatrix:
+    """Return the matrix if all its numbers are finite and not negative."""
+    if not vectors:
+        raise FormatError("the importance matrix has no entries", path)
+    for name, vector in vectors.items():
+        bad = ~(np.isfinite(vector) & (vector >= 0))
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise FormatError(
+                f"importance of {show(name)} is {vector[at]} at {at}, expected a finite number >= 0", path
+            )
+    return ImportanceMatrix(path, vectors, datasets, chunks)
+
+
+def of_gguf(path: str, tensors: Mapping[str, Array], metadata: Mapping[Any, Any]) -> ImportanceMatrix:
+    """Return the matrix in the tensors of a GGUF file."""
+    missing = [key for key in KEYS if key not in metadata]
+    if missing:
+        raise FormatError(f"not an importance matrix: the metadata has no {missing[0]}", path)
+    names = [name.removesuffix(SUMS) for name in tensors if name.endswith(SUMS)]
+    alone = {name.removesuffix(COUNTS) for name in tensors if name.endswith(COUNTS)} ^ set(names)
+    if alone:
+        raise FormatError(f"{show(min(alone))} has only one of {SUMS} and {COUNTS}", path)
+    vectors = {name: _of_sums(name, tensors[name + SUMS], tensors[name + COUNTS], path) for name in names}
+    datasets = metadata[_DATASETS]
+    texts = tuple(map(str, datasets)) if isinstance(datasets, (list, tuple, np.ndarray)) else ()
+    chunks = metadata[_CHUNK_COUNT]
+    if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or not 0 <= chunks < 1 << 32:
+        raise FormatError(f"{_CHUNK_COUNT} must be an unsigned integer of 32 bits, got {show(chunks)}", path)
+    return checked(path, vectors, texts, int(chunks))
+
+
+def _of_sums(name: str, sums: Array, counts: Array, path: str) -> Array:
+    if not all(isinstance(array, np.ndarray) and array.dtype == np.float32 for array in (sums, counts)):  # no codes
+        raise FormatError(f"sums and counts of {show(name)} must be float32", path)
+    if counts.size == 0 or sums.size == 0 or sums.size % counts.size:
+        raise FormatError(f"{show(name)} has {sums.size} sums and {plural(counts.size, 'count')}", path)
+    if not np.isfinite(counts).all():
+        raise FormatError(f"a count of {show(name)} is not finite", path)
+    whole = np.trunc(counts + np.copysign(np.float32(0.5), counts)).reshape(-1, 1)
+    rows = sums.reshape(counts.size, -1)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        means = rows / np.where(whole > 0, whole, np.float32(1))
+    return np.ascontiguousarray(np.where(whole > 0, means, np.float32(1)), np.float32).reshape(-1)
+
+
+def of_dat(path: str, content: bytes) -> ImportanceMatrix:
+    """Return the matrix in a file of the older format."""
+    at = 0
+
+    def take(size: int, what: str) -> bytes:
+        nonlocal at
+        left = len(content) - at
+        if not 0 <= size <= left:
+            raise FormatError(f"{what} at byte {at:,} needs {size:,} bytes, but {left:,} are left", path)
+        at += size
+        return content[at - size : at]
+
+    def number(what: str) -> int:
+        return int(_I32.unpack(take(_I32.size, what))[0])
+
+    count = number("the number of entries")
+    if not 1 <= count <= (len(content) - at) // _SHORTEST_ENTRY:
+        raise FormatError(f"neither GGUF nor an importance matrix: {count:,} entries in {len(content):,} bytes", path)
+    vectors: dict[str, Array] = {}
+    for index in range(count):
+        what = f"entry {index}"
+        raw = take(number(what), what)
+        try:
+            name = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise FormatError(f"the name of {what} is not UTF-8", path) from None
+        calls, values = number(what), number(what)
+        if values < 1:
+            raise FormatError(f"{what} has {values} values", path)
+        vector = np.frombuffer(take(4 * values, what), "<f4").astype(np.float32)
+        if name in vectors:
+            raise FormatError(f"two entries for {show(name)}", path)
+        with np.errstate(over="ignore", invalid="ignore"):
+            vectors[name] = vector / np.float32(calls) if calls > 0 else vector
+    chunks = number("the number of chunks") if len(content) - at >= _I32.size else 0
+    size = number("the data set") if len(content) - at >= _I32.size else 0
+    known = 0 < size <= len(content) - at
+    datasets = (take(size, "the data set").decode("utf-8", "replace"),) if known else ()
+    return checked(path, vectors, datasets, chunks)

@@ -1,4 +1,6 @@
-r"""Tar archives, such as NeMo's ``.nemo``: find the members, which are then read in place.
+r"""Archives with weights: find the members, which are then read in place.
+
+Tar archives, such as NeMo's ``.nemo``:
 
 1. A member is a header of 512 bytes, then its bytes, filled up with zeros to a multiple of 512. Two blocks of zeros end
    the archive; only zeros follow, at most `MAX_END` bytes.
@@ -13,19 +15,29 @@ r"""Tar archives, such as NeMo's ``.nemo``: find the members, which are then rea
    with a size, names that are absolute or lead out of the archive, two members of one name. Readers disagree about
    them, or follow them.
 6. Compressed archives are refused: no member could be read without unpacking all bytes before it.
+
+llamafile, a program with a zip archive at its end, which holds a GGUF file:
+
+1. The file begins like a program: "MZ" (Actually Portable Executable, Windows), ELF or Mach-O. It ends like a zip
+   archive, whose offsets count from the beginning of the file (zip.py).
+2. The GGUF is an entry, stored and aligned, so that programs map it. Compressed entries are parts of the program.
+3. ``.args`` holds the program's default arguments, which may name another model; it is not read.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile
-from ..errors import FormatError, LimitError, UnsupportedError
+from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.members import name_fault
+from .foreign import is_tar
 from .opening import open_members
 from .registry import Candidate, Opened, OpenRequest
+from .zip import STORED, Archive
 
 # Members of an archive. Each costs a read; checkpoints have some hundred.
 MAX_MEMBERS = 100_000
@@ -51,14 +63,22 @@ _RECORD = re.compile(rb"([0-9]{1,7}) ([^=]+)=", re.DOTALL)
 # Keys of pax that change which bytes a member has, or how its name is encoded.
 _SIZE, _PATH = b"size", b"path"
 _SPARSE, _CHARSET = b"GNU.sparse.", b"hdrcharset"
+# The suffix of models in a llamafile.
+_SUFFIX = ".gguf"
 
 
 def enter(candidate: Candidate, request: OpenRequest) -> Opened:
-    """Open the weights in an archive; see `open_members`."""
-    return open_members(candidate.file, dict(_members(candidate.file)), request, kind="a tar archive")
+    """Open the weights in a tar archive, or the GGUF in a program; see `open_members`."""
+    file = candidate.file
+    if is_tar(candidate.head):
+        return open_members(file, dict(_tar_members(file)), request, kind="a tar archive")
+    return open_members(file, dict(_models(file)), request, kind="a llamafile")
 
 
-def _members(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
+# ---- tar ----
+
+
+def _tar_members(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield name, first byte and size of the files of an archive."""
     seen: dict[str, bool] = {}  # names, and if they are folders
     for at, full, kind, size in _headers(file):
@@ -212,3 +232,30 @@ def records(content: bytes, path: str, at: int) -> dict[bytes, bytes]:
         parsed[key] = value
         begin = end
     return parsed
+
+
+# ---- llamafile ----
+
+
+def claims(candidate: Candidate) -> bool:
+    """Return True if a program ends with an archive that holds a GGUF file."""
+    with suppress(SafeloadError):
+        return any(name.lower().endswith(_SUFFIX) for name in Archive(candidate.file, appended=True).entries)
+    return False
+
+
+def _models(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield name, first byte and size of the models in a program."""
+    archive = Archive(file, appended=True)
+    for name, entry in archive.entries.items():
+        if not name.lower().endswith(_SUFFIX):
+            continue
+        fault = name_fault(name)
+        if fault is not None:
+            raise FormatError(f"the name of the zip entry {show(name)} {fault}", file.path, max(0, entry.at))
+        if entry.method != STORED:
+            text = f"zip entry {show(name)} is compressed: extract it with unzip, and open the result"
+            raise error_about(UnsupportedError, text, path=file.path)
+        archive.check_stored(name)
+        yield name, (archive.locate(name), entry.size)
+    archive.check_overlap()

@@ -1,1 +1,0 @@
-"""The GGUF format of ggml and llama.cpp."""
