@@ -21,7 +21,7 @@ from ..errors import FormatError, UnsupportedError
 from ..models.choosing import STACK
 from ..models.module_names import stored_names
 from ..models.tied import is_unclear, tied_heads
-from ..packed.conv1d import CONV1D, CONV1D_MODELS
+from ..packed.finder import CONV1D, CONV1D_MODELS
 from .adapter import BIAS, EMBEDDING_A, VALUE, A, Adapter, B
 
 # ---- bases ----

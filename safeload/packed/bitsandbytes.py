@@ -22,10 +22,8 @@ from ..base.arrays import Array
 from ..base.native import lib
 from ..base.packing import Grid, Packing
 from ..base.text import show
-from ..errors import FormatError
-from ..stores.json_file import parse_json
 from .families import IS_EXPERT, IS_HEAD, Engine, Family, Preset, StoredPart, Strays, filled, parts_of
-from .packed_group import LONGEST, MOST, NUMBERS, Misfit, PackedGroup, Refused, matrices_of
+from .packed_group import LONGEST, MOST, NUMBERS, Misfit, PackedGroup, Refused, matrices_of, parsed
 from .quantization import is_length, with_quantization
 
 # The JSON beside 4-bit codes, by kind, and the other parts, by role.
@@ -54,8 +52,9 @@ def four_bits(group: PackedGroup) -> Packing:
     for role in (packing.SCALE, packing.TABLE):
         if role not in group.parts:
             raise Misfit(f"{_missing(group, role)} is missing beside {show(group.names[packing.STATE])}")
-    state = _state(group)
-    name, kind = group.names[packing.STATE], state.get("quant_type")
+    name = group.names[packing.STATE]
+    state = parsed(_bytes_of(group, packing.STATE), show(name))
+    kind = state.get("quant_type")
     kinds = [known for known, suffix in _STATES.items() if name.endswith(suffix)] or list(_STATES)  # in the name too
     if not isinstance(kind, str) or kind not in kinds:
         raise Misfit(f"{show(name)} has quant_type {show(kind)}, expected {' or '.join(kinds)}")
@@ -129,25 +128,18 @@ def _check_numbers(group: PackedGroup, role: str, count: int) -> None:
 
 
 def _bytes_of(group: PackedGroup, role: str) -> bytes:
-    array = group.context.content(group.names[role])
+    name = group.names[role]
+    array = group.context.content(name)
     if array is None or group.parts[role].row.code != "U8":
-        raise Misfit(f"{show(group.names[role])} must be U8 and have at most {LONGEST:,} bytes")
+        raise Misfit(f"{show(name)} must be U8 and have at most {LONGEST:,} bytes")
     return array.tobytes()
-
-
-def _state(group: PackedGroup) -> dict[str, Any]:
-    name = group.names[packing.STATE]
-    try:
-        return parse_json(_bytes_of(group, packing.STATE), show(name), "")
-    except FormatError as error:
-        raise Misfit(str(error.args[0])) from None
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...]:
     shape = state.get("shape")
-    if not isinstance(shape, list) or len(shape) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in shape):
+    if not isinstance(shape, list) or len(shape) > _MOST_AXES or {*map(type, shape)} - {int} or min([0, *shape]) < 0:
         raise Misfit(f"the shape in its quant_state must be a list of lengths, got {show(shape)}")
-    if math.prod(max(1, length) for length in shape) >= MOST:
+    if math.prod([length or 1 for length in shape]) >= MOST:
         raise Misfit(f"its quant_state says shape {show(shape)}, which has too many elements")
     return tuple(shape)
 

@@ -29,7 +29,7 @@ from ..base.text import show
 
 # The usual formats are in the last modules.
 MODULES = [
-    "quark", "bitnet", "gemma", "bitsandbytes", "mlx", "gptq", "subclasses", "gguf", "floats", "compressed_tensors",
+    "quark", "small_integers", "bitsandbytes", "mlx", "gptq", "gguf", "floats", "compressed_tensors",
 ]  # fmt: skip
 
 FP8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))

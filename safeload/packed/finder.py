@@ -16,14 +16,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..base import dtypes, packing
-from ..base.packing import CODES, Packed, Part
+from ..base.packing import CODES, Packed, Packing, Part
 from ..base.table import ListedTable, Listing
 from ..base.text import clip, plural, printable, show, tensor_named
 from ..engine.read.tensors import FileTensor, Tensors
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError
 from ..stores.json_file import read_json
-from .conv1d import CONV1D_SUFFIXES, as_stored, conv1d_model, is_named_conv1d
 from .families import FP8, SPARSE, Family, Stored, families
 from .packed_group import GroupContext, Misfit, PackedGroup, Refused, described, named_parts
 from .quantization import (
@@ -33,6 +32,7 @@ from .quantization import (
     config_beside,
     config_inside,
     find_quantization,
+    nested,
     quantization_beside,
 )
 
@@ -170,6 +170,8 @@ class _Finder:
         self.faults: list[str] = []  # missing or misfitting parts
         self.refused: dict[str, str] = {}  # unsupported codes, with the reason
         self._companions: set[str] = set()  # of refused codes
+        # By family and kind: thousands of experts have the parts of the first.
+        self._kinds: dict[tuple[int, object], Packing] = {}
         self._places, self._in_gguf, self._comfy = places, in_gguf, comfy
         self._quantization = quantization or UNCONFIGURED
         described_in = tuple([suffix for family in self._rows for suffix in family.described_in])
@@ -226,11 +228,13 @@ class _Finder:
                 continue
             logical, names = named
             group = PackedGroup(name, logical, names, self._context)
+            kind = id(family), group.kind
+            packed = self._kinds.get(kind)
             try:
-                why = None if self._in_gguf else group.unknown()
+                why = None if packed is not None or self._in_gguf else group.unknown()
                 if why is not None:
                     raise Refused(f"{why} (config.json) can change their values in an unknown way")
-                packed = described(family, group)
+                packed = packed or described(family, group)
             except Refused as refused:
                 self._refuse(name, str(refused), names.values())
                 return
@@ -246,6 +250,8 @@ class _Finder:
             if None in parts.values():
                 continue
             self.packed[name] = logical, Packed(packed, parts)  # type: ignore[arg-type]
+            if group.is_alike and kind[1] is not None:
+                self._kinds[kind] = packed
             return
         if fault is not None and (self._in_gguf or self._quantization.is_covered(name)):
             self.faults.append(fault)
@@ -341,6 +347,37 @@ def _looks_like_codes(name: str, stored: Stored, quantization: Quantization) -> 
     if code == "I32":
         return name.endswith(".weight" if quantization.method == QUARK else ".qweight")
     return code in _PACKING and name.endswith(("weight", "_proj"))
+
+
+# ---- Conv1D, the layer of GPT-2 with weights [in, out]; tools quantize it as a linear layer, [out, in] ----
+
+# ``model_type`` of the models of transformers with such layers, and the last names of the layers.
+CONV1D_MODELS = frozenset(("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"))
+CONV1D = frozenset(("c_attn", "c_fc", "c_proj", "q_attn"))
+CONV1D_SUFFIXES = [f"{layer}.{kind}" for layer in sorted(CONV1D) for kind in ("weight", "qweight")]
+# Families with tools that quantize these layers. The rest quantize the tensors of files, or leave the layers alone.
+_TURNED = frozenset(("bitsandbytes", "gptq", "awq"))
+
+
+def conv1d_model(config: Mapping[str, Any] | None) -> str | None:
+    """Return the ``model_type`` of a model with such layers, or of such a model inside another, else None."""
+    types = (inner.get("model_type") for inner in nested(config or {}))
+    return next((name for name in types if isinstance(name, str) and name in CONV1D_MODELS), None)
+
+
+def is_named_conv1d(name: str) -> bool:
+    """Return True for the weight of a module with the name of such a layer."""
+    module, _, last = name.rpartition(".")
+    return last in ("weight", "qweight") and module.rpartition(".")[2] in CONV1D
+
+
+def as_stored(packed: Packing) -> Packing | str:
+    """Return the packing of a layer's weight as [in, out], or why there is none."""
+    if packed.family not in _TURNED or len(packed.shape) != 2:
+        return packed
+    if packed.flat:
+        return "its module is a Conv1D, which stores [in, out], and its blocks cross the rows of [out, in]"
+    return packed._replace(shape=packed.shape[::-1], transpose=not packed.transpose)
 
 
 # ---- companions ----
@@ -467,6 +504,8 @@ def find(
     tensors: Mapping[str, Stored], quantization: Quantization | None = None, elsewhere: Collection[str] = ()
 ) -> dict[str, Codes]:
     """Return the code tensors, in the given order. All tensors are needed, because a companion can be in any file."""
+    if not tensors:
+        return {}
     coded = {name: stored for name, stored in tensors.items() if stored.row.code in _CODES}
     pairs, mains = _companions()
     present = _present({suffix for _, suffix in pairs}, (*tensors, *elsewhere)) if coded else set()

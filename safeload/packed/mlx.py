@@ -31,8 +31,10 @@ def mlx(group: PackedGroup) -> Packing:
     stored, scale = group.stored, group.scales
     if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
-    own = group.config.values.get(group.module)
-    settings = own if isinstance(own, Mapping) else group.config.values  # a module's own settings inherit nothing
+    settings = group.config.values
+    if group.method != "mlx" or not group.config.is_uniform:
+        own = settings.get(group.module)
+        settings = own if isinstance(own, Mapping) else settings  # a module's own settings inherit nothing
     mode = settings.get("mode")
     if packing.BIAS not in group.parts:
         if mode == "affine" or group.scale_code != "U8":

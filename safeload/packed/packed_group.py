@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +18,8 @@ from ..engine.run import jobs
 from ..engine.run.job import Job, Origin
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
+from ..errors import FormatError
+from ..stores.json_file import parse_json
 from .families import FP8, Family, Stored, families
 from .quantization import UNCONFIGURED, Quantization, brief, is_length, overrides_key
 
@@ -76,8 +78,6 @@ class GroupContext:
         }
         self.arrays: dict[str, Array] | None = None
         self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
-        # Of `configured_grid`, because thousands of experts have the shapes of the first.
-        self.grids: dict[tuple[object, ...], Grid | None] = {}
 
     def part(self, name: str) -> Part | None:
         """Return a tensor as a part; None if its bytes are not in C order and little-endian."""
@@ -127,9 +127,18 @@ def _contents(parts: Iterable[Part]) -> dict[str, Array]:
 class PackedGroup:
     """The stored tensors of a packed tensor."""
 
+    # Only of this group: a description that reads any of these does not hold for groups with equal parts.
+    codes: str
+    logical: str
+    names: Mapping[str, str]  # by role
+    module: str  # the name of the weight's module
+    context: GroupContext
+
     def __init__(self, codes: str, logical: str, names: Mapping[str, str], context: GroupContext) -> None:
-        self.codes, self.logical, self.names, self.context = codes, logical, names, context
-        self.module = logical.removesuffix(".weight")  # the name of the weight's module
+        module = logical.removesuffix(".weight")
+        self._only = {"codes": codes, "logical": logical, "names": names, "module": module, "context": context}
+        self._text = context.text
+        self.is_alike = True  # False once a description has read what only this group has
         self.config = config = context.quantization
         self.method = config.method  # ``quant_method``
         self.is_configured = config is not UNCONFIGURED
@@ -138,8 +147,17 @@ class PackedGroup:
         self.prefix = "fp8" if self.row.code in FP8 else "int8"  # of labels of 8-bit codes
         scale = self.parts.get(packing.SCALE)
         self.scale_code, self.scales = ("", ()) if scale is None else (scale.row.code, scale.shape)
-        self.weights = config.weights(self.module)  # the descriptions in ``config_groups``
-        self._own = {} if config.is_uniform else config.own(self.module)
+        self.weights = config.weights(module)  # the descriptions in ``config_groups``
+        self._own = {} if config.is_uniform else config.own(module)
+        # What groups with equal parts and settings share; None if a module can have its own settings.
+        self.kind = (*self.parts.items(), *map(id, self.weights)) if config.is_uniform else None
+
+    def __getattr__(self, name: str) -> Any:
+        only = vars(self).get("_only", {})  # missing in a new copy
+        if name not in only:
+            raise AttributeError(name)
+        self.is_alike = False
+        return only[name]
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration of the module: the shared settings and its own."""
@@ -168,7 +186,7 @@ class PackedGroup:
         row_bytes = self.row.nbytes(self.stored[-1]) if self.stored else 1
         fields = {
             "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "row_bytes": row_bytes,
-            "config": self.context.text, **fields,
+            "config": self._text, **fields,
         }  # fmt: skip
         return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
 
@@ -254,6 +272,14 @@ def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts
 
 
 # ---- checks ----
+
+
+def parsed(text: bytes, title: str) -> dict[str, Any]:
+    """Return a description in JSON."""
+    try:
+        return parse_json(text, title, "")
+    except FormatError as error:
+        raise Misfit(str(error.args[0])) from None
 
 
 def check_shared(group: PackedGroup, packed: Packing) -> Packing:
@@ -431,22 +457,12 @@ def configured(group: PackedGroup, key: str, strategy: str | None = None) -> int
 
 
 def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
-    """Return the grid of scales in ``config_groups`` for codes of a shape, or None."""
+    """Return the grid of the fitting description for codes of a shape; None if a description does not define a grid."""
     if group.method != "compressed-tensors":
         return None
-    key, grids = (*map(id, group.weights), shape, group.scales), group.context.grids
-    if key not in grids:
-        grids[key] = _described_grid(group.weights, shape, group.scales)
-    return grids[key]
-
-
-def _described_grid(
-    described: Sequence[Mapping[str, Any]], shape: tuple[int, ...], scale: tuple[int, ...]
-) -> Grid | None:
-    """Return the grid of the fitting description; None if a description does not define a grid."""
-    pairs = [_strategy_of(weights, shape) for weights in described]
+    scale, pairs = group.scales, [_strategy_of(weights, shape) for weights in group.weights]
     grids = [grid for _, grid in pairs if grid is not None]
-    if not grids or len(grids) < len(described):
+    if not grids or len(grids) < len(pairs):
         return None
     fitting = [grid for grid in grids if _is_shape_of(scale, grid, shape)]
     rows, columns = (1, 1, *shape)[-2:]

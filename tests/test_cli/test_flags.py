@@ -50,7 +50,7 @@ def test_translations(text, want):
 ELSEWHERE = (
     "base/arrays.py", "base/paths.py", "base/names.py", "checkpoint.py",
     "engine/codes/quantized_tensor.py", "engine/run/slice.py", "formats/registry.py", "operations/measure/stats.py",
-    "operations/quantize/quantize.py", "operations/quantize/stack.py", "stores/places.py",
+    "operations/quantize/quantize.py", "stores/places.py",
 )  # fmt: skip
 DOORS = ("compat", "frameworks", "cli")
 ARGUMENTS = (

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.engine_models import DTYPES, matrix
-from builders.inside import ENGINE_FORMATS, Encoding, dtypes, encoding, in_memory, native, packing, presets
+from builders.inside import ENGINE_FORMATS, Encoding, dtypes, in_memory, native, packing, presets
+from builders.inside import quantizing as encoding
 from builders.random import rng
 from builders.thorough import part_of
 

@@ -36,6 +36,7 @@ from ...models.schema import MAX_EXPERTS
 from ...packed.quantization import without_quantization
 from ...stores.files import Location
 from ...stores.json_file import read_if_there
+from ..quantize.rules import stack_of
 from ..sources.catalog import Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from .settings import ModelConfig, config_of, count_at, form_of, settings_of
 from .tokenizer import (
@@ -254,7 +255,7 @@ def llama_cpp_recipes(
     if form.tied and tied is not True and _HEAD in stored_by_name:
         raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
     recipes: dict[str, TensorRecipe] = {}
-    experts: dict[str, dict[int, str]] = {}  # stacks: the tensor of each expert
+    experts: dict[str, dict[int, TensorRecipe]] = {}  # by stack
     forms: set[str] = set()
     unknown = []
     for name, stored in stored_by_name.items():
@@ -268,7 +269,8 @@ def llama_cpp_recipes(
             if recipe is None or (layout.stack and int(numbers[1]) >= MAX_EXPERTS):
                 continue
             if layout.stack:
-                experts.setdefault(target, {})[int(numbers[1])] = stored
+                expert = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
+                experts.setdefault(target, {})[int(numbers[1])] = expert
             if layout.stack or layout.part is not None:
                 forms.add(SINGLE if layout.stack else FUSED)
             if target in recipes and not layout.stack:
@@ -281,7 +283,8 @@ def llama_cpp_recipes(
     if tied is not True and _HEAD not in stored_by_name and not form.tied:
         text = "is missing, and tie_word_embeddings is not true"
         raise error_about(FormatError, text, path=catalog.title, tensor=_HEAD)
-    recipes.update((target, _stack(catalog, config, target, sources)) for target, sources in experts.items())
+    for target, members in experts.items():
+        recipes[target] = stack_of(catalog, target, config.size("expert_count"), members)
     if len(forms) > 1:
         raise FormatError("some layers have fused experts and some do not", catalog.title)
     return recipes, next(iter(forms), None)
@@ -307,19 +310,6 @@ def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str
     if layout.row and shape not in ((width := config.size("embedding_length"),), (1, width)):
         raise error_about(FormatError, f"must have the shape [1, {width}], got {list(shape)}", tensor=name)
     return TensorRecipe(shape, (Move(name),), heads, shift=layout.add)
-
-
-def _stack(catalog: Catalog, config: ModelConfig, target: str, sources: Mapping[int, str]) -> TensorRecipe:
-    count = config.size("expert_count")
-    missing = next((k for k in range(count) if k not in sources), None)
-    shapes = {tuple(catalog.about(name).shape) for name in sources.values()}
-    if missing is not None or len(sources) != count:
-        fault = f"expert {missing} is missing" if missing is not None else f"it has {len(sources)} experts"
-        raise error_about(FormatError, f"needs {count} experts, but {fault}", path=catalog.title, tensor=target)
-    if len(shapes) > 1:
-        text = "is a stack of experts, but these have different shapes"
-        raise error_about(FormatError, text, path=catalog.title, tensor=target)
-    return TensorRecipe((count, *shapes.pop()), tuple(Move(sources[k], written=TensorView(k)) for k in range(count)))
 
 
 def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:

@@ -46,28 +46,31 @@ from ...models.layout import Layout
 from ...models.module_names import adapter_note, refuse_adapters
 from ...packed import finder
 from ...packed.families import Preset, preset_of
-from ...packed.quantization import is_kept_by, is_own, quantization_of, without_quantization
+from ...packed.quantization import Quantization, is_kept_by, is_own, quantization_of, without_quantization
 from ...stores.files import Location
 from ..folders.destinations import Destination, check_writable, is_folder, limit_of, sink_of, where
 from ..folders.shards import config_with, extras_of
 from ..folders.sink import Sink
-from ..quantize.checkpoint import Summary, described
-from ..quantize.encoding import WEIGHTS
-from ..quantize.engine_rules import EngineRules, arranged, not_as_in_mlx, nothing_left
+from ..quantize.quantize import WEIGHTS
 from ..quantize.rules import (
     ConvertScheme,
+    EngineRules,
     FileTypeRules,
     Keep,
     Planned,
     Rules,
+    Summary,
+    arranged,
+    described,
+    not_as_in_mlx,
+    nothing_left,
     read_importance,
     rules_for,
     schema_of,
     tied_heads,
 )
-from ..quantize.stack import plan
 from ..sources.catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
-from .make import Decision, Outputs, outputs_of, spans_of
+from .make import Decision, Outputs, outputs_of, plan, spans_of
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
@@ -588,7 +591,13 @@ def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> No
 class Decider:
     """Decides how tensors are converted, and keeps a record for the summary."""
 
-    def __init__(self, catalog: Catalog, request: ConvertRequest) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        request: ConvertRequest,
+        *,
+        ties: bool | None = None,  # for a result in memory, which leaves nothing out: whether it has tied heads
+    ) -> None:
         options, format, converts = request.options, request.format, request.target is not None
         self._catalog, self._request, self._target = catalog, request, request.target
         self._matrix = None if options["imatrix"] is None else read_importance(options["imatrix"])
@@ -597,6 +606,7 @@ class Decider:
         self._kept: dict[str, str] = {}
         self._fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
         tied: Mapping[str, str] = {}
+        whole = options["names"] is None
         if options["quantize"] is not None:
             converts, schema = True, schema_of(catalog)
             if request.preset is not None:
@@ -611,10 +621,10 @@ class Decider:
                 self._rules, rules.schema = rules, schema
                 # llama.cpp ties the head itself, and a restored model has all of its tensors.
                 if not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog):
-                    tied = tied_heads(catalog, schema) if options["names"] is None else {}
+                    tied = tied_heads(catalog, schema) if whole and ties is not False else {}
         self._engine = self._rules if isinstance(self._rules, EngineRules) else None
         chosen = dict.fromkeys(request.chosen(catalog, [*tied, *catalog.ignored]))
-        unknown = catalog.unknown() if options["names"] is None else {}
+        unknown = catalog.unknown() if whole and ties is None else {}
         # Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.
         self._left_out = {key: entry.label for key, entry in unknown.items() if key in chosen and not entry.is_tensor}
         self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
@@ -644,9 +654,11 @@ class Decider:
         options, format, layout = request.options, request.format, request.options["layout"]
         own = options["metadata"] or {}
         stored = [*self._descriptions, *self._heads]
-        if rules is not None and options["keep"] is not None:
-            rules.kept.check(stored)
-        decisions = self._of_layout(layout) if layout is not None else self._of_tensors()
+        if options["keep"] is not None:
+            self.check_kept()
+        if layout is None and self._tensors is None:
+            catalog.refuse_unknown(self._descriptions)
+        decisions = self._of_layout(layout) if layout is not None else self.of_tensors()
         if isinstance(rules, Rules) and rules.patterns:
             check_matches("quantize", rules.patterns, {*stored, *decisions})
         converts = self._target is not None or rules is not None
@@ -703,10 +715,7 @@ class Decider:
         if request.folder is not None:
             config = config_with(catalog.config, self._target, restored=self._restored, schemes=outputs.schemes)
         if rules is not None:
-            heads = {head: catalog.about(self._heads[head]) for head in self._heads if head in self._quantized}
-            before = sum([tensor.nbytes for tensor in self._descriptions.values()])
-            sources = described({**self._descriptions, **heads})
-            summary = Summary(before, outputs.nbytes, self._quantized, self._kept, sources)
+            summary = self.summary(outputs.nbytes)
         if engine is not None:
             metadata = {"format": engine.engine.metadata, **own}
             config = engine.config(config, self._quantized, self._kept, names)
@@ -724,10 +733,24 @@ class Decider:
             self._restored and engine is None,
         )
 
-    def _of_tensors(self) -> dict[str, Decision]:
+    def check_kept(self) -> None:
+        """Refuse patterns of ``keep`` that match nothing."""
+        if self._rules is not None:
+            self._rules.kept.check([*self._descriptions, *self._heads])
+
+    def summary(self, nbytes: int) -> Summary:
+        """Return the summary of a result with this many bytes."""
+        heads = {head: self._catalog.about(self._heads[head]) for head in self._heads if head in self._quantized}
+        before = sum([tensor.nbytes for tensor in self._descriptions.values()])
+        return Summary(before, nbytes, self._quantized, self._kept, described({**self._descriptions, **heads}))
+
+    def quantization(self) -> Quantization:
+        """Return the quantization of a folder for an engine, as its reader would parse it."""
+        assert self._engine is not None
+        return self._engine.quantization(self._quantized)
+
+    def of_tensors(self) -> dict[str, Decision]:
         """Decide about tensors under their own names, and about tied heads."""
-        if self._tensors is None:
-            self._catalog.refuse_unknown(self._descriptions)
         names: Iterable[str] = self._descriptions
         if isinstance(self._rules, FileTypeRules):
             names = self._rules.ordered(names)
@@ -776,7 +799,8 @@ class Decider:
         return planned
 
     def _decide(self, name: str, tensor: TensorDescription) -> Decision:
-        row, planned = tensor.row, _UNPLANNED if self._rules is None else self._planned(name, tensor)
+        row = tensor.row if self._request.format else tensor.element  # in memory, nothing need be stored
+        planned = _UNPLANNED if self._rules is None else self._planned(name, tensor)
         if self._engine is not None:
             if planned.scheme is not None:
                 return Decision(self._engine.weight_dtype(tensor, self._target).code, planned.scheme)
@@ -785,6 +809,8 @@ class Decider:
             return Decision(target.code if changes and target is not None else None)
         if planned.scheme is not None or planned.dtype is not None:
             return Decision(planned.dtype, planned.scheme)
+        if row is None:
+            return Decision()
         if tensor.packed:
             if self._target is None and self._rules is None:
                 return Decision()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -17,29 +19,45 @@ from ...base.arrays import Array, foreign_order
 from ...base.names import Renames, renamed
 from ...base.packing import INT8, SCHEMES, Part, usual_axis
 from ...base.runtime import paused
-from ...base.text import error_about
+from ...base.text import error_about, show
 from ...engine.ahead.spans import Spans
 from ...engine.codes.quantized_tensor import PartRows, QuantizedTensor, storage_of
-from ...engine.codes.source import Source
+from ...engine.codes.source import Source, of_array
 from ...engine.read.tensors import Entry, Lazy, LazyParts, Staged, Tensors
 from ...engine.run import jobs
 from ...engine.run.atomic_file import AtomicFile
+from ...engine.run.job import JobGrid
 from ...engine.run.memory import private_array
-from ...errors import RangeError, UnsupportedError
+from ...engine.run.progress import Progress
+from ...errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ...formats.metadata import as_texts
 from ...formats.mixtures import ImportanceMatrix
 from ...formats.registry import SAFETENSORS, row_of
 from ...formats.safetensors.file import ROOM, Header
 from ...formats.safetensors.quantized import texts_with
-from ...models.layout import Layout, StackedTensor
+from ...models.layout import LAYER, Layout, StackedTensor
 from ...packed.families import presets
 from ..folders.shards import Output, ShardWriter, shard_bounds, writer_of
 from ..folders.shards import weight_map as stored_in
-from ..quantize.encoding import Encoding, Scratch, ScratchBuffers, Weights, encode, global_scale, largest_in, weights_in
-from ..quantize.quantize import Request, Rounding, maxima_of, new_tensor, quantize_source, run_requests, scales_of
+from ..quantize.quantize import (
+    Encoding,
+    Request,
+    Rounding,
+    Scratch,
+    ScratchBuffers,
+    Weights,
+    encode,
+    global_scale,
+    largest_in,
+    maxima_of,
+    new_tensor,
+    quantize_source,
+    run_requests,
+    scales_of,
+    weights_in,
+)
 from ..quantize.rules import vectors_for
-from ..quantize.stack import fill, plan
-from ..sources.catalog import Catalog, TensorDescription
+from ..sources.catalog import Catalog, TensorDescription, read_values
 
 _BYTES = dtypes.BY_CODE["U8"]
 # Stands for the dtype number of a tensor that is copied.
@@ -48,6 +66,7 @@ _SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
 # A group of small tensors fits into the caches, and is large enough that a tensor takes little time beside its bytes.
 _GROUP_TENSORS, _GROUP_BYTES = 256, 1 << 20
 _KEPT_BYTES = 16 << 20  # of scales that are kept until they are written
+_MAX_DIGITS = 18  # of a layer number, because ``int`` refuses more than 4300
 # Bytes of the widest integers that GPTQ and AWQ pack codes into.
 _WIDEST_CODES = 4
 
@@ -441,10 +460,7 @@ class Maker:
 
     def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyParts:
         """Return a weight to quantize for an engine when it is written."""
-        assert decision.scheme is not None
-        assert decision.dtype is not None
-        row = dtypes.BY_CODE[decision.dtype]
-        encoding = Encoding(source, presets()[decision.scheme], tensor.shape, row)
+        encoding = self._encoding(source, decision, tensor.shape)
         constants = encoding.constants()
         parts = {}
         for role, part in encoding.preset.parts.items():
@@ -455,6 +471,28 @@ class Maker:
             parts[part.suffix] = Lazy(*encoding.stored(role), make)
         return LazyParts(encoding.preset.name, tensor.shape, parts, encoded=True)
 
+    def _encoding(self, source: str, decision: Decision, shape: tuple[int, ...]) -> Encoding:
+        assert decision.scheme is not None
+        assert decision.dtype is not None
+        return Encoding(source, presets()[decision.scheme], shape, dtypes.BY_CODE[decision.dtype])
+
+    def encoded(self, source: str, decision: Decision) -> tuple[Encoding, dict[str, Array]]:
+        """Quantize a weight for an engine at once: its parts that depend on values, by role."""
+        encoding = self._encoding(source, decision, self._about(source).shape)
+        largest, weights = self._largest(encoding, decision.partners), self._weights(source, encoding.row)
+        return encoding, encode(encoding, weights, largest=largest, threads=self._threads)
+
+    def _largest(self, encoding: Encoding, partners: tuple[str, ...]) -> float | None:
+        """Return the largest magnitude of the weights that share a global scale; None without such a scale."""
+        if packing.GLOBAL not in encoding.preset.parts:
+            return None
+        names = partners or (encoding.name,)
+        if names not in self._maxima:
+            sharing = (encoding._replace(name=other, shape=self._about(other).shape) for other in names)
+            weights = ((each, self._weights(each.name, each.row)) for each in sharing)
+            self._maxima[names] = max(largest_in(each, values, self._threads) for each, values in weights)
+        return self._maxima[names]
+
     def _part_of(self, encoding: Encoding, partners: tuple[str, ...], role: str) -> Array:
         """Return a part of a quantized weight."""
         name = encoding.name
@@ -462,16 +500,9 @@ class Maker:
         if kept is not None:
             self._kept_bytes -= kept.nbytes
             return kept
-        largest = None
-        if packing.GLOBAL in encoding.preset.parts:
-            names = partners or (name,)
-            if names not in self._maxima:
-                sharing = (encoding._replace(name=other, shape=self._about(other).shape) for other in names)
-                weights = ((each, self._weights(each.name, each.row)) for each in sharing)
-                self._maxima[names] = max(largest_in(each, values, self._threads) for each, values in weights)
-            largest = self._maxima[names]
-            if role == packing.GLOBAL:
-                return jobs.native_order(np.array([global_scale(largest, encoding.row)]))
+        largest = self._largest(encoding, partners)
+        if largest is not None and role == packing.GLOBAL:
+            return jobs.native_order(np.array([global_scale(largest, encoding.row)]))
         codes = None
         if role == packing.CODES:
             dtype, shape = encoding.stored(role)
@@ -590,3 +621,119 @@ def _stored(part: Part, threads: int | None) -> Lazy:
     if not foreign_order(False):
         staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
     return Lazy(dtype, shape, lambda: PartRows(part).whole(), staged)
+
+
+# ---- layouts ----
+
+
+class Stack(NamedTuple):
+    """A planned tensor of the result."""
+
+    entry: StackedTensor
+    names: list[str]  # the layers in order; a single tensor if there is no layer axis
+    layer: tuple[int, ...]  # shape of a layer in the source
+    shape: tuple[int, ...]  # shape of the result
+    row: dtypes.Dtype  # dtype of the result
+
+
+def plan(tensors: Mapping[str, TensorDescription], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
+    """Plan the tensors of a layout, checking every name and shape."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a safeload.Layout, got {type(layout).__name__}")
+    layers = {entry.source: _layers_of(tensors, entry) for entry in layout.tensors if entry.stacked}
+    counts: dict[str, int] = {}
+    for source, numbers in layers.items():
+        prefix = source.split(LAYER)[0]
+        counts[prefix] = max(counts.get(prefix, 0), 1 + max(numbers, default=-1))
+    return [_plan_entry(entry, tensors, layers.get(entry.source), counts, target) for entry in layout.tensors]
+
+
+def _layers_of(tensors: Mapping[str, TensorDescription], entry: StackedTensor) -> set[int]:
+    """Return the numbers of the layers that match an entry."""
+    prefix, suffix = entry.source.split(LAYER)
+    pattern = re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}", re.ASCII)
+    layers = set()
+    for name, digits in ((match[0], match[1]) for match in map(pattern.fullmatch, tensors) if match is not None):
+        if len(digits) > _MAX_DIGITS:
+            shown = repr(name if len(name) <= 40 else f"{name[:40]}...")
+            raise SafeloadError(f"{show(entry.name)}: {shown} has a layer number with {len(digits)} digits")
+        if digits != str(int(digits)):
+            text = f"{show(name)} has a layer number with leading zeros: {show(digits)}"
+            raise SafeloadError(f"{show(entry.name)}: {text}")
+        layers.add(int(digits))
+    return layers
+
+
+def _plan_entry(
+    entry: StackedTensor,
+    tensors: Mapping[str, TensorDescription],
+    layers: set[int] | None,  # that match the entry; None if it has no layer axis
+    counts: Mapping[str, int],  # of layers, by the prefix of their names, over all entries
+    target: dtypes.Dtype | None,
+) -> Stack:
+    """Plan an entry of a layout."""
+    names, at = [entry.source], f"{show(entry.name)}: "
+    if layers is not None:
+        prefix, suffix = entry.source.split(LAYER)
+        if not layers:
+            raise TensorNotFoundError(f"{at}no tensor matches {show(entry.source)} with a layer number")
+        count = counts[prefix]
+        if len(layers) < count:  # checked before the names are built, because a large number can imply any count
+            missing = next(k for k in range(count) if k not in layers)
+            name = show(f"{prefix}{missing}{suffix}")
+            raise TensorNotFoundError(f"{at}layer {missing} of {count} is missing: no tensor {name}")
+        names = [f"{prefix}{k}{suffix}" for k in range(count)]
+    elif entry.source not in tensors:
+        raise TensorNotFoundError(f"{at}no tensor {show(entry.source)}")
+    shape, shown = tensors[names[0]].shape, show(names[0])
+    for name in names[1:]:
+        if tensors[name].shape != shape:
+            text = f"{shown} has shape {list(shape)}, but {show(name)} has {list(tensors[name].shape)}"
+            raise SafeloadError(at + text, tensor=name)
+    rows = [_result_row(name, tensors[name], target) for name in names]
+    for name, row in zip(names, rows, strict=True):
+        if row is not rows[0]:
+            text = f"{shown} is {rows[0].name}, but {show(name)} is {row.name}: pass dtype="
+            raise SafeloadError(at + text, tensor=name)
+    if entry.transpose and len(shape) != 2:
+        text = f"{shown} has shape {list(shape)}: only matrices can be transposed"
+        raise UnsupportedError(at + text, tensor=names[0])
+    layer = shape[::-1] if entry.transpose else shape
+    return Stack(entry, names, shape, (len(names), *layer) if entry.stacked else layer, rows[0])
+
+
+def _result_row(name: str, tensor: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
+    if target is not None and (tensor.row.floating or tensor.scheme is not None):
+        return target
+    if tensor.scheme is not None or tensor.row.packed:
+        text = f"is {tensor.scheme or tensor.row.name}: pass dtype= to stack its values"
+        raise error_about(UnsupportedError, text, tensor=name)
+    return tensor.row
+
+
+def fill(
+    catalog: Catalog,
+    targets: Sequence[tuple[Stack, Array]],
+    *,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> None:
+    """Fill C-contiguous arrays as planned, all in one run."""
+    batch = jobs.Batch()
+    for stack, array in targets:
+        size = math.prod(stack.layer) * array.dtype.itemsize
+        begin = batch.into(array)
+        grid: JobGrid | None = None
+        for k, name in enumerate(stack.names):
+            origin = catalog.source(name)
+            if isinstance(origin, QuantizedTensor) or origin.row.packed:  # a strided copy needs whole-byte elements
+                decoded = private_array(origin.shape, array.dtype)
+                origin = of_array("", read_values(origin, stack.row, decoded, threads))
+            if origin.size == 0:
+                continue
+            element, item = origin.row.block_bytes, array.dtype.itemsize
+            if stack.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
+                rows, columns = stack.layer
+                grid = JobGrid(rows, columns, (columns * element, element, item, rows * item))
+            batch.add(origin.job(begin + k * size, stack.row.number, grid=grid))
+    batch.run(threads=threads, progress=progress)

@@ -40,8 +40,7 @@ from ..folders import journal
 from ..folders.destinations import Destination, sink_at
 from ..folders.shards import config_text, index_text, warn_of_schemes
 from ..folders.sink import Sink, free_names, indexed_names, shared_identity
-from ..quantize.checkpoint import Summary
-from ..quantize.engine_rules import arranged
+from ..quantize.rules import Summary, arranged
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, RestructuredCatalog, has_names
 from ..sources.executors import (

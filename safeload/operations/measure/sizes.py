@@ -14,10 +14,8 @@ from ...engine.codes.quantized_tensor import storage_of
 from ...errors import FormatError, UnsupportedError
 from ...models.schema import Schema
 from ...packed.families import presets
-from ..quantize.encoding import Encoding
-from ..quantize.engine_rules import EngineRules, arranged
-from ..quantize.quantize import SchemeName
-from ..quantize.rules import Rules, check_restorable, heads_to_quantize, schema_of, tied_heads
+from ..quantize.quantize import Encoding, SchemeName
+from ..quantize.rules import EngineRules, Rules, arranged, check_restorable, schema_of, tied_heads
 from ..sources.catalog import Catalog, Given, RestructuredCatalog, TensorDescription
 
 #: The dtypes to predict sizes for.
@@ -59,7 +57,8 @@ def sizes(source: Given) -> Sizes:
         stored = sum(kind.number * kind.about.nbytes for kind in kinds)
         if catalog.codes or catalog.unknown():
             return Sizes(stored, {}, {})
-        tied = tied_heads(catalog, schema)
+        tied = ((head, catalog.about(embedding)) for head, embedding in tied_heads(catalog, schema).items())
+        heads = [_Kind(head, about, 1) for head, about in tied if about.floating and not about.quantized]
 
         def converted(dtype: str) -> int:
             return sum(kind.number * _converted(kind, dtypes.BY_NAME[dtype]) for kind in kinds)
@@ -67,10 +66,11 @@ def sizes(source: Given) -> Sizes:
         def quantized(scheme: str) -> int:
             rules = Rules(cast(SchemeName, scheme), None)
             rules.schema = schema
-            heads = heads_to_quantize(tied, rules, catalog.about)
             total = 0
-            for kind in (*kinds, *(_Kind(head, catalog.about(embedding), 1) for head, embedding in heads.items())):
+            for kind in (*kinds, *heads):
                 about, plan = kind.about, rules.plan(kind.name, kind.about)
+                if plan.scheme is None and kind in heads:
+                    continue  # stays tied
                 if plan.scheme is not None:
                     parts = storage_of(plan.scheme, about.shape, usual_axis(plan.scheme, about.shape))
                     nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in filter(None, parts))

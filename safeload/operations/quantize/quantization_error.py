@@ -15,8 +15,7 @@ from ...base.text import printable, subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...errors import exported, public
 from ..sources.catalog import Catalog, Given, TensorDescription
-from .engine_rules import like
-from .rules import schema_of, tied_heads
+from .rules import like, schema_of, tied_heads
 
 
 class _ErrorFields(NamedTuple):
