@@ -15,7 +15,7 @@ import safetensors.numpy
 from compare import Comparison, prepared, race
 
 import safeload
-from safeload.operations.validate import manifest
+from safeload.operations.checking import manifest
 
 ROUNDS = files.LARGE_ROUNDS
 

@@ -48,6 +48,26 @@ from .models.family import ModelFamily as ModelFamily
 from .models.family import families as families
 from .models.layout import Layout as Layout
 from .models.layout import StackedTensor as StackedTensor
+from .operations.checking.check import Limits as Limits
+from .operations.checking.check import check as check
+from .operations.checking.diff import DiffReport as DiffReport
+from .operations.checking.diff import LayerDiff as LayerDiff
+from .operations.checking.diff import TensorDiff as TensorDiff
+from .operations.checking.diff import diff as diff
+from .operations.checking.findings import CheckReport as CheckReport
+from .operations.checking.findings import Finding as Finding
+from .operations.checking.info import AdapterFitting as AdapterFitting
+from .operations.checking.info import AdapterSummary as AdapterSummary
+from .operations.checking.info import Info as Info
+from .operations.checking.info import info as info
+from .operations.checking.local_models import LocalModel as LocalModel
+from .operations.checking.local_models import LocalModels as LocalModels
+from .operations.checking.local_models import local_models as local_models
+from .operations.checking.report import report as report
+from .operations.checking.stats import HISTOGRAM_EDGES as HISTOGRAM_EDGES
+from .operations.checking.stats import StatsTable as StatsTable
+from .operations.checking.stats import TensorStats as TensorStats
+from .operations.checking.stats import stats as stats
 from .operations.convert.convert import convert as convert
 from .operations.convert.decide import ConvertReport as ConvertReport
 from .operations.convert.in_memory import QuantizedDict as QuantizedDict
@@ -57,21 +77,6 @@ from .operations.convert.in_memory import stack as stack
 from .operations.convert.resume import Plan as Plan
 from .operations.convert.resume import finalize as finalize
 from .operations.convert.resume import plan_convert as plan_convert
-from .operations.inspect.info import AdapterFitting as AdapterFitting
-from .operations.inspect.info import AdapterSummary as AdapterSummary
-from .operations.inspect.info import Info as Info
-from .operations.inspect.info import info as info
-from .operations.local_models import LocalModel as LocalModel
-from .operations.local_models import LocalModels as LocalModels
-from .operations.local_models import local_models as local_models
-from .operations.measure.diff import DiffReport as DiffReport
-from .operations.measure.diff import LayerDiff as LayerDiff
-from .operations.measure.diff import TensorDiff as TensorDiff
-from .operations.measure.diff import diff as diff
-from .operations.measure.stats import HISTOGRAM_EDGES as HISTOGRAM_EDGES
-from .operations.measure.stats import StatsTable as StatsTable
-from .operations.measure.stats import TensorStats as TensorStats
-from .operations.measure.stats import stats as stats
 from .operations.pieces import run_piece as run_piece
 from .operations.quantize.quantization_error import QuantizationStats as QuantizationStats
 from .operations.quantize.quantization_error import QuantizationTable as QuantizationTable
@@ -79,7 +84,6 @@ from .operations.quantize.quantization_error import quantization_error as quanti
 from .operations.quantize.quantize import quantize as quantize
 from .operations.quantize.rules import KEPT_NAMES as KEPT_NAMES
 from .operations.quantize.rules import Summary as Summary
-from .operations.report.report import report as report
 from .operations.saving.edit import Edit as Edit
 from .operations.saving.edit import edit as edit
 from .operations.saving.patch import PatchReport as PatchReport
@@ -95,10 +99,6 @@ from .operations.trust.scan import scan as scan
 from .operations.trust.verify import FileCheck as FileCheck
 from .operations.trust.verify import VerifyReport as VerifyReport
 from .operations.trust.verify import verify as verify
-from .operations.validate.check import check as check
-from .operations.validate.findings import CheckReport as CheckReport
-from .operations.validate.findings import Finding as Finding
-from .operations.validate.values import Limits as Limits
 from .stores.digests import Signature as Signature
 
 __all__ = [

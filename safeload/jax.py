@@ -14,7 +14,7 @@ from .base.arrays import Array as NumpyArray
 from .base.arrays import as_array
 from .base.names import Patterns
 from .base.paths import PathLike
-from .compat.names import imported
+from .compat import imported
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .engine.read.load import Backend, check_backend, parse_target
 from .engine.run.progress import Progress

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .base.arrays import Array
 from .base.paths import PathLike
-from .compat.names import SHARED, imported
+from .compat import SHARED, imported
 from .engine.read.load import Backend, check_backend, load_all, load_tensors
 from .engine.run.progress import Progress
 from .errors import public
@@ -25,11 +25,11 @@ __all__ = ["load", "load_file", "save", "save_file"]
 # Further names that other libraries import from safetensors.numpy.
 _LATER = {
     **SHARED,
-    "_TYPES": ("compat.numpy_specs", "TYPES"),
-    "_flatten": ("compat.numpy_specs", "flatten"),
-    "_getdtype": ("compat.numpy_specs", "getdtype"),
-    "_is_little_endian": ("compat.numpy_specs", "is_little_endian"),
-    "_view2np": ("compat.numpy_specs", "view2np"),
+    "_TYPES": ("compat.specs", "TYPES"),
+    "_flatten": ("compat.specs", "flatten"),
+    "_getdtype": ("compat.specs", "getdtype"),
+    "_is_little_endian": ("compat.specs", "is_little_endian"),
+    "_view2np": ("compat.specs", "view2np"),
 }
 _NAMESPACE = globals()
 
@@ -118,9 +118,9 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
     """
     arrays, _ = safetensors.parse(data, copy=copy)
     if "_TYPES" in _NAMESPACE:  # a program may have changed the dict, which upstream's load honors
-        from .compat import numpy_specs
+        from .compat import specs
 
-        return numpy_specs.retyped(data, arrays, _NAMESPACE["_TYPES"])
+        return specs.retyped(data, arrays, _NAMESPACE["_TYPES"])
     return arrays
 
 

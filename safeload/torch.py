@@ -15,7 +15,7 @@ from .base.arrays import check_mapping
 from .base.names import Patterns
 from .base.paths import PathLike, native_path
 from .base.text import clip, printable, show
-from .compat.names import SHARED, imported
+from .compat import SHARED, imported
 from .engine.read.load import Backend, check_backend, load_all, load_tensors, parse_target
 from .engine.read.tensors import entries_of
 from .engine.run.progress import Progress
@@ -42,21 +42,21 @@ _LATER = {
     "_SIZE": ("frameworks.torch_arrays", "SIZES"),
     "_TYPES": ("frameworks.torch_arrays", "TYPES"),
     "_evaluate_tensors_for_save": ("frameworks.torch_arrays", "check_tensors_apart"),
-    "_float4_e2m1_x2": ("compat.torch_specs", "FLOAT4_E2M1_X2"),
-    "_float8_e4m3fn": ("compat.torch_specs", "FLOAT8_E4M3FN"),
-    "_float8_e4m3fnuz": ("compat.torch_specs", "FLOAT8_E4M3FNUZ"),
-    "_float8_e5m2": ("compat.torch_specs", "FLOAT8_E5M2"),
-    "_float8_e5m2fnuz": ("compat.torch_specs", "FLOAT8_E5M2FNUZ"),
-    "_float8_e8m0": ("compat.torch_specs", "FLOAT8_E8M0"),
+    "_float4_e2m1_x2": ("frameworks.torch_arrays", "TYPES", "F4"),
+    "_float8_e4m3fn": ("frameworks.torch_arrays", "TYPES", "F8_E4M3"),
+    "_float8_e4m3fnuz": ("frameworks.torch_arrays", "TYPES", "F8_E4M3FNUZ"),
+    "_float8_e5m2": ("frameworks.torch_arrays", "TYPES", "F8_E5M2"),
+    "_float8_e5m2fnuz": ("frameworks.torch_arrays", "TYPES", "F8_E5M2FNUZ"),
+    "_float8_e8m0": ("frameworks.torch_arrays", "TYPES", "F8_E8M0"),
     "_end_ptr": ("frameworks.torch_shared", "end_ptr"),
     "_filter_shared_not_shared": ("frameworks.torch_shared", "filter_shared_not_shared"),
     "_find_shared_tensors": ("frameworks.torch_shared", "find_shared_tensors"),
-    "_flatten_as_ptr": ("compat.torch_specs", "flatten_as_ptr"),
-    "_getdtype": ("compat.torch_specs", "getdtype"),
+    "_flatten_as_ptr": ("compat.specs", "flatten_as_ptr"),
+    "_getdtype": ("compat.specs", "torch_dtype"),
     "_is_complete": ("frameworks.torch_shared", "is_complete"),
     "_remove_duplicate_names": ("frameworks.torch_shared", "remove_duplicate_names"),
-    "_to_ndarray": ("compat.torch_specs", "to_ndarray"),
-    "_view2torch": ("compat.torch_specs", "view2torch"),
+    "_to_ndarray": ("compat.specs", "to_ndarray"),
+    "_view2torch": ("compat.specs", "view2torch"),
     "storage_ptr": ("frameworks.torch_shared", "storage_ptr"),
     "storage_size": ("frameworks.torch_shared", "storage_size"),
 }

@@ -16,9 +16,13 @@ from contextlib import ExitStack, contextmanager
 
 from ..base.text import printable
 from ..errors import NoMatchError, SafeloadError
-from .common import complain, log_to_stderr, plain
+from .common import (
+    STANDARD,
+    complain,
+    log_to_stderr,
+    plain,
+)
 from .parsers import COMMANDS, Parsers
-from .streams import STANDARD
 
 # Commands for words that people try.
 _INSTEAD = {
@@ -182,8 +186,8 @@ def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:
             return _INTERRUPTED
         if isinstance(error, (SafeloadError, OSError, MemoryError, ModuleNotFoundError)):  # a package for a URL scheme
             status = 2 if isinstance(error, NoMatchError) else 1
-        elif isinstance(error, (ValueError, TypeError)):  # wrong arguments
-            status = 2
+        elif isinstance(error, (ValueError, TypeError)):
+            status = options.wrong_usage
         else:
             raise  # a defect of safeload
         complain(error)

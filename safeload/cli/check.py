@@ -15,9 +15,11 @@ from ..base.packing import SCHEMES
 from ..base.text import plural, printable, size
 from ..base.url import is_url
 from ..errors import FormatError
-from .cluster import add_dask, cluster
 from .common import (
+    STANDARD,
     bar,
+    check_once,
+    cluster,
     columns,
     given,
     hint,
@@ -28,18 +30,21 @@ from .common import (
     painter,
     print_json,
     print_lines,
+    read_again,
+    refuse,
     shown,
+    source,
+    write_to_stdout,
 )
-from .parsers import JSON, OPENING, PATTERNS, STATUS, THREADS, argument, command, flag, one_of, path, selection
-from .streams import STANDARD, check_once, read_again, refuse, source, write_to_stdout
+from .parsers import DASK, JSON, OPENING, PATTERNS, STATUS, THREADS, argument, command, flag, one_of, path, selection
 
 if TYPE_CHECKING:
+    from ..operations.checking.findings import CheckReport
     from ..operations.folders.destinations import Output
     from ..operations.sources.executors import Executor
-    from ..operations.validate.findings import CheckReport
 
 # Options of the commands that read all values.
-_READING = (*OPENING, THREADS, add_dask, JSON)
+_READING = (*OPENING, THREADS, DASK, JSON)
 
 
 # ---- check ----
@@ -97,9 +102,9 @@ def _schemas() -> list[str]:
 )
 def check(options: argparse.Namespace) -> int:
     """Print the findings about ``options.path``."""
+    from ..operations.checking.check import settings, validate_path
+    from ..operations.checking.findings import HARMLESS_WARNINGS, find
     from ..operations.folders.destinations import Output
-    from ..operations.validate.check import settings, validate_path
-    from ..operations.validate.findings import HARMLESS_WARNINGS, find
     from ..stores.digests import is_manifest
 
     written, output = options.write_manifest, None
@@ -156,7 +161,7 @@ def _manifest(
     report: CheckReport, options: argparse.Namespace, executor: Executor | None, output: Output | None
 ) -> None:
     """Compare a checkpoint with a manifest, or write a manifest."""
-    from ..operations.validate import manifest
+    from ..operations.checking import manifest
 
     expected = manifest.read(options.manifest) if options.manifest else None
     with open_path(options.path, options) as opened, bar("sha256") as progress:
@@ -201,7 +206,7 @@ _STATS_ROWS = 100  # on a terminal
 def stats(options: argparse.Namespace) -> int:
     """Print the statistics of ``options.path``."""
     from .. import stats
-    from ..operations.measure.stats import lines_of
+    from ..operations.checking.stats import lines_of
 
     with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
         same = given(options, "histogram only drop threads")
@@ -322,8 +327,8 @@ def diff(options: argparse.Namespace) -> int:
 )
 def report(options: argparse.Namespace) -> int:
     """Write the page about ``options.path``."""
+    from ..operations.checking.report import is_page, page_of
     from ..operations.folders.destinations import Output
-    from ..operations.report.report import is_page, page_of
 
     to_stdout = options.output == STANDARD
     if to_stdout and options.json:

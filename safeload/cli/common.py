@@ -1,27 +1,37 @@
-"""What the commands share: options as keyword arguments, messages in the words of the command line, the terminal."""
+"""What the commands share: options as keyword arguments, stdin and stdout, messages, the terminal, Dask."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from .._version import __version__
 from ..base import log
 from ..base.showing import is_terminal, terminal_columns, terminal_rows
-from ..base.text import printable
-from ..errors import one_line
-from .streams import STDIN, is_stdin, source
+from ..base.text import printable, show
+from ..errors import FormatError, SafeloadError, one_line
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..engine.run.progress import Report
+    from ..operations.sources.executors import Executor
 
 # False if the shell leaves patterns such as *.safetensors to the program.
 SHELL_EXPANDS = os.name != "nt"
+
+# The path of stdin and of stdout.
+STANDARD = "-"
+# The name of stdin in output and messages.
+STDIN = "<stdin>"
+# Files of the system that stand for stdin. If it is a pipe, weights cannot be mapped through them.
+_DEVICES = frozenset(("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"))
 
 _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": "2"}
 
@@ -102,6 +112,106 @@ def _parsed(text: str) -> Any:
         return json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError):
         return text
+
+
+# ---- "-" as a path: stdin as a source, stdout as a destination ----
+
+
+def source(path: Any) -> Any:
+    """Return a path unchanged, or stdin as a binary file object for "-"."""
+    if not is_stdin(path):
+        return path
+    if sys.stdin is None or sys.stdin.closed:
+        raise ValueError(f"{STANDARD} reads stdin, which is closed; {_other()}")
+    if sys.stdin.isatty():
+        raise ValueError(f"{STANDARD} reads stdin, which is a terminal; redirect a file or a pipe to it, or {_other()}")
+    return sys.stdin.buffer
+
+
+def is_stdin(path: Any) -> bool:
+    """Return True for "-", and for a device that is stdin unless stdin is a file, which opens by this path."""
+    return path == STANDARD or (
+        path in _DEVICES
+        and sys.stdin is not None
+        and not sys.stdin.closed
+        and not _is_file(sys.stdin)
+        and _descriptor(sys.stdin) == 0
+    )
+
+
+@contextmanager
+def read_again(path: str) -> Iterator[Any]:
+    """Yield the `source` for a command that reads it several times: of a pipe, a temporary copy."""
+    stream = source(path)
+    if stream is path or _is_file(stream):
+        yield stream
+        return
+    # Imported here: they would slow down other commands.
+    from ..formats.foreign import HEAD_SIZE
+    from ..formats.registry import check_head
+    from ..stores.file_objects import temporary_copy
+
+    head = stream.read(HEAD_SIZE)
+    if len(head) == HEAD_SIZE:
+        check_head(head, STDIN)  # other formats are not read to their end, which may never come
+    with temporary_copy(stream, head, STDIN) as copy, open(copy.fileno(), "rb", buffering=0, closefd=False) as again:
+        again.seek(0)
+        vars(again)["name"] = STDIN
+        yield again
+
+
+def check_once(paths: Sequence[str]) -> None:
+    """Refuse "-" as several sources, because stdin can be read once."""
+    if sum(map(is_stdin, paths)) > 1:
+        raise ValueError(f"{STANDARD} is repeated, but stdin can be read only once")
+
+
+def refuse(path: str | None, what: str) -> None:
+    """Refuse "-" for a command that needs a file; ``what`` begins the message."""
+    if is_stdin(path):
+        raise ValueError(f"{what}, not {path} for a stream" + (f"; {_other()}" if path == STANDARD else ""))
+
+
+def _other() -> str:
+    return f"for a file of this name pass {show(os.path.join(os.curdir, STANDARD))}"
+
+
+def _descriptor(stream: Any) -> int:
+    """Return the descriptor of a stream; -1 if it is not a stream of the system."""
+    try:
+        return int(stream.fileno())
+    except (AttributeError, OSError):
+        return -1
+
+
+def _is_file(stream: Any) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(_descriptor(stream)).st_mode)
+    except OSError:
+        return False
+
+
+@contextmanager
+def binary_stdout() -> Iterator[BinaryIO]:
+    """Yield stdout for binary data, and flush it at the end."""
+    if getattr(sys.stdout, "name", None) == os.devnull:  # `main` has replaced a closed stream
+        raise ValueError(f"{STANDARD} writes to stdout, which is closed; {_other()}")
+    if sys.stdout.isatty():
+        raise ValueError(
+            f"{STANDARD} writes binary data to stdout, which is a terminal; redirect it, such as > model.safetensors"
+        )
+    sys.stdout.flush()
+    yield sys.stdout.buffer
+    sys.stdout.buffer.flush()
+
+
+def write_to_stdout(text: str) -> int:
+    """Write text in UTF-8, whatever the encoding of the terminal, and return its size in bytes."""
+    data = text.encode("utf-8", "backslashreplace")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+    return len(data)
 
 
 # ---- rows ----
@@ -265,8 +375,96 @@ def bar(label: str) -> Iterator[Report | None]:
     """Show a progress bar if stderr is a terminal; redirected output stays reproducible."""
     from ..engine.run import progress  # imported here: few commands show progress
 
-    if not progress.on_terminal():
+    with progress.bar(label) if progress.on_terminal() else nullcontext() as report:
+        yield report
+
+
+# ---- pieces on a Dask cluster ----
+
+_TIMEOUT = 10  # seconds to wait for a scheduler, or for its file
+_ON_WORKERS = "install safeload and its packages on every worker"
+
+
+@contextmanager
+def cluster(address: str | None) -> Iterator[Executor | None]:
+    """Return the executor of a Dask cluster, by address or by path of a scheduler file, or None without an address."""
+    if address is None:
         yield None
         return
-    with progress.bar(label) as report:
-        yield report
+    import logging  # only here: most commands need neither
+    from concurrent.futures import CancelledError
+    from pkgutil import resolve_name
+
+    from ..base.runtime import is_absent
+
+    try:
+        from distributed import Client, client
+        from distributed.scheduler import KilledWorker
+    except ImportError:
+        if not is_absent("distributed") and not is_absent("dask"):
+            raise  # Dask is installed but broken
+        raise SafeloadError("--dask needs Dask, which is not installed: pip install distributed") from None
+    is_file = ":" not in address or os.path.exists(address)
+    scheduler = _address_in(address) if is_file else address
+    option = f"--dask {printable(scheduler)}"
+    _try(scheduler, option)
+    if not logging.getLogger(log.NAME).isEnabledFor(logging.DEBUG):
+        for name in ("distributed", "distributed.client"):  # their tracebacks would hide our message
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    lost = (CancelledError, getattr(client, "ClosedClientError", CancelledError))  # releases of 2023 have no such class
+    try:
+        with Client(scheduler, timeout=_TIMEOUT, set_as_default=False) as executor:
+            waits = not executor.scheduler_info()["workers"]
+            if waits:
+                print(f"safeload: {option}: waiting for a worker", file=sys.stderr, flush=True)
+            # Workers without this version of safeload would die at their first piece and leave Dask waiting.
+            versions = {} if waits else executor.run(resolve_name, "safeload:__version__", on_error="return")
+            for worker, version in versions.items():
+                if isinstance(version, (ImportError, AttributeError)):
+                    raise SafeloadError(f"{option}: worker {worker}: {version}; {_ON_WORKERS}")
+                if isinstance(version, str) and version != __version__:
+                    raise SafeloadError(f"{option}: worker {worker}: expected safeload {__version__}, got {version}")
+            yield executor  # not its get_executor(): its future of a piece fails if the worker with the result dies
+    except KilledWorker as error:
+        raise SafeloadError(f"{option}: one piece killed several workers: {error}") from None
+    except lost:
+        raise SafeloadError(f"{option}: the connection to the scheduler was lost") from None
+    except ImportError as error:
+        raise SafeloadError(f"{option}: {error}; {_ON_WORKERS}") from None
+
+
+def _address_in(path: str) -> str:
+    """Return the address in a scheduler file, waiting for the file like Dask's own programs."""
+    from ..stores.json_file import read_json
+
+    until = time.monotonic() + (_TIMEOUT if path.endswith(".json") else 0)
+    while True:
+        try:
+            address = read_json(path, "a scheduler file").get("address")
+            break
+        except (FormatError, FileNotFoundError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+    if not isinstance(address, str):
+        raise FormatError("not a Dask scheduler file: it has no address", path)
+    return address
+
+
+def _try(address: str, option: str) -> None:
+    """Connect to a scheduler and disconnect, because a failing `Client` takes 20 seconds to end."""
+    import asyncio  # imported here: it takes tens of milliseconds
+
+    from distributed import Security
+    from distributed.comm import connect
+
+    async def run() -> None:
+        how: dict[str, Any] = Security().get_connection_args("client")
+        await (await connect(address, timeout=_TIMEOUT, **how)).close()
+
+    try:
+        asyncio.run(run())
+    except OSError:
+        raise SafeloadError(f"{option}: no scheduler answered in {_TIMEOUT} seconds") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{option}: {error}") from None

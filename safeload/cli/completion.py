@@ -18,7 +18,7 @@ def _tree() -> _Tree:
     for name in ("", *COMMANDS):
         actions = (parsers.command(name) if name else parsers.top)._actions  # argparse has no public way to list them
         positional = [action for action in actions if not action.option_strings]
-        words = _values(positional[0]) if len(positional) == 1 else ""
+        words = " ".join(COMMANDS) if not name else _values(positional[0]) if len(positional) == 1 else ""
         tree[name] = [action for action in actions if action.option_strings], words
     return tree
 

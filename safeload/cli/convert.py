@@ -17,11 +17,21 @@ from ..formats.registry import SUFFIXES, WRITTEN, WrittenNames
 from ..models.layout import Layout, built_in
 from ..operations.folders.destinations import is_folder, refuse_inputs, where
 from ..packed.families import presets
-from .cluster import add_dask, cluster
-from .common import bar, given, in_options, open_path, print_json, storage_options
+from .common import (
+    STANDARD,
+    bar,
+    binary_stdout,
+    check_once,
+    cluster,
+    given,
+    in_options,
+    open_path,
+    print_json,
+    source,
+    storage_options,
+)
 from .files import against_of
-from .parsers import OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
-from .streams import STANDARD, binary_stdout, check_once, source
+from .parsers import DASK, OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
 
 if TYPE_CHECKING:
     from ..operations.convert.decide import ConvertReport
@@ -128,7 +138,7 @@ Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong us
     flag("--resume", "continue an interrupted conversion to a folder"),
     *OPENING,
     THREADS,
-    add_dask,
+    DASK,
     flag("--json", "print a summary as one JSON object"),
 )
 def convert(options: argparse.Namespace) -> int:

@@ -13,9 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.text import plural, printable, show
 from ..errors import SafeloadError
-from .common import bar, columns, complain, expanded, given, print_json, print_lines, shown, storage_options
+from .common import (
+    bar,
+    check_once,
+    columns,
+    complain,
+    expanded,
+    given,
+    print_json,
+    print_lines,
+    refuse,
+    shown,
+    source,
+    storage_options,
+)
 from .parsers import JSON, STATUS, STORAGE_OPTION, THREADS, TRUSTED, argument, command, flag, repeated
-from .streams import check_once, refuse, source
 
 if TYPE_CHECKING:
     from ..operations.saving.edit import Edit
@@ -67,23 +79,19 @@ def edit(options: argparse.Namespace) -> int:
         return 0
     with edit(options.path, force=options.force) as file:
         for text in options.metadata:
-            _set_metadata(file, text)
+            key, sign, value = text.partition("=")
+            if sign:
+                file.metadata[key] = _value(file.metadata, key, value)
+            elif key in file.metadata:
+                del file.metadata[key]
+            else:
+                raise ValueError(f"--metadata {show(key)}: there is no such key to remove; pass KEY=VALUE to add one")
         for text in options.rename:
             file.rename(*_names(file, text))
         for name in options.drop:
             del file[name]
     print(f"{shown(options.path)}: {plural(changes, 'change')}")
     return 0
-
-
-def _set_metadata(file: Edit, text: str) -> None:
-    key, sign, value = text.partition("=")
-    if sign:
-        file.metadata[key] = _value(file.metadata, key, value)
-    elif key in file.metadata:
-        del file.metadata[key]
-    else:
-        raise ValueError(f"--metadata {show(key)}: there is no such key to remove; pass KEY=VALUE to add one")
 
 
 def _value(metadata: Mapping[str, Any], key: str, text: str) -> Any:
@@ -186,20 +194,10 @@ usage. Of several paths, the worst counts.""",
     flag("--all", "list harmless globals too; --json always lists them"),
     STORAGE_OPTION,
     JSON,
-    lambda parser: setattr(parser, "wrong_usage", _USAGE),
+    lambda parser: parser.set_defaults(wrong_usage=_USAGE),
 )
 def scan(options: argparse.Namespace) -> int:
     """Print the findings about ``options.paths``."""
-    try:
-        return _scan(options)
-    except (ValueError, TypeError) as error:
-        if isinstance(error, SafeloadError):
-            raise
-        complain(error)
-        return _USAGE
-
-
-def _scan(options: argparse.Namespace) -> int:
     from .. import ScanReport, scan
 
     total = ScanReport()

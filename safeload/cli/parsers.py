@@ -14,8 +14,8 @@ from ..base.showing import width
 # The commands in the order of the help: the module of each, which has a function of its name, the heading in the help
 # (None: not listed), and the help.
 COMMANDS: dict[str, tuple[str, str | None, str]] = {
-    "info": ("info", "look", "list tensors and metadata"),
-    "get": ("get", "look", "print the values of a tensor"),
+    "info": ("look", "look", "list tensors and metadata"),
+    "get": ("look", "look", "print the values of a tensor"),
     "stats": ("check", "look", "show statistics of the values"),
     "diff": ("check", "look", "compare two checkpoints"),
     "report": ("check", "look", "write an HTML page with charts"),
@@ -128,6 +128,11 @@ OPENING: tuple[Argument, ...] = (
 STORAGE_OPTION = repeated("--storage-option", metavar="KEY=VALUE", help="for URLs: an option of the filesystem")
 THREADS = argument("--threads", metavar="N", type=positive, help="number of threads; default: chosen automatically")
 JSON = flag("--json", "print everything as one JSON object")
+DASK = argument(
+    "--dask",
+    metavar="ADDRESS",
+    help='run on a Dask cluster with access to the files: "tcp://HOST:8786", or a scheduler file',
+)
 TRUSTED = one_of(
     argument("--key", metavar="FILE", help="public key of the signer of the signature, in PEM"),
     repeated("--certificate", metavar="FILE", help="certificate to trust, in PEM"),
@@ -163,10 +168,13 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """A parser with errors of a single line, because the usage of a command can fill a terminal."""
 
-    wrong_usage = 2  # exit status
+    def __init__(self, **settings: Any) -> None:
+        # Without abbreviations: a new option could break scripts.
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **settings)
+        self.set_defaults(wrong_usage=2)  # exit status
 
     def error(self, message: str) -> NoReturn:
-        self.exit(self.wrong_usage, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(self.get_default("wrong_usage"), f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 class Parsers:
@@ -190,23 +198,18 @@ examples:
   safeload ls
 
 Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info PATH`.""",
-            formatter_class=_Help,
-            allow_abbrev=False,
         )
         self.top.add_argument("--version", action="version", version=f"safeload {__version__}")
         _add_verbose(self.top)
-        self._commands = self.top.add_subparsers(metavar="COMMAND", prog="safeload", help=argparse.SUPPRESS)
-        for name in COMMANDS:
-            # Without abbreviations: a new option could break scripts.
-            self._commands.add_parser(name, formatter_class=_Help, allow_abbrev=False)
+        self._commands: dict[str, _Parser] = {}
 
     def command(self, name: str) -> argparse.ArgumentParser:
         """Return the parser of a command, and import its module."""
-        parser: argparse.ArgumentParser = self._commands.choices[name]
-        if parser.description is None:  # nothing has been added
+        if name not in self._commands:
+            self._commands[name] = parser = _Parser(prog=f"safeload {name}")
             _add_verbose(parser)
             getattr(import_module(f".{COMMANDS[name][0]}", __package__), name)(parser)
-        return parser
+        return self._commands[name]
 
 
 def _listed() -> str:

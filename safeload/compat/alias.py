@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from .._version import __version__
 from ..base.forking import ProcessLock
 from ..base.runtime import is_absent
-from .names import PACKAGE, imported
+from . import PACKAGE, imported
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder

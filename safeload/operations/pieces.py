@@ -8,10 +8,9 @@ from typing import Any
 from ..base.text import show
 from ..engine.run.threads import check_threads
 from ..errors import FormatError, public
+from .checking import check, diff, manifest, stats
 from .convert import resume
-from .measure import diff, stats
 from .sources.executors import INVALID_PIECE
-from .validate import check, manifest
 
 # Functions by operation.
 _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, Any] | None], dict[str, Any]]] = {

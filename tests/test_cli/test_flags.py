@@ -49,7 +49,7 @@ def test_translations(text, want):
 # Messages of functions that no command calls, or about objects that a command line cannot hold.
 ELSEWHERE = (
     "base/arrays.py", "base/paths.py", "base/names.py", "checkpoint.py",
-    "engine/codes/quantized_tensor.py", "engine/run/slice.py", "formats/registry.py", "operations/measure/stats.py",
+    "engine/codes/quantized_tensor.py", "engine/run/slice.py", "formats/registry.py", "operations/checking/stats.py",
     "operations/quantize/quantize.py", "stores/places.py",
 )  # fmt: skip
 DOORS = ("compat", "frameworks", "cli")

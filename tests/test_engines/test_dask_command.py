@@ -85,7 +85,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 IMPATIENT = inside.program(
-    "import sys; from builders.inside import cluster_command, main; cluster_command._TIMEOUT = 3; sys.exit(main())"
+    "import sys; from builders.inside import cli_common, main; cli_common._TIMEOUT = 3; sys.exit(main())"
 )
 
 

@@ -305,7 +305,7 @@ def describe(
         header = sum(min((begin for begin, _ in file.table.byte_ranges()), default=file.size) for file in files)
     loaded: dict[str, int] = {}
     if memory and infos:
-        from ..measure.sizes import sizes  # only here: importing it takes milliseconds
+        from .sizes import sizes  # only here: importing it takes milliseconds
 
         measured = sizes(opened)
         loaded = {**measured.dtypes, **measured.smaller}
@@ -685,7 +685,7 @@ def _walk(rows: Sequence[tuple[Sequence[str], Row]], key: str | None, depth: int
             ((parts, row),) = inside
             nodes.append((row._replace(name="".join(parts)), []))
             continue
-        # A module with an only child is joined with it: "model.layers" instead of "layers" in "model".
+        # A module with an only child is joined with it: model.layers instead of layers in model.
         columns = zip(*(parts[:-1] for parts, _ in inside), strict=False)  # as long as the shortest name
         common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
         number, parameters, nbytes = map(sum, zip(*(row[3:] for _, row in inside), strict=True))

@@ -10,26 +10,30 @@ import errno
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..._version import __version__
-from ...base import log
-from ...base.arrays import Array, refuse_masked
+from ...base import dtypes, log, packing
+from ...base.arrays import Array, index_of, refuse_masked
 from ...base.names import Patterns, Selection
+from ...base.packing import Packed
 from ...base.paths import PathLike, os_error
 from ...base.runtime import paused
+from ...base.showing import figure
 from ...base.table import Unknown
 from ...base.text import plural, show
-from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.codes.quantized_tensor import PartRows, QuantizedTensor
+from ...engine.codes.source import Source, source_pieces
+from ...engine.read.tensors import packed_of
 from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, one_line, public
+from ...errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, exported, one_line, public
 from ...formats.numbered import other_form
 from ...formats.registry import BY_NAME, GGUF
 from ...loading import entry as loading
@@ -37,11 +41,11 @@ from ...models.choosing import Choice, choose, choose_inner, choose_prefix
 from ...models.family import load as load_schema
 from ...models.module_names import WRAPPERS, stored_names, wrapped_inside
 from ...models.schema import Schema
+from ...packed.gptq import wrapped_zeros, zeros_disagree
 from ...packed.quantization import quantization_of
 from ...stores.files import Location
 from ...stores.json_file import read_if_there, read_json
 from ...stores.places import Located, places_of
-from ..measure.stats import StatsTable, as_plain, measure, of_plain
 from ..sources.catalog import Catalog, Given, TensorDescription
 from ..sources.executors import (
     EXECUTOR,
@@ -60,17 +64,41 @@ from ..sources.executors import (
     pieces_of,
     run_pieces,
 )
-from . import files, structure, values, zeros
+from . import files, structure
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
+from .stats import HISTOGRAM_EDGES, StatsTable, TensorStats, as_plain, measure, of_plain
 from .structure import Descriptions
-from .values import Limits
 
 # Codes of findings that hold without the other shards.
 _SHARD_CODES = (
     *("value.", "file.", "tensor."),
     *("schema.shape", "schema.unexpected", "schema.layer_extra", "schema.config"),
 )
+
+# A value is an outlier if it is above this, the largest float16, and far above the 99.9th percentile of the tensor's
+# magnitudes without zeros. Smaller tensors are not judged.
+OUTLIER_ABOVE = 65504.0
+_OUTLIER_FACTOR, _OUTLIER_PERMILLE, _OUTLIER_COUNT = 1e4, 999, 1000
+# Default range of weights, and default absolute value of norm weights.
+_LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0
+
+# Numbers to compare at a time.
+_CHUNK = 1 << 20
+
+# Largest relative difference between a float32 scale and the expected one: two roundings.
+_SCALE_TOLERANCE = 2.0**-22
+
+# Last name parts of norm weights, and words that mark a norm like the suffix "norm". Source: transformers, torch and
+# llama.cpp.
+_NORM_WEIGHTS = ("weight", "gamma", "scale", "g")
+_NORM_WORDS = {"ln", "rms"}
+
+# Roles of the parts of packed tensors to check.
+_SCALE_ROLES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
+# Families with negative scales: MLX, and the formats that auto-round writes. For symmetric codes, the lowest code has
+# the largest magnitude and stands for the value with the largest magnitude (auto_round/data_type/int.py).
+_SIGNED = ("mlx", "gptq", "awq", "int", "int8")
 
 # The name of a single array in reports.
 ARRAY = "array"
@@ -83,12 +111,64 @@ _CONSOLIDATED, _PARAMS = "consolidated", "params.json"
 _CRC, _SCALES, _STATS, _OUTLIERS, _TIED = "crc", "scales", "stats", "outliers", "tied"
 _VALUES = (_SCALES, _STATS, _OUTLIERS)
 
-Source = Given | Array | QuantizedTensor
+CheckSource: TypeAlias = Given | Array | QuantizedTensor
+
+
+@exported()
+class Limits(NamedTuple):
+    """Limits for values.
+
+    Attributes:
+        low: smaller values are a warning.
+        high: larger values are a warning.
+        parameters: expected number of elements in all tensors; None accepts any.
+        scale: expected scale of int8 tensors: a number, or numbers by name; None accepts any.
+        absmax: largest absolute value before quantization to int8, so that scale is absmax / 127: a number, or numbers
+            by name; None accepts any.
+        norm: largest absolute value of norm weights. None means ``low`` and ``high`` if you set these, else 4096,
+            because norm weights reach hundreds in good models (Gemma).
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> report = safeload.check(np.float32([0.5, 3]), limits=safeload.Limits(low=-1, high=1))
+        >>> [warning.code for warning in report.warnings]
+        ['value.range']
+    """
+
+    low: float = _LOW
+    high: float = _HIGH
+    parameters: int | None = None
+    scale: float | Mapping[str, float] | None = None
+    absmax: float | Mapping[str, float] | None = None
+    norm: float | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> Limits:
+        """Return limits from None, (low, high), a dict of fields, or limits."""
+        if value is None:
+            return cls()
+        if isinstance(value, Limits):
+            return value
+        if isinstance(value, Mapping):
+            unknown = sorted(set(value) - set(cls._fields))
+            if unknown:
+                raise ValueError(f"limits: unknown key {show(unknown[0])}, expected {', '.join(cls._fields)}")
+            limits = cls(**value)
+        elif isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+            limits = cls(*value)
+        else:
+            raise TypeError(f"limits must be (low, high) or a dict of {', '.join(cls._fields)}, got {show(value)}")
+        if not limits.low <= limits.high:
+            raise ValueError(f"limits: low must be <= high, got {limits.low} and {limits.high}")
+        if limits.norm is not None and not limits.norm >= 0:
+            raise ValueError(f"limits: norm must be >= 0, got {limits.norm}")
+        return limits
 
 
 @public
 def check(
-    source: Source,
+    source: CheckSource,
     *,
     config: PathLike | Mapping[str, Any] | None = None,
     schema: str | None = "auto",
@@ -102,7 +182,7 @@ def check(
     threads: int | None = None,
     progress: Progress = None,
 ) -> CheckReport:
-    """Check weights and report faults. Findings are never raised. Also available as ``validate``.
+    """Check weights and report faults. Findings are never raised.
 
     Errors are: a file that violates its format, or has lost blocks; a missing shard; a zip entry with a wrong CRC-32;
     no tensors; NaN, infinity and values far beyond the rest; missing and unexpected tensors, and wrong shapes,
@@ -279,7 +359,7 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
             )
             same = a == b
             if same and options.values and not options.selection:
-                from ..measure.diff import diff  # only here: few folders hold two checkpoints
+                from .diff import diff  # only here: few folders hold two checkpoints
 
                 same = diff(catalog, other, threads=options.threads).same
     except (SafeloadError, OSError):  # it is not whole
@@ -378,8 +458,8 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
     zero: set[str] = set()  # tensors already reported as zero
     entries: list[FileEntry] | None = None
     with report.readable():
-        report.add(zeros.check_tails(catalog, role, zero, values=options.values))
-        report.add(zeros.check_runs(catalog, role, zero))
+        report.add(files.check_tails(catalog, role, zero, values=options.values))
+        report.add(files.check_runs(catalog, role, zero))
         if options.values:
             entries = files.entries_of(catalog)
     if entries is None:
@@ -401,8 +481,8 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
                 if _has_error(of_scales):
                     bad.add(name)
         stats = report.stats = StatsTable(_rows(tables, _STATS, [*read]))
-        report.add(zeros.check_runs(catalog, role, zero, stats))
-        about_values = values.check_values(
+        report.add(files.check_runs(catalog, role, zero, stats))
+        about_values = check_values(
             stats,
             tensors,
             options.limits,
@@ -449,12 +529,193 @@ def _choose_schema(
 def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:
     """Return the finding about an entry that cannot be read."""
     in_gguf = about.dtype.startswith("ggml type")  # its bytes end at the next tensor, or at the end
-    if in_gguf and about.nbytes == 0 and 0 not in about.shape:
-        return find("file.unknown_type:empty", about.name, dtype=about.dtype, shape=list(about.shape))
-    if unknown.is_missing:
-        return find("file.unknown_type:missing", about.name, dtype=about.dtype, reason=unknown.reason)
-    reason = "is unknown to this version" if in_gguf else unknown.reason
-    return find("file.unknown_type", about.name, dtype=about.dtype, reason=reason)
+    empty = in_gguf and about.nbytes == 0 and 0 not in about.shape
+    rule = "file.unknown_type" + (":empty" if empty else ":missing" if unknown.is_missing else "")
+    reason = "is unknown to this version" if in_gguf and not unknown.is_missing else unknown.reason
+    return find(rule, about.name, dtype=about.dtype, shape=list(about.shape), reason=reason)
+
+
+# ---- values ----
+
+
+def is_norm(name: str, about: TensorDescription, role: str | None) -> bool:
+    """True for norm weights, by the role in the schema or else by name."""
+    if role is not None or len(about.shape) > 1:
+        return role == "norm"
+    module, _, last = name.rpartition(".")
+    norm = (module.rpartition(".")[2] if last in _NORM_WEIGHTS else last).lower().rstrip("0123456789")
+    return norm.endswith("norm") or not _NORM_WORDS.isdisjoint(norm.split("_"))
+
+
+def check_values(
+    stats: Mapping[str, TensorStats],
+    tensors: Descriptions,
+    limits: Limits,
+    *,
+    skip: Collection[str],  # tensors with bad scales
+    role: Callable[[str], str | None],  # of a tensor in the schema
+    codes: Collection[str],  # parts of quantized weights, which can have any finite value
+    zero: Collection[str],  # tensors already reported as zero
+    outliers: Mapping[str, float],  # see `find_outliers`
+) -> Iterator[Finding]:
+    """Find NaN, infinity and outliers (errors), values out of range and constant matrices (warnings)."""
+    low, high, norm = limits.low, limits.high, limits.norm
+    if norm is None and (low, high) == (_LOW, _HIGH):
+        norm = _NORM
+    usual, of_norms = (low, high), (low, high) if norm is None else (-norm, norm)
+    for name, values in stats.items():
+        about = tensors[name]
+        if name in skip or not is_real(about):
+            continue
+        for rule, bad, first in (
+            ("value.nan", values.nan, values.first_nan),
+            ("value.inf", values.inf, values.first_inf),
+        ):
+            if bad:
+                at = "" if first is None else f", the first at {list(first)}"
+                yield find(rule, name, bad=bad, count=values.count, are="is" if bad == 1 else "are", at=at)
+        if values.count == 0 or math.isnan(values.min) or name in codes or name in zero:
+            continue
+        low, high = of_norms if is_norm(name, about, role(name)) else usual
+        if name in outliers:
+            yield find("value.outlier", name, absmax=figure(values.absmax, 6), bound=figure(outliers[name], 6))
+        elif values.min < low or values.max > high:
+            smallest, largest = figure(values.min, 6), figure(values.max, 6)
+            yield find("value.range", name, min=smallest, max=largest, low=low, high=high)
+        if sum(size > 1 for size in about.shape) > 1 and values.nan + values.inf == 0 and values.min == values.max:
+            rule = "value.zero" if values.absmax == 0 else "value.constant"
+            yield find(rule, name, count=values.count, value=figure(values.min, 6))
+
+
+def is_real(about: TensorDescription) -> bool:
+    """True if the values of a tensor are real numbers, dequantized ones included."""
+    return about.floating or about.quantized
+
+
+def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = None) -> dict[str, float]:
+    """Return the tensors with an outlier, each with a bound that 99.9 % of its magnitudes stay below."""
+    bounds = {}
+    for name, counted in measure(catalog, names, histogram=True, threads=threads).items():
+        histogram = counted.histogram
+        assert histogram is not None
+        count = int(histogram.sum())
+        if count < _OUTLIER_COUNT:
+            continue
+        allowed = count - -(-count * _OUTLIER_PERMILLE // 1000)  # values beyond the percentile
+        limit = counted.absmax / _OUTLIER_FACTOR
+        first = int(np.searchsorted(HISTOGRAM_EDGES, limit, side="right")) - 1  # the bin of the limit
+        bins = len(histogram)
+        if first >= 0 and int(histogram[min(first, bins - 1) :].sum()) <= allowed:
+            beyond = np.cumsum(histogram[::-1])[::-1]
+            edge = int((beyond > allowed).sum())  # the smallest with at most `allowed` larger values
+            # A power of two, or the largest magnitude that is not an outlier divided by 10,000.
+            bounds[name] = min(float(HISTOGRAM_EDGES[edge]), limit)
+        elif int(histogram[min(first + 1, bins) :].sum()) <= allowed:
+            array = catalog.array(name, threads).reshape(-1)
+            beyond_limit = 0
+            for at in range(0, array.size, _CHUNK):
+                magnitudes = np.abs(array[at : at + _CHUNK].astype(np.float64))
+                beyond_limit += int(((magnitudes >= limit) & np.isfinite(magnitudes)).sum())
+            if beyond_limit <= allowed:
+                bounds[name] = limit
+    return bounds
+
+
+def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | None = None) -> Iterator[Finding]:
+    """Find bad scales of a quantized or packed tensor. For tensors in files, only scales and blocks are read."""
+    about, place = catalog.about(name), catalog.place(name)
+    packed = None if place.file is None else packed_of(place.file, place.number)
+    names: Mapping[str, str]
+    parts: Mapping[str, Array]
+    if packed is not None:
+        names = packed.names(name)
+        parts = {role: PartRows(packed.parts[role]).whole() for role in _SCALE_ROLES if role in packed.parts}
+    else:
+        value = catalog.value(name, threads)
+        assert isinstance(value, QuantizedTensor)
+        restoring = value.restoring()  # with the owner of the memory of its parts
+        if restoring is None:  # blocks with their scales inside
+            row = dtypes.BLOCK_TYPES[value.scheme]
+            blocks = np.ascontiguousarray(value.data).reshape(-1, row.block_bytes)
+            of_blocks = dtypes.block_scales(row, blocks) if blocks.size else None
+            bad = np.zeros(0, bool) if of_blocks is None else ~np.isfinite(of_blocks).all(axis=1)
+            if of_blocks is not None and bad.any():
+                first = f"block {bad.argmax()} with {', '.join(map(str, of_blocks[bad.argmax()]))}"
+                facts: dict[str, Any] = {"bad": int(bad.sum()), "total": bad.size, "first": first}
+                yield find("quantization.scale", name, fault="blocks have a scale that is not finite", **facts)
+            return
+        packed, names = restoring[0], value.names
+        parts = value.roles if about.packed or value.scale is None else {packing.SCALE: value.scale}
+    if about.packed:
+        yield from _check_packed(name, packed, names, parts)
+        return
+    scales: Array = np.atleast_1d(np.asarray(parts[packing.SCALE], np.float64))
+    bad = ~np.isfinite(scales) | (scales < 0)
+    if bad.any():
+        at = int(bad.argmax())
+        where = "" if about.axis is None else f" {at} of axis {about.axis}"
+        yield find("quantization.scale:int8", name, where=where, scale=scales[at])
+        return
+    for limit, factor, origin in ((limits.scale, 1.0, ""), (limits.absmax, 1 / 127, " (absmax / 127)")):
+        number: Any = limit.get(name) if isinstance(limit, Mapping) else limit
+        if number is None:
+            continue
+        expected = float(number) * factor
+        off = np.abs(scales - expected) > _SCALE_TOLERANCE * abs(expected)
+        if off.any():
+            scale = scales[int(off.argmax())]
+            yield find("quantization.scale:limit", name, scale=scale, expected=expected, origin=origin)
+
+
+def _check_packed(name: str, packed: Packed, names: Mapping[str, str], parts: Mapping[str, Array]) -> Iterator[Finding]:
+    """Find bad scales: not finite, or negative in a family without negative scales; and zero points of 0.
+
+    For a zero point of 0, AutoGPTQ stores -1, with an overflow into the rest of the word.
+    """
+    for role in _SCALE_ROLES:
+        array = parts.get(role)
+        if array is None or array.size == 0:
+            continue
+        if array.dtype == np.uint8:
+            if packed.packing.scale_dtype is None:
+                continue
+            array = array.view(dtypes.element_dtype(dtypes.BY_CODE[packed.packing.scale_dtype].number))
+        scales = array.astype(np.float32)
+        bad = ~np.isfinite(scales)
+        if role != packing.BIAS and packed.packing.family not in _SIGNED:
+            bad |= scales < 0
+        if bad.any():
+            at = [int(k) for k in np.argwhere(bad)[0]]
+            fault, first = (
+                f"values of {show(names[role])} are not finite numbers >= 0",
+                f"{scales[tuple(at)]:g} at {at}",
+            )
+            yield find("quantization.scale", name, bad=int(bad.sum()), total=bad.size, fault=fault, first=first)
+    count = wrapped_zeros(packed)
+    if count:
+        yield find("quantization.zero", name, zeros=f"{count:,} zero {'point is' if count == 1 else 'points are'}")
+    if zeros_disagree(packed):
+        yield find("quantization.zero:format", name)
+
+
+def check_tied(catalog: Catalog, head: str, embedding: str) -> Finding | None:
+    """Return a finding if a head differs from the embedding that the config ties it to."""
+    abouts = [catalog.about(name) for name in (head, embedding)]
+    if any(about.quantized or (about.element is not None and about.element.packed) for about in abouts):
+        return None
+    a, b = catalog.source(head), catalog.source(embedding)
+    if not (isinstance(a, Source) and isinstance(b, Source)) or a.row is not b.row or a.shape != b.shape:
+        return None
+    begin = 0
+    for pieces in zip(source_pieces(a), source_pieces(b), strict=True):
+        x, y = (np.frombuffer(piece, np.uint8) for piece in pieces)
+        unequal = x != y
+        if unequal.any():
+            element = (begin + int(unequal.argmax())) // a.row.block_bytes
+            index = list(index_of(element, a.shape))
+            return find("head.tied", head, embedding=show(embedding), index=index)
+        begin += x.size
+    return None
 
 
 # ---- reading ----
@@ -477,6 +738,7 @@ def _read(
     options: CheckSettings,
 ) -> Tables:
     """Read all rows; errors of files become rows, too."""
+    tables: Tables
     if options.executor is not None:
         pieces = [*_entry_pieces(entries)]
         for piece in _pieces(catalog, [*tensors], "values", histogram=options.histogram):
@@ -491,12 +753,12 @@ def _read(
         tables = run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
         with paused(len(tensors)):
             return {**tables, _STATS: of_plain(tables.get(_STATS, {}))}
-    tables = {_CRC: _faults({str(k): entry for k, entry in enumerate(entries)}, options.threads)}
+    tables = {_CRC: files.faults_of({str(k): entry for k, entry in enumerate(entries)}, options.threads)}
     with _unread(tables, _VALUES, tensors):
         _read_values(tables, catalog, tensors, options)
     with _unread(tables, (_TIED,), pairs):
         for pair in pairs.items():
-            tables.setdefault(_TIED, {})[pair[0]] = values.check_tied(catalog, *pair)
+            tables.setdefault(_TIED, {})[pair[0]] = check_tied(catalog, *pair)
     return tables
 
 
@@ -512,25 +774,19 @@ def _unread(tables: Tables, of: Iterable[str], subjects: Iterable[str]) -> Itera
                 tables[f"unread {table}"] = dict.fromkeys(subjects, text)
 
 
-def _faults(entries: Mapping[str, FileEntry], threads: int | None) -> dict[str, Any]:
-    """Return the faults of entries by number."""
-    faults = zip(entries, files.faults_of([*entries.values()], threads), strict=True)
-    return {number: fault for number, fault in faults if fault is not None}
-
-
 def _read_values(tables: Tables, catalog: Catalog, tensors: Descriptions, options: CheckSettings) -> None:
     limits, threads = options.limits, options.threads
     scales = tables.setdefault(_SCALES, {})
     for name, about in tensors.items():
         if about.quantized:
-            scales[name] = list(values.check_scales(catalog, name, limits, threads))
+            scales[name] = list(check_scales(catalog, name, limits, threads))
     # Statistics of packed tensors with bad scales would only repeat the error.
     bad = {name for name, findings in scales.items() if _has_error(findings) and tensors[name].packed}
     readable = [name for name in tensors if name not in bad]
     stats = measure(catalog, readable, histogram=options.histogram, threads=threads, progress=options.progress)
     tables[_STATS] = stats
-    large = [name for name, row in stats.items() if row.absmax > values.OUTLIER_ABOVE and values.is_real(tensors[name])]
-    tables[_OUTLIERS] = values.find_outliers(catalog, large, threads)
+    large = [name for name, row in stats.items() if row.absmax > OUTLIER_ABOVE and is_real(tensors[name])]
+    tables[_OUTLIERS] = find_outliers(catalog, large, threads)
 
 
 def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
@@ -576,7 +832,7 @@ def run(
             for location, identity, names in archives:
                 location.files.check_unchanged(location.path, identity)
                 with files.reopened(location, identity, [*names.values()]) as entries:
-                    faults |= _faults(dict(zip(names, entries, strict=True)), threads)
+                    faults |= files.faults_of(dict(zip(names, entries, strict=True)), threads)
             tables[_CRC] = faults
     elif check == "values":
         limits = Limits(scale=piece.get("scale"), absmax=piece.get("absmax"))
@@ -586,7 +842,7 @@ def run(
             tables[_STATS] = as_plain(tables[_STATS])
     elif check == _TIED:
         with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
-            tables[_TIED] = {named[0]: values.check_tied(catalog, *named)}
+            tables[_TIED] = {named[0]: check_tied(catalog, *named)}
     else:
         raise FormatError(f"{INVALID_PIECE}: unknown check {show(check)}, expected crc, values or tied")
     return tables

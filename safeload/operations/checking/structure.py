@@ -246,7 +246,7 @@ def check_schema(
     if inner is not None and inner.whole:
         first = next(name for name in tensors if name in expected)
         findings.append(find("schema.prefix", first, prefix=show(inner.prefix), schema=schema.name))
-    findings += _check_unexpected(choice, config, expected, tensors, quantized=quantized)
+    findings += _check_unexpected(choice, config, expected, tensors, quantized)
     source = "metadata" if schema.config == rows.METADATA else "config"
     for name in names:
         w = corrected.get(name, expected[name])
@@ -300,12 +300,7 @@ def _check_missing(choice: Choice, expected: _Expected, absent: Set[str]) -> Ite
 
 
 def _check_unexpected(
-    choice: Choice,
-    config: Mapping[str, Any] | None,
-    expected: _Expected,
-    tensors: Descriptions,
-    *,
-    quantized: Quantized,
+    choice: Choice, config: Mapping[str, Any] | None, expected: _Expected, tensors: Descriptions, quantized: Quantized
 ) -> Iterator[Finding]:
     """Find tensors outside the schema; note heads and other parts as unchecked."""
     severity, schema, inner = ERROR if choice.complete else WARNING, choice.schema, choice.inner
@@ -330,17 +325,15 @@ def _check_unexpected(
             elif quantized.configured:
                 unknown.append(name)
             else:
-                why = f"is not a tensor of schema {schema.name}"
-                yield find("schema.unexpected", name, severity=severity, why=why)
+                yield find("schema.unexpected", name, severity=severity, why=f"is not a tensor of schema {schema.name}")
         elif match.layer is not None and match.layer >= counts[match.stack]:
             beyond[match.stack, match.layer] += 1
         else:
             # Early writers of GPTQ store a bias for every layer.
             weight = tensors.get(f"{module_of(name)}.weight") if name.endswith(".bias") else None
-            if weight is not None and weight.packed and weight.dtype.startswith("gptq"):
-                yield find("schema.unexpected:gptq", name, why=_why_unexpected(match, schema))
-            else:
-                yield find("schema.unexpected", name, severity=severity, why=_why_unexpected(match, schema))
+            gptq = weight is not None and weight.packed and weight.dtype.startswith("gptq")
+            rule, usual = ("schema.unexpected:gptq", WARNING) if gptq else ("schema.unexpected", severity)
+            yield find(rule, name, severity=usual, why=_why_unexpected(match, schema))
     for (stack, layer), count in sorted(beyond.items()):
         facts = {"layer": layer, "layers": counts[stack], "tensors": plural(count, "tensor")}
         yield find("schema.layer_extra", f"{stack}{layer}", severity=severity, **facts)

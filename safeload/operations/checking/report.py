@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import islice, pairwise
+from string import Template
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -37,12 +38,12 @@ from ...formats.verifying import entry_of
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
 from ..folders.destinations import Output
-from ..inspect.info import totals_of
-from ..measure.stats import HISTOGRAM_EDGES
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog
-from ..validate.check import settings, validate_path
-from ..validate.findings import CheckReport, gather
+from .check import settings, validate_path
+from .findings import CheckReport, gather
+from .info import totals_of
+from .stats import HISTOGRAM_EDGES
 
 # Maximum number of table rows, and of tensors in a group of findings; browsers are slow with more.
 _ROWS = 5000
@@ -70,9 +71,6 @@ _SPREAD: tuple[Line, ...] = (
     ("largest absolute value", 1, lambda row: float(row.stats.absmax)),
     ("standard deviation", 0, lambda row: float(row.stats.std)),
 )
-
-# Content security policy: only the page's own style.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 # Lists of at most this many rows are printed even if collapsed; shorter tables are open.
 _PRINTED, _OPEN = 50, 20
@@ -226,9 +224,9 @@ def page_of(
     if digests:
         about["SHA-256"] = next(iter(digests.values())) if len(sizes) == 1 else "see the table of files at the end"
     about["Written by"] = f"safeload {__version__}"
-    title = os.path.basename(name) or report.source
-    meta = facts(about.items(), "meta")
-    return _page(title, report.verdict, mood, checked=checked, about=meta, sections=parts), report
+    title, verdict, checked = map(escaped, (os.path.basename(name) or report.source, report.verdict, checked))
+    texts = {"title": title, "verdict": verdict, "checked": checked, "about": facts(about.items(), "meta")}
+    return _page(mood, **texts, sections="".join(parts)), report
 
 
 def _now() -> int:
@@ -348,7 +346,7 @@ def _some(count: int, limit: int, singular: str, plural: str) -> str:
 
 def _sizes(opened: Checkpoint) -> str:
     """Return the memory that the checkpoint takes as each dtype and scheme."""
-    from ..measure.sizes import sizes
+    from .sizes import sizes
 
     loaded = sizes(opened)
     note = f"{_SIZES} {_QUANTIZED}" if loaded.smaller else _SIZES
@@ -462,24 +460,13 @@ def is_page(head: bytes) -> bool:
     return head.startswith(b"<!doctype html>") and _GENERATOR.encode() in head
 
 
-def _page(title: str, verdict: str, mood: str, *, checked: str, about: str, sections: Iterable[str]) -> str:
+def _page(mood: str, **texts: str) -> str:
     """Return the whole page; ``mood`` is "good", "calm" (parts are unchecked), "odd" or "bad"."""
-    style = files(__package__).joinpath("report.css").read_text("utf-8")
-    style = re.sub(r"\s+", " ", re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)).strip()
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'{_GENERATOR}{__version__}">'
-        f"<title>{escaped(title)}: safeload report</title><style>{style}</style></head>"
-        f'<body><div class="page"><header><p class="brand"><b>safeload</b> report</p><h1>{escaped(title)}</h1>'
-        f'<div class="verdict {mood}"><strong><span aria-hidden="true">{_MARKS[mood]}</span> '
-        f'{escaped(verdict)}</strong><span class="soft">{escaped(checked)}</span></div>{about}</header>'
-        f"<main>{''.join(sections)}</main>"
-        f"<footer>Written by safeload {__version__}. This page is self-contained: it loads nothing and runs no "
-        "script.</footer></div></body></html>\n"
-    )
+    folder = files(__package__)
+    style = re.sub(r"/\*.*?\*/", "", folder.joinpath("report.css").read_text("utf-8"), flags=re.DOTALL)
+    template = "".join(map(str.strip, folder.joinpath("report.html").read_text("utf-8").splitlines()))
+    texts |= {"mood": mood, "mark": _MARKS[mood], "version": __version__, "style": re.sub(r"\s+", " ", style).strip()}
+    return f"<!doctype html>\n{Template(template).substitute(texts, generator=_GENERATOR)}\n"
 
 
 # ---- groups of tensors ----

@@ -5,23 +5,22 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..base.names import natural_key
-from ..base.paths import PathLike, native_path, os_error
-from ..base.showing import Report, table
-from ..base.text import plural, printable, size
-from ..errors import SafeloadError, exported, one_line, public
-from ..formats.folder import choose, listed_shards
-from ..formats.foreign import DCP_SUFFIX
-from ..formats.numbered import TRAINING_STATE, sets_of
-from ..formats.registry import DCP, ROWS
-from ..stores import hub_cache, ollama
-from ..stores.files import LOCAL
+from ...base.names import natural_key
+from ...base.paths import PathLike, native_path, os_error
+from ...base.showing import Report, table
+from ...base.text import plural, printable, size
+from ...errors import SafeloadError, exported, one_line, public
+from ...formats.folder import choose, listed_shards
+from ...formats.foreign import DCP_SUFFIX
+from ...formats.numbered import INDEX_NAME, TRAINING_STATE, sets_of
+from ...formats.registry import DCP, ROWS
+from ...stores import hub_cache, ollama
+from ...stores.files import LOCAL
 
 HUB, OLLAMA, LM_STUDIO, FOLDER = "hub", "ollama", "lmstudio", "folder"
 
@@ -30,7 +29,6 @@ _LEVELS, MAX_ENTRIES = 16, 1_000_000
 # Format by suffix. The content decides when a file is opened; a listing reads none.
 _FORMATS = {suffix: row.family or row.name for row in reversed(ROWS) for suffix in row.suffixes}
 _FORMATS[DCP_SUFFIX] = DCP
-_INDEX = re.compile(r"\.index(\.[^.]+)?\.json$")
 _HEAD = ("model", "format", "size", "open")
 
 
@@ -161,7 +159,7 @@ def _models(
         return LocalModel(name, source, form, nbytes, f"hf://{name}" if on_hub else path, note)
 
     files = [name for name in names if _format(name) and not name.startswith(TRAINING_STATE)]
-    indexes = [name for name in names if _INDEX.search(name)]
+    indexes = {name: index[2] for name in names if (index := INDEX_NAME.fullmatch(name)) is not None}
     try:
         chosen = choose(names, folder) if files or indexes else None
     except SafeloadError:
@@ -177,7 +175,7 @@ def _models(
         shards = next((numbered.in_order for numbered in sets if chosen[0] in numbered.files.values()), chosen)
         yield model("", shards, _format(chosen[0]))
     else:
-        suffix = ".bin" if ".bin." in chosen[0] else ".safetensors"
+        suffix = indexes[chosen[0]]
         try:
             listed = set(listed_shards(folder, chosen[0], LOCAL).names)
         except (SafeloadError, OSError) as error:

@@ -212,10 +212,8 @@ class DiffReport(Report):
         summaries = {}
         for layer, names in sorted(layers.items(), key=lambda item: natural_key(item[0])):
             rows = [self.tensors[name] for name in names]
-            norms = (
-                self.norms.get(name, 0.0) if row.norm is None else row.norm
-                for name, row in zip(names, rows, strict=True)
-            )
+            pairs = zip(names, rows, strict=True)
+            norms = (self.norms.get(name, 0.0) if row.norm is None else row.norm for name, row in pairs)
             relative = _ratio(math.hypot(*(row.change for row in rows)), math.hypot(*norms))
             summaries[layer] = LayerDiff(len(names), sum(row.unequal > 0 for row in rows), relative)
         return summaries
@@ -254,6 +252,11 @@ class DiffReport(Report):
         Returns:
             Lines without line ends.
         """
+
+        def tabled(head: tuple[str, ...], cells: Sequence[tuple[str, ...]], count: int) -> list[str]:
+            right = frozenset(range(1, len(head)))
+            return ["", *table(head, cells, right=right, columns=columns), *more(count, rows)]
+
         lines = [clip(f"a: {printable(self.a)}", columns), clip(f"b: {printable(self.b)}", columns)]
         pairs: dict[tuple[str, str], list[str]] = {}
         for name, pair in self.dtypes.items():
@@ -281,21 +284,14 @@ class DiffReport(Report):
                 cosine = f"{d.cosine:.6f}"
                 cosine = ">0.999999" if cosine == "1.000000" and d.change else cosine
                 cells.append((printable(name), *numbers, cosine, f"{d.unequal:,}", f"{d.nonfinite:,}")[:count])
-            lines += ["", *table(_HEAD[:count], cells, right=frozenset(range(1, count)), columns=columns)]
-            lines += more(len(unequal), rows)
+            lines += tabled(_HEAD[:count], cells, len(unequal))
             changed = [(layer, row) for layer, row in self.layers.items() if row.unequal]
             if changed and len(self.layers.keys() - {""}) > 1:
-                by_layer = [
-                    (
-                        printable(layer) or "(outside layers)",
-                        f"{d.relative_change:.3g}",
-                        f"{d.unequal:,} of {d.tensors:,}",
-                    )
-                    for layer, d in changed[:rows]
-                ]
-                head = ("by layer", "relative", "tensors")
-                lines += ["", *table(head, by_layer, right=frozenset((1, 2)), columns=columns)]
-                lines += more(len(changed), rows)
+                by_layer = []
+                for layer, of_layer in changed[:rows]:
+                    name, count_of = printable(layer), f"{of_layer.unequal:,} of {of_layer.tensors:,}"
+                    by_layer.append((name or "(outside layers)", f"{of_layer.relative_change:.3g}", count_of))
+                lines += tabled(("by layer", "relative", "tensors"), by_layer, len(changed))
         return [*lines, "", self._verdict(tolerance)]
 
     def _shapes_of(self, name: str) -> str:
@@ -322,10 +318,9 @@ class DiffReport(Report):
             name, largest = next(iter(unequal.items()))
             worst = f"the largest difference is {largest.max:.3g} ({printable(name)})"
             return f"within {tolerance:g}: {count}; {len(unequal):,} not equal, {worst}"
+        in_value = "differs in value" if tolerance is None else f"differs by more than {tolerance:g}"
         faults = {
-            "differs in value" if tolerance is None else f"differs by more than {tolerance:g}": self._far(
-                tolerance or 0.0
-            ),
+            in_value: self._far(tolerance or 0.0),
             "only in a": len(self.only_a),
             "only in b": len(self.only_b),
             "differs in shape": len(self.shapes),
@@ -520,19 +515,18 @@ def _compare_values(
 # ---- tensors that are not plain, or not in local files ----
 
 
-def _batches(names: Iterable[str], shapes: Mapping[str, Shape]) -> Iterator[list[str]]:
+def _batches(names: Iterable[str], shapes: Mapping[str, Shape]) -> list[list[str]]:
     """Divide tensors into batches to hold in memory together: a large tensor alone, small tensors up to a block."""
-    batch: list[str] = []
+    batches: list[list[str]] = []
     total = 0
     for name in names:
         count = math.prod(shapes[name])
-        if batch and total + count > NUMBERS:
-            yield batch
-            batch, total = [], 0
-        batch.append(name)
+        if not batches or total + count > NUMBERS:
+            batches.append([])
+            total = 0
+        batches[-1].append(name)
         total += count
-    if batch:
-        yield batch
+    return batches
 
 
 _Reader: TypeAlias = Callable[[str], Source | Array]
@@ -791,10 +785,8 @@ def _rows(largest: list[float], sums: Array, per_element: Array, shapes: Sequenc
     columns = (rms.tolist(), cosine.tolist(), unequal, sums["nonfinite"].tolist(), change.tolist(), norms)
     places = (sums["at"].astype(np.int64) // per_element).tolist()
     with paused(len(shapes)):
-        indices = [
-            index_of(place, shape) if peak > 0 else None
-            for peak, place, shape in zip(largest, places, shapes, strict=True)
-        ]
+        found = zip(largest, places, shapes, strict=True)
+        indices = [index_of(place, shape) if peak > 0 else None for peak, place, shape in found]
         return [*zip(largest, indices, *columns, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""``safeload get``: print the values of a tensor."""
+"""``safeload info``: list the contents of files and folders; and ``safeload get``: print the values of a tensor."""
 
 from __future__ import annotations
 
@@ -7,18 +7,37 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..base import dtypes
 from ..base.arrays import Array
-from ..base.dtypes import BY_CODE, row_of
+from ..base.runtime import paused
 from ..base.showing import width
 from ..base.text import plural, printable, show
 from ..engine.read.load import targets
-from .common import columns, open_path, print_lines
-from .parsers import JSON, OPENING, STATUS, argument, command, flag, path
+from ..errors import SafeloadError
+from .common import (
+    check_once,
+    columns,
+    complain,
+    expanded,
+    hint,
+    in_options,
+    most_rows,
+    open_path,
+    print_lines,
+    shown,
+    storage_options,
+)
+from .parsers import JSON, OPENING, PATHS, STATUS, argument, command, flag, path, positive, selection
+
+if TYPE_CHECKING:
+    from ..operations.checking.info import Info
+
+# The rows that a terminal shows at most of a listing.
+_ROWS = 100
 
 # A terminal shows this many rows at each end of a tensor with more values than _VALUES; NumPy's defaults.
 _EDGE = 3
@@ -27,7 +46,117 @@ _VALUES = 1000
 _BLOCK = 1 << 18
 
 
-def _rows(text: str) -> slice:
+# ---- info ----
+
+
+@command(
+    "List the tensors of weight files, folders or an index.json without reading them: name, dtype, "
+    "shape and size, totals per dtype and metadata. For a torch checkpoint, also list the "
+    "classes and functions that its pickle references; none is imported or called.",
+    f"""examples:
+  safeload info model.safetensors
+  safeload info Llama-3.2-1B/ --tree --depth 2
+  safeload info Llama-3.2-1B/ --only '*.mlp.*' --sort size
+  safeload info Llama-3.2-1B/ --memory
+  safeload info Llama-3.2-1B/ --all | grep layers.5.
+  safeload info *.safetensors --limit 5
+  safeload info hf://openai-community/gpt2
+  safeload info my-lora/ --base Llama-3.2-1B/
+  safeload info lightning.ckpt --unknown-globals inert --root state_dict
+  safeload info model.safetensors --json | jq '.tensors[0]'
+
+Equal layers share a row: model.layers.{{0..31}}.mlp.up_proj.weight. --json prints a line for each tensor; with
+several paths, a line for each path.
+
+{STATUS}""",
+    PATHS,
+    *selection(("name", "dtype", "shape", "parameters", "size"), _ROWS),
+    flag("--tree", "show a tree of modules with the sums of their tensors"),
+    argument("--depth", metavar="N", type=positive, help="show at most N levels of the tree"),
+    flag("--memory", "show the size when loaded, as each dtype or scheme"),
+    argument("--base", metavar="BASE", help="check if a LoRA adapter fits this model; exit status 1 if not"),
+    *OPENING,
+    JSON,
+)
+def info(options: argparse.Namespace) -> int:
+    """Print the contents of ``options.paths``."""
+    options.paths = expanded(options.paths)
+    check_once(options.paths)
+    if options.depth is not None:
+        options.tree = True
+    if len(options.paths) == 1:
+        return _show(options.paths[0], options)
+    status = 0
+    for number, place in enumerate(options.paths):
+        if number and not options.json:
+            print()
+        try:
+            status |= _show(place, options)
+        except BrokenPipeError:
+            raise
+        except (SafeloadError, OSError, MemoryError, ModuleNotFoundError, ValueError) as error:
+            complain(error)
+            status = 1
+    return status
+
+
+def _show(path: str, options: argparse.Namespace) -> int:
+    from ..operations.checking.info import describe, lines, misfits, title_of
+
+    with open_path(path, options) as opened:
+        info = describe(
+            shown(path),
+            opened,
+            only=options.only or None,
+            drop=options.drop or None,
+            base=options.base,
+            storage_options=storage_options(options),
+            memory=options.memory or options.json,  # JSON always has it
+        )
+    if options.json:
+        with paused(len(info.tensors)):
+            _print_info(info, options)
+    else:
+        listing = lines(
+            info,
+            title_of(shown(path)) if len(options.paths) == 1 else shown(path),
+            columns=columns(),
+            rows=most_rows(options, _ROWS),
+            hint=hint(options),
+            sort=options.sort,
+            alone=options.all,
+            tree=options.tree,
+            depth=options.depth,
+            memory=options.memory,
+            words=in_options,
+        )
+        print_lines(listing)
+    return int(misfits(info.adapter))
+
+
+def _print_info(info: Info, options: argparse.Namespace) -> None:
+    """Print an object, on one line if there are several paths, else with a line for each tensor."""
+    whole = info.to_dict()
+    tensors = whole.pop("tensors")
+    if options.sort:
+        from ..operations.checking.info import rows_of
+
+        by_name = {tensor["name"]: tensor for tensor in tensors}
+        rows = rows_of([*info.tensors.values()], alone=True, sort=options.sort)
+        tensors = [by_name[row.name] for row in rows]
+    tensors = tensors[: options.limit]
+    if len(options.paths) > 1:
+        print(json.dumps({**whole, "tensors": tensors}))
+        return
+    lines = ",\n  ".join(map(json.dumps, tensors))
+    listed = f"[\n  {lines}\n ]" if tensors else "[]"
+    sys.stdout.write(f'{json.dumps(whole, indent=1)[:-2]},\n "tensors": {listed}\n}}\n')
+
+
+# ---- get ----
+
+
+def _rows_of(text: str) -> slice:
     """Parse rows, for argparse."""
     parts = text.split(":")
     try:
@@ -62,7 +191,7 @@ line for each row, and an empty line between matrices.
     argument(
         "--rows",
         metavar="A:B",
-        type=_rows,
+        type=_rows_of,
         help="rows from A up to but not including B, or a single row A, counted from 0 along the first axis; negative "
         "numbers count from the end (--rows=-5:)",
     ),
@@ -76,13 +205,13 @@ def get(options: argparse.Namespace) -> int:
     with open_path(options.path, options) as opened:
         tensor: Any = opened.get_slice(options.name)  # raises if there is no such tensor
         info = opened.tensors[options.name]
-        if (row := BY_CODE.get(info.dtype)) is not None and row.packed:  # elements share bytes
+        if (row := dtypes.BY_CODE.get(info.dtype)) is not None and row.packed:  # elements share bytes
             tensor = opened.load([info.name], dtype=options.dtype or "float32")[info.name]
         elif options.dtype is not None:
             tensor = opened.get_slice(info.name, dtype=options.dtype)
         rows = _range(tensor.shape, options.rows, info.name)
         if options.json:
-            _print_json(info.name, tensor, rows)
+            _print_tensor(info.name, tensor, rows)
         elif columns() is None:
             _print_all(tensor, rows)
         else:
@@ -120,7 +249,7 @@ def _blocks(tensor: Any, rows: range | None) -> Iterator[Array]:
 
 def _numbers(values: Array) -> Array:
     """Return values of a dtype that prints the shortest exact decimals: ml_dtypes rounds to six digits."""
-    row = row_of(values.dtype)
+    row = dtypes.row_of(values.dtype)
     return values.astype(np.float32) if row is not None and row.floating and row.bits < 32 else values
 
 
@@ -152,7 +281,7 @@ def _abbreviated(tensor: Any, rows: range | None) -> str:
     return np.array2string(_numbers(values), threshold=threshold, edgeitems=_EDGE, max_line_width=width())
 
 
-def _print_json(name: str, tensor: Any, rows: range | None) -> None:
+def _print_tensor(name: str, tensor: Any, rows: range | None) -> None:
     """Print an object, with a line for each row."""
     shape = list(tensor.shape) if rows is None else [len(rows), *tensor.shape[1:]]
     head = {"name": name, "dtype": dtypes.shown(tensor.dtype), "shape": shape}

@@ -31,6 +31,7 @@ from ...engine.run.progress import Progress
 from ...engine.run.threads import check_threads
 from ...errors import FormatError
 from ...stores.digests import MANIFEST_KEY, MANIFEST_VERSION
+from ...stores.json_file import read_json
 from ..sources import executors
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor, opened, pieces_of, run_pieces
@@ -46,7 +47,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 def make(
     given: Given,
     *,
-    storage_options: Mapping[str, Any] | None = None,
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
@@ -54,7 +54,7 @@ def make(
     """Make the manifest of a checkpoint; an executor reads groups of tensors elsewhere, with an identical result."""
     check_threads(threads)
     executors.check_executor(executor)
-    with Catalog.of(given, storage_options) as catalog:
+    with Catalog.of(given) as catalog:
         sizes = catalog.sizes([*catalog])
         if executor is None:
             entries = _entries(catalog, sizes, threads, progress)
@@ -130,8 +130,6 @@ def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:
 
 def read(path: PathLike) -> dict[str, Any]:
     """Read a manifest."""
-    from ...stores.json_file import read_json
-
     text = native_path(path)[0]
     manifest: dict[str, Any] = read_json(text, "the manifest")
     tensors = manifest.get("tensors")

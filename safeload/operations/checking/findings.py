@@ -12,7 +12,7 @@ from ...base.names import pattern_of
 from ...base.showing import NARROW, Report, quantity, shorten, wrap
 from ...base.text import clip, plural, printable, size
 from ...errors import FormatError, UnsupportedError, exported, one_line
-from ..measure.stats import StatsTable
+from .stats import StatsTable
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 ERROR: Severity = "error"

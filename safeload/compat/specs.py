@@ -1,4 +1,7 @@
-"""Private helpers of ``safetensors.numpy`` that other libraries call."""
+"""Private helpers of ``safetensors.numpy`` and ``safetensors.torch`` that other libraries call.
+
+They stand apart from `serialize`, because the table of types imports ml_dtypes.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from ..base import dtypes
-from ..base.arrays import Array, as_array, byteswapped
+from ..base.arrays import Array, as_array, byteswapped, foreign_order
 from ..base.text import show
 from ..engine.run import jobs
 from ..engine.run.atomic_file import written_as_is
 from ..engine.run.memory import address_of
-from ..formats.safetensors.file import parse_table
+from ..formats.safetensors.file import Memory, parse_table
 from .serialize import TensorSpec
+
+# ---- helpers of safetensors.numpy ----
 
 # NumPy types by safetensors code. Programs add and replace entries, which `retyped` and `view2np` honor.
 TYPES: dict[str, Any] = {
@@ -81,3 +86,55 @@ def _retyped(name: str, array: Array, code: str, types: Mapping[str, Any]) -> Ar
             f"{dtype.itemsize}"
         )
     return array.view(dtype)
+
+
+# ---- helpers of safetensors.torch, which import torch ----
+
+
+def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
+    """Describe tensors for `safeload.serialize`; objects to keep alive go to ``keep_alive_buffer``."""
+    from ..frameworks import torch_arrays
+
+    specs = {}
+    for name, entry in torch_arrays.to_write(tensors, keep_alive_buffer).items():
+        tensor = tensors[name]
+        if not isinstance(entry, Memory):  # on a big-endian machine
+            entry = np.ascontiguousarray(entry.byteswap())
+            keep_alive_buffer.append(entry)
+        address = entry.address if isinstance(entry, Memory) else address_of(entry)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        specs[name] = TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=address, data_len=entry.nbytes)
+    return specs
+
+
+def torch_dtype(code: str) -> Any:
+    """Return torch's dtype for a safetensors code, or raise KeyError."""
+    from ..frameworks import torch_arrays
+
+    return torch_arrays.TYPES[code]
+
+
+def view2torch(tensors: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return tensors over the memory in the result of `safeload.deserialize`."""
+    from ..frameworks import torch_arrays
+
+    result = {}
+    for name, entry in tensors:
+        row, shape = dtypes.BY_CODE[entry["dtype"]], tuple(entry["shape"])
+        array = np.frombuffer(entry["data"], dtypes.array_dtype(row.number))
+        shape, dtype = torch_arrays.described(name, row, shape)
+        array = jobs.native_order(array.reshape(shape))
+        result[name] = torch_arrays.from_array(array, name, dtype if row.packed else None)
+    return result
+
+
+def to_ndarray(tensor: Any) -> tuple[Array, Any]:
+    """Return a tensor's bytes, flat and in file order, and the owner of the bytes."""
+    from ..frameworks import torch_arrays
+
+    torch_arrays.row_of("<unnamed>", tensor)
+    tensor = torch_arrays.resolved(tensor.detach().to("cpu")).contiguous()
+    array = torch_arrays.to_array(tensor)
+    if foreign_order(False):
+        array = byteswapped(array)
+    return array.reshape(-1).view(np.uint8), tensor

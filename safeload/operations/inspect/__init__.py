@@ -1,1 +1,0 @@
-"""Contents of checkpoints: tensors, metadata, adapters."""

@@ -1,1 +1,0 @@
-"""Find faults in checkpoints: files, names and shapes, values."""
