@@ -27,8 +27,10 @@ _MODULE_OF = {
     name: module
     for module, names in {
         "base.arrays": "TensorLike",
+        "base.names": "flatten nest",
         "base.table": "TensorInfo",
         "checkpoint": "Checkpoint",
+        "cluster": "run_piece",
         "compat.alias": "install_as_safetensors",
         "compat.safe_open": "PrefetchLoader SafeSlice _safe_open_handle safe_open",
         "compat.serialize": "TensorMeta TensorSpec deserialize serialize serialize_file",
@@ -50,7 +52,6 @@ _MODULE_OF = {
         "operations.local_models": "LocalModel LocalModels local_models",
         "operations.measure.diff": "DiffReport LayerDiff TensorDiff diff",
         "operations.measure.stats": "HISTOGRAM_EDGES StatsTable TensorStats stats",
-        "operations.pieces": "run_piece",
         "operations.quantize.checkpoint": "QuantizedDict Summary load_quantized",
         "operations.quantize.quantization_error": "QuantizationStats QuantizationTable quantization_error",
         "operations.quantize.quantize": "quantize",
@@ -61,7 +62,6 @@ _MODULE_OF = {
         "operations.saving.patch": "PatchReport apply_patch make_patch",
         "operations.saving.save": "Writer save",
         "operations.trust.scan": "ScanFinding ScanReport scan",
-        "operations.sources.nest": "flatten nest",
         "operations.validate.findings": "CheckReport Finding",
         "operations.validate.check": "check",
         "operations.validate.values": "Limits",

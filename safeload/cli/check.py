@@ -34,7 +34,7 @@ from .parsers import JSON, OPENING, PATTERNS, STATUS, THREADS, argument, command
 from .streams import STANDARD, check_once, read_again, refuse, source, write_to_stdout
 
 if TYPE_CHECKING:
-    from ..operations.folders.destinations import Output
+    from ..operations.convert.destinations import Output
     from ..operations.sources.executors import Executor
     from ..operations.validate.findings import CheckReport
 
@@ -97,7 +97,7 @@ def _schemas() -> list[str]:
 )
 def check(options: argparse.Namespace) -> int:
     """Print the findings about ``options.path``."""
-    from ..operations.folders.destinations import Output
+    from ..operations.convert.destinations import Output
     from ..operations.validate.check import settings, validate_path
     from ..operations.validate.findings import HARMLESS_WARNINGS, find
     from ..stores.digests import is_manifest
@@ -322,7 +322,7 @@ def diff(options: argparse.Namespace) -> int:
 )
 def report(options: argparse.Namespace) -> int:
     """Write the page about ``options.path``."""
-    from ..operations.folders.destinations import Output
+    from ..operations.convert.destinations import Output
     from ..operations.report.report import is_page, page_of
 
     to_stdout = options.output == STANDARD

@@ -36,7 +36,7 @@ from ...formats.registry import UnknownGlobals
 from ...formats.verifying import entry_of
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
-from ..folders.destinations import Output
+from ..convert.destinations import Output
 from ..inspect.info import totals_of
 from ..measure.stats import HISTOGRAM_EDGES
 from ..quantize.quantize import SchemeName
