@@ -27,8 +27,10 @@ _MODULE_OF = {
     name: module
     for module, names in {
         "base.arrays": "TensorLike",
+        "base.names": "flatten nest",
         "base.table": "TensorInfo",
         "checkpoint": "Checkpoint",
+        "cluster": "run_piece",
         "compat.alias": "install_as_safetensors",
         "compat.safe_open": "PrefetchLoader SafeSlice _safe_open_handle safe_open",
         "compat.serialize": "TensorMeta TensorSpec deserialize serialize serialize_file",
@@ -51,7 +53,6 @@ _MODULE_OF = {
         "operations.checking.local_models": "LocalModel LocalModels local_models",
         "operations.checking.diff": "DiffReport LayerDiff TensorDiff diff",
         "operations.checking.stats": "HISTOGRAM_EDGES StatsTable TensorStats stats",
-        "operations.pieces": "run_piece",
         "operations.quantize.quantization_error": "QuantizationStats QuantizationTable quantization_error",
         "operations.quantize.quantize": "quantize",
         "operations.quantize.rules": "KEPT_NAMES Summary",
@@ -60,7 +61,6 @@ _MODULE_OF = {
         "operations.saving.patch": "PatchReport apply_patch make_patch",
         "operations.saving.save": "Writer save",
         "operations.trust.scan": "ScanFinding ScanReport scan",
-        "operations.sources.nest": "flatten nest",
         "operations.checking.findings": "CheckReport Finding",
         "operations.checking.check": "Limits check",
         "operations.trust.verify": "FileCheck VerifyReport verify",

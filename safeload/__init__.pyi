@@ -11,8 +11,11 @@ from . import remote as remote
 from . import torch as torch
 from ._version import __version__ as __version__
 from .base.arrays import TensorLike as TensorLike
+from .base.names import flatten as flatten
+from .base.names import nest as nest
 from .base.table import TensorInfo as TensorInfo
 from .checkpoint import Checkpoint as Checkpoint
+from .cluster import run_piece as run_piece
 from .compat.alias import install_as_safetensors as install_as_safetensors
 from .compat.safe_open import PrefetchLoader as PrefetchLoader
 from .compat.safe_open import SafeSlice as SafeSlice
@@ -77,7 +80,6 @@ from .operations.convert.in_memory import stack as stack
 from .operations.convert.resume import Plan as Plan
 from .operations.convert.resume import finalize as finalize
 from .operations.convert.resume import plan_convert as plan_convert
-from .operations.pieces import run_piece as run_piece
 from .operations.quantize.quantization_error import QuantizationStats as QuantizationStats
 from .operations.quantize.quantization_error import QuantizationTable as QuantizationTable
 from .operations.quantize.quantization_error import quantization_error as quantization_error
@@ -91,8 +93,6 @@ from .operations.saving.patch import apply_patch as apply_patch
 from .operations.saving.patch import make_patch as make_patch
 from .operations.saving.save import Writer as Writer
 from .operations.saving.save import save as save
-from .operations.sources.nest import flatten as flatten
-from .operations.sources.nest import nest as nest
 from .operations.trust.scan import ScanFinding as ScanFinding
 from .operations.trust.scan import ScanReport as ScanReport
 from .operations.trust.scan import scan as scan

@@ -499,6 +499,11 @@ class Checkpoint(Mapping[str, TensorLike]):
 # ---- for safeload's own modules ----
 
 
+def file_notes_of(checkpoint: Checkpoint) -> Sequence[str]:
+    """Return the notes about files; `Checkpoint.notes` also looks for an adapter."""
+    return checkpoint._notes
+
+
 def tensors_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> Tensors:
     """Return the tensors with these names, or all tensors in file order."""
     where, files = checkpoint._where, checkpoint.weight_files

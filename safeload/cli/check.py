@@ -40,7 +40,7 @@ from .parsers import DASK, JSON, OPENING, PATTERNS, STATUS, THREADS, argument, c
 
 if TYPE_CHECKING:
     from ..operations.checking.findings import CheckReport
-    from ..operations.folders.destinations import Output
+    from ..operations.convert.destinations import Output
     from ..operations.sources.executors import Executor
 
 # Options of the commands that read all values.
@@ -104,7 +104,7 @@ def check(options: argparse.Namespace) -> int:
     """Print the findings about ``options.path``."""
     from ..operations.checking.check import settings, validate_path
     from ..operations.checking.findings import HARMLESS_WARNINGS, find
-    from ..operations.folders.destinations import Output
+    from ..operations.convert.destinations import Output
     from ..stores.digests import is_manifest
 
     written, output = options.write_manifest, None
@@ -328,7 +328,7 @@ def diff(options: argparse.Namespace) -> int:
 def report(options: argparse.Namespace) -> int:
     """Write the page about ``options.path``."""
     from ..operations.checking.report import is_page, page_of
-    from ..operations.folders.destinations import Output
+    from ..operations.convert.destinations import Output
 
     to_stdout = options.output == STANDARD
     if to_stdout and options.json:

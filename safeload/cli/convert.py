@@ -15,7 +15,7 @@ from ..engine.read.load import targets
 from ..formats.mixtures import mixtures
 from ..formats.registry import SUFFIXES, WRITTEN, WrittenNames
 from ..models.layout import Layout, built_in
-from ..operations.folders.destinations import is_folder, refuse_inputs, where
+from ..operations.convert.destinations import is_folder, refuse_inputs, where
 from ..packed.families import presets
 from .common import (
     STANDARD,

@@ -34,7 +34,7 @@ SINGLE = "model.safetensors"
 # An adapter of mlx-lm, whose trainer leaves those of earlier steps beside it (`0000100_adapters.safetensors`).
 MLX_ADAPTER = "adapters.safetensors"
 CONFIG = "config.json"
-RESUME = ".safeload-resume"  # the subfolder of unfinished conversions, see `operations.folders.journal`
+RESUME = ".safeload-resume"  # the subfolder of unfinished conversions, see `operations.convert.sink`
 
 PADDLE_INDEX = "model_state.pdparams.index.json"
 # The index of sharded Keras weights; its shards are beside it.
@@ -66,7 +66,7 @@ _Result = TypeVar("_Result")
 # ---- folders that are replaced while they are opened ----
 
 # A writer replaces the index, or renames an old ``model.safetensors`` aside, before it changes ``config.json``, and
-# puts an index into the folder if there is none (`operations.folders.disk_sink`). So the files of a folder belong
+# puts an index into the folder if there is none (`operations.convert.sink`). So the files of a folder belong
 # together if the index, or without one each weight file, is still the same once all of them and the config are open.
 
 

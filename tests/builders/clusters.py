@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import safeload
-from builders.inside import RESUME, atomic_file, journal, measure_stats, resuming
+from builders.inside import RESUME, atomic_file, measure_stats, resuming, sink
 from safeload.numpy import save_file
 
 NAMES = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(12)]
@@ -82,12 +82,12 @@ def waiting(folder: Path) -> Path:
 
 def record_of(shard: Path) -> Path:
     """The record of a shard that waits."""
-    return shard.with_name(f"{shard.name}{journal.RECORD}")
+    return shard.with_name(f"{shard.name}{sink.RECORD}")
 
 
 def records_in(folder: Path) -> list[Path]:
     """The records in a folder."""
-    return sorted(folder.rglob(f"{RESUME}/*/*{journal.RECORD}"))
+    return sorted(folder.rglob(f"{RESUME}/*/*{sink.RECORD}"))
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:

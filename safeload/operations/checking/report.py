@@ -37,7 +37,7 @@ from ...formats.registry import UnknownGlobals
 from ...formats.verifying import entry_of
 from ...loading import entry as loading
 from ...stores.places import Located, is_file_object
-from ..folders.destinations import Output
+from ..convert.destinations import Output
 from ..quantize.quantize import SchemeName
 from ..sources.catalog import Catalog
 from .check import settings, validate_path

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from ...base import log
@@ -26,19 +25,6 @@ from ...packed.quantization import is_own, without_quantization
 from ...stores.digests import Signature
 from ...stores.files import LOCAL
 from ...stores.local import LocalStore
-from ..folders import journal
-from ..folders.destinations import (
-    Destination,
-    ObjectFile,
-    SaveDestination,
-    check_free,
-    file_in_store,
-    is_written_to,
-    refuse_inputs,
-)
-from ..folders.disk_sink import DiskSink, check_shards, remove_shards, shards_beside
-from ..folders.shards import config_text, extras_of, index_text, warn_of_schemes, write_shards
-from ..folders.sink import Sink, free_names
 from ..quantize.rules import ConvertScheme, Keep
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
@@ -53,7 +39,25 @@ from .decide import (
     prepare,
     request_of,
 )
+from .destinations import (
+    Destination,
+    ObjectFile,
+    SaveDestination,
+    check_free,
+    check_shards,
+    config_text,
+    extras_of,
+    file_in_store,
+    index_text,
+    is_written_to,
+    refuse_inputs,
+    remove_shards,
+    shards_beside,
+    warn_of_schemes,
+    write_shards,
+)
 from .make import weight_map
+from .sink import Sink, free_names
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
@@ -252,7 +256,7 @@ def _at_once(
     """Convert without records of complete shards. All files are put in place together, at the end."""
     request = request_of(dst, options)
     folder, old = request.folder, []
-    adapters = [*map(itemgetter(0), listed(options["adapters"]))]
+    adapters = [] if options["adapters"] is None else [path for path, _ in listed(options["adapters"])]
     documents = (verify.path, verify.key, *verify.certificates) if isinstance(verify, Signature) else (verify,)
     beside_sources = [*filter(None, (options["imatrix"], *adapters, *(() if verify is True else documents)))]
     with ExitStack() as stack:
@@ -260,27 +264,30 @@ def _at_once(
             file_in_store(request.place, overwrite=overwrite)
         elif folder is None:
             check_free(request.path, overwrite)
-            refuse_inputs(request.path, beside_sources, beside=adapters)
+            if beside_sources:
+                refuse_inputs(request.path, beside_sources, beside=adapters)
             old = shards_beside(request.path, overwrite)
         else:
-            journal.check_free(folder, overwrite=overwrite)
-            for name in (SINGLE, INDEX, CONFIG):
+            folder.check_free(overwrite=overwrite)
+            for name in (SINGLE, INDEX, CONFIG) if beside_sources else ():
                 refuse_inputs((folder.location / name).path, beside_sources)
         catalog = open_sources(stack, src, request, verify)
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
-        if folder is None:
+        if folder is None and overwrite:
             whole = len(catalog.files) == 1  # a single file is replaced as a whole
             refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
-        check_shards(old, (file.path for file in catalog.weight_files), every_tensor=request.every_tensor)
+        if old:
+            check_shards(old, [file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
         conversion = prepare(stack, catalog, request, threads)
         outputs, path, done = conversion.outputs, request.path, 0
-        with reporter(progress, outputs.nbytes) as report:
+        with nullcontext() if progress is None else reporter(progress, outputs.nbytes) as report:
 
             def written(nbytes: int) -> None:
                 nonlocal done
                 done += nbytes
-                report(done)
+                if report is not None:
+                    report(done)
 
             if folder is not None:
                 files, nbytes = _write_folder(conversion, request, folder, written, overwrite=overwrite)
@@ -291,8 +298,10 @@ def _at_once(
                     files, nbytes = [path], outputs.write_file(staged, False, written)
             else:
                 files, nbytes = [path], outputs.write_file(path, overwrite, written)
-                _warn_of_old_config(conversion, request)
-    remove_shards(old)  # after the sources are closed
+                if request.format == SAFETENSORS and os.path.basename(path) == SINGLE:
+                    _warn_of_old_config(conversion, path)
+    if old:
+        remove_shards(old)  # after the sources are closed
     count, summary = conversion.tensor_count, conversion.summary
     return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, conversion.left_out)
 
@@ -341,12 +350,9 @@ def _write_folder(
     return [folder.shown(file) for file in shards], nbytes
 
 
-def _warn_of_old_config(conversion: Conversion, request: ConvertRequest) -> None:
+def _warn_of_old_config(conversion: Conversion, path: str) -> None:
     """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
-    folder, name = os.path.split(request.path)
-    if request.format != SAFETENSORS or name != SINGLE:
-        return
-    beside = DiskSink(LOCAL, folder or ".")
+    beside = Sink(LOCAL, os.path.dirname(path) or ".")
     config = old_config(conversion, beside)
     if config is None or (is_own(config) and conversion.outputs.schemes):
         return

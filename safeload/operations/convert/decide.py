@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-import numpy as np
-
 from ...base import dtypes, log
 from ...base.arrays import check_mapping
 from ...base.names import Patterns, Renames, Selection, check_matches, renamed
@@ -21,6 +19,7 @@ from ...base.paths import PathLike
 from ...base.runtime import paused
 from ...base.showing import Result
 from ...base.text import plural, printable, show, size
+from ...checkpoint import file_notes_of
 from ...engine.read.load import parse_target
 from ...engine.read.tensors import LazyParts
 from ...errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
@@ -48,9 +47,6 @@ from ...packed import finder
 from ...packed.families import Preset, preset_of
 from ...packed.quantization import Quantization, is_kept_by, is_own, quantization_of, without_quantization
 from ...stores.files import Location
-from ..folders.destinations import Destination, check_writable, is_folder, limit_of, sink_of, where
-from ..folders.shards import config_with, extras_of
-from ..folders.sink import Sink
 from ..quantize.quantize import WEIGHTS
 from ..quantize.rules import (
     ConvertScheme,
@@ -70,7 +66,9 @@ from ..quantize.rules import (
     tied_heads,
 )
 from ..sources.catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
-from .make import Decision, Outputs, outputs_of, plan, spans_of
+from .destinations import Destination, check_writable, config_with, extras_of, is_folder, limit_of, sink_of, where
+from .make import Decision, Outputs, merged, outputs_of, plan, spans_of
+from .sink import Sink
 
 if TYPE_CHECKING:
     from ...formats.verifying import Verify
@@ -182,8 +180,8 @@ def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder
             raise ValueError(
                 f"{show(path)} becomes a folder of safetensors shards, got format={show(format)}; pass a file"
             )
-        of_file = any(suffix in suffixes for suffixes in WRITTEN.values())
-        if of_file and not place.files.remote and not is_folder(place):
+        local_file = not place.files.remote and not is_folder(place)
+        if local_file and any(suffix in suffixes for suffixes in WRITTEN.values()):
             raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
         return SAFETENSORS
     known = ", ".join(SUFFIXES)
@@ -442,8 +440,6 @@ def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads
         return copied
     options = request.options
     if options["adapters"] is not None:
-        from .merged import merged  # only here: most conversions merge nothing
-
         with_config = request.folder is not None
         catalog = merged(stack, catalog, options["adapters"], options["storage_options"], with_config=with_config)
     catalog = _as_model(catalog, request)
@@ -467,8 +463,9 @@ def _copied(catalog: Catalog, request: ConvertRequest, threads: int | None) -> C
         tensors = tensors.named(request.chosen(catalog))
     targets = numbers = tensors.ranges.numbers
     if target is not None:
-        loaded = {number: dtypes.BY_NUMBER[number].loaded_as(target).number for number in {*numbers.tolist()}}
-        targets = np.array([loaded.get(number, number) for number in range(256)])[numbers]
+        targets = numbers.copy()
+        for number in {*numbers.tolist()}:
+            targets[numbers == number] = dtypes.BY_NUMBER[number].loaded_as(target).number
     spans = spans_of(tensors, targets)
     if spans is None:
         return None
@@ -486,7 +483,11 @@ def _copied(catalog: Catalog, request: ConvertRequest, threads: int | None) -> C
 
 def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:
     """Warn of what the sources hold besides the converted tensors, and return a sentence each."""
-    notes = [note for checkpoint in catalog.checkpoints for note in checkpoint.notes]
+    notes = [
+        note
+        for checkpoint in catalog.checkpoints
+        for note in (checkpoint.notes if empty else file_notes_of(checkpoint))
+    ]
     if not (notes or objects or empty):
         return ()
     lines = [f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items()]

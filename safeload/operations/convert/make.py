@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -18,6 +18,7 @@ from ...base import dtypes, log, packing
 from ...base.arrays import Array, foreign_order
 from ...base.names import Renames, renamed
 from ...base.packing import INT8, SCHEMES, Part, usual_axis
+from ...base.paths import absolute
 from ...base.runtime import paused
 from ...base.text import error_about, show
 from ...engine.ahead.spans import Spans
@@ -35,10 +36,13 @@ from ...formats.mixtures import ImportanceMatrix
 from ...formats.registry import SAFETENSORS, row_of
 from ...formats.safetensors.file import ROOM, Header
 from ...formats.safetensors.quantized import texts_with
+from ...loading.adapter import Adapter, listed, opened
+from ...loading.adapter_fit import AdapterTarget, Apart, Base, Fit, Heads, heads_of
+from ...loading.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
 from ...models.layout import LAYER, Layout, StackedTensor
+from ...models.tied import untied as without_ties
 from ...packed.families import presets
-from ..folders.shards import Output, ShardWriter, shard_bounds, writer_of
-from ..folders.shards import weight_map as stored_in
+from ...stores.local import check_unchanged, identity_of
 from ..quantize.quantize import (
     Encoding,
     Request,
@@ -57,7 +61,10 @@ from ..quantize.quantize import (
     weights_in,
 )
 from ..quantize.rules import vectors_for
-from ..sources.catalog import Catalog, TensorDescription, read_values
+from ..sources.catalog import Catalog, Made, TensorDescription, read_values
+from ..sources.executors import in_memory
+from .destinations import AnyTensor, ShardWriter, shard_bounds, writer_of
+from .destinations import weight_map as stored_in
 
 _BYTES = dtypes.BY_CODE["U8"]
 # Stands for the dtype number of a tensor that is copied.
@@ -101,7 +108,7 @@ class Outputs(NamedTuple):
     decided: Sequence[Decision]  # () if all tensors are only copied or cast
     shapes: Sequence[tuple[int, ...]] = ()  # with spans
     spans: Spans | None = None  # None if each tensor is made by itself
-    made: Sequence[Output] = ()  # without spans
+    made: Sequence[AnyTensor] = ()  # without spans
     maker: Maker | None = None  # without spans
     metadata: Mapping[Any, Any] = {}
     editable: bool = True  # False for the headers of engines, which have no room for changes
@@ -127,7 +134,7 @@ class Outputs(NamedTuple):
         return [kinds[target] for target in targets]
 
     @property
-    def tensors(self) -> dict[str, Output]:
+    def tensors(self) -> dict[str, AnyTensor]:
         """The tensors that are made by themselves, by name."""
         return dict(zip(self.names, self.made, strict=True))
 
@@ -194,7 +201,7 @@ class Outputs(NamedTuple):
             writer.write_to(file)
         return writer.size
 
-    def _begun(self, written: Callable[[int], object]) -> dict[str, Output]:
+    def _begun(self, written: Callable[[int], object]) -> dict[str, AnyTensor]:
         """Return the tensors for a new writer, which reports the bytes that it has written."""
         assert self.maker is not None
         reads = dict(zip(self.names, self.reads, strict=True))
@@ -369,7 +376,7 @@ class Maker:
             quantized = [name for name, decision in decisions.items() if decision.scheme is not None]
             self._importance = vectors_for(matrix, {name: self._about(name).shape for name in quantized})
 
-    def output(self, name: str, decision: Decision) -> Output:
+    def output(self, name: str, decision: Decision) -> AnyTensor:
         """Return a tensor of the result."""
         if decision.stack:
             return self._stacked(name, decision)
@@ -425,7 +432,7 @@ class Maker:
         entry = self._entries[code].get(source)
         return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
 
-    def _stacked(self, name: str, decision: Decision) -> Output:
+    def _stacked(self, name: str, decision: Decision) -> AnyTensor:
         assert decision.dtype is not None
         layers = {source: self._about(source) for source in decision.sources}
         layout = Layout(name, [StackedTensor(*decision.stack)])
@@ -737,3 +744,114 @@ def fill(
                 grid = JobGrid(rows, columns, (columns * element, element, item, rows * item))
             batch.add(origin.job(begin + k * size, stack.row.number, grid=grid))
     batch.run(threads=threads, progress=progress)
+
+
+# ---- adapters ----
+
+
+def _target(catalog: Catalog, name: str) -> AdapterTarget:
+    origin, file, _ = catalog.place(name)
+    if file is not None:
+        owner: Any = origin  # tensors of a dict have no file
+        return target_of(owner, name)
+    about = catalog.about(name)
+    if not about.quantized:
+        check_floating(name, about.row, None)
+    work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
+
+    def rows(at: Any) -> Array:
+        values: Array = catalog.array(name)[at].astype(work)
+        return values
+
+    source = None if about.quantized else in_rows(catalog.in_place(name), work)
+    row = None if about.quantized else about.row
+    return AdapterTarget(name, about.shape, row, work, rows, about.quantized, source)
+
+
+def _merged(
+    catalog: Catalog,
+    adapters: Sequence[Adapter],
+    heads: Heads,
+    fits: Sequence[Fit] | None = None,
+    places: Mapping[str, Any] | None = None,
+) -> Catalog:
+    """Return a catalog with adapters merged into its tensors, in float32, when a tensor is read."""
+    # The embedding of each untied head that is not stored.
+    aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
+    whole = catalog.with_aliases(aliases)
+    names = {**dict.fromkeys(catalog), **aliases}  # a piece has more in its files
+    target = partial(_target, whole)
+    base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, target, places=places)
+    result, merge = Catalog.of(whole), Merge(base, adapters, heads, fits=fits)
+    result.makes, result.merge, result.aliases = True, merge, aliases
+    for name in merge.changes:
+        about = whole.about(name)
+        work = dtypes.BY_CODE["F64" if about.row.code == "F64" else "F32"]
+        if not about.packed and (about.quantized or about.row.packed):  # merging turns blocks into numbers
+            about = TensorDescription(name, work.name, about.shape, work.nbytes(math.prod(about.shape)), work, True)
+        result.rows[name] = Made(partial(merge.values, name), work, about)
+    if heads.untied and result.config is not None:
+        result.config = without_ties(result.config)
+    return result
+
+
+def merged(
+    stack: ExitStack,  # closes the adapters
+    catalog: Catalog,
+    adapters: Any,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    with_config: bool = False,  # True if the result has a config.json, which can untie the head
+) -> Catalog:
+    """Return a catalog with adapters merged, or the catalog itself if there are no adapters."""
+    weighted = listed(adapters)
+    if not weighted:
+        return catalog
+    opened_adapters = opened(stack, weighted, storage_options)
+    heads = heads_of(opened_adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
+    result = _merged(catalog, opened_adapters, heads)
+    if not with_config or catalog.config is None:
+        warn_of_untied(heads, catalog.config)
+    return result
+
+
+def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
+    """Return the adapters of a catalog as plain data: a piece has too few tensors to fit them again."""
+    if catalog.merge is None:
+        return []
+    merge, adapters = catalog.merge, []
+    apart = {name: place for name, place in merge.base.places.items() if isinstance(place, Apart)}
+    renamed = {name: place for name, place in merge.base.places.items() if isinstance(place, str)}
+    for adapter, fit in zip(merge.adapters, merge.fits, strict=True):
+        if adapter.checkpoint.weight_files[0].files.remote:
+            raise in_memory("an adapter from a URL is open", "a conversion in pieces")
+        paths = [*(file.place for file in adapter.checkpoint.weight_files), adapter.config_at.path]
+        adapters.append(
+            {
+                "files": [[absolute(path), *identity_of(os.stat(path))[:2]] for path in paths],  # the config comes last
+                "weight": adapter.weight,
+                "parameters": fit.parameters,
+                "transposed": sorted(fit.transposed),
+                "apart": apart,
+                "renamed": renamed,
+                "tied": merge.heads.pairs,
+                "untied": catalog.aliases,
+            }
+        )
+    return adapters
+
+
+def reopened(
+    stack: ExitStack, catalog: Catalog, adapters: Sequence[Mapping[str, Any]], untied: Mapping[str, str]
+) -> Catalog:
+    """Return a catalog with the adapters of a piece merged; ``untied`` are its untied heads, with their embeddings."""
+    weighted, fits = [], []
+    for adapter in adapters:
+        for path, size, version in adapter["files"]:
+            check_unchanged(path, (size, version))
+        paths = [path for path, _, _ in adapter["files"]]
+        weighted.append((paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
+        fits.append(Fit(adapter["parameters"], frozenset(adapter["transposed"]), {}))
+    base = adapters[0]  # all were fitted to one base
+    places = {**base["renamed"], **{name: Apart(*fields) for name, fields in base["apart"].items()}}
+    return _merged(catalog, opened(stack, weighted), Heads(base["tied"], untied), fits, places)

@@ -16,14 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..._version import __version__
 from ...base import url as urls
 from ...base.names import pairs_of
 from ...base.packing import parse_scheme
 from ...base.runtime import paused
-from ...base.text import plural, show
+from ...base.text import plural, printable, show
 from ...checkpoint import recipe_of
 from ...engine.codes.source import in_order
 from ...engine.run.atomic_file import hidden_name
@@ -36,10 +36,6 @@ from ...formats.registry import SAFETENSORS, OpenRequest, open_file
 from ...loading.adapter import listed
 from ...packed.families import presets
 from ...stores.files import Location
-from ..folders import journal
-from ..folders.destinations import Destination, sink_at
-from ..folders.shards import config_text, index_text, warn_of_schemes
-from ..folders.sink import Sink, free_names, indexed_names, shared_identity
 from ..quantize.rules import Summary, arranged
 from ..sources import executors
 from ..sources.catalog import Catalog, Given, RestructuredCatalog, has_names
@@ -64,12 +60,15 @@ from .decide import (
     prepare,
     request_of,
 )
-from .make import Outputs, decisions_of, outputs_of, reads_of, runs_of, weight_map
+from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes
+from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of, weight_map
+from .sink import Sink, free_names, indexed_names, shared_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _DIGITS = 16  # of `digest_of`
+_CALL = re.compile(rf"[0-9a-f]{{{_DIGITS}}}", re.ASCII)
 _LONGEST = 200  # characters of an option in a record; longer options are recorded as a digest
 # File names with these characters can lead out of the folder of a plan.
 _NOT_BARE = frozenset("/\\:\0")
@@ -173,7 +172,7 @@ def plan_convert(
         >>> safeload.finalize(plan, results).tensors
         30
     """
-    with planned(src, dst, options, overwrite=overwrite, resume=resume) as (plan, folder, _):
+    with planned(src, dst, options, overwrite=overwrite, resume=resume) as (plan, folder, _, _):
         shared = folder.location.files.public_options()
     for content in (plan, *plan["pieces"]):
         content["storage_options"] = shared
@@ -197,9 +196,8 @@ def convert_in_pieces(
     own = options.get("storage_options")
     with ExitStack() as stack:
         planning = planned(src, dst, options, overwrite=overwrite, resume=resume, threads=threads)
-        plan, folder, shards = stack.enter_context(planning)
+        plan, folder, shards, stored = stack.enter_context(planning)
         pieces = plan["pieces"]
-        stored = weight_map(dict(zip([piece["file"] for piece in pieces], shards, strict=True)))
         if executor is None:
             run = PieceRunner(folder, own, dict(zip([piece["id"] for piece in pieces], shards, strict=True)))
         else:
@@ -210,7 +208,7 @@ def convert_in_pieces(
                 results = executors.run(run, pieces, executor, threads=threads, progress=progress)
             except BaseException:
                 if not folder.location.files.remote:
-                    journal.remove_empty(folder, [plan["call"]])
+                    folder.remove_empty([plan["call"]])
                 raise
     return _complete(plan, results, folder, own, stored)
 
@@ -224,8 +222,8 @@ def planned(
     overwrite: bool,
     resume: bool,
     threads: int | None = None,
-) -> Iterator[tuple[dict[str, Any], Sink, list[Outputs]]]:
-    """Yield the plan of a conversion without storage options, its destination, and its shards while they are open."""
+) -> Iterator[tuple[dict[str, Any], Sink, list[Outputs], dict[str, str]]]:
+    """Yield a plan without storage options, its destination, its open shards, and the file of each stored tensor."""
     request = request_of(dst, options)
     folder = request.folder
     if folder is None:
@@ -246,16 +244,22 @@ def planned(
         with paused(len(catalog)):
             conversion = prepare(stack, catalog, request, threads)
             shards = conversion.outputs.divided(request.limit)
-            weight_map(shards)  # refuses two tensors with the same name
+            stored = weight_map(shards)  # refuses two tensors with the same name
             pieces = _pieces(conversion, shards, request, plain)
             plan_id = digest_of([__version__, pieces[0]["options"], [piece["id"] for piece in pieces]])
             for piece in pieces:
                 piece.update(plan=plan_id, call=call, folder=folder.place)
-            _check_folder(pieces, folder, overwrite=overwrite, resume=resume)
+            folder.check_free(overwrite=overwrite or resume)
+            remote = folder.location.files.remote
+            records = folder.records() if resume or remote else {}
+            if resume and not overwrite:
+                _check_folder(pieces, folder, records)
             if resume:
-                _check_not_applied(conversion.catalog, folder, call)
-            if folder.location.files.remote:
-                _choose_names(pieces, folder, overwrite=overwrite)
+                _check_not_applied(conversion.catalog, folder, call, records.get(call, {}))
+            if remote:
+                _choose_names(pieces, folder, records.get(call, {}), overwrite=overwrite)
+                files = dict(zip(shards, [piece["file"] for piece in pieces], strict=True))
+                stored = {name: files[file] for name, file in stored.items()}
             summary = conversion.summary
             extras = {name: place for name, place in conversion.files.items() if isinstance(place, Location)}
             plan = {
@@ -280,7 +284,7 @@ def planned(
                 "left_out": [*conversion.left_out],
                 "parameters": conversion.parameters,
             }
-        yield plan, folder, [*shards.values()]
+        yield plan, folder, [*shards.values()], stored
 
 
 def _source_id(source: Any) -> Any:
@@ -305,11 +309,7 @@ def _pieces(
     if isinstance(catalog, RestructuredCatalog):  # a worker arranges the tensors again
         stored, arranged_from, sources_of = catalog.base, catalog.config, catalog.sources_of
         reads = [[*dict.fromkeys(source for name in names for source in sources_of(name))] for names in reads]
-    adapters: list[dict[str, Any]] = []
-    if request.options["adapters"] is not None:
-        from .merged import planned_adapters  # only here: most conversions merge nothing
-
-        adapters = planned_adapters(stored)
+    adapters = planned_adapters(stored)
     position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
     texts, spans = conversion.outputs.texts, conversion.outputs.spans
     located = None if spans is None else (spans.files, spans.file)
@@ -391,16 +391,15 @@ def _texts_of(rename: Any) -> list[list[str]]:
 # ---- the destination ----
 
 
-def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, *, overwrite: bool, resume: bool) -> None:
-    """Refuse to write into a folder with other content, or to continue another conversion."""
-    names = folder.names()
-    journal.check_free(folder, overwrite=overwrite or resume)
-    if overwrite or not resume or not names:
-        return
-    records = journal.records(folder)
-    first, own = pieces[0], records.get(pieces[0]["call"], {})
-    complete = bool(names & {INDEX, SINGLE})
-    if own and not complete:
+# The records of shards by file name, as `Sink.record` returns them.
+_Records: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, records: Mapping[str, _Records]) -> None:
+    """Refuse to continue in a folder with other content, or another conversion; ``records`` are by call."""
+    names, first = folder.names(), pieces[0]
+    own, complete = records.get(first["call"], {}), bool(names & {INDEX, SINGLE})
+    if not names or (own and not complete):
         return
     if own and SINGLE in names and all(piece["file"] != SINGLE for piece in pieces):
         message = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
@@ -416,17 +415,17 @@ def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, *, overwrite: 
         changed = [piece for piece in pieces if earlier.get(piece["file"], {}).get("piece") not in (None, piece["id"])]
         file = changed[0]["file"] if changed else next(iter(earlier))
         versions = [version for piece in changed[:1] for version in versions_of(piece)]
-        difference = journal.difference(earlier[file], __version__, first["options"], versions)
+        difference = _difference(earlier[file], __version__, first["options"], versions)
         raise ValueError(
             f"resume: {show(folder.shown(file))} was written {difference}; pass overwrite=True to start over"
         )
 
 
-def _check_not_applied(catalog: Catalog, folder: Sink, call: str) -> None:
+def _check_not_applied(catalog: Catalog, folder: Sink, call: str, records: _Records) -> None:
     """Refuse to convert the result of an interrupted call, which replaced its own source, once more."""
     read = {file.files.public(file.place) for file in catalog.weight_files}
-    for file, record in journal.records(folder).get(call, {}).items():
-        for name in [name for place, name in journal.places(folder, call, file) if place is folder]:
+    for file, record in records.items():
+        for name in [name for place, name in folder.places(call, file) if place is folder]:
             path = (Location(folder.location.files, folder.place) / name).path
             if path in read and folder.holds(name, record["size"], record["sha256"], record.get("object")):
                 raise ValueError(
@@ -435,9 +434,28 @@ def _check_not_applied(catalog: Catalog, folder: Sink, call: str) -> None:
                 )
 
 
-def _choose_names(pieces: Sequence[dict[str, Any]], folder: Sink, *, overwrite: bool) -> None:
+def _difference(
+    record: Mapping[str, Any], version: str, options: Mapping[str, Any], sources: Sequence[Sequence[Any]]
+) -> str:
+    """Explain why a call cannot keep a recorded shard: a different version, option or source."""
+    if record.get("version") != version:
+        return f"with safeload {printable(str(record.get('version')))}, but this is {version}"
+    before = record.get("options")
+    before = before if isinstance(before, dict) else {}
+    for key in (*options, *before):
+        if before.get(key) != options.get(key):
+            return printable(f"with {key}={show(before.get(key))}, but this call has {key}={show(options.get(key))}")
+    before = record.get("sources")
+    before = [source for source in before if isinstance(source, list) and source] if isinstance(before, list) else []
+    changed = [source[0] for source in sources if list(source) not in before]
+    if changed and changed[0] in [source[0] for source in before]:
+        return f"before its source {show(changed[0])} changed"
+    return "from other sources, or they have changed since"
+
+
+def _choose_names(pieces: Sequence[dict[str, Any]], folder: Sink, own: _Records, *, overwrite: bool) -> None:
     """Name the shards in a store as an interrupted call did, or by free names."""
-    own, taken = journal.records(folder).get(pieces[0]["call"], {}), set()
+    taken: set[str] = set()
     if own or overwrite:  # or else the folder has only shards of this call
         totals, indexed = {part[3] for file in own if (part := PART.fullmatch(file))}, indexed_names(folder)
         parts = ((name, PART.fullmatch(name)) for name in folder.names())
@@ -473,7 +491,7 @@ def _check_piece(piece: Any, prefix: str = INVALID_PIECE) -> None:
         raise FormatError(f"{prefix}: plan must be a string, got {show(piece.get('plan'))}")
     if digest_of({key: value for key, value in piece.items() if key not in _OF_PLAN}) != piece.get("id"):
         raise FormatError(f"{prefix}: it has changed since it was planned")
-    if not (isinstance(piece.get("call"), str) and journal.is_call(piece["call"])):
+    if not (isinstance(piece.get("call"), str) and _CALL.fullmatch(piece["call"])):
         raise FormatError(f"{prefix}: call must be {_DIGITS} hexadecimal digits, got {show(piece.get('call'))}")
     if not isinstance(piece.get("storage_options"), (dict, NoneType)):
         raise FormatError(f"{prefix}: storage_options must be an object, got {show(piece['storage_options'])}")
@@ -494,7 +512,7 @@ def run(
     if folder is None:
         files = files_at(piece["folder"], piece.get("storage_options"), storage_options)
         folder = sink_at(Location(files, piece["folder"]))
-    whole, remote = journal.whole(folder, call, file, piece["id"]), folder.location.files.remote
+    whole, remote = folder.whole_shard(call, file, piece["id"]), folder.location.files.remote
     if whole is not None:
         record, place, name = whole
         identity = None if remote else place.identity(name)
@@ -502,12 +520,12 @@ def run(
         if remote:  # a shard of a finished checkpoint, or of another conversion, stays
             shown = folder.shown(file)
             finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
-            if finished and journal.read(folder, call, file) is None:
+            if finished and folder.record(call, file) is None:
                 message = "A finished checkpoint has a shard of this name: plan again"
                 raise FileExistsError(errno.EEXIST, message, shown)
-            if any(file in records for other, records in journal.records(folder).items() if other != call):
+            if any(file in records for other, records in folder.records().items() if other != call):
                 raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
-        place, identity = folder if remote else journal.subfolder(folder, call), None
+        place, identity = folder if remote else folder.waiting(call), None
         with ExitStack() as stack, Digest() as digest:
             with paused(sum(len(each["names"]) for each in piece["tensors"])):
                 if outputs is None:
@@ -528,7 +546,7 @@ def run(
                     raise
             record = {"piece": piece["id"], "version": piece["version"], "options": piece["options"]}
             record |= {"sources": versions_of(piece), "size": writer.size, "sha256": digest.hexdigest()}
-        journal.write(folder, call, file, record)
+        folder.write_record(call, file, record)
     return {
         **{key: piece[key] for key in ("plan", "file", "nbytes")},
         **{key: record[key] for key in ("size", "sha256")},
@@ -548,8 +566,6 @@ def _outputs_of(
     stored = [heads.get(name, name) for name in names] if heads else names  # a tied head is stored as its embedding
     _, (catalog,) = stack.enter_context(opened({**piece, "names": stored}, storage_options))
     if adapters:
-        from .merged import reopened  # only here: most conversions merge nothing
-
         untied = {name: heads[name] for name in names if name in heads and heads[name] in catalog}
         catalog = reopened(stack, catalog, adapters, untied)
     if piece["arranged_from"] is not None:
@@ -685,7 +701,7 @@ def _complete(
     waiting = [(name, place.shown(file)) for name, (place, file) in moves if place is not folder]
     with folder.begin(overwrite=plan["overwrite"], config=config_text(plan["config"])):
         folder.commit(files, waiting, placed)
-    journal.clear(folder, None if plan["overwrite"] else [plan["call"]])
+    folder.clear_records(None if plan["overwrite"] else [plan["call"]])
     shown, paths = folder.location.shown, [folder.shown(name) for name in names]
     warn_of_schemes(shown, plan["schemes"])
     summary = None
@@ -701,13 +717,13 @@ def _complete(
 def _place_of(plan: Mapping[str, Any], result: Mapping[str, Any], folder: Sink, *, trusted: bool) -> tuple[Sink, str]:
     """Return the place of a shard that has the content of its result."""
     remote, file, sha256, identity = folder.location.files.remote, result["file"], result["sha256"], result["identity"]
-    record = journal.read(folder, plan["call"], file) if remote else None
+    record = folder.record(plan["call"], file) if remote else None
     # A shard that is in the folder already need not come from the subfolder again.
-    for place, name in reversed(journal.places(folder, plan["call"], file)):
+    for place, name in reversed(folder.places(plan["call"], file)):
         known = trusted and identity is not None and place.identity(name) == identity
         if known or place.holds(name, result["size"], sha256, None if record is None else record.get("object")):
             return place, name
-    usual = folder if remote else journal.subfolder(folder, plan["call"])
+    usual = folder if remote else folder.waiting(plan["call"])
     if file in usual.names():
         text = f"not what its piece wrote: run its piece again (expected SHA-256 {sha256[:16]}...)"
     else:

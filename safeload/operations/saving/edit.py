@@ -32,8 +32,7 @@ from ...stores.edit_journal import Locked, recover, remove, replace_header
 from ...stores.files import LOCAL
 from ...stores.json_file import read_json
 from ...stores.local import BLOCK
-from ..folders.disk_sink import DiskSink, remove_killed
-from ..folders.sink import free_names
+from ..convert.sink import Sink, free_names, remove_killed
 from .save import check_name, value_of
 
 if TYPE_CHECKING:
@@ -408,7 +407,7 @@ class _FolderEdit(Edit):
         folder = os.path.dirname(self._real)
         numbers = "-00001-of-00001"  # of a shard without numbers
         numbered = [file if PART.fullmatch(file) else numbers.join(os.path.splitext(file)) for file in replaced]
-        free = free_names(DiskSink(LOCAL, folder), numbered)
+        free = free_names(Sink(LOCAL, folder), numbered)
         names = dict(zip(replaced, map(free.__getitem__, numbered), strict=True))
         with ExitStack() as stack:
             # If this process is killed, the temporary index names the new shards, and the hidden one the old shards.
@@ -435,7 +434,7 @@ class _FolderEdit(Edit):
             if index is not None:
                 index.temporary = None  # it is in place
         if finished and replaced:
-            remove_killed(DiskSink(LOCAL, folder))
+            remove_killed(Sink(LOCAL, folder))
 
     def _new_index(self, names: dict[str, str]) -> bytes:
         """Return the index with the new names of shards."""

@@ -33,7 +33,7 @@ from ...errors import FormatError, SafeloadError, UnsupportedError, exported, pu
 from ...formats.registry import SAFETENSORS, OpenRequest, open_file
 from ...formats.safetensors.file import MAX_HEADER, Header, TensorToWrite, parse_head, source_of
 from ...stores.places import Located, places_of
-from ..folders.destinations import FileSink, SaveDestination, refuse_inputs, target_of
+from ..convert.destinations import FileSink, SaveDestination, refuse_inputs, target_of
 from .edit import resolved
 from .save import check_name, checked_metadata, value_of
 

@@ -28,10 +28,8 @@ from ...errors import SafetensorError, UnsupportedError, exported, public, unsav
 from ...formats.folder import INDEX, SINGLE
 from ...formats.safetensors.file import ROOM, FileWriter, Header, Memory, TensorToWrite, source_of, text
 from ...formats.safetensors.quantized import KEY, pack, texts_with
-from ..folders import journal
-from ..folders.destinations import FileSink, SaveDestination, limit_of, target_of
-from ..folders.shards import index_text, write_folder
-from ..folders.sink import Sink, free_names
+from ..convert.destinations import FileSink, SaveDestination, index_text, limit_of, target_of, write_folder
+from ..convert.sink import Sink, free_names
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -469,7 +467,7 @@ class Writer:
             self._name_shards(sink, names)
         sink.commit({} if names == [SINGLE] else {INDEX: index_text(self._weight_map, self._nbytes)})
         if self._overwrite:
-            journal.clear(sink)
+            sink.clear_records()
 
     @public
     def close(self) -> None:

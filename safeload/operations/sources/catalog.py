@@ -45,7 +45,7 @@ from ...engine.run.cast import astype
 from ...engine.run.memory import address_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, SafeloadError
-from ...loading.entry import open
+from ...formats.opening import open_paths
 from ...models.config_dtype import dtype_in
 from ...packed import finder
 from ...packed.families import Stored
@@ -213,7 +213,8 @@ class Catalog:
                         raise ValueError("verify= needs paths: a checkpoint is verified when it is opened")
                     origins += item._origins if isinstance(item, Catalog) else [item]
                 else:
-                    origins.append(stack.enter_context(open(item, storage_options=storage_options, verify=verify)))
+                    opened = open_paths(item, None, None, "refuse", storage_options=storage_options, verify=verify)
+                    origins.append(stack.enter_context(Checkpoint(opened)))
             catalog = cls(origins)
             catalog._owned = stack.pop_all()
         return catalog

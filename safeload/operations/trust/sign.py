@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...errors import SafeloadError, one_line
 from ...stores.digests import SIGNATURE_NAME, check_readable, is_signature, library
-from ..folders.destinations import Output, refuse_inputs
+from ..convert.destinations import Output, refuse_inputs
 
 
 def sign(

@@ -25,7 +25,7 @@ from ...stores.places import Located, places_of
 from ...stores.store import WINDOW, ByteStore
 from ...stores.thread_group import each
 from ...stores.verified import check_size, compare_digests, pieces_of
-from ..folders.sink import is_extra
+from ..convert.sink import is_extra
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 

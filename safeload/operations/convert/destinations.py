@@ -1,34 +1,43 @@
-"""Find where results go: a file, a file object, or a folder, here or in a store; and refuse to replace what is read."""
+"""Find where results go: a file, a file object, or a folder of shards, here or in a store; and write shards there."""
 
 from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from fnmatch import translate
+from functools import partial
 from itertools import chain
+from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast
 
+import numpy as np
+
+from ...base import dtypes, log
 from ...base import url as urls
+from ...base.arrays import Array
 from ...base.native import ffi
 from ...base.paths import PathLike, absolute, native_path
 from ...base.text import parse_size, show
+from ...engine.read.tensors import Lazy, LazyParts
 from ...engine.run.atomic_file import AtomicFile, check_place
-from ...errors import unsaved
+from ...errors import RemotePermissionError, SafetensorError, UnsupportedError, unsaved
 from ...formats.folder import INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
 from ...formats.safetensors.file import ROOM, FileWriter
 from ...formats.safetensors.quantized import pack
+from ...models.config_dtype import with_dtype
+from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ...stores.files import LOCAL, Location
+from ...stores.local import identity_of
 from ...stores.places import Located, is_file_object, places_of
-from . import journal
-from .disk_sink import DiskSink, remove_shards, shards_beside
-from .sink import EXISTS, EXTRAS, Sink, is_file
+from .sink import EXISTS, EXTRAS, NUMBERED, Sink, free_names, indexed_names, is_extra, is_file
 
 if TYPE_CHECKING:
     from .store_sink import StoreSink
@@ -81,11 +90,11 @@ def where(dst: Destination, storage_options: Mapping[str, Any] | None = None) ->
         raise TypeError(f"the destination must be a path, a URL or a store here, got {type(dst).__name__}")
     (text,), files = places_of((dst,), storage_options)
     path_like = isinstance(dst, (str, os.PathLike))
-    if not urls.is_url(text):
+    if files is LOCAL or not urls.is_url(text):
         if path_like and not isinstance(dst, str) and _PATH_OF_URL.match(text):
             url = urls.shown(_PATH_OF_URL.sub(r"\1://", text))
             raise ValueError(f"{show(url)}: pathlib drops a slash of the URL; pass it as a str")
-        return Location(LOCAL, native_path(text)[0])
+        return Location(LOCAL, text if files is LOCAL and path_like else native_path(text)[0])
     if path_like and len(urls.links(text)) == 1 and urls.scheme_of(text) == "file":
         return Location(LOCAL, native_path(urls.local_path(text))[0])
     return Location(files, text)
@@ -120,7 +129,7 @@ def sink_of(location: Location) -> Sink:
 def sink_at(location: Location) -> Sink:
     """Return the sink of a folder that was a destination before."""
     if not location.files.remote:
-        return DiskSink(location.files, location.path)
+        return Sink(location.files, location.path)
     from .store_sink import StoreSink  # only here: most destinations are local
 
     return StoreSink(location.files, location.path)
@@ -275,7 +284,7 @@ def target_of(
         raise ValueError(f"max_shard_size writes a folder, but {show(shown)} has the suffix of a file")
     if max_shard_size is not None or folder:
         sink = sink_of(location)
-        journal.check_free(sink, overwrite=overwrite)
+        sink.check_free(overwrite=overwrite)
         return sink
     if suffix not in WRITTEN[SAFETENSORS]:
         raise ValueError(
@@ -356,6 +365,45 @@ def _local(path: Any) -> str | None:
     return urls.local_path(text) if urls.scheme_of(text) == "file" else None
 
 
+def shards_beside(path: str, overwrite: bool) -> list[str]:
+    """Return the index and the shards that safeload would read instead of a new ``model.safetensors``."""
+    old: list[str] = []
+    usual = os.path.basename(path) != SINGLE and not os.path.islink(path)
+    for place in () if usual else {os.path.abspath(path), os.path.realpath(path)}:
+        folder = Sink(LOCAL, os.path.dirname(place))
+        index = folder.shown(INDEX)
+        if os.path.basename(place) != SINGLE or not os.path.isfile(index):
+            continue
+        if not overwrite:
+            message = f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it"
+            raise FileExistsError(errno.EEXIST, message, index)
+        old += [index, *map(folder.shown, sorted(filter(NUMBERED.fullmatch, indexed_names(folder))))]
+    return old
+
+
+def remove_shards(old: Iterable[str]) -> None:
+    """Remove what `shards_beside` has found, once the new file is in place."""
+    for path in old:
+        is_index = os.path.basename(path) == INDEX  # readers find the old shards as long as it stays
+        with nullcontext() if is_index else suppress(OSError):
+            os.unlink(path)
+
+
+def check_shards(old: Collection[str], read: Iterable[str], *, every_tensor: bool) -> None:
+    """Refuse to remove shards of the source if the new file does not get all of their tensors."""
+    if not old:
+        return
+    shards = [path for path in old if path.endswith(".safetensors") and os.path.exists(path)]
+    identities = {identity_of(os.stat(path))[2:] for path in read if os.path.exists(path)} if shards else set()
+    lost = [path for path in shards if identity_of(os.stat(path))[2:] in identities]
+    if lost and not (every_tensor and len(lost) == len(shards)):
+        message = (
+            f"{SINGLE} would replace all shards of {INDEX}, which are the source, but not get all of their "
+            "tensors: choose another folder"
+        )
+        raise FileExistsError(errno.EEXIST, message, lost[0])
+
+
 # ---- text files ----
 
 
@@ -412,3 +460,146 @@ class Output(NamedTuple):
         """True if safeload wrote the existing file as this kind of file."""
         with open(self.path, "rb", buffering=0) as file:
             return self.recognises(file.read(_HEAD))
+
+
+# ---- shards ----
+
+# A tensor for a writer.
+AnyTensor = Lazy | LazyParts
+
+
+def config_with(
+    config: Mapping[str, Any] | None,
+    target: dtypes.Dtype | None,
+    *,
+    restored: bool = False,
+    schemes: Collection[str] = (),
+) -> dict[str, Any] | None:
+    """Return the ``config.json`` for converted weights, nested parts included; ``restored`` if dequantized."""
+    if config is None:
+        return None
+    if restored or is_own(config):
+        config = without_quantization(config)
+    result = dict(config) if target is None else with_dtype(config, target)
+    if schemes and quantization_of(result) is None:
+        result[QUANTIZATION] = {"quant_method": OWN, "schemes": sorted(schemes)}
+    return result
+
+
+def warn_of_schemes(path: str, schemes: Collection[str]) -> None:
+    """Warn that other libraries cannot load a folder with safeload's quantized tensors."""
+    if schemes:
+        log.warning(
+            "%s: only safeload reads the quantized tensors (%s); transformers, vLLM and other engines do not load them",
+            path,
+            ", ".join(sorted(schemes)),
+        )
+
+
+def extras_of(folder: Location) -> dict[str, Location]:
+    """Return the files for other libraries beside the weights; none if a store cannot list folders."""
+    try:
+        listed = folder.files.listing(folder.path)
+    except (UnsupportedError, RemotePermissionError):  # https, or a key without permission to list
+        return {}
+    return {
+        name: location
+        for name, is_folder in listed
+        if not is_folder and is_extra(name) and os.path.splitext(name)[1] not in WEIGHT_SUFFIXES
+        if (location := folder / name).files.remote or os.path.isfile(location.path)
+    }
+
+
+def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
+    """Return the range of tensors in each shard by file name: ``model.safetensors`` for a single shard."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    bounds, begin, done = [], 0, 0
+    while begin < len(ends):
+        # A tensor larger than the limit gets its own shard.
+        end = max(begin + 1, int(np.searchsorted(ends, done + limit, side="right")))
+        bounds.append(slice(begin, end))
+        begin, done = end, int(ends[end - 1])
+    bounds = bounds or [slice(0, 0)]  # an empty shard
+    if len(bounds) == 1:
+        return {SINGLE: bounds[0]}
+    return {f"model-{k + 1:05}-of-{len(bounds):05}.safetensors": rows for k, rows in enumerate(bounds)}
+
+
+def weight_map(shards: Mapping[str, Mapping[str, AnyTensor]]) -> dict[str, str]:
+    """Return the shard of each stored tensor; a quantized tensor is stored in several parts."""
+    files: dict[str, str] = {}
+    for file, shard in shards.items():
+        for name in pack(shard, None, in_folder=True)[0]:
+            if name in files:  # `pack` refuses duplicates within a shard
+                text = f"two tensors would be stored as {show(name)}, which is also a part of a quantized tensor"
+                raise SafetensorError(text)
+            files[name] = file
+    return files
+
+
+def writer_of(
+    outputs: Mapping[str, AnyTensor], metadata: Mapping[str, str] | None, *, editable: bool = True
+) -> ShardWriter:
+    """Return the writer of a shard; an ``editable`` header has room for changes, unlike the headers of engines."""
+    return FileWriter(*pack(outputs, metadata, in_folder=True), room=ROOM if editable else 0)
+
+
+class ShardWriter(Protocol):
+    """A shard to write; its tensors need not exist yet."""
+
+    size: int  # bytes of the file
+
+    def write_to(self, file: AtomicFile) -> None: ...
+
+
+def write_shards(
+    shards: Mapping[str, Callable[[], ShardWriter]],  # each is called when its turn comes
+    files: Mapping[str, bytes | Location],  # see `Sink.commit`
+    sink: Sink,
+    *,
+    overwrite: bool,
+    config: bytes | None = None,
+) -> int:
+    """Write a folder of shards and the files beside them, and return the bytes of the shards."""
+    written = 0
+    with sink.begin(overwrite=overwrite, config=config):
+        for name, shard in shards.items():
+            writer = shard()
+            with sink.file(name, writer.size) as file:
+                writer.write_to(file)
+            written += writer.size
+        sink.commit(files)
+    if overwrite:
+        sink.clear_records()
+    return written
+
+
+def write_folder(
+    sink: Sink, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, limit: int, overwrite: bool
+) -> None:
+    """Write all tensors of a folder."""
+    items, sizes = [*tensors.items()], [tensor.nbytes for tensor in tensors.values()]
+    bounds = shard_bounds(sizes, limit)
+    names = free_names(sink, [*bounds])
+    shards = {names[file]: dict(items[rows]) for file, rows in bounds.items()}
+    files, writers = weight_map(shards), {file: partial(writer_of, shard, metadata) for file, shard in shards.items()}
+    index = {} if [*shards] == [SINGLE] else {INDEX: index_text(files, sum(sizes))}
+    write_shards(writers, index, sink, overwrite=overwrite)
+
+
+def config_text(config: Mapping[str, Any] | None) -> bytes | None:
+    """Return the content of a ``config.json``; None to write none."""
+    return None if config is None else (json.dumps(dict(config), indent=2) + "\n").encode()
+
+
+def index_text(
+    weight_map: Mapping[str, str],  # the shard of each tensor
+    total_size: int,  # bytes of all tensors
+    parameters: int | None = None,  # "total_parameters", as MLX has it
+) -> bytes:
+    """Return the index as ``json.dumps(..., indent=2)`` would write it, but five times faster."""
+    rows = ",\n".join([f"    {quoted(name)}: {quoted(file)}" for name, file in sorted(weight_map.items())])
+    inside = f"{{\n{rows}\n  }}" if rows else "{}"
+    more = "" if parameters is None else f',\n    "total_parameters": {parameters}'
+    sizes = f'"total_size": {total_size}{more}'
+    return f'{{\n  "metadata": {{\n    {sizes}\n  }},\n  "weight_map": {inside}\n}}\n'.encode()

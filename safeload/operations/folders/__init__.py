@@ -1,1 +1,0 @@
-"""Destination folders: local folders and stores, shards, unfinished conversions."""
