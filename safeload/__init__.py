@@ -28,7 +28,7 @@ _MODULE_OF = {
     for module, names in {
         "base.arrays": "TensorLike",
         "base.table": "TensorInfo",
-        "checkpoint": "Checkpoint",
+        "checkpoint": "Checkpoint TensorSlice",
         "compat.alias": "install_as_safetensors",
         "compat.safe_open": "PrefetchLoader SafeSlice _safe_open_handle safe_open",
         "compat.serialize": "TensorMeta TensorSpec deserialize serialize serialize_file",
@@ -39,7 +39,6 @@ _MODULE_OF = {
         "engine.show_config": "show_config",
         "errors": "ForbiddenError FormatError LimitError RangeError RemoteError RemotePermissionError "
         "RemoteTimeoutError SafeloadError SafetensorError TensorNotFoundError UnsupportedError VerificationError",
-        "formats.tensor_slice": "TensorSlice",
         "loading.entry": "load open",
         "models.layout": "Layout StackedTensor",
         "models.family": "ModelFamily families",

@@ -13,6 +13,7 @@ from ._version import __version__ as __version__
 from .base.arrays import TensorLike as TensorLike
 from .base.table import TensorInfo as TensorInfo
 from .checkpoint import Checkpoint as Checkpoint
+from .checkpoint import TensorSlice as TensorSlice
 from .compat.alias import install_as_safetensors as install_as_safetensors
 from .compat.safe_open import PrefetchLoader as PrefetchLoader
 from .compat.safe_open import SafeSlice as SafeSlice
@@ -41,7 +42,6 @@ from .errors import SafetensorError as SafetensorError
 from .errors import TensorNotFoundError as TensorNotFoundError
 from .errors import UnsupportedError as UnsupportedError
 from .errors import VerificationError as VerificationError
-from .formats.tensor_slice import TensorSlice as TensorSlice
 from .loading.entry import load as load
 from .loading.entry import open as open
 from .models.family import ModelFamily as ModelFamily

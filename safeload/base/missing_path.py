@@ -9,7 +9,6 @@ import glob
 import os
 import re
 
-from .text import printable
 from .url import is_url, of_page, shown
 
 # A scheme has at least two letters, unlike a Windows drive. `pathlib` turns "https://host" into "https:/host".
@@ -23,16 +22,6 @@ _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}"
 # The suffix of a file, which repositories rarely have.
 _FILE = re.compile(r"\.[a-z][a-z0-9]{1,10}$")
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pth", ".pt", "model_index.json")
-
-
-def dangling(path: object) -> str:
-    """Describe a link without a target, as an addition to its path; "" for any other path."""
-    try:
-        if isinstance(path, str) and os.path.islink(path) and not os.path.exists(path):
-            return f", a link to {printable(os.readlink(path))}, which does not exist"
-    except (OSError, ValueError):
-        pass
-    return ""
 
 
 def describe(path: str) -> tuple[str, str] | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from ..errors import missing_file
-from .text import show
+from .text import printable, show
 
 PathLike = str | os.PathLike[str]
 
@@ -21,6 +23,8 @@ _ENCODING, _ERRORS = map(sys.intern, ("utf-8", "strict") if os.name == "nt" else
 _LONGEST_BYTES = 4096
 # Errors if a path does not exist: a signed URL is too long, and "owner/name" may have a file "owner".
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+# Imports what explains paths that do not exist, and returns it: `formats.registry` puts its part here.
+explaining: Callable[[], Any] = bool
 # Windows' ERROR_INVALID_NAME and ERROR_BAD_PATHNAME for a URL: EINVAL in Python, ENOENT in the C core.
 _INVALID = (123, 161)
 
@@ -52,15 +56,24 @@ def private_text(path: str) -> str:
     return native_path(path)[1].decode(_ENCODING, _ERRORS)
 
 
+def dangling(path: object) -> str:
+    """Describe a link without a target, as an addition to its path; "" for any other path."""
+    try:
+        if isinstance(path, str) and os.path.islink(path) and not os.path.exists(path):
+            return f", a link to {printable(os.readlink(path))}, which does not exist"
+    except (OSError, ValueError):
+        pass
+    return ""
+
+
 def os_error(number: int, path: str | None) -> OSError:
     """Return the ``OSError`` subclass for an errno; if the path does not exist, the message explains why."""
     if number in _MISSING and path is not None:
-        from .paths import dangling, describe  # only here: most paths exist
-
         link = dangling(path)
         if link:
             return missing_file(path, f"No such file or directory: {path}{link}")
-        known = describe(path)
+        missing_paths = explaining()  # imported here: most paths exist
+        known = missing_paths.describe(path) if missing_paths else None
         if known is not None:
             return missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")
     if number == errno.ENOENT:
@@ -72,9 +85,8 @@ def unwritable(error: OSError, path: str) -> OSError:
     """Return the error to raise for a failed write; for a URL it says, without secrets, how to write there."""
     if error.errno not in _MISSING and getattr(error, "winerror", None) not in _INVALID:
         return error
-    from .paths import of_url  # only here: most paths are writable
-
-    known = of_url(path, writes=True)
+    missing_paths = explaining()  # imported here: most paths are writable
+    known = missing_paths.of_url(path, writes=True) if missing_paths else None
     return error if known is None else missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")
 
 

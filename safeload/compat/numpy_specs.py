@@ -14,7 +14,7 @@ from ..base.text import show
 from ..engine.run import jobs
 from ..engine.run.atomic_file import written_as_is
 from ..engine.run.memory import address_of
-from ..formats.safetensors.file import parse_table
+from ..formats.safetensors import parse_table
 from .serialize import TensorSpec
 
 # NumPy types by safetensors code. Programs add and replace entries, which `retyped` and `view2np` honor.

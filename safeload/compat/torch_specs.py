@@ -11,7 +11,7 @@ from ..base import dtypes
 from ..base.arrays import Array, byteswapped, foreign_order
 from ..engine.run import jobs
 from ..engine.run.memory import address_of
-from ..formats.safetensors.file import Memory
+from ..formats.safetensors import Memory
 from ..frameworks import torch_arrays
 from .serialize import TensorSpec
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from ..base.text import error_about, show
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from ..stores.members import name_fault
-from .opening import open_members
+from .folder import open_members
 from .registry import Candidate, Opened, OpenRequest
 from .zip import STORED, Archive
 

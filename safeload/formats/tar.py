@@ -24,7 +24,7 @@ from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..stores.members import name_fault
-from .opening import open_members
+from .folder import open_members
 from .registry import Candidate, Opened, OpenRequest
 
 # Members of an archive. Each costs a read; checkpoints have some hundred.

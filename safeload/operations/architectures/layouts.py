@@ -7,7 +7,7 @@ from typing import Any
 
 from ...base.text import error_about, plural, show
 from ...errors import FormatError, UnsupportedError
-from ...models.gguf import PLACE, GgufForm, GgufLayout, without_numbers
+from ...models.family import PLACE, GgufForm, GgufLayout, without_numbers
 from ...models.module_names import stored_names
 from ...models.schema import MAX_EXPERTS
 from ..sources.catalog import Catalog, Move, TensorRecipe, TensorView

@@ -13,8 +13,7 @@ from ...base.text import error_about, show
 from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import mixtures, values
 from ...models.diffusion import ARCHITECTURE
-from ...models.family import gguf_architectures, gguf_forms
-from ...models.gguf import is_kept_f32
+from ...models.family import gguf_architectures, gguf_forms, is_kept_f32
 from ...packed.quantization import without_quantization
 from ...stores.files import Location
 from ...stores.json_file import read_if_there

@@ -1,6 +1,6 @@
 """The metadata keys of llama.cpp from a ``config.json``, and a config from the keys of another program.
 
-A family's file says which keys hold which values, see `safeload.models.gguf`. Every key that changes the computation
+A family's file says which keys hold which values, see `safeload.models.family`. Every key that changes the computation
 is either written, or must have the value that llama.cpp assumes.
 """
 
@@ -18,8 +18,7 @@ from ...base.text import error_about, show
 from ...errors import FormatError, UnsupportedError
 from ...formats.gguf import values
 from ...models.diffusion import ARCHITECTURE
-from ...models.family import gguf_architectures, gguf_forms
-from ...models.gguf import U32, USUAL_BASE, GgufForm, GgufKey
+from ...models.family import U32, USUAL_BASE, GgufForm, GgufKey, gguf_architectures, gguf_forms
 from ..sources.catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1

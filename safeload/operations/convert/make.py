@@ -28,9 +28,9 @@ from ...engine.run.memory import private_array
 from ...errors import RangeError, UnsupportedError
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.metadata import as_texts
+from ...formats.quantized import texts_with
 from ...formats.registry import SAFETENSORS, row_of
-from ...formats.safetensors.file import ROOM, Header
-from ...formats.safetensors.quantized import texts_with
+from ...formats.safetensors import ROOM, Header
 from ...models.layout import Layout, StackedTensor
 from ...packed.families import presets
 from ..folders.shards import Output, ShardWriter, shard_bounds, writer_of

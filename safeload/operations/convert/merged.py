@@ -14,10 +14,9 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array
 from ...base.paths import absolute
-from ...loading.adapter import Adapter, listed, opened
-from ...loading.adapter_fit import AdapterTarget, Apart, Base, Fit, Heads, heads_of
+from ...loading.adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, heads_of, listed, opened
 from ...loading.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
-from ...models.tied import untied as without_ties
+from ...models.choosing import untied as without_ties
 from ...stores.local import check_unchanged, identity_of
 from ..sources.catalog import Catalog, Made, TensorDescription
 from ..sources.executors import in_memory

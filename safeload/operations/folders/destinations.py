@@ -21,9 +21,9 @@ from ...base.text import parse_size, show
 from ...engine.run.atomic_file import AtomicFile, check_place
 from ...errors import unsaved
 from ...formats.folder import INDEX, SINGLE
+from ...formats.quantized import pack
 from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
-from ...formats.safetensors.file import ROOM, FileWriter
-from ...formats.safetensors.quantized import pack
+from ...formats.safetensors import ROOM, FileWriter
 from ...stores.files import LOCAL, Location
 from ...stores.places import Located, is_file_object, places_of
 from . import journal

@@ -18,10 +18,10 @@ from ...engine.read.tensors import Lazy, LazyEncoded, LazyPacked, LazyQuantized
 from ...engine.run.atomic_file import AtomicFile
 from ...errors import RemotePermissionError, SafetensorError, UnsupportedError
 from ...formats.folder import INDEX, SINGLE
+from ...formats.quantized import pack
 from ...formats.registry import WEIGHT_SUFFIXES
-from ...formats.safetensors.file import ROOM, FileWriter
-from ...formats.safetensors.quantized import pack
-from ...models.config_dtype import with_dtype
+from ...formats.safetensors import ROOM, FileWriter
+from ...models.choosing import with_dtype
 from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ...stores.files import Location
 from . import journal

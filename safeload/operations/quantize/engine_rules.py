@@ -13,12 +13,9 @@ from typing import Any
 from ...base import dtypes, packing
 from ...base.text import error_about, show, subject
 from ...errors import FormatError, UnsupportedError
-from ...models.choosing import STACK
-from ...models.config_dtype import dtype_in
+from ...models.choosing import STACK, TIE, dtype_in, tied_heads
 from ...models.family import MlxExperts, changed_by_mlx, engine_model_types, mlx_experts_of
 from ...models.schema import MAX_EXPERTS, Schema
-from ...models.tied import KEY as TIE
-from ...models.tied import tied_heads
 from ...packed.conv1d import conv1d_model, is_named_conv1d
 from ...packed.families import IS_EXPERT, IS_HEAD, Preset, presets
 from ...packed.quantization import Quantization, quantization_of

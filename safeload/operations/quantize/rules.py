@@ -22,10 +22,9 @@ from ...formats.gguf import imatrix, mixtures
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.gguf.mixtures import EMBEDDINGS, FLOAT16, ModelSizes, TensorType
 from ...loading.entry import open as open_checkpoint
-from ...models.choosing import choose
+from ...models.choosing import absent_heads, choose
 from ...models.diffusion import ARCHITECTURE, diffusion_models, quantized_models
 from ...models.schema import Schema
-from ...models.tied import absent_heads
 from ...stores.files import LOCAL
 from ...stores.store import read_at
 from ..sources.catalog import Catalog, TensorDescription

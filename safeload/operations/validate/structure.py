@@ -20,7 +20,7 @@ from ...base.names import pattern_of
 from ...base.text import plural, show
 from ...errors import FormatError
 from ...formats.gguf.values import F32, U32
-from ...models import gguf as rows
+from ...models import family as rows
 from ...models.choosing import Choice
 from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, has_marks, model_of, original_shape, prefix_of
 from ...models.family import gguf_architectures
