@@ -29,7 +29,7 @@ _MODULE_OF = {
         "base.arrays": "TensorLike",
         "base.names": "flatten nest",
         "base.table": "TensorInfo",
-        "checkpoint": "Checkpoint",
+        "checkpoint": "Checkpoint TensorSlice",
         "cluster": "run_piece",
         "compat.alias": "install_as_safetensors",
         "compat.safe_open": "PrefetchLoader SafeSlice _safe_open_handle safe_open",
@@ -41,7 +41,6 @@ _MODULE_OF = {
         "engine.show_config": "show_config",
         "errors": "ForbiddenError FormatError LimitError RangeError RemoteError RemotePermissionError "
         "RemoteTimeoutError SafeloadError SafetensorError TensorNotFoundError UnsupportedError VerificationError",
-        "formats.tensor_slice": "TensorSlice",
         "loading.entry": "load open",
         "models.layout": "Layout StackedTensor",
         "models.family": "ModelFamily families",

@@ -15,6 +15,7 @@ from .base.names import flatten as flatten
 from .base.names import nest as nest
 from .base.table import TensorInfo as TensorInfo
 from .checkpoint import Checkpoint as Checkpoint
+from .checkpoint import TensorSlice as TensorSlice
 from .cluster import run_piece as run_piece
 from .compat.alias import install_as_safetensors as install_as_safetensors
 from .compat.safe_open import PrefetchLoader as PrefetchLoader
@@ -44,7 +45,6 @@ from .errors import SafetensorError as SafetensorError
 from .errors import TensorNotFoundError as TensorNotFoundError
 from .errors import UnsupportedError as UnsupportedError
 from .errors import VerificationError as VerificationError
-from .formats.tensor_slice import TensorSlice as TensorSlice
 from .loading.entry import load as load
 from .loading.entry import open as open
 from .models.family import ModelFamily as ModelFamily

@@ -7,28 +7,37 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
-from .base import log
+from .base import dtypes, log
 from .base.arrays import Array, TensorLike
 from .base.forking import cached_property
 from .base.names import Patterns, choose
-from .base.packing import CONFIG_KEY
+from .base.packing import CONFIG_KEY, KEY, Packed
 from .base.packing import Part as StoredPart
 from .base.runtime import paused
 from .base.showing import TensorInfos, as_html
 from .base.table import TensorInfo, distinct, hidden, missing
-from .base.text import plural, show
-from .engine.read.load import Backend, DtypeLike, LoadOptions, LoadStats, Views, load_tensors
+from .base.text import error_about, plural, show
+from .engine.codes.quantized_tensor import dequantize_index, read_index
+from .engine.read.load import Backend, DtypeLike, LoadOptions, LoadStats, Views, load_tensors, parse_target
 from .engine.read.tensors import FileTensor, Tensors
+from .engine.run.cast import astype
 from .engine.run.progress import Progress
+from .engine.run.slice import TAKE, read_slice
 from .engine.run.weight_file import WeightFile, infos_of, quantization_in
-from .errors import FormatError, exported, public
+from .errors import FormatError, UnsupportedError, exported, public
 from .formats.opening import Seen, pickled, reopen, seen_of
-from .formats.registry import GGUF, KERAS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, OpenRequest, Recipe
-from .formats.safetensors.quantized import KEY, unpack_all
-from .formats.tensor_slice import TensorSlice, slice_of
-from .models.module_names import adapter_kind, adapter_note
-from .packed import finder  # here, because a child forked during a later import would hang
-from .packed.quantization import Quantization, quantization_of
+from .formats.registry import (
+    GGUF,
+    KERAS,
+    SAFETENSORS,
+    TORCH_LEGACY,
+    TORCH_ZIP,
+    Opened,
+    OpenRequest,
+    Recipe,
+    part,
+    reopen_file,
+)
 from .stores.files import LOCAL, Location
 
 if TYPE_CHECKING:
@@ -41,8 +50,133 @@ Rows: TypeAlias = Sequence[int] | Array
 
 __all__ = ["Checkpoint", "LayerStream", "TensorLike", "TensorSlice", "TensorStream"]
 
+# What shows quantized tensors under their logical names: imported here, because a child forked during a later import
+# would hang.
+_codes, _described, _quantization = map(part, ("codes", "described", "quantization"))
+
 # Formats that can come with a config.json.
 _WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
+
+
+# ---- a tensor, read when it is indexed ----
+
+
+@exported()
+class TensorSlice:
+    """A tensor of a file, not read yet. Basic NumPy indexing reads only the selected elements.
+
+    Pickling stores the path of the file, as for a `Checkpoint`.
+
+    Attributes:
+        shape: of the loaded tensor.
+        dtype: of the loaded tensor.
+
+    Example:
+        >>> import safeload
+        >>> head = safeload.open("tiny-llama").get_slice("lm_head.weight")
+        >>> head.shape, head[-2:, ::16].shape
+        ((96, 64), (2, 4))
+    """
+
+    def __init__(self, file: WeightFile, index: int, request: OpenRequest, target: dtypes.Dtype | None = None) -> None:
+        self._file = file
+        self._index = index
+        self._request = request
+        self._target = target
+        self.dtype, self.shape, *_ = file.table.layout(index)
+        if target is not None:
+            self.dtype = dtypes.array_dtype(target.number)
+
+    def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...], str | None]:
+        self._file.check_open()
+        dtype = None if self._target is None else self._target.name
+        return self._file.place, tuple(self._request), self._file.table.names[self._index], seen, dtype
+
+    @classmethod
+    @public
+    def _reopen(
+        cls, path: str, request: tuple[Any, ...], name: str, seen: tuple[int, ...], dtype: str | None
+    ) -> TensorSlice:
+        options = OpenRequest(*request)
+        files = reopen_file(path, seen, options).files
+        file = next((file for file in files if file.table.find(name) >= 0), files[0])
+        return cls(file, file.table.index(name), options, parse_target(dtype))
+
+    @classmethod
+    @public
+    def _of(cls, checkpoint: Any, name: str, dtype: str) -> TensorSlice:
+        tensor: TensorSlice = checkpoint.get_slice(name, dtype=dtype)
+        return tensor
+
+    @public
+    def __reduce__(self) -> tuple[Any, ...]:
+        place, *arguments = self._copied(tuple(self._file.identity[:2]))
+        return TensorSlice._reopen, (self._file.files.public(place), *arguments)
+
+    @public
+    def __copy__(self) -> TensorSlice:
+        return TensorSlice._reopen(*self._copied(self._file.identity))
+
+    @public
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorSlice:
+        return self.__copy__()
+
+    @public
+    def __getitem__(self, index: Any) -> Array:
+        indices = index if isinstance(index, tuple) else (index,)
+        values = read_slice(self._file, self._index, indices, TAKE)
+        return values if self._target is None else astype(values, self.dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<TensorSlice {self.dtype} {list(self.shape)}>"
+
+
+def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
+    """Return a lazy tensor; ``dtype`` converts floating and packed tensors, and packed tensors default to float32."""
+    file.table.refuse_unknown([index], file.path)
+    name, packed, target = file.table.names[index], file.table.packed.get(index), parse_target(dtype)
+    if packed is not None or file.table.is_quantized(index):
+        shape = file.table.shape(index) if packed is None else packed.packing.shape
+        return QuantizedSlice(name, shape, packed, target or parse_target("float32"), checkpoint)
+    row = file.table.row(index)
+    if target is not None and row.packed:
+        text = f"is {row.code}, whose elements share bytes: load it with dtype= and slice the array"
+        raise error_about(UnsupportedError, text, path=file.path, tensor=name)
+    return TensorSlice(file, index, request, target if row.floating else None)
+
+
+class QuantizedSlice(TensorSlice):
+    """A lazy quantized tensor: indexing it dequantizes the rows of the first index."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], packed: Packed | None, row: dtypes.Dtype | None, checkpoint: Any
+    ) -> None:
+        assert row is not None
+        # `packed` is None for int8 and blocks; the checkpoint is pickled with the slice.
+        self._name, self._packed, self._row, self._checkpoint = name, packed, row, checkpoint
+        self.shape = shape
+        self.dtype = dtypes.array_dtype(row.number)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorSlice._of, (self._checkpoint, self._name, self._row.name)
+
+    def __copy__(self) -> QuantizedSlice:
+        return QuantizedSlice(self._name, self.shape, self._packed, self._row, self._checkpoint)
+
+    @public
+    def __getitem__(self, index: Any) -> Array:
+        indices = index if isinstance(index, tuple) else (index,)
+        if self._packed is None:
+            return dequantize_index(self._checkpoint[self._name], indices, self.dtype)
+        return read_index(self._packed, indices, self.dtype, self._name)
+
+
+# ---- a checkpoint ----
 
 
 @exported()
@@ -82,25 +216,23 @@ class Checkpoint(Mapping[str, TensorLike]):
         self._hidden: Mapping[str, str] = {}
         self.ignored = {}
         self._refused: Mapping[str, str] = {}
-        self._quantization: Quantization | None = None
+        self._quantization: Any = None
         self._searched = False  # for a quantization in the config, in the files and beside the files
         if kind == SAFETENSORS and not stored:
             if where is not None or KEY in metadata:
                 with paused(sum(file.table.count for file in files)):
-                    where = unpack_all(files, where)
+                    where = _described.unpack_all(files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
         if not stored and kind in (SAFETENSORS, GGUF) and any(file.table.may_be_packed() for file in files):
             with paused(sum(file.table.count for file in files)):
                 shapes: dict[str, tuple[int, ...]] = {}
                 if kind == GGUF:
-                    from .models.diffusion import original_shapes
-
                     for file in files:
-                        shapes.update(original_shapes(file.table))
-                logical = finder.make_logical(
+                        shapes.update(part("diffusion").original_shapes(file.table))
+                logical = _codes.make_logical(
                     files,
                     where,
-                    quantization_of(config),
+                    _quantization.quantization_of(config),
                     title=title,
                     complete=complete,
                     in_gguf=kind == GGUF,
@@ -114,7 +246,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         self._where = where
         self._views = Views()
         self._tensors: Mapping[str, TensorInfo] | None = None
-        self._codes: Mapping[str, finder.Codes] | None = None
+        self._codes: Mapping[str, Any] | None = None
         self._closed = False
         self._recipe = recipe
         self._index = index_file
@@ -179,8 +311,9 @@ class Checkpoint(Mapping[str, TensorLike]):
     @cached_property
     def notes(self) -> list[str]:
         """The kind of a folder or file (an adapter, a pipeline), and its unopened weight files."""
-        kind = None if any("adapter" in note for note in self._notes) else adapter_kind(self)
-        return [*self._notes, *([] if kind is None else [adapter_note(kind)])]
+        adapters = part("adapters")
+        kind = adapters.adapter_kind(self) if adapters and not any("adapter" in note for note in self._notes) else None
+        return [*self._notes, *([] if kind is None else [adapters.adapter_note(kind)])]
 
     @property
     def nbytes(self) -> int:
@@ -223,7 +356,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         self._check_open()
         file, index = self._locate(name)
         if dtype is not None:
-            finder.refuse(codes_of(self), [name], "dtype=", self.path)
+            refuse_codes(self, [name], "dtype=")
         options = OpenRequest() if self._recipe is None else self._recipe.options
         return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
 
@@ -267,7 +400,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         self._check_open()
         file, index = self._locate(name)
         if dtype is not None:
-            finder.refuse(codes_of(self), [name], "dtype=", self.path)
+            refuse_codes(self, [name], "dtype=")
         return take_rows(file, index, rows, dtype, name)
 
     @overload
@@ -378,12 +511,7 @@ class Checkpoint(Mapping[str, TensorLike]):
     ) -> TensorStream[TensorLike] | LayerStream[TensorLike]: ...
     @overload
     def stream(
-        self,
-        names: Iterable[str] | None = None,
-        *,
-        by_layer: bool,
-        dtype: DtypeLike,
-        **options: Unpack[StreamOptions],
+        self, names: Iterable[str] | None = None, *, by_layer: bool, dtype: DtypeLike, **options: Unpack[StreamOptions]
     ) -> TensorStream[Array] | LayerStream[Array]: ...
     @public
     def stream(
@@ -523,7 +651,7 @@ def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, 
         names = choose(checkpoint, names, only, drop)
     parts = tensors_of(checkpoint, names)
     if dtype is not None:
-        finder.refuse(codes_of(checkpoint), (part[0] for part in parts), "dtype=", checkpoint.path)
+        refuse_codes(checkpoint, (tensor[0] for tensor in parts), "dtype=")
     return parts
 
 
@@ -537,17 +665,20 @@ def with_aliases(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Checkpoi
     return view
 
 
-def settings_of(checkpoint: Checkpoint) -> Quantization | None:
-    """Return the quantization with which the tensors of a checkpoint are read."""
-    return checkpoint._quantization if checkpoint._searched else quantization_of(checkpoint.config)
+def settings_of(checkpoint: Checkpoint) -> Any:
+    """Return the `Quantization` with which the tensors of a checkpoint are read, or None."""
+    return checkpoint._quantization if checkpoint._searched else _quantization.quantization_of(checkpoint.config)
 
 
-def codes_of(checkpoint: Checkpoint) -> Mapping[str, finder.Codes]:
-    """Return the tensors with quantization codes, which mean nothing without their scales."""
+def codes_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the `Codes` of tensors with quantization codes, which mean nothing without their scales."""
+    files = checkpoint.weight_files
+    if not _codes and not any(file.table.may_be_packed() or file.table.quantized for file in files):
+        return {}
     if checkpoint._codes is None:
         alone = checkpoint.config is None and checkpoint.format in _WITH_CONFIG
-        checkpoint._codes = finder.codes_of(
-            checkpoint.weight_files,
+        checkpoint._codes = _codes.codes_of(
+            files,
             tensors_of(checkpoint),
             settings_of(checkpoint),
             search=alone and not checkpoint._searched,
@@ -555,8 +686,15 @@ def codes_of(checkpoint: Checkpoint) -> Mapping[str, finder.Codes]:
             refused=checkpoint._refused,
         )
         if checkpoint.format == KERAS:
-            checkpoint._codes = finder.codes_of_keras(tensors_of(checkpoint))
+            checkpoint._codes = _codes.codes_of_keras(tensors_of(checkpoint))
     return checkpoint._codes
+
+
+def refuse_codes(checkpoint: Checkpoint, names: Iterable[str], what: str) -> None:
+    """Refuse to treat quantization codes as plain numbers."""
+    codes = codes_of(checkpoint)
+    if codes:
+        _codes.refuse(codes, names, what, checkpoint.path)
 
 
 def index_of(checkpoint: Checkpoint) -> Location | None:

@@ -20,9 +20,9 @@ from .engine.read.load import Backend, check_backend, parse_target
 from .engine.run.progress import Progress
 from .engine.run.threads import check_threads
 from .errors import public
+from .formats import safetensors
 from .formats.opening import Paths
 from .formats.registry import FormatName, UnknownGlobals
-from .formats.safetensors import file as safetensors
 
 if TYPE_CHECKING:
     from .formats.verifying import Verify

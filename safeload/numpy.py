@@ -11,7 +11,7 @@ from .compat import SHARED, imported
 from .engine.read.load import Backend, check_backend, load_all, load_tensors
 from .engine.run.progress import Progress
 from .errors import public
-from .formats.safetensors import file as safetensors
+from .formats import safetensors
 
 if TYPE_CHECKING:
     from .compat.safe_open import safe_open as safe_open

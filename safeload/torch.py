@@ -20,9 +20,9 @@ from .engine.read.load import Backend, check_backend, load_all, load_tensors, pa
 from .engine.read.tensors import entries_of
 from .engine.run.progress import Progress
 from .errors import public
+from .formats import safetensors
 from .formats.opening import Paths
 from .formats.registry import FormatName, UnknownGlobals
-from .formats.safetensors import file as safetensors
 from .frameworks.torch_shared import remove_duplicate_names
 
 if TYPE_CHECKING:

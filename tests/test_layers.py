@@ -63,6 +63,14 @@ ROOMS = {
 }
 PYTHON_RANK = {name: rank for rank, names in enumerate(PYTHON_LAYERS) for name in names}
 
+# The modules that may import nothing but each other: what reads and writes safetensors, npy and npz, runs jobs, and
+# opens the rest by rows.
+CORE = re.compile(
+    r"_version|errors|checkpoint|base\.(?!hub_cache$|missing_path$|url$)\w+|engine\..*"
+    r"|stores\.(local|store|files|thread_group|json_file)"
+    r"|formats\.(registry|opening|safetensors|npy|npz|zip|foreign|metadata|numbered)"
+)
+
 # The public modules. Tests reach all others through tests/builders/inside.py.
 DOORS = {"numpy", "torch", "jax", "gguf", "moon", "plugins", "remote", "layouts", "cluster", "errors", "as_safetensors"}
 INNER = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
@@ -278,6 +286,25 @@ def test_python_imports_go_down():
                 assert name == "base.native"
             elif target.partition(".")[0] != name.partition(".")[0]:
                 assert layer_of(target) < layer_of(name), f"{name} imports {target}"
+
+
+def test_the_core_imports_nothing_else_of_the_package():
+    """It finds the rest by the rows of the registry, which are strings; lazy imports and those for types count."""
+    core = {name for name in PYTHON_NAMES if CORE.fullmatch(name)}
+    packages = {module_name(path) for path in PYTHON_FILES if path.name == "__init__.py"}
+    for path in PYTHON_FILES:
+        name = module_name(path)
+        if name in core:
+            outward = set(imported(path)) - core - packages
+            assert not {target for target in outward if not target.startswith("_core")}, name
+
+
+def test_the_core_names_the_rest_in_rows_of_the_registry_only():
+    named = re.compile(r'"\.{1,2}[a-z_]+(?:\.[a-z_]+)+"|"\.\.[a-z_]+"|import_module\(')
+    core = [path for path in PYTHON_FILES if CORE.fullmatch(module_name(path))]
+    found = {module_name(path) for path in core if named.search(path.read_text(encoding="utf-8"))}
+    # `checkpoint` names a module of the core, the others optional packages.
+    assert found == {"formats.registry", "checkpoint", "base.runtime", "engine.run.progress"}
 
 
 def room_of(name):

@@ -20,7 +20,7 @@ from ..engine.read.tensors import FileTensor, Tensors
 from ..engine.run.slice import as_index, read_slice
 from ..engine.run.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, exported, folder_given, public
-from ..formats.safetensors import file as safetensors
+from ..formats import safetensors
 from ..stores.local import check_unchanged
 from ..stores.thread_group import Prefetch, Task
 from .serialize import TensorMeta

@@ -11,7 +11,7 @@ from ..base.arrays import check_mapping
 from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import SafetensorError, exported, public
-from ..formats.safetensors.file import FileWriter, Memory, parse_table
+from ..formats.safetensors import FileWriter, Memory, parse_table
 
 
 @exported()

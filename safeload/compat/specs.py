@@ -17,7 +17,7 @@ from ..base.text import show
 from ..engine.run import jobs
 from ..engine.run.atomic_file import written_as_is
 from ..engine.run.memory import address_of
-from ..formats.safetensors.file import Memory, parse_table
+from ..formats.safetensors import Memory, parse_table
 from .serialize import TensorSpec
 
 # ---- helpers of safetensors.numpy ----

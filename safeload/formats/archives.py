@@ -34,8 +34,8 @@ from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.members import name_fault
+from .folder import open_members
 from .foreign import is_tar
-from .opening import open_members
 from .registry import Candidate, Opened, OpenRequest
 from .zip import STORED, Archive
 

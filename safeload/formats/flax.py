@@ -23,10 +23,9 @@ from ..base import dtypes
 from ..base.arrays import array_fits
 from ..base.table import ListedTable, Listing, unreadable
 from ..base.text import error_about, show
-from ..engine.run.weight_file import WeightFile
+from ..engine.run.weight_file import ByteReader, WeightFile
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from .boxed import BoxedListing, Region, boxed_file, in_pieces
-from .byte_reader import ByteReader
 from .registry import Candidate, Content, OpenRequest
 
 # Maximum number of values, and levels of maps; real files have some thousand and ten.

@@ -10,9 +10,10 @@ from contextlib import closing, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..base.paths import dangling, is_bare, os_error
+from ..base.table import ListedTable, Listing
 from ..base.text import clip, error_about, printable, show
 from ..engine.run.weight_file import WeightFile, places_in
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
@@ -26,8 +27,12 @@ from . import numbered, registry
 from .foreign import DCP_SUFFIX
 from .metadata import names_below
 from .numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
-from .registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, open_file
-from .safetensors.file import EARLY_WINDOW, window_for
+from .opening import open_paths
+from .registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, Recipe, add, joined_places, open_file
+from .safetensors import EARLY_WINDOW, window_for
+
+if TYPE_CHECKING:
+    from ..stores.members import MemberFiles
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -154,24 +159,12 @@ def open_list(paths: Sequence[str], request: OpenRequest) -> Opened:
     return joined._replace(config=config, notes=[note for each in opened for note in each.notes])
 
 
-def add(where: dict[str, tuple[WeightFile, int]], places: Mapping[str, tuple[WeightFile, int]]) -> None:
-    """Add the tensors of a file to ``where``."""
-    if not where.keys().isdisjoint(places.keys()):
-        name = next(name for name in places if name in where)
-        first, second = where[name][0].path, places[name][0].path
-        raise error_about(FormatError, f"is in both {first} and {second}", path=second, tensor=name)
-    where.update(places)
-
-
 def open_parts(first: Opened, request: OpenRequest) -> Opened:
     """Add the other parts to an open file if it is part of a split GGUF file."""
-    if first.format != GGUF:
+    gguf = registry.BY_NAME[GGUF]
+    if first.format != GGUF or not gguf.load().is_part(first.file):
         return first
-    from . import gguf  # only here: most folders have none
-
-    if not gguf.is_part(first.file):
-        return first
-    files, metadata = gguf.open_parts(first.file, lambda path: open_file(path, request).file)
+    files, metadata = gguf.load().open_parts(first.file, lambda path: open_file(path, request).file)
     where: dict[str, tuple[WeightFile, int]] = {}
     for file in files:
         add(where, places_in(file))
@@ -442,7 +435,7 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
     if parsed is not None and shards.index_file is None:
         index = [] if INDEX in names else [(files.join(path, INDEX), ())]
         _check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
-    notes = _notes(folder, used, adapted=any(".lora_" in tensor for tensor in shards.places))
+    notes = _notes(folder, used, shards)
     return shards._replace(config=parsed, notes=[*shards.notes, *notes])
 
 
@@ -470,10 +463,7 @@ def choose(names: Sequence[str], path: str) -> list[str] | None:
 
 
 def choose_whole(
-    names: Sequence[str],
-    path: str,
-    suffixes: Sequence[str],
-    folder: Location | None = None,
+    names: Sequence[str], path: str, suffixes: Sequence[str], folder: Location | None = None
 ) -> list[str] | None:
     """Choose the files of a checkpoint, see `whole_checkpoints`; by names alone without ``folder``."""
     whole = numbered.whole_checkpoints(names, suffixes)
@@ -689,10 +679,7 @@ _SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "lora": "LoRA", "dora": "DoRA
 
 # Names of weight files.
 _SUFFIXES = {*registry.WEIGHT_SUFFIXES, DCP_SUFFIX}
-_WEIGHT_FILE = re.compile(
-    rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)",
-    re.DOTALL,
-)
+_WEIGHT_FILE = re.compile(rf".*({'|'.join(map(re.escape, sorted(_SUFFIXES)))}|\.index(\.\w+)?\.json)", re.DOTALL)
 # Maximum number of names in a message, and of characters in a name.
 _MAX_LISTED, _MAX_NAME = 20, 100
 
@@ -786,12 +773,15 @@ def _adapter(config: str, files: Files) -> str:
     return f"{name} of {_shown(base)}" if isinstance(base, str) and base else name
 
 
-def _notes(folder: _Folder, used: set[str], *, adapted: bool = False) -> list[str]:
+def _notes(folder: _Folder, used: set[str], shards: Opened | None = None) -> list[str]:
     """Return the kind of an open folder, and its unused weight files."""
     path, names, folders, request, _ = folder
     notes = []
     # A complete model can lie beside the configuration of an adapter.
-    if _ADAPTER in names and (adapted or any(name.startswith("adapter") and name != _ADAPTER for name in used)):
+    if _ADAPTER in names and (
+        any(name.startswith("adapter") and name != _ADAPTER for name in used)
+        or (shards is not None and any(".lora_" in tensor for tensor in shards.places))
+    ):
         notes.append(adapter_note(_adapter(request.files.join(path, _ADAPTER), request.files)))
     if _PIPELINE in names:
         inner = listed(_with_weights(path, folders, request.files)) or "no folder"
@@ -803,3 +793,124 @@ def _notes(folder: _Folder, used: set[str], *, adapted: bool = False) -> list[st
     if any(name.startswith("consolidated") for name in skipped):
         notes.append("consolidated files hold the same weights under their publisher's own names: open them by path")
     return notes
+
+
+# ---- models of ollama ----
+
+
+def open_ollama(url: str, recipe: Recipe, verify: Any) -> Opened:
+    """Open the layers of a model of ollama by their paths."""
+    from ..stores import ollama
+
+    model = ollama.find(url)
+    paths = list(dict.fromkeys(layer.path for layer in model.weights))
+    arguments = recipe.format, recipe.root, recipe.unknown_globals, recipe.stored
+    if model.format == registry.GGUF:
+        opened = open_paths(paths[0], *arguments, verify=verify)
+    else:
+        with closing(open_file(paths[0], recipe.options._replace(files=LOCAL)).file) as first:
+            if list(first.table.names) == ["data"] and model.weights[0].name != "data":
+                text = 'the layers of this model name every tensor "data", as ollama did at first'
+                raise error_about(UnsupportedError, f"{text}; pull or create the model again", path=url)
+        opened = open_paths(paths, *arguments, verify=verify)
+        schemes = ((file.table.metadata() or {}).get("quant_type") for file in opened.files)
+        scheme = None if recipe.stored else next((scheme for scheme in schemes if scheme is not None), None)
+        if scheme is not None:
+            for file in opened.files:
+                file.close()
+            text = f"ollama has quantized this model for MLX ({show(scheme)}), which safeload does not decode"
+            raise error_about(UnsupportedError, f"{text}; stored=True opens the codes", path=url)
+    return opened._replace(title=model.name.url, notes=[*opened.notes, *model.notes])
+
+
+# ---- the weights in an archive ----
+
+# Suffixes of files that are read with others, or that describe them.
+_READ_WITH_OTHERS = (".distcp", ".json")
+
+
+def open_members(
+    container: WeightFile, members: dict[str, tuple[int, int]], request: OpenRequest, *, kind: str
+) -> Opened:
+    """Open the weights in a container, an archive of files; ``kind`` names it in messages, with its article.
+
+    1. A container is not a format: the checkpoint has the format of its members. Containers in containers are refused.
+    2. The weights are the only weight file of its folder, or else the folder, opened like any other. Of the folders
+       with weights those nearest to the top count. If several remain, ``root=`` names one: the path of a file or folder
+       in the container.
+    3. Tensors that lie unpacked in members lie at a known place in the container, so the table is the container's own,
+       and its arrays are views like those of any file. What a member must join or unpack is a file beside it.
+    """
+    from ..stores.members import MemberFiles  # few files are archives
+
+    files = MemberFiles(container.store, container.path, members)
+    path, request = _choose(container, files, request._replace(files=files), kind)
+    if files.is_folder(path):
+        return _onto(container, open_folder(path, request), path)
+    return _onto(container, open_parts(open_file(path, request), request), path)
+
+
+def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kind: str) -> tuple[str, OpenRequest]:
+    """Return the path of the weights, and the request for it."""
+    unsupported = partial(error_about, UnsupportedError, path=container.path)
+    inside = [(folder, name) for folder in files.folders for name, is_folder in files.listing(folder) if not is_folder]
+    root = None if request.root is None else request.root.removeprefix("./").rstrip("/")
+    if root and root in {files.join(*place) for place in inside}:
+        return root, request._replace(root=None)
+    if root and files.is_folder(root):
+        inside = [(folder, name) for folder, name in inside if f"{folder}/".startswith(f"{root}/")]
+        request = request._replace(root=None)
+    weights: dict[str, list[str]] = {}
+    for folder, name in inside:
+        if is_weight_file(name):
+            weights.setdefault(folder, []).append(name)
+    if not weights:
+        names_inside = listed([files.join(*place) for place in inside]) or "nothing"
+        raise unsupported(f"this is {kind} without weights: it holds {names_inside}")
+    depths = {folder: folder.count("/") + 1 if folder else 0 for folder in weights}
+    top = min(depths.values())
+    folder, *rest = nearest = [folder for folder, depth in depths.items() if depth == top]
+    if rest:
+        shown = listed([name or "." for name in nearest])
+        raise unsupported(f"weights in {len(nearest):,} folders: {shown}; choose one with root=")
+    names = weights[folder]
+    if len(names) == 1 and not names[0].endswith(_READ_WITH_OTHERS):
+        return files.join(folder, names[0]), request
+    is_set = [len(shards.files) for shards in sets_of(names)] == [len(names)]
+    if all(name.endswith(".gguf") for name in names) and not is_set:
+        shown = listed([files.join(folder, name) for name in names])
+        raise unsupported(f"it holds {len(names):,} GGUF files: {shown}; choose one with root=")
+    return folder, request
+
+
+def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
+    """Return members' tensors as those of their container."""
+    from ..stores.members import MemberStore
+
+    beside = [file for file in opened.files if not isinstance(file.store, MemberStore)]
+    if len(beside) > 1:
+        for file in beside:
+            file.close()
+        text = f"{len(beside):,} of its files must be unpacked: extract {printable(path) or 'them'} first"
+        raise error_about(UnsupportedError, text, path=container.path)
+    listings: list[Listing] = []
+    for name, (file, index) in opened.places.items():
+        if not isinstance(file.store, MemberStore):
+            continue
+        table = file.table  # the place of a member is in the container
+        if index in table.scales or index in table.packed:
+            raise FormatError("a member has scales before they were looked for", file.path)
+        begin, end = (byte + file.store.begin for byte in table.byte_range(index))
+        row, shape, strides = table.row(index), table.shape(index), table.strides.get(index)
+        listings.append(Listing(name, row, shape, begin, end, strides, big_endian=index in table.big_endian))
+    tables = [file.table for file in opened.files]
+    named = {name: harmless for table in tables for name, harmless in table.named_globals.items()}
+    container.table = ListedTable(listings, opened.metadata, named_globals=named)
+    container.table.unknown = {name: unknown for table in tables for name, unknown in table.unknown.items()}
+    container.table.ternary = {name: shape for table in tables for name, shape in table.ternary.items()}
+    for file in beside:
+        file.path = container.path
+        file.stand_for(container, unpacked=file.unpacked)
+    files = [container, *beside]
+    where = joined_places(files, opened.places) if beside else None
+    return opened._replace(title=container.path, files=files, where=where, index_file=None)

@@ -84,8 +84,8 @@ from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.json_file import parse_json
 from . import npz
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
+from .folder import open_members
 from .metadata import names_below
-from .opening import open_members
 from .registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
 from .zip import STORED, Archive, FileStream
 

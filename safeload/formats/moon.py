@@ -23,8 +23,8 @@ from ..base.text import encode, error_about, show
 from ..engine.read.tensors import Lazy, materialize
 from ..engine.run.atomic_file import AtomicFile
 from ..engine.run.memory import address_of
+from ..engine.run.weight_file import ByteReader
 from ..errors import LimitError, SafeloadError, UnsupportedError
-from .byte_reader import ByteReader
 from .npy import plain_array
 from .registry import Candidate, Content, OpenRequest, StoredTensor
 

@@ -33,7 +33,7 @@ from ..engine.run.atomic_file import AtomicFile, pieces_of
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from .registry import Candidate, Content, OpenRequest
+from .registry import BY_NAME, Candidate, Content, OpenRequest
 from .zip import Readable
 
 SUFFIX = ".npy"
@@ -65,10 +65,8 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     except HEADER_ERRORS:  # `read_array` says more
         pickled = False
     if pickled:
-        from .pickle_file import read_tables  # only here: most arrays hold numbers
-        from .torch.tensors import content_of
-
-        return content_of(file, request, lambda request: read_tables(file, request, begin))
+        content: Content = BY_NAME["pickle"].load().read(candidate, request, begin)
+        return content
     file.table = ListedTable([read_array(file, NAME, 0, file.size)])
     return Content(file)
 

@@ -136,9 +136,3 @@ def other_form(names: Sequence[str]) -> list[list[str]]:
     whole = whole_checkpoints(names, [*STEMS])
     first = [each for each in whole if each.kind != SET and each[1:4] == whole[0][1:4]]
     return [each.files for each in first] if len(first) > 1 and first[0] is whole[0] else []
-
-
-def is_set(names: Sequence[str]) -> bool:
-    """Return True if names are those of a single set of numbered files."""
-    sets = sets_of(names)
-    return len(sets) == 1 and len(sets[0].files) == len(names)

@@ -52,10 +52,9 @@ from ..base import dtypes
 from ..base.arrays import Array, array_fits
 from ..base.table import ListedTable, Listing, unreadable
 from ..base.text import error_about, plural, show
-from ..engine.run.weight_file import WeightFile, open_without_table
+from ..engine.run.weight_file import ByteReader, WeightFile, open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError
 from .boxed import BoxedListing, Region, boxed_file, in_one_box, in_pieces
-from .byte_reader import ByteReader
 from .registry import Candidate, Content, OpenRequest, place_beside
 
 # Maximum number of fields of a file; a graph of 100,000 nodes has about 2 million.

@@ -62,13 +62,12 @@ def _locate(storage: Storage) -> int:
     raise UnsupportedError(f"storage {show(storage.key)} is not in a pickle")
 
 
-def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an open file; see `read_tables`."""
-    return content_of(candidate.file, request, lambda request: read_tables(candidate.file, request))
+def read(candidate: Candidate, request: OpenRequest, begin: int = 0) -> Content:
+    """Read the table of an open file from ``begin`` on; the bytes before belong to an object array of `numpy.save`."""
+    return content_of(candidate.file, request, lambda request: _read_tables(candidate.file, request, begin))
 
 
-def read_tables(file: WeightFile, request: OpenRequest, begin: int = 0) -> Content:
-    """Return the arrays of the pickle at ``begin``; bytes before it belong to an object array of `numpy.save`."""
+def _read_tables(file: WeightFile, request: OpenRequest, begin: int) -> Content:
     path = file.path
     pickled = _unpickle(file, request, begin)
     if type(pickled.value) is NumpyArray and pickled.value.items is not None:

@@ -19,12 +19,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias
 
-from ..base import dtypes
+from ..base import dtypes, paths
 from ..base.arrays import array_fits
 from ..base.forking import cached_property
 from ..base.paths import is_bare
@@ -48,14 +48,74 @@ MAX_FOLDERS = 16
 _MAX_RANK = 64
 
 
-# The modules of formats, by name. Threads contend for `functools.cache` without the GIL.
+# The modules of formats and parts, by name. Threads contend for `functools.cache` without the GIL.
 modules: dict[str, Any] = {}
 
 
 def module_of(name: str) -> Any:
     """Return a module: absolute, or of this package if its name begins with a dot."""
     module = modules.get(name)
-    return modules.setdefault(name, import_module(name, __package__)) if module is None else module
+    if module is None:
+        try:
+            module = import_module(name, __package__)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != __package__.partition(".")[0]:
+                raise
+            raise UnsupportedError(f"this copy of safeload lacks {error.name}, which is needed here") from error
+        module = modules.setdefault(name, module)
+    return module
+
+
+# What safetensors, opening and checkpoints use of the rest of the package, which they do not import: with `ROWS`,
+# `CONTAINERS` and `OPENERS` the only names of it there. Any of its folders may be missing.
+PARTS = {
+    "adapters": "..models.module_names",
+    "codes": "..packed.finder",
+    "described": ".quantized",
+    "diffusion": "..models.diffusion",
+    "edits": "..stores.edit_journal",
+    "folders": ".folder",
+    "hub": "..stores.hub_cache",
+    "missing paths": "..stores.missing_path",
+    "places": "..stores.places",
+    "quantization": "..packed.quantization",
+    "verified": "..stores.verified",
+    "verifying": ".verifying",
+}
+
+# What opens a URL by itself, by its beginning: module and function.
+OPENERS = {"ollama://": (".folder", "open_ollama")}
+
+
+class _Absent:
+    """A missing part: false, and an error where it is used."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnsupportedError(self._text)
+
+
+_parts: dict[str, Any] = {}
+
+
+def part(name: str) -> Any:
+    """Return the module of a part, or `_Absent`."""
+    found = _parts.get(name)
+    if found is None:
+        try:
+            found = module_of(PARTS[name])
+        except UnsupportedError as error:
+            found = _Absent(str(error))
+        _parts[name] = found
+    return found
+
+
+paths.explaining = partial(part, "missing paths")
 
 
 @exported("safeload.plugins")
@@ -365,7 +425,7 @@ _ZIP, _PICKLE = (
 _TORCH, _TORCH_SUFFIXES = "torch checkpoints", (".pt", ".pth", ".ckpt", ".bin")
 
 # The module of safetensors, which opens files by path.
-_OPENED_BY_PATH = ".safetensors.file"
+_OPENED_BY_PATH = ".safetensors"
 
 # fmt: off
 ROWS = (
@@ -664,6 +724,15 @@ def joined_places(files: Sequence[WeightFile], names: Iterable[str]) -> dict[str
     return {name: places[name] for name in names}
 
 
+def add(where: dict[str, tuple[WeightFile, int]], places: Mapping[str, tuple[WeightFile, int]]) -> None:
+    """Add the tensors of a file to ``where``."""
+    if not where.keys().isdisjoint(places.keys()):
+        name = next(name for name in places if name in where)
+        first, second = where[name][0].path, places[name][0].path
+        raise error_about(FormatError, f"is in both {first} and {second}", path=second, tensor=name)
+    where.update(places)
+
+
 # Formats whose readers take only the table from a file.
 _TABLE_ONLY = (SAFETENSORS, GGUF)
 
@@ -674,7 +743,7 @@ def open_file(path: str, request: OpenRequest) -> Opened:
     fault: list[FormatError] = []  # of the parser of safeload's first format
     if files is LOCAL and (formats is None or SAFETENSORS in formats):
         try:
-            file: WeightFile = module_of(_OPENED_BY_PATH).open_file(path)
+            file: WeightFile = module_of(_OPENED_BY_PATH).open_file(path, explained=False)
         except FormatError as error:
             fault.append(error)
         else:
@@ -716,7 +785,7 @@ def _open_candidate(candidate: Candidate, request: OpenRequest, fault: list[Form
         foreign.is_safetensors(candidate.head)
         or (formats is not None and not _PROGRAM(candidate.head) and not foreign.is_tar(candidate.head))
     ):
-        raise fault.pop()
+        raise explain(candidate.path) or fault.pop()
     own = formats is None or not FORMATS.keys().isdisjoint(formats)  # else a plug-in was asked for
     container = _container(candidate) if own else None
     row = find_row(candidate, request, fault) if container is None else None
@@ -757,12 +826,9 @@ def _container(candidate: Candidate) -> Container | None:
     if foreign.is_safetensors(head) or file.path.endswith(foreign.DCP_SUFFIX):
         return None
     container = next((row for row in CONTAINERS if row.matches(head) and row.claims(candidate)), None)
-    if container is not None:
-        from ..stores.members import MemberFiles  # only here: few files are archives
-
-        if isinstance(file.files, MemberFiles):
-            text = f"this is {container.kind} in another archive: extract it first"
-            raise error_about(UnsupportedError, text, path=file.path)
+    if container is not None and file.files.inside:
+        text = f"this is {container.kind} in another archive: extract it first"
+        raise error_about(UnsupportedError, text, path=file.path)
     return container
 
 
@@ -800,7 +866,11 @@ def _describe(head: bytes, path: str) -> foreign.Kind | None:
 
 
 def explain(path: str) -> FormatError | None:
-    """Return the error for a file that is not safetensors or not complete; None if the parser's error says more."""
+    """Return the error for a file that is edited, not safetensors or not complete; None if the parser's says more."""
+    edits = part("edits")
+    interrupted: FormatError | None = edits.interrupted(path) if edits else None
+    if interrupted is not None:
+        return interrupted
     try:
         with closing(open_without_table(path)) as file:
             head = file.read_at(0, foreign.HEAD_SIZE)
@@ -827,7 +897,7 @@ def _refuse(
         if error is not None:
             raise error
         if fault:
-            raise fault.pop()
+            raise explain(path) or fault.pop()
     finally:
         del error
 
@@ -843,10 +913,8 @@ def _refusal(head: bytes, path: str, file: WeightFile | None, *, always: bool) -
     error: SafeloadError | None = None if file is None else foreign.unfinished(file)
     if error is not None or not (always or (head.strip() and not path.endswith(".safetensors"))):
         return error
-    if head.startswith(_BROKEN):
-        from ..stores.edit_journal import interrupted  # few files are broken
-
-        error = interrupted(path)
+    if head.startswith(_BROKEN) and (edits := part("edits")):
+        error = edits.interrupted(path)
     return error or FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0)
 
 

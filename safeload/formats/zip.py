@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from ..stores.remote import RemoteStore
 
 # Largest directory in bytes: an entry takes 46 bytes plus its name, and becomes Python objects of about 600 bytes. The
 # limit allows a million entries; the largest real checkpoints have some ten thousand.
@@ -294,9 +293,9 @@ class Archive:
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Read local headers for `locate`, many at a time, if the file is remote."""
-        if isinstance(self._file.store, RemoteStore):
-            begins = [self.entries[name].at for name in names]
-            self._file.store.prefetch((begin, begin + self._step) for begin in begins)
+        prefetch = getattr(self._file.store, "prefetch", None)
+        if prefetch is not None:
+            prefetch((begin, begin + self._step) for begin in [self.entries[name].at for name in names])
 
     def _head(self, at: int, size: int) -> bytes:
         """Return bytes of a local header, from the last read if possible: small storages lie close together."""

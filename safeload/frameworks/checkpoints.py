@@ -15,7 +15,7 @@ from ..errors import UnsupportedError
 from ..formats.opening import Paths
 from ..loading.entry import check_unadapted, open
 from ..loading.merge import Merge, merging
-from ..models.config_dtype import dtype_in
+from ..models.choosing import dtype_in
 
 # Names, and the dtype that their tensors are converted and dequantized to; None converts nothing.
 Group: TypeAlias = tuple[Sequence[str], dtypes.Dtype | None]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..base import dtypes
 from ..base.arrays import Array as NumpyArray
 from ..base.text import clip, printable, show
-from ..checkpoint import Checkpoint, tensors_of
+from ..checkpoint import Checkpoint, slice_of, tensors_of
 from ..engine.codes.restore import rows_apart
 from ..engine.codes.source import Meter
 from ..engine.read.load import load_tensors
@@ -22,7 +22,6 @@ from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError
 from ..formats.opening import Paths
 from ..formats.registry import OpenRequest
-from ..formats.tensor_slice import slice_of
 from ..loading.merge import Merge
 from . import jax_arrays
 from .checkpoints import selecting

@@ -16,7 +16,7 @@ from ..base.table import Table
 from ..base.text import clip, error_about, printable, show
 from ..engine.read.tensors import Entry, FileTensor, Lazy
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
-from ..formats.safetensors.file import Memory
+from ..formats.safetensors import Memory
 from .torch_shared import check_not_shared, listed
 
 try:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, overload
 from ..base.arrays import Array
 from ..base.names import Patterns
 from ..checkpoint import Checkpoint
-from ..engine.read.load import Backend, DtypeLike
+from ..engine.read.load import Backend, DtypeLike, LoadOptions
 from ..engine.run.progress import Progress
 from ..errors import public
-from ..formats.opening import OpenOptions, Paths, open_paths
+from ..formats.opening import Paths, open_paths
 from ..formats.registry import FormatName, UnknownGlobals
 
 if TYPE_CHECKING:
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from .adapter import Adapters
 
 __all__ = ["load", "open"]
+
+
+class OpenOptions(LoadOptions, total=False):
+    """Options of `load`: options of `Checkpoint.load` and of `open`."""
+
+    format: FormatName | None
+    root: str | None
+    unknown_globals: UnknownGlobals
+    stored: bool
+    adapters: Any
+    storage_options: Mapping[str, Any] | None
+    verify: Verify
 
 
 @public
@@ -97,19 +109,11 @@ def check_unadapted(verify: Verify) -> None:
 
 @overload
 def load(
-    path: Paths,
-    names: Iterable[str] | None = None,
-    *,
-    dtype: None = None,
-    **options: Unpack[OpenOptions],
+    path: Paths, names: Iterable[str] | None = None, *, dtype: None = None, **options: Unpack[OpenOptions]
 ) -> dict[str, Any]: ...
 @overload
 def load(
-    path: Paths,
-    names: Iterable[str] | None = None,
-    *,
-    dtype: DtypeLike,
-    **options: Unpack[OpenOptions],
+    path: Paths, names: Iterable[str] | None = None, *, dtype: DtypeLike, **options: Unpack[OpenOptions]
 ) -> dict[str, Array]: ...
 @public
 def load(
@@ -206,12 +210,5 @@ def load(
 
             load_from = partial(load_with_adapters, checkpoint, adapters, storage_options)
         return load_from(
-            names=names,
-            only=only,
-            drop=drop,
-            dtype=dtype,
-            backend=backend,
-            out=out,
-            threads=threads,
-            progress=progress,
+            names=names, only=only, drop=drop, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress
         )

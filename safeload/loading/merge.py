@@ -20,7 +20,7 @@ from ..base.names import Patterns
 from ..base.native import lib
 from ..base.table import similar
 from ..base.text import error_about, show
-from ..checkpoint import Checkpoint, chosen, codes_of, tensors_of, with_aliases
+from ..checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
 from ..engine.codes.restore import rows_apart
 from ..engine.codes.source import Source, in_file
 from ..engine.read.load import check_fits, check_out_names, parse_target, refuse_own_files
@@ -30,9 +30,25 @@ from ..engine.run.jobs import Batch, native_order
 from ..engine.run.memory import address_of, check_disjoint
 from ..engine.run.progress import Progress, reporter
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
-from ..packed import finder
-from .adapter import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, VALUE, A, Adapter, B, listed, opened
-from .adapter_fit import AdapterTarget, Apart, Base, Fit, Heads, fitted, heads_of
+from .adapter import (
+    BIAS,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    MAGNITUDE,
+    VALUE,
+    A,
+    Adapter,
+    AdapterTarget,
+    Apart,
+    B,
+    Base,
+    Fit,
+    Heads,
+    fitted,
+    heads_of,
+    listed,
+    opened,
+)
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
@@ -53,7 +69,7 @@ _F32 = dtypes.BY_CODE["F32"]
 
 def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     """Return a tensor of an open checkpoint as a target."""
-    finder.refuse(codes_of(checkpoint), [name], "adapters=", checkpoint.path)
+    refuse_codes(checkpoint, [name], "adapters=")
     ((_, file, index),) = tensors_of(checkpoint, [name])
     packed, row = file.table.packed.get(index), file.table.row(index)
     shape = tuple(file.table.shape(index) if packed is None else packed.packing.shape)

@@ -1,4 +1,4 @@
-"""Choose the schema of a model by its config, the format of its file and the names of its tensors.
+"""What the config of a model says of its tensors: their schema, the heads that are tied, and their dtype.
 
 The experts of a model are stored one by one, fused by transformers, or stacked by mlx-lm.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+from ..base import dtypes
 from .family import FamilyFile, with_schema
 from .schema import MAX_LISTED, PREFIX, Schema, SchemaEntry
 
@@ -203,3 +205,133 @@ def _with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
             name, shape = stem + _UNEMBED, ("num_attention_heads", "v_head_dim", "kv_lora_rank")
         entries.append(entry._replace(name=name, shape=shape))
     return replace(schema, entries=tuple(entries))
+
+
+# ---- tied heads ----
+
+TIE = "tie_word_embeddings"
+
+_HEAD = "lm_head.weight"
+# Conventions of Hugging Face's causal models and of llama.cpp, for models without a schema: a head, the embedding of
+# an absent head, and a tensor in all models with a head.
+_CONVENTIONS = (
+    (_HEAD, "model.embed_tokens.weight", "model.embed_tokens.weight"),
+    ("output.weight", "token_embd.weight", "output_norm.weight"),
+)
+# Last parts of the names of embeddings in models without a schema. An encoder and a decoder share the last of these.
+_EMBEDDINGS = (
+    *(".embed_tokens.weight", ".wte.weight", ".word_embeddings.weight", ".tok_embeddings.weight", ".embed_in.weight"),
+    *(".embeddings.weight", ".embedding.weight", ".shared.weight"),
+)
+# Suffixes of the class names of models with `_HEAD`.
+_GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def absent_heads(schema: Schema | None, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the embeddings of tied heads that no file stores, by head."""
+    if schema is None:
+        return {
+            head: embedding
+            for head, embedding, sign in _CONVENTIONS
+            if head not in names and embedding in names and sign in names
+        }
+    try:
+        pairs = schema.pairs(names, config).items()
+    except ValueError:  # the config lacks a key
+        return {}
+    return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
+
+
+def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
+    """Return the embeddings of the tied heads of a Hugging Face model, stored or not, by head."""
+    if config is None:
+        return absent_heads(None, names, None)
+    choice = choose(config, None, names)
+    keys = config
+    if choice is None or not any(map(choice.schema.find, names)):
+        choice = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
+        if choice is not None and choice.inner is not None:
+            keys = {**choice.inner.config, **({TIE: config[TIE]} if isinstance(config.get(TIE), bool) else {})}
+    result = {}
+    if choice is None:
+        tie = _tie_in(config)
+        if _generates(config) and tie is not False and (tie or _HEAD not in names):
+            embeddings = [name for name in names if f".{name}".endswith(_EMBEDDINGS)]
+            shared = [name for name in embeddings if f".{name}".endswith(_EMBEDDINGS[-1])]
+            if len(shared or embeddings) == 1:
+                result[_HEAD] = (shared or embeddings)[0]
+        return result
+    with suppress(ValueError):  # the config lacks a key
+        for head, (embedding, _) in choice.schema.pairs(names, keys).items():
+            # The head stands beside the module of the embedding: language_model.model., language_model.lm_head.
+            prefix = next((text for text in choice.schema.prefixes if text and embedding.startswith(text)), "")
+            nested = prefix.removesuffix("model.") + head if prefix.endswith(".model.") else head
+            result[nested] = embedding
+    return result
+
+
+def is_unclear(config: Mapping[str, Any] | None, pairs: Mapping[str, str]) -> bool:
+    """Return True if a config ties a head that `tied_heads` has not found."""
+    return config is not None and not pairs and _generates(config) and _tie_in(config) is True
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without ties, for a model and the language model inside it."""
+    nested = {key: {**value, TIE: False} for key in LANGUAGE if isinstance(value := config.get(key), Mapping)}
+    return {**config, **nested, TIE: False}
+
+
+def _generates(config: Mapping[str, Any]) -> bool:
+    architectures = config.get("architectures")
+    listed = architectures[:MAX_LISTED] if isinstance(architectures, list) else []
+    return any(isinstance(text, str) and text.endswith(_GENERATING) for text in listed)
+
+
+def _tie_in(config: Mapping[str, Any]) -> bool | None:
+    """Return the outermost value of `TIE`, or None."""
+    inner = [config, *(value for key in LANGUAGE if isinstance(value := config.get(key), Mapping))]
+    return next((value[TIE] for value in inner if isinstance(value.get(TIE), bool)), None)
+
+
+# ---- the dtype of the weights ----
+
+# The keys before and since transformers 4.56.
+_DTYPES = ("torch_dtype", "dtype")
+# The nested configuration to prefer if the outermost has no dtype: the language model's.
+_FIRST_NESTED = "text_config"
+
+
+def dtype_in(config: Mapping[str, Any] | None) -> dtypes.Dtype | None:
+    """Return the floating dtype of the dequantized weights, at least 16 bits wide, or None.
+
+    The outermost configuration decides, else ``text_config``, else all other nested configurations if they agree.
+    """
+    if config is None:
+        return None
+    named = (value for key in reversed(_DTYPES) if isinstance(value := config.get(key), str) and dtypes.is_name(value))
+    row = next(map(dtypes.parse, named), None)
+    if row is not None and row.floating and row.bits >= 16:
+        return row
+    nested = {key: dtype_in(part) for key, part in config.items() if _is_config(key, part)}
+    if nested.get(_FIRST_NESTED) is not None:
+        return nested[_FIRST_NESTED]
+    rows = {row for row in nested.values() if row is not None}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def with_dtype(config: Mapping[str, Any], dtype: dtypes.Dtype) -> dict[str, Any]:
+    """Return a config with another dtype, nested configurations included."""
+    result = _changed(config, dtype.name)
+    if not any(isinstance(result.get(key), str) for key in _DTYPES):
+        result[_DTYPES[0]] = dtype.name
+    return result
+
+
+def _is_config(key: str, value: Any) -> bool:
+    return isinstance(value, Mapping) and key.endswith("config")
+
+
+def _changed(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    result = {key: _changed(value, name) if _is_config(key, value) else value for key, value in config.items()}
+    result.update((key, name) for key in _DTYPES if isinstance(config.get(key), str))
+    return result

@@ -127,11 +127,7 @@ class Config:
         self._cache: dict[tuple[str, int | None], int] = {}  # values of defaults by layer
 
     def evaluate(self, text: str, layer: int | None = None) -> int:
-        """Return the value of an expression, for a condition in a layer.
-
-        Raises:
-            ConfigError: a key is missing or has a value of the wrong kind, or the result is not a 64-bit integer.
-        """
+        """Return the value of an expression, for a condition in a layer."""
         try:
             return self._run(_tree(text), layer)
         except ZeroDivisionError:
@@ -329,11 +325,7 @@ class Schema:
         )
 
     def pairs(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, tuple[str, bool]]:
-        """Return the embeddings of tied heads, stored or not, by head, and True if the head is optional.
-
-        Raises:
-            ConfigError: the condition has no value in this config.
-        """
+        """Return the embeddings of tied heads, stored or not, by head, and True if the head is optional."""
         keys = Config(config, self.defaults, self.config)
         architecture = self.architecture(config)
         result = {}
@@ -352,12 +344,7 @@ class Schema:
     def expand(self, config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, ExpectedTensor]:
         """Return all tensors of a model with this config by name, in the order of the schema.
 
-        Args:
-            config: parsed config.json; None for defaults only.
-            names: the tensors of the model, which select the prefix, alternative names and ``more_layers``.
-
-        Raises:
-            ConfigError: a size has no value in this config, or the model exceeds `MAX_TENSORS`.
+        The names of its tensors select the prefix, alternative names and ``more_layers``.
         """
         known = names if isinstance(names, (Set, Mapping)) else set(names)
         keys, prefix = Config(config, self.defaults, self.config), self.prefix_of(known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..base.paths import absolute
 from ..errors import SafeloadError, exported, public
@@ -20,6 +20,7 @@ class Files:
     """Finds and opens files, here on this machine. Paths are opaque text to everyone else, from any thread."""
 
     remote = False  # True if every method call can be a network request
+    inside = False  # True if the paths lead into an archive
     waits = False  # True if calls wait for a network, so that several at once are faster
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -148,3 +149,26 @@ def rather_changed(files: Files, seen: Iterable[tuple[str, tuple[Any, ...]]]) ->
             with closing(files.open(path)) as store:
                 compare(store.version, version, files.shown(path))
         raise
+
+
+class FilesystemPath(Protocol):
+    """A path in an fsspec filesystem: ``fsspec.core.OpenFile``, universal_pathlib's ``UPath``."""
+
+    @property
+    def fs(self) -> Any:
+        """The filesystem."""
+
+    @property
+    def path(self) -> str:
+        """The path in it."""
+
+
+class BinaryReader(Protocol):
+    """A file object opened in binary mode; ``seek`` and ``tell`` are used if it has them."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to ``size`` bytes; none at the end."""
+
+
+# Valid arguments besides local paths and URLs.
+Located: TypeAlias = Location | FilesystemPath | ByteStore | BinaryReader

@@ -16,8 +16,9 @@ import os
 import re
 from collections.abc import Iterator
 
-from ..base.paths import folder_names, hub_folder, hub_repository, ref_of
-from ..errors import FormatError
+from ..base.paths import folder_names
+from ..base.text import clip, error_about, printable
+from ..errors import FormatError, UnsupportedError
 from .json_file import read_json
 
 # A full commit, whose files never change.
@@ -33,6 +34,53 @@ _TREE_VERSION = 1
 # Files that complete the weights of a folder: without them its weights could be misread.
 _CONFIGS = ("config.json", "adapter_config.json")
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
+
+
+# Longest text of a ref.
+_LONGEST_REF = 200
+
+
+def hub_folder() -> str:
+    """Return the folder of the cache, which may not exist."""
+    for variable, inner in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
+        if path := os.environ.get(variable):
+            path = os.path.expanduser(os.path.expandvars(path))
+            return os.path.join(path, inner) if inner else path
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(caches, "huggingface", "hub")
+
+
+def hub_repository(kind: str, name: str) -> str:
+    """Return the folder of a repository."""
+    return os.path.join(hub_folder(), f"{kind}s--{name.replace('/', '--')}")
+
+
+def ref_of(path: str, *names: str) -> str:
+    """Return the commit of a branch or tag in the folder of a repository; "" if it cannot be read."""
+    place = os.path.join(path, "refs", *names)
+    try:
+        if os.path.isfile(place):  # a FIFO would block
+            with open(place, encoding="ascii") as file:
+                return file.read(_LONGEST_REF).strip()
+    except (OSError, ValueError):
+        pass
+    return ""
+
+
+def snapshot_of(path: str) -> str | None:
+    """Return the snapshot for a repository folder: main's, or the only snapshot. None for any other folder."""
+    snapshots = os.path.join(path, "snapshots")
+    if not os.path.isdir(snapshots) or not os.path.isdir(os.path.join(path, "blobs")):
+        return None
+    main = ref_of(path, "main")
+    if main and os.path.basename(main) == main and os.path.isdir(os.path.join(snapshots, main)):
+        return os.path.join(snapshots, main)
+    revisions = sorted(entry.name for entry in os.scandir(snapshots) if entry.is_dir())
+    if len(revisions) > 1:
+        listed = ", ".join(clip(printable(name), 100) for name in revisions[:20])
+        text = f"{len(revisions)} snapshots: {listed}; open one of snapshots/"
+        raise error_about(UnsupportedError, text, path=path)
+    return os.path.join(snapshots, revisions[0]) if revisions else None
 
 
 class CachedRepository:

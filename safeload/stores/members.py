@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 from ..errors import UnsupportedError, missing_file
 from .files import Files
 from .local import LocalStore, compare, identity_of
-from .remote import RemoteStore, read_spans
+from .remote import RemoteStore
 from .store import WINDOW, ByteStore, Span
+from .thread_group import read_spans
 
 # Longest name of a member in characters, and most folders in a name.
 MAX_NAME = 4096
@@ -55,7 +56,7 @@ class MemberStore(RemoteStore):
 class MemberFiles(Files):
     """The members of a container by their names, which have no `name_fault`; "" is the folder at the top."""
 
-    remote = True  # nothing here is a path of this machine
+    remote = inside = True  # nothing here is a path of this machine
 
     def __init__(self, container: ByteStore, path: str, members: Mapping[str, tuple[int, int]]) -> None:
         self._container = container

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ..base import url as urls
 from ..base.paths import PathLike, native_path, private_text
 from ..base.text import show
 from .files import LOCAL, Files, Location
-from .store import ByteStore
+from .files import Located as Located
 
 if TYPE_CHECKING:
     from .file_objects import FileObjects
-
-
-class FilesystemPath(Protocol):
-    """A path in an fsspec filesystem: ``fsspec.core.OpenFile``, universal_pathlib's ``UPath``."""
-
-    @property
-    def fs(self) -> Any:
-        """The filesystem."""
-
-    @property
-    def path(self) -> str:
-        """The path in it."""
-
-
-class BinaryReader(Protocol):
-    """A file object opened in binary mode; ``seek`` and ``tell`` are used if it has them."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return up to ``size`` bytes; none at the end."""
-
-
-# Valid arguments besides local paths and URLs.
-Located: TypeAlias = Location | FilesystemPath | ByteStore | BinaryReader
 
 
 def is_located(value: object) -> bool:
@@ -57,12 +34,6 @@ def places_of(
     paths: Sequence[PathLike | Located], storage_options: Mapping[str, Any] | None = None
 ) -> tuple[list[str], Files]:
     """Return callers' paths as text, and their store."""
-    if len(paths) == 1:  # most calls
-        only: Any = paths[0]
-        if type(only) is not str and hasattr(type(only), "__fspath__") and not hasattr(only, "fs"):
-            only = os.fspath(only)  # of `pathlib`
-        if type(only) is str and not urls.is_url(only):
-            return [private_text(only)], LOCAL
     texts: list[str] = []
     files: Files = LOCAL
     url_files: Files | None = None

@@ -13,9 +13,8 @@ from ..base import url as urls
 from ..base.forking import ProcessLock
 from ..base.text import error_about, show
 from ..errors import FormatError, UnsupportedError
-from .local import read_from
 from .store import WINDOW, ByteStore, Memory, Span
-from .thread_group import current, each, left_behind
+from .thread_group import each, fill, left_behind
 
 # Prefetched ranges share a request if the gap between two ranges has at most _GAP bytes, and the request at most
 # _TOGETHER bytes.
@@ -141,6 +140,16 @@ class RemoteStore:
         begin, end = spans[0].offset, spans[-1].end
         fill(spans, begin, self.content(begin, end))
 
+    def fill_spans(self, spans: Sequence[Span]) -> None:
+        """Fill spans from a window, or by `read_spans`."""
+        self.check_open()
+        begin, end = spans[0].offset, spans[-1].end
+        content = self.held(begin, end - begin)
+        if content is None:
+            self.read_spans(spans)
+        else:
+            fill(spans, begin, content)
+
     def content(self, begin: int, end: int) -> bytes | bytearray | memoryview:
         """Return bytes in a buffer of their own."""
         raise NotImplementedError
@@ -166,7 +175,7 @@ class RemoteStore:
             return
         if offset + view.nbytes > self.size:
             raise FormatError(f"the file ends at byte {self.size}", self.path, self.size)
-        read_spans(self, [Span(offset, view)])
+        self.fill_spans([Span(offset, view)])
 
     # ---- small reads ----
 
@@ -275,27 +284,3 @@ class ForeignStore(RemoteStore):
     def close(self) -> None:
         super().close()
         self._store.close()
-
-
-def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
-    """Fill spans from any store, or from a window; see `RemoteStore.read_spans`."""
-    begin, end = spans[0].offset, spans[-1].end
-    if isinstance(store, RemoteStore):
-        store.check_open()
-        content = store.held(begin, end - begin)
-        if content is None:
-            store.read_spans(spans)
-        else:
-            fill(spans, begin, content)
-        return
-    memory = bytearray(end - begin)
-    read_from(store, begin, memoryview(memory), getattr(store, "path", ""))
-    fill(spans, begin, memory)
-
-
-def fill(spans: Sequence[Span], begin: int, content: bytes | bytearray | memoryview) -> None:
-    """Copy the result of an unabortable read, unless its call has ended."""
-    view = memoryview(content)
-    with current().filling():
-        for offset, memory in spans:
-            memory[:] = view[offset - begin : offset - begin + len(memory)]

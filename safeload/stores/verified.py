@@ -18,9 +18,9 @@ from ..errors import VerificationError
 from .digests import Expected, ExpectedFile, hash_of, refused
 from .files import Files
 from .local import LocalStore, read_from
-from .remote import RemoteStore, fill
+from .remote import RemoteStore
 from .store import WINDOW, ByteStore, Span
-from .thread_group import REMOTE_WORKERS, in_order
+from .thread_group import REMOTE_WORKERS, fill, in_order
 
 # Bytes to read and hash at a time: they stay in the processor's cache in between.
 _CHUNK, _REMOTE_CHUNK = 512 << 10, 8 << 20

@@ -43,6 +43,7 @@ class Served:
     """
 
     remote = True
+    inside = False
 
     def __init__(self, content, *, head=128 << 10, latency=0.0):
         self.content, self.head, self.latency = dict(content), head, latency

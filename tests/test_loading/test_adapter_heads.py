@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.adapters import assert_same, write
-from builders.inside import main, tied
+from builders.inside import choosing, main
 from builders.random import rng
 
 import safeload
@@ -188,7 +188,7 @@ def test_who_is_tied(config, prefix, head, tmp_path):
     merged = safeload.load(base, adapters=adapter)
     np.testing.assert_allclose(merged[head], WITH_HEAD, rtol=0, atol=1e-5)
     if config is not None:
-        changed = tied.untied(config)
+        changed = choosing.untied(config)
         assert changed["tie_word_embeddings"] is False
         assert all(changed[key]["tie_word_embeddings"] is False for key in changed if key == "text_config")
 
@@ -306,4 +306,4 @@ def test_damaged_pieces_are_refused(untied, tmp_path):
     ],
 )
 def test_names_of_models_without_a_schema(names, config, pairs):
-    assert tied.tied_heads({"architectures": ["NewForCausalLM"], **config}, names) == pairs
+    assert choosing.tied_heads({"architectures": ["NewForCausalLM"], **config}, names) == pairs

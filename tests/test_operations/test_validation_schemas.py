@@ -8,7 +8,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import TensorDescription, choosing, dtypes, main, structure, tied
+from builders.inside import TensorDescription, choosing, dtypes, main, structure
 from builders.models import BUILT_IN_SCHEMAS, SMALL, small
 from builders.paths import ROOT
 from builders.thorough import part_of
@@ -120,10 +120,10 @@ def test_tied_heads_of_the_new_schemas():
     ):
         config, tensors = small(kind)
         schema = BUILT_IN_SCHEMAS[kind]
-        assert tied.absent_heads(schema, tensors.keys(), config) == {head: embedding}
-        assert tied.absent_heads(schema, tensors.keys(), {**config, "tie_word_embeddings": False}) == {}
+        assert choosing.absent_heads(schema, tensors.keys(), config) == {head: embedding}
+        assert choosing.absent_heads(schema, tensors.keys(), {**config, "tie_word_embeddings": False}) == {}
         other = next(name for name in schema.architectures if name not in config["architectures"])
-        assert tied.absent_heads(schema, tensors.keys(), {**config, "architectures": [other]}) == {}
+        assert choosing.absent_heads(schema, tensors.keys(), {**config, "architectures": [other]}) == {}
 
 
 # ---- params.json ----

@@ -229,3 +229,14 @@ def test_models_are_looked_for_where_ollama_keeps_them(monkeypatch, tmp_path):
     assert ollama.folders()[:2] == [own, "/usr/share/ollama/.ollama/models"]
     monkeypatch.setattr(ollama.sys, "platform", "darwin")
     assert ollama.folders() == [own]
+
+
+def test_a_file_of_this_name_in_a_store_is_a_file():
+    fsspec = pytest.importorskip("fsspec")
+    import safeload.remote
+
+    filesystem = fsspec.filesystem("memory")
+    with filesystem.open("/ollama", "wb") as file:
+        file.write(save({"a": np.ones(3, np.float32)}))
+    with safeload.open(safeload.remote.of_fsspec(filesystem, "ollama")) as checkpoint:
+        assert list(checkpoint) == ["a"]

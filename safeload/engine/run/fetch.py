@@ -17,9 +17,8 @@ from ...base import dtypes
 from ...base.arrays import Array
 from ...base.native import ffi, lib
 from ...errors import RemoteError
-from ...stores.remote import RemoteStore, read_spans
 from ...stores.store import Span
-from ...stores.thread_group import RANGES, current, each, run
+from ...stores.thread_group import RANGES, current, each, read_spans, run
 from .job import WINDOW, Job, Origin
 from .memory import ALIGNMENT, address_of, aligned_bytes
 from .weight_file import WeightFile, is_remote
@@ -68,8 +67,8 @@ class Fetch:
         if len(first) == 1:  # a single request needs no other thread
             first.pop()()
         run(chain(first, tasks), RANGES, lambda: report(self.done))
-        stores = [file.store for file in self._files if isinstance(file.store, RemoteStore)]
-        each(lambda store: store.confirm(), stores)
+        confirming = (getattr(file.store, "confirm", None) for file in self._files)  # of remote stores
+        each(lambda confirm: confirm(), [*filter(None, confirming)])
         return self._local
 
     def _take(self, nbytes: int) -> Array:

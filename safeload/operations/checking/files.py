@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...base.paths import dangling, snapshot_of
+from ...base.paths import dangling
 from ...base.text import clip, plural, printable, show
 from ...engine.codes.source import PIECE, file_pieces, in_order
 from ...engine.run.weight_file import WeightFile, open_without_table
@@ -38,6 +38,7 @@ from ...formats.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_o
 from ...formats.registry import NPZ, WEIGHT_SUFFIXES, OpenRequest, open_file
 from ...formats.zip import STORED, Archive, ZipEntry
 from ...stores.files import Files, Location
+from ...stores.hub_cache import snapshot_of
 from ...stores.json_file import read_json
 from ...stores.local import LocalStore, keeping_position
 from ..sources.catalog import Catalog

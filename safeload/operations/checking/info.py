@@ -422,7 +422,7 @@ def _adapter(
 
 def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> AdapterSummary:
     from ...loading import adapter as parts  # imported here: few files are adapters
-    from ...loading.adapter_fit import outermost
+    from ...loading.adapter import outermost
     from ...loading.merge import fit
 
     adapter = parts.Adapter(opened)

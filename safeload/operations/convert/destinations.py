@@ -29,10 +29,10 @@ from ...engine.read.tensors import Lazy, LazyParts
 from ...engine.run.atomic_file import AtomicFile, check_place
 from ...errors import RemotePermissionError, SafetensorError, UnsupportedError, unsaved
 from ...formats.folder import INDEX, SINGLE
+from ...formats.quantized import pack
 from ...formats.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
-from ...formats.safetensors.file import ROOM, FileWriter
-from ...formats.safetensors.quantized import pack
-from ...models.config_dtype import with_dtype
+from ...formats.safetensors import ROOM, FileWriter
+from ...models.choosing import with_dtype
 from ...packed.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ...stores.files import LOCAL, Location
 from ...stores.local import identity_of

@@ -33,14 +33,13 @@ from ...engine.run.progress import Progress
 from ...errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ...formats.metadata import as_texts
 from ...formats.mixtures import ImportanceMatrix
+from ...formats.quantized import texts_with
 from ...formats.registry import SAFETENSORS, row_of
-from ...formats.safetensors.file import ROOM, Header
-from ...formats.safetensors.quantized import texts_with
-from ...loading.adapter import Adapter, listed, opened
-from ...loading.adapter_fit import AdapterTarget, Apart, Base, Fit, Heads, heads_of
+from ...formats.safetensors import ROOM, Header
+from ...loading.adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, heads_of, listed, opened
 from ...loading.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
+from ...models.choosing import untied as without_ties
 from ...models.layout import LAYER, Layout, StackedTensor
-from ...models.tied import untied as without_ties
 from ...packed.families import presets
 from ...stores.local import check_unchanged, identity_of
 from ..quantize.quantize import (

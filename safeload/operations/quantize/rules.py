@@ -27,14 +27,11 @@ from ...errors import FormatError, TensorNotFoundError, UnsupportedError, export
 from ...formats import mixtures
 from ...formats.mixtures import EMBEDDINGS, FLOAT16, ImportanceMatrix, ModelSizes, TensorType
 from ...loading.entry import open as open_checkpoint
-from ...models.choosing import STACK, choose
-from ...models.config_dtype import dtype_in
+from ...models.choosing import STACK, TIE, absent_heads, choose, dtype_in
+from ...models.choosing import tied_heads as heads_tied_in
 from ...models.diffusion import ARCHITECTURE, diffusion_models, quantized_models
 from ...models.family import MlxExperts, changed_by_mlx, engine_model_types, mlx_experts_of
 from ...models.schema import MAX_EXPERTS, Schema
-from ...models.tied import KEY as TIE
-from ...models.tied import absent_heads
-from ...models.tied import tied_heads as heads_tied_in
 from ...packed.families import IS_EXPERT, IS_HEAD, Preset, presets
 from ...packed.finder import conv1d_model, is_named_conv1d
 from ...packed.quantization import Quantization, quantization_of

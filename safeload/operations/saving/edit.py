@@ -17,6 +17,7 @@ import numpy as np
 from ...base import dtypes
 from ...base import url as urls
 from ...base.native import ffi
+from ...base.packing import KEY
 from ...base.paths import PathLike, native_path
 from ...base.text import error_about, show
 from ...engine.run.atomic_file import AtomicFile, Swap, remove_abandoned
@@ -26,8 +27,8 @@ from ...errors import FormatError, TensorNotFoundError, UnsupportedError, export
 from ...formats import gguf
 from ...formats.folder import INDEX, SINGLE, parse_index
 from ...formats.numbered import PART
-from ...formats.safetensors.file import ROOM, Header, TensorToWrite, open_file, source_of, text
-from ...formats.safetensors.quantized import CODES_SUFFIX, KEY, QUANTIZED, SCALE_SUFFIX
+from ...formats.quantized import CODES_SUFFIX, QUANTIZED, SCALE_SUFFIX
+from ...formats.safetensors import ROOM, Header, TensorToWrite, open_file, source_of, text
 from ...stores.edit_journal import Locked, recover, remove, replace_header
 from ...stores.files import LOCAL
 from ...stores.json_file import read_json

@@ -31,7 +31,7 @@ from ...engine.run.memory import address_of, check_spans
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, SafeloadError, UnsupportedError, exported, public, unsaved
 from ...formats.registry import SAFETENSORS, OpenRequest, open_file
-from ...formats.safetensors.file import MAX_HEADER, Header, TensorToWrite, parse_head, source_of
+from ...formats.safetensors import MAX_HEADER, Header, TensorToWrite, parse_head, source_of
 from ...stores.places import Located, places_of
 from ..convert.destinations import FileSink, SaveDestination, refuse_inputs, target_of
 from .edit import resolved

@@ -19,15 +19,15 @@ import numpy as np
 from ...base import dtypes
 from ...base.arrays import Array, check_mapping
 from ...base.native import ffi
-from ...base.packing import CONFIG_KEY
+from ...base.packing import CONFIG_KEY, KEY
 from ...base.text import error_about, show
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import ALIGNMENT, address_of, aligned_bytes
 from ...errors import SafetensorError, UnsupportedError, exported, public, unsaved
 from ...formats.folder import INDEX, SINGLE
-from ...formats.safetensors.file import ROOM, FileWriter, Header, Memory, TensorToWrite, source_of, text
-from ...formats.safetensors.quantized import KEY, pack, texts_with
+from ...formats.quantized import pack, texts_with
+from ...formats.safetensors import ROOM, FileWriter, Header, Memory, TensorToWrite, source_of, text
 from ..convert.destinations import FileSink, SaveDestination, index_text, limit_of, target_of, write_folder
 from ..convert.sink import Sink, free_names
 

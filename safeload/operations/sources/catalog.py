@@ -46,7 +46,7 @@ from ...engine.run.memory import address_of
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, SafeloadError
 from ...formats.opening import open_paths
-from ...models.config_dtype import dtype_in
+from ...models.choosing import dtype_in
 from ...packed import finder
 from ...packed.families import Stored
 from ...packed.finder import Codes

@@ -16,17 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from ...base import dtypes
-from ...base.arrays import check_mapping
-from ...base.packing import CODES, CONFIG_KEY, GGUF, NAME
-from ...base.table import ListedTable, Listing, Scale
-from ...base.text import error_about, show, tensor_named
-from ...engine.codes.quantized_tensor import QuantizedTensor, storage_of
-from ...engine.read.tensors import LazyParts
-from ...engine.run.weight_file import WeightFile
-from ...errors import FormatError, SafetensorError
+from ..base import dtypes
+from ..base.arrays import check_mapping
+from ..base.packing import CODES, CONFIG_KEY, GGUF, KEY, NAME
+from ..base.table import ListedTable, Listing, Scale
+from ..base.text import error_about, show, tensor_named
+from ..engine.codes.quantized_tensor import QuantizedTensor, storage_of
+from ..engine.read.tensors import LazyParts
+from ..engine.run.weight_file import WeightFile
+from ..errors import FormatError, SafetensorError
 
-KEY = "safeload.quantized"
 SCALE_SUFFIX = "_scale"
 CODES_SUFFIX = ".codes"
 

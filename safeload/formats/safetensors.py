@@ -14,22 +14,22 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...base import dtypes, native
-from ...base.arrays import Array, check_mapping, not_an_array, refuse_masked
-from ...base.native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
-from ...base.paths import PathLike, native_path
-from ...base.runtime import paused
-from ...base.table import Table
-from ...base.text import encode, show, tensor_named
-from ...engine.read import load
-from ...engine.read.tensors import Lazy, Staged, Tensors, materialize
-from ...engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
-from ...engine.run.threads import thread_count
-from ...engine.run.weight_file import WeightFile
-from ...errors import SafetensorError, folder_given, unsaved
-from ...stores.local import LocalStore, with_room
-from ...stores.store import WINDOW
-from ..registry import Candidate, Content, OpenRequest, explain
+from ..base import dtypes, native
+from ..base.arrays import Array, check_mapping, not_an_array, refuse_masked
+from ..base.native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
+from ..base.paths import PathLike, native_path
+from ..base.runtime import paused
+from ..base.table import Table
+from ..base.text import encode, show, tensor_named
+from ..engine.read import load
+from ..engine.read.tensors import Lazy, Staged, Tensors, materialize
+from ..engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
+from ..engine.run.threads import thread_count
+from ..engine.run.weight_file import WeightFile
+from ..errors import SafetensorError, folder_given, unsaved
+from ..stores.local import LocalStore, with_room
+from ..stores.store import WINDOW
+from .registry import Candidate, Content, OpenRequest, explain, part
 
 _NEWLINE = ord("\n")
 # Bytes of the length before the header, and the unit of its padding.
@@ -62,9 +62,11 @@ _LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
 # ---- read ----
 
 
-def open_file(path: PathLike, *, brief: bool = False, folders: str = "safeload.load") -> WeightFile:
-    """Open a file and validate its header, without reading tensors; ``folders`` names the loader for folders."""
-    text, fields = _loaded(path, 0, folders)
+def open_file(
+    path: PathLike, *, brief: bool = False, folders: str = "safeload.load", explained: bool = True
+) -> WeightFile:
+    """Open a file and validate its header; errors name the loader for ``folders``, and if ``explained`` what it is."""
+    text, fields = _loaded(path, 0, folders, explained)
     return WeightFile(
         text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[native.LOADED_COLUMNS :])
     )
@@ -73,10 +75,8 @@ def open_file(path: PathLike, *, brief: bool = False, folders: str = "safeload.l
 def chosen(file: WeightFile, names: Iterable[str] | None, dtype: Any, operation: str) -> Tensors:
     """Return the tensors to load, after refusing to convert floating codes without their scales."""
     tensors = Tensors.in_file(file, names)
-    if dtype is not None:
-        from ...packed import finder  # only here: most loads do not need it
-
-        finder.refuse_floating(file, tensors, operation)
+    if dtype is not None and file.table.may_be_packed():
+        part("codes").refuse_floating(file, tensors, operation)
     return tensors
 
 
@@ -101,17 +101,17 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
     return Resident(table, load.views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
 
 
-def _loaded(path: PathLike, largest: int, folders: str) -> tuple[str, tuple[Any, ...]]:
+def _loaded(path: PathLike, largest: int, folders: str, explained: bool = True) -> tuple[str, tuple[Any, ...]]:
     """Return the path as text, and the fields of its ``sl_loaded``, see `loaded_fields`."""
     text, encoded = native_path(path)
     memory = Loaded()
     status = short.sl_safetensors_load(encoded, largest, memory)
     if status:
-        _retry(text, (encoded, largest, memory), status, folders)
+        _retry(text, (encoded, largest, memory), status, folders, explained)
     return text, loaded_fields(memory)
 
 
-def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> None:
+def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str, explained: bool) -> None:
     """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
     loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
     if status == lib.SL_E_OS:
@@ -119,14 +119,13 @@ def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str) -> 
     if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
         raise folder_given(text, folders)
     if status == lib.SL_E_FORMAT:
-        from ...stores.edit_journal import editor_pauses, interrupted  # few files are broken
-
-        for _ in editor_pauses(text):
+        edits = part("edits")  # imported here: few files are broken
+        for _ in edits.editor_pauses(text) if edits else ():
             status = int(short.sl_safetensors_load(*arguments))
             if status != lib.SL_E_FORMAT:
                 break
     if status == lib.SL_E_FORMAT:
-        raise interrupted(text) or explain(text) or native.failure(status, loaded.error, text)
+        raise (explain(text) if explained else None) or native.failure(status, loaded.error, text)
     check(status, loaded.error, text)
 
 
@@ -404,7 +403,7 @@ def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[Iterator[tuple[in
     """Return the bytes to read ahead, or nothing."""
     if not ahead:
         return nullcontext(iter(()))
-    from ...engine.ahead.staging import staged_bytes  # few files need it: most are loaded, or written from memory
+    from ..engine.ahead.staging import staged_bytes  # few files need it: most are loaded, or written from memory
 
     return closing(staged_bytes([staged.entry for staged in ahead], ahead[0].threads))
 
@@ -433,20 +432,16 @@ def write(
     durable: bool = True,
 ) -> None:
     """Write tensors of any format; `quantized.pack` turns quantized tensors into plain tensors."""
-    from ..metadata import as_texts
-    from .quantized import pack
+    from .metadata import as_texts
 
-    packed, texts = pack(tensors, as_texts(metadata or {}) or None)
+    packed, texts = part("described").pack(tensors, as_texts(metadata or {}) or None)
     FileWriter(packed, texts, room=ROOM).to_file(path, overwrite=overwrite, durable=durable)
 
 
 def writer(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> FileWriter:
     """Return the writer of arrays and quantized tensors, as the drop-in functions take them."""
-    check_mapping(tensors, "tensors")
-    if metadata is not None or not _PLAIN.issuperset(map(type, tensors.values())):
-        from .quantized import pack  # only here: with it comes everything that decodes
-
-        tensors, metadata = pack(tensors, metadata)
+    if metadata is not None or not isinstance(tensors, dict) or not _PLAIN.issuperset(map(type, tensors.values())):
+        tensors, metadata = part("described").pack(tensors, metadata)  # it brings everything that decodes
     return FileWriter(tensors, metadata)
 
 

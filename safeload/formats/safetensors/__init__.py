@@ -1,1 +1,0 @@
-"""The safetensors format, and safeload's quantized tensors in it."""
