@@ -60,11 +60,10 @@ from .metadata import depth_of, names_below, nested
 from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from .registry import Candidate, Content, OpenRequest
 from .safetensors import file as safetensors
-from .torch import zip_file
+from .torch.file import pickle_at, read_tables, run_pickle
 from .torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
-from .torch.legacy_file import pickle_at
 from .torch.tensors import STAND_INS, Tree
-from .unpickle.machine import Built, Fault, Global, describe
+from .unpickle import Built, Fault, Global, describe
 from .zip import Archive
 
 
@@ -358,7 +357,7 @@ class Description:
 
     def add(self, file: WeightFile, inert: bool) -> None:
         """Run the pickle of a metadata file, and add its records."""
-        pickled = pickle_at(file, 0, None, inert, _TABLE)
+        pickled = pickle_at(file, 0, None, inert, _TABLE, whole=True)
         record, self._path, self._free = pickled.value, file.path, pickled.size
         if type(record) is not Record or record.kind != METADATA:
             raise FormatError(f"expected the Metadata of a checkpoint, got {describe(record)}", file.path, 0)
@@ -537,7 +536,7 @@ def _unpacked(chunk: DcpChunk, store: ByteStore, path: str) -> Array:
 def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None) -> Region:
     """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
     with _within(path, store, offset) as window:
-        _, beside, names, _ = zip_file.read_tables(Archive(window), window, OpenRequest())
+        _, beside, names, _ = read_tables(Archive(window), window, OpenRequest())
     if len(names) != 1 or beside:
         raise chunk.fault(f": its chunk must hold a single tensor, got {len(names)}", path, offset)
     table = window.table
@@ -571,5 +570,5 @@ def read_value(data: DataFiles, value: DcpChunk) -> Any:
             limit = min(value.length * zstd.MAX_RATIO, MAX_VALUE)
             source = Unpacked(zstd.decompressed(source, 0, value.length, limit, path, name=value.name))
         with _within(path, source, None if value.transforms else value.offset) as window:
-            pickled, _ = zip_file.run_pickle(Archive(window), window, inert=True)
+            pickled, _ = run_pickle(Archive(window), window, inert=True)
     return Tree(pickled.value, path, pickled.size).plain()
