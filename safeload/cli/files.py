@@ -311,7 +311,7 @@ model-signing. The password of an encrypted key comes from the environment varia
 )
 def sign(options: argparse.Namespace) -> int:
     """Write the signature of ``options.path``."""
-    from ..operations.trust.sign import sign
+    from ..operations.trust.verify import sign
 
     refuse(options.path, "sign signs files")
     refuse(options.output, "--output needs a file")

@@ -53,17 +53,17 @@ from ..base.table import ListedTable, Table, Unknown
 from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public
+from ..formats import safetensors as safetensors
 from ..stores.store import ByteStore, StoreWindow, Unpacked, read_at
-from . import foreign, safetensors, zstd
+from . import foreign, zstd
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, itemsize_of, logical_shape
 from .metadata import depth_of, names_below, nested
 from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from .registry import Candidate, Content, OpenRequest
-from .torch import zip_file
+from .torch.file import pickle_at, read_tables, run_pickle
 from .torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
-from .torch.legacy_file import pickle_at
 from .torch.tensors import STAND_INS, Tree
-from .unpickle.machine import Built, Fault, Global, describe
+from .unpickle import Built, Fault, Global, describe
 from .zip import Archive
 
 
@@ -357,7 +357,7 @@ class Description:
 
     def add(self, file: WeightFile, inert: bool) -> None:
         """Run the pickle of a metadata file, and add its records."""
-        pickled = pickle_at(file, 0, None, inert, _TABLE)
+        pickled = pickle_at(file, 0, None, inert, _TABLE, whole=True)
         record, self._path, self._free = pickled.value, file.path, pickled.size
         if type(record) is not Record or record.kind != METADATA:
             raise FormatError(f"expected the Metadata of a checkpoint, got {describe(record)}", file.path, 0)
@@ -536,7 +536,7 @@ def _unpacked(chunk: DcpChunk, store: ByteStore, path: str) -> Array:
 def _in_archive(chunk: DcpChunk, store: ByteStore, path: str, offset: int | None) -> Region:
     """Return the place of the elements in an archive; ``offset`` in the file is None for a compressed archive."""
     with _within(path, store, offset) as window:
-        _, beside, names, _ = zip_file.read_tables(Archive(window), window, OpenRequest())
+        _, beside, names, _ = read_tables(Archive(window), window, OpenRequest())
     if len(names) != 1 or beside:
         raise chunk.fault(f": its chunk must hold a single tensor, got {len(names)}", path, offset)
     table = window.table
@@ -570,5 +570,5 @@ def read_value(data: DataFiles, value: DcpChunk) -> Any:
             limit = min(value.length * zstd.MAX_RATIO, MAX_VALUE)
             source = Unpacked(zstd.decompressed(source, 0, value.length, limit, path, name=value.name))
         with _within(path, source, None if value.transforms else value.offset) as window:
-            pickled, _ = zip_file.run_pickle(Archive(window), window, inert=True)
+            pickled, _ = run_pickle(Archive(window), window, inert=True)
     return Tree(pickled.value, path, pickled.size).plain()

@@ -82,12 +82,11 @@ from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from ..stores.json_file import parse_json
-from . import npz
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
 from .folder import open_members
 from .metadata import names_below
 from .registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
-from .zip import STORED, Archive, FileStream
+from .zip import STORED, Archive, FileStream, unpacked
 
 # Largest chunk in memory, and largest ratio of deflate.
 MAX_CHUNK = 1 << 30
@@ -95,7 +94,6 @@ MAX_RATIO = 1032
 
 # Attributes of the root that become metadata.
 _METADATA = ("keras_version", "backend", "model_config", "training_config")
-_MODEL_WEIGHTS = "model_weights"
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
@@ -123,7 +121,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
             except UnsupportedError as error:
                 direct.append(unreadable(name, dataset.row.name, dataset.shape, str(error)))
     # Attributes of the root, or of ``model_weights``; objects in JSON are parsed.
-    texts = {**structure.attributes.get((_MODEL_WEIGHTS,), {}), **structure.attributes.get((), {})}
+    texts = {**structure.attributes.get(("model_weights",), {}), **structure.attributes.get((), {})}
     metadata: dict[str, Any] = {key: texts[key] for key in _METADATA if key in texts}
     for key, text in metadata.items():
         if text.lstrip().startswith("{"):
@@ -221,7 +219,6 @@ def fletcher32(content: Array) -> int:
 
 
 WEIGHTS = "model.weights.h5"
-_NPZ = "model.weights.npz"
 _CONFIG, _ARCHIVE_METADATA = "config.json", "metadata.json"
 
 
@@ -229,7 +226,7 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     """Open the weights of an archive."""
     file, archive = candidate.file, candidate.archive
     if WEIGHTS not in archive.entries:
-        text = f"the weights are {_NPZ}, an npz of pickled dicts: save the model again with h5py installed"
+        text = "the weights are model.weights.npz, an npz of pickled dicts: save the model again with h5py installed"
         raise error_about(UnsupportedError, text, path=file.path)
     metadata: dict[str, Any] = {}
     for name in (_ARCHIVE_METADATA, _CONFIG):
@@ -257,11 +254,11 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
 def _unpacked(file: WeightFile, archive: Archive, request: OpenRequest) -> Opened:
     """Open compressed weights, unpacked into a temporary file."""
     check_whole(file, "compressed weights of a .keras archive must be unpacked as a whole")
-    temporary, _ = npz.unpacked(archive, [WEIGHTS], file, "safeload-keras-")
+    temporary, _ = unpacked(archive, [WEIGHTS], file, "safeload-keras-")
     try:
-        unpacked = Candidate(temporary)
-        row = find_row(unpacked, request)
-        content = row.load().read(unpacked, request)
+        inner = Candidate(temporary)
+        row = find_row(inner, request)
+        content = row.load().read(inner, request)
         for part in (content.file, *content.others):
             part.stand_for(file)
     except BaseException:

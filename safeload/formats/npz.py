@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,21 +17,18 @@ from ..base.paths import PathLike
 from ..base.table import ListedTable, Listing
 from ..base.text import encode, error_about, show
 from ..engine.read.tensors import materialize
-from ..engine.run.atomic_file import AtomicFile, reserve
-from ..engine.run.weight_file import WeightFile, open_temporary
+from ..engine.run.atomic_file import AtomicFile
+from ..engine.run.weight_file import WeightFile
 from ..errors import SafeloadError
 from .npy import SUFFIX, check_writable, read_array
 from .registry import Candidate, Content, OpenRequest, check_whole
-from .zip import STORED, Archive
+from .zip import STORED, Archive, unpacked
 
 if TYPE_CHECKING:
     import zipfile  # at run time only where it is used, because it takes milliseconds
 
 # Longest name of an entry in bytes: its length is a u16.
 _MAX_NAME = (1 << 16) - 1
-
-# Alignment of arrays in the temporary file of a compressed archive.
-_ALIGNMENT = 64
 
 # The oldest time in zip, as numpy writes it, so that equal tensors give equal bytes.
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
@@ -74,24 +71,6 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 def _array(archive: Archive, file: WeightFile, name: str, begin: int) -> Listing:
     return read_array(file, name.removesuffix(SUFFIX), begin, archive.entries[name].size, entry=True)
-
-
-def unpacked(archive: Archive, names: list[str], file: WeightFile, prefix: str) -> tuple[WeightFile, list[int]]:
-    """Unpack entries into an unnamed temporary file; return it, and where each entry begins."""
-    begins, size = [], 0
-    for name in names:
-        archive.check_packed(name)
-        begins.append(size)
-        size += archive.entries[name].size + -archive.entries[name].size % _ALIGNMENT
-
-    def write(out: BinaryIO, path: str) -> None:
-        reserve(out.fileno(), size, path)  # fails before writing if the disk is too small
-        for name, begin in zip(names, begins, strict=True):
-            out.write(bytes(begin - out.tell()))
-            for chunk in archive.inflate(name):
-                out.write(chunk)
-
-    return open_temporary(prefix, write, shown=file.path), begins
 
 
 # ---- write ----

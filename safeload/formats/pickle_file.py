@@ -26,15 +26,14 @@ from ..base.text import clip, error_about, printable, show
 from ..engine.run.weight_file import WeightFile
 from ..errors import ForbiddenError, FormatError, SafeloadError, UnsupportedError
 from ..stores.local import LocalStore
+from . import unpickle as unpickler
 from .boxed import BoxedListing, Region, boxed_file, in_one_box, in_pieces
 from .foreign import HEAD_SIZE
 from .registry import Candidate, Content, OpenRequest
-from .torch.globals import ALLOWED, TENSOR, Storage, read_persistent_id
-from .torch.legacy_file import pickle_at, storage_in
+from .torch.file import pickle_at, storage_in
+from .torch.globals import ALLOWED, TENSOR, NumpyArray, Storage, read_persistent_id
 from .torch.tensors import content_of, make_tables
-from .unpickle import machine
-from .unpickle.machine import Fault, Foreign, Global, Inert, Unpickled, check_foreign, describe
-from .unpickle.numpy_arrays import NumpyArray
+from .unpickle import Fault, Foreign, Global, Inert, Unpickled, check_foreign, describe
 
 # The function that pickle calls for the storage of a tensor: its argument is a torch file of the format before 1.6.
 _LOAD = "torch.storage._load_from_bytes"
@@ -42,7 +41,7 @@ _LOAD = "torch.storage._load_from_bytes"
 
 def _load_from_bytes(args: tuple[Any, ...]) -> Any:
     if len(args) != 1 or type(args[0]) is not bytes:
-        raise Fault(f"{_LOAD} takes bytes of at most {machine.MAX_PICKLE} bytes, got {describe(args)}")
+        raise Fault(f"{_LOAD} takes bytes of at most {unpickler.MAX_PICKLE} bytes, got {describe(args)}")
     try:
         return storage_in(args[0], _LOAD)
     except SafeloadError as error:
@@ -101,12 +100,12 @@ def _read_tables(file: WeightFile, request: OpenRequest, begin: int) -> Content:
 def _run(file: WeightFile, begin: int, *, inert: bool) -> Unpickled:
     """Run the pickle of a file. A pickle that is too large for memory is mapped, and its arrays stay where they are."""
     store, data = file.store, None
-    if file.size > machine.MAX_PICKLE and not begin and isinstance(store, LocalStore) and os.name != "nt":
+    if file.size > unpickler.MAX_PICKLE and not begin and isinstance(store, LocalStore) and os.name != "nt":
         with suppress(OSError, ValueError):
             data = store.use(partial(mmap.mmap, access=mmap.ACCESS_READ), 0)
     if data is not None:
-        return machine.unpickle(data, _TABLE, partial(read_persistent_id, storages=None), path=file.path, inert=inert)
-    return pickle_at(file, begin, None, inert, _TABLE)
+        return unpickler.unpickle(data, _TABLE, partial(read_persistent_id, storages=None), path=file.path, inert=inert)
+    return pickle_at(file, begin, None, inert, _TABLE, whole=True)
 
 
 def _unpickle(file: WeightFile, request: OpenRequest, begin: int) -> Unpickled:

@@ -431,9 +431,9 @@ _OPENED_BY_PATH = ".safetensors"
 ROWS = (
     Format("safetensors", "safetensors", "a safetensors file", foreign.is_safetensors, _OPENED_BY_PATH,
            (".safetensors",), writes=True, metadata=True),
-    Format("torch zip", _TORCH, _ZIP, foreign.is_zip, ".torch.zip_file",
+    Format("torch zip", _TORCH, _ZIP, foreign.is_zip, ".torch.file",
            _TORCH_SUFFIXES, nested=True, family="torch"),
-    Format("torch legacy", _TORCH, _PICKLE, foreign.is_torch_legacy, ".torch.legacy_file",
+    Format("torch legacy", _TORCH, _PICKLE, foreign.is_torch_legacy, ".torch.file",
            _TORCH_SUFFIXES, nested=True, family="torch", ranges=False),
     Format("pickle", "pickled NumPy arrays", _PICKLE, lambda head: foreign.is_text_pickle(head) or (
            foreign.is_binary_pickle(head) and not foreign.is_torch_legacy(head)), ".pickle_file",
@@ -444,8 +444,8 @@ ROWS = (
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), ".npy", (".npy",), writes=True),
     Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, ".dcp",
             ambiguous=True, nested=True, parts=foreign.is_safetensors),
-    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, _begins(), ".zero", nested=True, parts=foreign.is_zip),
-    Format("fsdp", "FSDP rank files", _ZIP, _begins(), ".fsdp", nested=True, parts=foreign.is_zip),
+    Format("deepspeed", "DeepSpeed checkpoints", _ZIP, _begins(), ".rank_files", nested=True, parts=foreign.is_zip),
+    Format("fsdp", "FSDP rank files", _ZIP, _begins(), ".rank_files", nested=True, parts=foreign.is_zip),
     Format("orbax", "Orbax checkpoints", "the metadata of an Orbax checkpoint",
            lambda head: foreign.is_object(head) and b'"tree_metadata"' in head, ".orbax",
            nested=True, parts=foreign.is_object),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import re
 import struct
 import zlib
@@ -18,11 +19,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 from operator import attrgetter, le
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias
 
 from ..base.text import error_about, show
-from ..engine.run.weight_file import WeightFile
+from ..engine.run.atomic_file import reserve
+from ..engine.run.weight_file import WeightFile, open_temporary
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
+from ..stores.local import LocalStore
 
 # Largest directory in bytes: an entry takes 46 bytes plus its name, and becomes Python objects of about 600 bytes. The
 # limit allows a million entries; the largest real checkpoints have some ten thousand.
@@ -60,6 +63,10 @@ _LOCATOR = struct.Struct("<4sLQL")
 _WINDOW, _BLOCK = 4096, 1 << 16
 # Bytes to read over the network: a local header and the header of the array that follows.
 _NEAR = 512
+# Bytes to read of each local header in one pass: names of storages are short.
+_BRIEF = 128
+# Alignment of entries in the temporary file of a compressed archive.
+_ALIGNED = 64
 # Bytes of an entry to inflate at a time.
 _CHUNK = 1 << 20
 
@@ -232,6 +239,7 @@ class Archive:
         self._file = file
         self._used: dict[str, int] = {}  # first byte of each located entry
         self._window, self._window_at = b"", 0
+        self._heads: dict[int, bytes] = {}  # by their offsets
         entries, self._directory, end = _read_directory(file)
         self.entries = {entry.name: entry for entry in entries}
         small = self._directory <= len(self.entries) * _WINDOW
@@ -292,13 +300,20 @@ class Archive:
         return begin
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Read local headers for `locate`, many at a time, if the file is remote."""
-        prefetch = getattr(self._file.store, "prefetch", None)
-        if prefetch is not None:
-            prefetch((begin, begin + self._step) for begin in [self.entries[name].at for name in names])
+        """Read local headers for `locate`, many at a time."""
+        store, begins = self._file.store, [self.entries[name].at for name in names]
+        if isinstance(store, LocalStore):
+            if self._step == _WINDOW and hasattr(os, "pread"):
+                with suppress(OSError):  # `_head` reads again, and says which file fails
+                    self._heads = store.use(lambda number: {at: os.pread(number, _BRIEF, at) for at in begins})
+        elif (prefetch := getattr(store, "prefetch", None)) is not None:  # a remote file
+            prefetch((begin, begin + self._step) for begin in begins)
 
     def _head(self, at: int, size: int) -> bytes:
         """Return bytes of a local header, from the last read if possible: small storages lie close together."""
+        head = self._heads.get(at, b"")
+        if len(head) >= size:
+            return head[:size]
         start = at - self._window_at
         if not 0 <= start <= len(self._window) - size:
             self._window = self._file.read_at(at, max(size, self._step)) if at >= 0 else b""
@@ -399,6 +414,24 @@ class Archive:
                 f"zip entry {show(name)} is stored uncompressed, but its sizes are {info.packed} and {info.size} bytes"
             )
             raise FormatError(message, self._file.path, self._place(name))
+
+
+def unpacked(archive: Archive, names: list[str], file: WeightFile, prefix: str) -> tuple[WeightFile, list[int]]:
+    """Unpack entries into an unnamed temporary file; return it, and where each entry begins."""
+    begins, size = [], 0
+    for name in names:
+        archive.check_packed(name)
+        begins.append(size)
+        size += archive.entries[name].size + -archive.entries[name].size % _ALIGNED
+
+    def write(out: BinaryIO, path: str) -> None:
+        reserve(out.fileno(), size, path)  # fails before writing if the disk is too small
+        for name, begin in zip(names, begins, strict=True):
+            out.write(bytes(begin - out.tell()))
+            for chunk in archive.inflate(name):
+                out.write(chunk)
+
+    return open_temporary(prefix, write, shown=file.path), begins
 
 
 # ---- every reading of an archive, for judging it ----

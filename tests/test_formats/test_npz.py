@@ -11,7 +11,7 @@ import zlib
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import npz
+from builders.inside import npz, zips
 from builders.random import rng
 from builders.thorough import dealt
 
@@ -350,7 +350,7 @@ def test_a_full_disk_says_so_before_it_is_filled(path, monkeypatch):
         assert size >= 1000
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
-    monkeypatch.setattr(npz, "reserve", full)
+    monkeypatch.setattr(zips, "reserve", full)
     with pytest.raises(OSError, match="No space left") as caught:
         safeload.open(path)
     assert not os.path.exists(caught.value.filename)

@@ -366,3 +366,10 @@ def test_random_bytes_changed_anywhere_never_crash(tmp_path):
                 with _any():
                     safeload.load(tmp_path / fixture)
             path.write_bytes(content)
+
+
+def test_a_folder_without_model_states_says_so(tmp_path):
+    path = tmp_path / "model.pt"
+    path.write_bytes(zip_file(ordered({"a": tensor(Storage("0", np.zeros(2, np.float32)))})))
+    with pytest.raises(MissingShardError, match=r"no files of model states"):
+        safeload.open(path, format="deepspeed")

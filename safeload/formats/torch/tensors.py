@@ -6,10 +6,14 @@ metadata.
 
 A tensor of shape n and strides s, in elements, uses the elements of its storage from ``offset`` to
 ``offset + sum((n - 1) * s)``. The arithmetic uses Python integers, which are exact.
+
+Elements of NumPy arrays that a pickle stores as uncompressed bytes are read from the file directly. All other arrays,
+and arrays whose byte order differs from the rest of the file, are written to an unnamed temporary file when we open it.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,19 +21,18 @@ from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...base import dtypes
 from ...base.arrays import MAX_ARRAY, array_fits, c_strides
 from ...base.runtime import paused
 from ...base.table import ListedTable, Listing, unreadable
 from ...base.text import error_about, plural, show
-from ...engine.run.weight_file import WeightFile
+from ...engine.run.weight_file import WeightFile, open_temporary
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..registry import Content, OpenRequest
-from ..unpickle.machine import ADVICE, Foreign, Global, Inert, Unpickled, describe
-from ..unpickle.numpy_arrays import ArrayPlaces, NumpyArray, NumpyDtype
-from .globals import ALLOWED, PickledTensor, Storage
+from ..unpickle import ADVICE, Foreign, Global, Inert, LargeBytes, Unpickled, describe
+from .globals import ALLOWED, NumpyArray, NumpyDtype, PickledTensor, Storage
 
 # Deepest nesting. Real files have about 10 levels, three per module of a pickled network; repr and json fail at about
 # 1,000.
@@ -269,8 +272,6 @@ class Tree:
     def metadata(self, root: Any = None) -> dict[Any, Any]:
         """Return everything below a value except tensors, nested as in the pickle; sequence indexes become keys."""
         value = self._root if root is None else root
-        if type(value) not in _CONTAINERS:
-            return {} if type(value) in TENSORS else {"value": self._leaf(value)}
         plain = self._replace(value)
         if plain is _NOTHING:
             return {}
@@ -614,3 +615,95 @@ def _plain_count(tensor: PickledTensor) -> int:
     values = (offset, *shape, *strides)
     plain = set(map(type, values)) == {int} and min(values) >= 0 and strides == c_strides(shape, 1)
     return prod(shape) if plain else 0
+
+
+# ---- the elements of arrays ----
+
+# Dtypes of arrays other than tensors.
+_TEXTS = re.compile(r"Python objects|(object|str|bytes)|[<>|=]?[SUO][0-9]*", re.ASCII)
+
+
+class ArrayPlaces:
+    """The places of a pickle's arrays: in the file, or in a temporary file."""
+
+    def __init__(self, pickled: Unpickled, path: str, *, big_endian: bool) -> None:
+        self._pickled = pickled
+        self._path = path
+        self._big_endian = big_endian  # byte order of the file's other tensors
+        self._chunks: list[bytes] = []
+        self._size = 64  # leading zeros: the temporary file must not look like another format
+        self._begins: dict[tuple[int, int], int] = {}
+        self.listings: list[Listing] = []  # of the temporary file
+
+    def place(self, name: str, array: NumpyArray) -> Listing | None:
+        """Describe an array in the file; None if it goes into the temporary file."""
+        dtype = array.dtype
+        if dtype is None or dtype.row is None:
+            label = "no dtype" if dtype is None else dtype.name
+            is_tensor = _TEXTS.fullmatch(label) is None
+            return unreadable(name, label, array.shape, "is not a dtype of weights", is_tensor=is_tensor)
+        if not array_fits(array.shape, dtype.itemsize):
+            text = "elements need more bytes than any memory has"
+            return unreadable(name, dtype.name, array.shape, text)
+        strides = None if array.order is None else _strides(array, dtype.itemsize)
+        swapped = dtype.itemsize > 1 and len(array.raw) > 0
+        begin = None if swapped and dtype.big_endian != self._big_endian else self._in_file(array.raw)
+        if begin is not None:
+            return Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides)
+        begin = self.put(array.raw, dtype.row.swap if swapped and dtype.big_endian else 1)
+        self.listings.append(Listing(name, dtype.row, array.shape, begin, begin + len(array.raw), strides))
+        return None
+
+    def _in_file(self, raw: bytes | bytearray | LargeBytes) -> int | None:
+        """Return the offset of the bytes in the file; None if the file does not hold them unencoded."""
+        base = self._pickled.base
+        if base is None:
+            return None
+        if not raw:
+            return base
+        if type(raw) is LargeBytes:
+            return base + raw.at
+        at = self._pickled.places.get(id(raw))
+        if at is None or self._pickled.data[at : at + len(raw)] != raw:  # the id may have been reused
+            return None
+        return base + at
+
+    def put(self, raw: bytes | bytearray | LargeBytes, width: int) -> int:
+        """Add bytes to the temporary file, once, and return their offset; numbers of ``width`` bytes are swapped."""
+        key = (id(raw), width)
+        begin = self._begins.get(key)
+        if begin is None:
+            begin = self._begins[key] = self._size
+            data = bytes(raw)
+            if width > 1:
+                import numpy as np
+
+                data = np.frombuffer(data, f">u{width}").astype(f"<u{width}").tobytes()
+            self._chunks += (data, bytes(-len(data) % 64))
+            self._size += len(data) + -len(data) % 64
+        return begin
+
+    def beside(self) -> WeightFile | None:
+        """Return the temporary file with its table; None if no array needs it."""
+        if not self.listings:
+            return None
+
+        def write(out: BinaryIO, path: str) -> None:
+            out.write(bytes(64))
+            out.writelines(self._chunks)
+
+        file = open_temporary("safeload-pickle-", write, shown=self._path)
+        file.table = ListedTable(self.listings)
+        return file
+
+
+def _strides(array: NumpyArray, itemsize: int) -> tuple[int, ...] | None:
+    """Return the strides in bytes; None for C order."""
+    order: Any = array.order
+    if 0 in array.shape or sum(dim > 1 for dim in array.shape) < 2:
+        return None
+    in_memory = c_strides(tuple(array.shape[axis] for axis in order), itemsize)
+    strides = [0] * len(order)
+    for axis, step in zip(order, in_memory, strict=True):
+        strides[axis] = step
+    return None if tuple(strides) == c_strides(array.shape, itemsize) else tuple(strides)

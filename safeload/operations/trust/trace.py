@@ -22,8 +22,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...errors import FormatError, LimitError
-from ..zip import Readable
-from .machine import FROM_TYPE, MAX_LINE, OPCODES, Fault, Foreign, Global, LargeBytes, Machine, unescaped, unknown
+from ...formats.unpickle import (
+    FROM_TYPE,
+    MAX_LINE,
+    OPCODES,
+    Fault,
+    Foreign,
+    Global,
+    LargeBytes,
+    Machine,
+    unescaped,
+    unknown,
+)
+from ...formats.zip import Readable
 
 # Opcodes of one pickle, and texts in its memo.
 MAX_TRACED = 10_000_000

@@ -19,25 +19,36 @@ torch.package writes a zip archive of code, data and pickles that share storages
    ``<top>/.data/ts_code/<id>/data.pkl``, and the tensors of that pickle take its place.
 
 Tensor names begin with "package/resource" if there are several pickles.
+"
+
+Before torch 1.6, and still as an option, torch.save wrote no zip archive:
+
+1. Five consecutive pickles: a magic number, the protocol 1001, facts about the machine, the object, and the list of
+   storage keys.
+2. For each key of that list: the number of elements (int64), then their bytes, little-endian on every machine
+   (torch/csrc/utils/storage.cpp). Nothing is aligned.
+3. The persistent id of a storage has six fields. The sixth describes a part of another storage, or is None.
+
+Strings can come from Python 2. Bytes after the last storage are ignored, as in torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any
 
 from ...base.text import error_about, show
-from ...engine.run.atomic_file import reserve
-from ...engine.run.weight_file import WeightFile, open_temporary
+from ...engine.run.weight_file import WeightFile
 from ...errors import ForbiddenError, FormatError, LimitError, TensorNotFoundError, UnsupportedError
-from ..foreign import is_binary_pickle
+from .. import unpickle as unpickler
+from ..foreign import is_binary_pickle, is_torch_legacy
 from ..registry import Candidate, Content, OpenRequest, check_whole
-from ..unpickle import machine as unpickler
-from ..unpickle.machine import Fault, Foreign, Global, Inert, Unpickled, check_foreign, describe, unpickle
-from ..zip import DEFLATED, MAX_INFLATED, STORED, Archive
+from ..unpickle import Fault, Foreign, Global, Inert, TruncatedError, Unpickled, check_foreign, describe, unpickle
+from ..zip import DEFLATED, MAX_INFLATED, STORED, Archive, unpacked
 from .globals import ALLOWED, Storage, read_persistent_id
 from .tensors import SCRIPT, TensorPlaces, content_of, make_tables
 
@@ -49,53 +60,39 @@ _MAX_SOURCES = 16 << 20
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of a file."""
+    if is_torch_legacy(candidate.head):
+        return content_of(candidate.file, request, partial(_read_legacy, candidate.file))
+    return _read_zip(candidate.archive, candidate.file, request)
+
+
+def _read_zip(archive: Archive, file: WeightFile, request: OpenRequest) -> Content:
     """Read the table of an archive, or unpack it into a temporary file; see `read_tables`."""
-    archive, file = candidate.archive, candidate.file
     # Another program may have compressed storages of a checkpoint; torch compresses only code.
     packed = [name for name, entry in archive.entries.items() if entry.method == DEFLATED and "data/" in name]
     prefix = f"{_find_pickle(archive, file.path)[1]}data/" if packed and top_of(archive) is None else None
     if prefix is None or not any(name.startswith(prefix) and not name.endswith("/") for name in packed):
         return content_of(file, request, lambda request: read_tables(archive, file, request))
     check_whole(file, "a compressed torch checkpoint must be unpacked as a whole")
-    unpacked = _unpacked(archive, file)
+    names = [name for name in archive.entries if name.startswith(prefix) and not name.endswith("/")]
+    copy, begins = unpacked(archive, names, file, "safeload-torch-")
+    places = dict(zip(names, begins, strict=True))
     try:
-        copy = Archive(unpacked)
-        content = content_of(unpacked, request, lambda request: read_tables(copy, unpacked, request))
+        content = content_of(copy, request, lambda request: read_tables(archive, copy, request, places))
     except BaseException:
-        unpacked.close()
+        copy.close()
         raise
-    unpacked.stand_for(file)
+    copy.stand_for(file)
     for beside in content.others:
         beside.stand_for(file)
     file.close()
     return content
 
 
-def _unpacked(archive: Archive, file: WeightFile) -> WeightFile:
-    """Copy the pickle and the storages of an archive, unpacked, into an unnamed temporary archive."""
-    import zipfile  # only here: it takes milliseconds
-
-    _, prefix = _find_pickle(archive, file.path)
-    names = [name for name in archive.entries if name.startswith(prefix) and not name.endswith("/")]
-    for name in names:
-        archive.check_packed(name)
-    archive.check_overlap()
-
-    def write(out: BinaryIO, path: str) -> None:
-        reserve(out.fileno(), sum(archive.entries[name].size for name in names), path)
-        with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as copy:
-            for name in names:
-                info = zipfile.ZipInfo("x")
-                info.filename = name  # set here: on Windows the constructor turns backslashes into slashes
-                with copy.open(info, "w", force_zip64=True) as entry:
-                    for chunk in archive.inflate(name):
-                        entry.write(chunk)
-
-    return open_temporary("safeload-torch-", write, shown=file.path)
-
-
-def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> Content:
-    """Run the pickles of an archive."""
+def read_tables(
+    archive: Archive, file: WeightFile, request: OpenRequest, places: Mapping[str, int] | None = None
+) -> Content:
+    """Run the pickles of an archive; ``places`` are the first bytes of its storages if ``file`` holds these alone."""
     top = top_of(archive)
     if top is None:
         pickled, prefix = run_pickle(archive, file, inert=request.inert)
@@ -104,7 +101,9 @@ def read_tables(archive: Archive, file: WeightFile, request: OpenRequest) -> Con
         request, prefix = request._replace(root=root), top
     archive.prefetch(archive.entries)
     big_endian = _is_big_endian(archive, prefix, file.path)
-    locate = _locator(archive, file.path, prefix, package=top is not None)
+    locate = _locator(archive, file.path, prefix, places, package=top is not None)
+    if places is not None:
+        pickled = pickled._replace(base=None)
     content = make_tables(pickled, request, file, locate, big_endian=big_endian)
     archive.check_overlap()
     return content
@@ -170,7 +169,9 @@ def _find_pickle(archive: Archive, path: str) -> tuple[str, str]:
     raise error_about(UnsupportedError, text, path=path)
 
 
-def _locator(archive: Archive, path: str, prefix: str, *, package: bool = False) -> Callable[[Storage], int]:
+def _locator(
+    archive: Archive, path: str, prefix: str, places: Mapping[str, int] | None = None, *, package: bool = False
+) -> Callable[[Storage], int]:
     """Return a function that finds the first byte of a storage in its entry."""
 
     @cache
@@ -179,14 +180,15 @@ def _locator(archive: Archive, path: str, prefix: str, *, package: bool = False)
         if package and name not in archive.entries and storage.key.endswith(".storage"):  # in a script
             name = name.removesuffix(".storage")
         info = archive.entries.get(name)
-        if info is None:
+        if info is None or (places is not None and name not in places):
             raise FormatError(f"the archive has no entry for storage {show(storage.key)}", path)
-        begin = archive.locate(name)
-        if info.method != STORED or info.packed != info.size:
+        begin = archive.locate(name) if places is None else places[name]
+        if places is None and (info.method != STORED or info.packed != info.size):
             archive.check_stored(name)
         if info.size != storage.nbytes:
             text = f"storage {show(storage.key)} has {info.size} bytes, but {storage.count} elements of "
-            raise FormatError(f"{text}{storage.type.name} have {storage.nbytes}", path, begin)
+            at = begin if places is None else None
+            raise FormatError(f"{text}{storage.type.name} have {storage.nbytes}", path, at)
         return begin
 
     return locate
@@ -348,3 +350,106 @@ class Package:
                 else:
                     placeholder.state = value
             yield script
+
+
+# ---- files from before torch 1.6 ----
+
+MAGIC = 0x1950A86A20F9469CFC6C
+PROTOCOL = 1001
+
+# Bytes to read first for a pickle; each further attempt reads eight times as many.
+_WINDOW = 1 << 16
+# Bytes to read first of a local file that should be a single pickle.
+_WHOLE = 64 << 20
+
+
+def pickle_at(
+    file: WeightFile,
+    offset: int,
+    storages: dict[str, Storage] | None,
+    inert: bool,
+    table: Mapping[str, Global] = ALLOWED,
+    *,
+    whole: bool = False,  # True if the pickle should reach to the end of the file
+) -> Unpickled:
+    """Run the pickle at an offset of the file; `Unpickled.size` tells where it ends."""
+    persistent = partial(read_persistent_id, storages=storages)
+    size = max(_WINDOW, min(file.size - offset, _WHOLE)) if whole and not file.remote else _WINDOW
+    while True:
+        data = file.read_at(offset, size)
+        complete = offset + size >= file.size
+        try:
+            return unpickle(data, table, persistent, path=file.path, base=offset, inert=inert, complete=complete)
+        except TruncatedError:
+            if complete:
+                raise
+        if size >= unpickler.MAX_PICKLE:
+            text = f"the pickle at byte {offset} has more than {unpickler.MAX_PICKLE} bytes"
+            raise error_about(LimitError, text, path=file.path)
+        size *= 8
+
+
+def _read_legacy(file: WeightFile, request: OpenRequest) -> Content:
+    """Run the pickles of a file."""
+    pickled, begins = _parse(file, request.inert)
+
+    def locate(storage: Storage) -> int:
+        if storage.key not in begins:
+            raise FormatError(f"storage {show(storage.key)} is not in the file's list of storages", file.path)
+        return begins[storage.key]
+
+    return make_tables(pickled, request, file, locate)
+
+
+def storage_in(content: bytes, path: str) -> Storage:
+    """Return the storage behind a file in memory."""
+    file: Any = SimpleNamespace(path=path, size=len(content), read_at=lambda at, size: content[at : at + size])
+    pickled, begins = _parse(file, inert=False)
+    storage = pickled.value
+    if type(storage) is not Storage or storage.part is not None or storage.key not in begins:
+        raise UnsupportedError(f"a torch file in the pickle holds {describe(storage)}, expected a storage", path=path)
+    begin = begins[storage.key]
+    storage.raw = content[begin : begin + storage.nbytes]
+    return storage
+
+
+def _parse(file: WeightFile, inert: bool) -> tuple[Unpickled, dict[str, int]]:
+    """Return the object of a file, and the first byte of each storage by key."""
+    magic = pickle_at(file, 0, None, inert)
+    if magic.value != MAGIC or type(magic.value) is not int:
+        raise FormatError(f"the file begins with {describe(magic.value)}, not with torch's magic number", file.path, 0)
+    at = magic.size
+    protocol = pickle_at(file, at, None, inert=False)
+    if protocol.value != PROTOCOL:
+        raise FormatError(f"protocol is {describe(protocol.value)}, but only {PROTOCOL} is supported", file.path, at)
+    at += protocol.size
+    at += pickle_at(file, at, None, inert=False).size  # facts about the machine, unused
+    storages: dict[str, Storage] = {}
+    pickled = pickle_at(file, at, storages, inert)
+    at += pickled.size
+    keys = pickle_at(file, at, None, inert=False)
+    if type(keys.value) is not list:
+        raise FormatError(f"the storage keys must be a list, got {describe(keys.value)}", file.path, at)
+    return pickled, _walk(file, at + keys.size, keys.value, storages)
+
+
+def _walk(file: WeightFile, at: int, keys: list[Any], storages: dict[str, Storage]) -> dict[str, int]:
+    """Check the storages in file order; return the offset of the first byte of each by key."""
+    begins: dict[str, int] = {}
+    for key in keys:
+        storage = storages.get(key) if type(key) is str else None
+        if storage is None or key in begins:
+            fault = "is a duplicate" if type(key) is str and key in begins else "is not used in the pickle"
+            raise FormatError(f"key {describe(key)} in the list of storages {fault}", file.path, at)
+        head = file.read_at(at, 8)
+        count = int.from_bytes(head, "little", signed=True)
+        if len(head) < 8 or count * storage.type.itemsize > file.size - at - 8:
+            message = f"storage {show(key)}: {count if len(head) == 8 else 'an unknown number of'} elements of "
+            message += f"{storage.type.itemsize} bytes extend past the end of the file, which has {file.size} bytes"
+            raise FormatError(message, file.path, at)
+        if count != storage.count:
+            message = f"storage {show(key)} has {count} elements, but the pickle says {storage.count}"
+            raise FormatError(message, file.path, at)
+        begins[key] = at + 8
+        at += 8 + count * storage.type.itemsize
+    return begins
