@@ -58,7 +58,7 @@ PYTHON_LAYERS = (
 )
 # Rooms inside a package from the ground up, with the same rule; a module outside of them stands above all.
 ROOMS = {
-    "engine": ("run", "codes", "read", "ahead"),
+    "engine": ("run", "codes", "read"),
     "operations": (
         "sources",
         "folders",
@@ -80,7 +80,7 @@ DOORS = {"numpy", "torch", "jax", "gguf", "moon", "plugins", "remote", "layouts"
 INNER = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
 INNER = {*INNER, "_core"} - DOORS - {"__init__", "__main__", "_version"}
 # Names and seams that tests/builders/inside.py lists, and files with the mark `inner`: lower these when they shrink.
-INSIDE_NAMES = 352
+INSIDE_NAMES = 349
 INNER_FILES = 13
 # Methods that show a result and are written by hand: lower this, too.
 SHOWN_BY_HAND = 32

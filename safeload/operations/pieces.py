@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..base.text import show
-from ..engine.run.threads import check_threads
+from ..engine.run.memory import check_threads
 from ..errors import FormatError, public
 from .convert import resume
 from .measure import diff, stats

@@ -16,7 +16,7 @@ from ...base.arrays import Array
 from ...base.native import ffi
 from ...base.packing import COLUMNS, WORDS, Grid, Packed, Packing, Part, Zeros
 from ..run import jobs
-from ..run.job import Origin
+from ..run.jobs import Origin
 from ..run.memory import address_of
 
 _NO_BYTES: Array = np.empty(0, np.uint8)

@@ -13,7 +13,7 @@ from ...base.arrays import Array
 from ...base.packing import Packed, Packing, Part, Zeros
 from ..codes import restore
 from ..run import jobs
-from ..run.job import Job, Origin
+from ..run.jobs import Job, Origin
 from ..run.memory import address_of, private_array
 from ..run.slice import TAKE, axes_of, read_rows
 from . import restore

@@ -16,10 +16,9 @@ from ...errors import UnsupportedError, exported, public
 from ..codes import restore
 from ..run import jobs
 from ..run.cast import target_array
-from ..run.job import Channels, Job
-from ..run.memory import address_of
+from ..run.jobs import Channels, Job
+from ..run.memory import address_of, check_threads
 from ..run.slice import TAKE, axes_of
-from ..run.threads import check_threads
 from . import restore
 
 _F32 = dtypes.BY_CODE["F32"]

@@ -14,7 +14,7 @@ from ...base.packing import CODES, Packed
 from ...base.text import subject
 from ..run import jobs
 from ..run.cast import astype
-from ..run.job import Channels, Job, JobGrid, Origin, moving
+from ..run.jobs import Channels, Job, JobGrid, Origin, moving
 from ..run.memory import address_of
 from ..run.weight_file import WeightFile
 from . import restore

@@ -19,8 +19,7 @@ from ...base.text import show
 from ...stores.local import mapping_of
 from ..run import jobs
 from ..run.cast import astype
-from ..run.job import Job, moving
-from ..run.jobs import Batch
+from ..run.jobs import Batch, Job, moving
 from ..run.memory import (
     ALIGNMENT,
     HUGE_FROM,
@@ -29,9 +28,9 @@ from ..run.memory import (
     aligned_bytes,
     check_disjoint,
     private_array,
+    thread_count,
 )
 from ..run.progress import Progress, reporter
-from ..run.threads import thread_count
 from ..run.weight_file import WeightFile, is_remote
 from .tensors import CONVERT, DEQUANTIZE, EMPTY, READ, STRIDED, VIEW, ReadPlan, Tensors, decide, packed_of, viewable
 

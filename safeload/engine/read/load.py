@@ -19,9 +19,8 @@ from ...base.text import show
 from ...errors import SafeloadError, UnsupportedError, exported
 from ...stores.local import LocalStore, mapping_of
 from ..run.jobs import read_small
-from ..run.memory import ALIGNMENT, HUGE_FROM
+from ..run.memory import ALIGNMENT, HUGE_FROM, check_threads, thread_count
 from ..run.progress import Progress
-from ..run.threads import check_threads, thread_count
 from ..run.weight_file import WeightFile
 from .load import Value, deliver, views_of
 from .tensors import FileTensor, Tensors

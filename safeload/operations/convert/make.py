@@ -18,13 +18,13 @@ from ...base.names import Renames, renamed
 from ...base.packing import INT8, SCHEMES, Part, usual_axis
 from ...base.runtime import paused
 from ...base.text import error_about
-from ...engine.ahead.spans import Spans
 from ...engine.codes.quantized_tensor import PartRows, QuantizedTensor, storage_of
 from ...engine.codes.source import Source
 from ...engine.read.tensors import Entry, Lazy, LazyEncoded, LazyPacked, LazyQuantized, Staged, Tensors
 from ...engine.run import jobs
 from ...engine.run.atomic_file import AtomicFile
 from ...engine.run.memory import private_array
+from ...engine.staging import Spans
 from ...errors import RangeError, UnsupportedError
 from ...formats.gguf.imatrix import ImportanceMatrix
 from ...formats.metadata import as_texts

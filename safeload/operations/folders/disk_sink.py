@@ -45,12 +45,12 @@ from typing import Any
 
 from ...engine.run.atomic_file import (
     AtomicFile,
+    Digest,
     Swap,
     hidden_name,
     naming,
     remove_abandoned,
 )
-from ...engine.run.digest import Digest
 from ...errors import FormatError
 from ...formats.folder import CONFIG, INDEX, SINGLE, is_weight_file
 from ...formats.numbered import sets_of

@@ -13,8 +13,7 @@ from typing import Any
 
 from ...base import url as urls
 from ...base.paths import absolute
-from ...engine.run.atomic_file import AtomicFile
-from ...engine.run.digest import Digest
+from ...engine.run.atomic_file import AtomicFile, Digest
 from ...errors import FormatError
 from ...formats.folder import INDEX, SINGLE
 from ...formats.numbered import PART, sets_of

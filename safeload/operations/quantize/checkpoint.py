@@ -17,9 +17,8 @@ from ...base.text import subject
 from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, of_reals
 from ...engine.run import jobs
-from ...engine.run.memory import private_array
+from ...engine.run.memory import check_threads, private_array
 from ...engine.run.progress import Progress, reporter
-from ...engine.run.threads import check_threads
 from ...errors import exported, public
 from ...packed.families import preset_of, presets
 from ...packed.packed_group import GroupContext, packing_of

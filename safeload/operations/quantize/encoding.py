@@ -15,8 +15,7 @@ from ...base.native import TIER, ffi, lib
 from ...base.text import subject
 from ...engine.codes.source import Source, memory_of
 from ...engine.run import jobs
-from ...engine.run.memory import address_of, private_array
-from ...engine.run.threads import thread_count
+from ...engine.run.memory import address_of, private_array, thread_count
 from ...errors import RangeError
 from ...packed.families import Preset
 from ...stores.thread_group import in_order

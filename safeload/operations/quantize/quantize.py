@@ -19,10 +19,9 @@ from ...engine.codes.restore import restore_jobs, small_ranges, values_before
 from ...engine.codes.source import Source, address, of_numbers, of_reals
 from ...engine.run import jobs
 from ...engine.run.cast import astype
-from ...engine.run.job import Channels, Job, Origin
-from ...engine.run.memory import private_array
+from ...engine.run.jobs import Channels, Job, Origin
+from ...engine.run.memory import check_threads, private_array
 from ...engine.run.progress import Progress
-from ...engine.run.threads import check_threads
 from ...errors import public
 from ...packed import bitnet
 from ..sources.catalog import read_values

@@ -17,11 +17,9 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import of_array
 from ...engine.read.load import parse_target, refuse_own_files
 from ...engine.run.cast import target_array
-from ...engine.run.job import JobGrid
-from ...engine.run.jobs import Batch
-from ...engine.run.memory import check_disjoint, overlapping, private_array
+from ...engine.run.jobs import Batch, JobGrid
+from ...engine.run.memory import check_disjoint, check_threads, overlapping, private_array
 from ...engine.run.progress import Progress
-from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, TensorNotFoundError, UnsupportedError, exported, public
 from ...models.layout import LAYER, Layout, StackedTensor
 from ..sources.catalog import Catalog, Given, TensorDescription, read_values

@@ -26,8 +26,8 @@ from ...base.runtime import paused
 from ...base.table import Unknown
 from ...base.text import plural, show
 from ...engine.codes.quantized_tensor import QuantizedTensor
+from ...engine.run.memory import check_threads
 from ...engine.run.progress import Progress
-from ...engine.run.threads import check_threads
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, one_line, public
 from ...formats.numbered import other_form
