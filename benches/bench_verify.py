@@ -16,7 +16,7 @@ import safetensors.numpy
 from compare import Comparison, prepared, race, same_arrays
 
 import safeload
-from safeload.engine.run.threads import available_cpus
+from safeload.engine.run.memory import available_cpus
 from safeload.formats.verifying import digests_of
 
 ROUNDS = files.LARGE_ROUNDS

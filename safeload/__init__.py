@@ -34,11 +34,11 @@ _MODULE_OF = {
         "compat.alias": "install_as_safetensors",
         "compat.safe_open": "PrefetchLoader SafeSlice _safe_open_handle safe_open",
         "compat.serialize": "TensorMeta TensorSpec deserialize serialize serialize_file",
-        "engine.ahead.stream": "LayerStream TensorStream",
+        "engine.stream": "LayerStream TensorStream",
         "engine.codes.quantized_tensor": "QuantizedTensor",
         "engine.read.load": "LoadStats",
         "engine.run.cast": "astype",
-        "engine.show_config": "show_config",
+        "engine.run.memory": "show_config",
         "errors": "ForbiddenError FormatError LimitError RangeError RemoteError RemotePermissionError "
         "RemoteTimeoutError SafeloadError SafetensorError TensorNotFoundError UnsupportedError VerificationError",
         "loading.entry": "load open",

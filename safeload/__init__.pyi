@@ -27,12 +27,12 @@ from .compat.serialize import TensorSpec as TensorSpec
 from .compat.serialize import deserialize as deserialize
 from .compat.serialize import serialize as serialize
 from .compat.serialize import serialize_file as serialize_file
-from .engine.ahead.stream import LayerStream as LayerStream
-from .engine.ahead.stream import TensorStream as TensorStream
 from .engine.codes.quantized_tensor import QuantizedTensor as QuantizedTensor
 from .engine.read.load import LoadStats as LoadStats
 from .engine.run.cast import astype as astype
-from .engine.show_config import show_config as show_config
+from .engine.run.memory import show_config as show_config
+from .engine.stream import LayerStream as LayerStream
+from .engine.stream import TensorStream as TensorStream
 from .errors import ForbiddenError as ForbiddenError
 from .errors import FormatError as FormatError
 from .errors import LimitError as LimitError

@@ -43,7 +43,7 @@ from .stores.files import LOCAL, Location
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .engine.ahead.stream import LayerStream, Order, Out, StreamOptions, TensorStream
+    from .engine.stream import LayerStream, Order, Out, StreamOptions, TensorStream
 
 # Indices of rows: integers, or a boolean mask.
 Rows: TypeAlias = Sequence[int] | Array
@@ -572,7 +572,7 @@ class Checkpoint(Mapping[str, TensorLike]):
             ...     {layer: len(tensors) for layer, tensors in checkpoint.stream(by_layer=True)}
             {'': 3, 'model.layers.0': 9, 'model.layers.1': 9, 'model.layers.2': 9}
         """
-        from .engine.ahead.stream import stream  # only here: most programs stream nothing
+        from .engine.stream import stream  # only here: most programs stream nothing
 
         parts = chosen(self, names, only, drop, dtype)
         return stream(
@@ -732,5 +732,5 @@ def opened_as_stored(checkpoint: Checkpoint) -> Checkpoint:
 
 def __getattr__(name: str) -> Any:
     if name in ("LayerStream", "TensorStream"):  # imported with the first stream
-        return getattr(import_module(".engine.ahead.stream", __package__), name)
+        return getattr(import_module(".engine.stream", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .base.text import show
-from .engine.run.threads import check_threads
+from .engine.run.memory import check_threads
 from .errors import FormatError, public
 from .operations.checking import check, diff, manifest, stats
 from .operations.convert import resume

@@ -17,8 +17,8 @@ from .base.paths import PathLike
 from .compat import imported
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .engine.read.load import Backend, check_backend, parse_target
+from .engine.run.memory import check_threads
 from .engine.run.progress import Progress
-from .engine.run.threads import check_threads
 from .errors import public
 from .formats import safetensors
 from .formats.opening import Paths
@@ -27,14 +27,14 @@ from .formats.registry import FormatName, UnknownGlobals
 if TYPE_CHECKING:
     from .formats.verifying import Verify
     from .frameworks.jax_arrays import Array as Array
-    from .frameworks.jax_loading import Sharding
+    from .frameworks.jax_arrays import Sharding
 
 __all__ = ["load", "load_checkpoint", "load_file", "save", "save_file"]
 
 # The function that loads folders, for errors.
 _FOLDERS = "safeload.jax.load_checkpoint"
 # Names of safetensors.flax that need JAX.
-_LATER = {"Array": ("frameworks.jax_arrays", "Array"), "_jnp2np": ("frameworks.jax_loading", "to_numpy")}
+_LATER = {"Array": ("frameworks.jax_arrays", "Array"), "_jnp2np": ("frameworks.jax_arrays", "as_numpy")}
 
 
 @public
@@ -82,7 +82,7 @@ def load_file(
         >>> load_file("model.safetensors")["conv1.bias"].shape
         (128,)
     """
-    from .frameworks import jax_loading
+    from .frameworks import jax_arrays
 
     check_backend(backend)
     check_threads(threads)
@@ -91,13 +91,13 @@ def load_file(
     if everything and sharding is None and backend in ("mmap", "pread"):
         opened = safetensors.load_or_open(filename, backend, _FOLDERS)
         if isinstance(opened, safetensors.Resident):
-            return jax_loading.copied(opened.arrays)
+            return jax_arrays.copied(opened.arrays)
         file = opened
     else:
         file = safetensors.open_file(filename, folders=_FOLDERS)
     try:
         groups = [(safetensors.chosen(file, names, dtype, "load_file"), target)]
-        return jax_loading.load(groups, sharding, progress=progress, backend=backend, checked=False, threads=threads)
+        return jax_arrays.load(groups, sharding, progress=progress, backend=backend, checked=False, threads=threads)
     finally:
         file.close()
 
@@ -124,7 +124,7 @@ def load(data: Any) -> dict[str, Array]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         (128,)
     """
-    from .frameworks.jax_loading import copied
+    from .frameworks.jax_arrays import copied
 
     if isinstance(data, (str, os.PathLike)):
         raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
@@ -208,9 +208,9 @@ def load_checkpoint(
         dtype(bfloat16)
     """
     options = dict(locals())
-    from .frameworks import jax_loading
+    from .frameworks import jax_arrays
 
-    return jax_loading.load_checkpoint(**options)
+    return jax_arrays.load_checkpoint(**options)
 
 
 @public
@@ -281,9 +281,9 @@ def save_file(
 
 def _np2jnp(numpy_dict: Mapping[str, NumpyArray]) -> dict[str, Array]:
     """Return JAX arrays that share no memory with NumPy arrays."""
-    from .frameworks import jax_loading
+    from .frameworks import jax_arrays
 
-    return jax_loading.copied({name: as_array(value, name) for name, value in numpy_dict.items()})
+    return jax_arrays.copied({name: as_array(value, name) for name, value in numpy_dict.items()})
 
 
 def __getattr__(name: str) -> Any:

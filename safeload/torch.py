@@ -23,7 +23,6 @@ from .errors import public
 from .formats import safetensors
 from .formats.opening import Paths
 from .formats.registry import FormatName, UnknownGlobals
-from .frameworks.torch_shared import remove_duplicate_names
 
 if TYPE_CHECKING:
     from .compat.safe_open import safe_open as safe_open
@@ -48,17 +47,17 @@ _LATER = {
     "_float8_e5m2": ("frameworks.torch_arrays", "TYPES", "F8_E5M2"),
     "_float8_e5m2fnuz": ("frameworks.torch_arrays", "TYPES", "F8_E5M2FNUZ"),
     "_float8_e8m0": ("frameworks.torch_arrays", "TYPES", "F8_E8M0"),
-    "_end_ptr": ("frameworks.torch_shared", "end_ptr"),
-    "_filter_shared_not_shared": ("frameworks.torch_shared", "filter_shared_not_shared"),
-    "_find_shared_tensors": ("frameworks.torch_shared", "find_shared_tensors"),
+    "_end_ptr": ("frameworks.torch_arrays", "end_ptr"),
+    "_filter_shared_not_shared": ("frameworks.torch_arrays", "filter_shared_not_shared"),
+    "_find_shared_tensors": ("frameworks.torch_arrays", "find_shared_tensors"),
     "_flatten_as_ptr": ("compat.specs", "flatten_as_ptr"),
     "_getdtype": ("compat.specs", "torch_dtype"),
-    "_is_complete": ("frameworks.torch_shared", "is_complete"),
-    "_remove_duplicate_names": ("frameworks.torch_shared", "remove_duplicate_names"),
+    "_is_complete": ("frameworks.torch_arrays", "is_complete"),
+    "_remove_duplicate_names": ("frameworks.torch_arrays", "remove_duplicate_names"),
     "_to_ndarray": ("compat.specs", "to_ndarray"),
     "_view2torch": ("compat.specs", "view2torch"),
-    "storage_ptr": ("frameworks.torch_shared", "storage_ptr"),
-    "storage_size": ("frameworks.torch_shared", "storage_size"),
+    "storage_ptr": ("frameworks.torch_arrays", "storage_ptr"),
+    "storage_size": ("frameworks.torch_arrays", "storage_size"),
 }
 
 # `frameworks.torch_arrays` after the first call that needs it: the import statement would take a tenth of a small load.
@@ -394,7 +393,7 @@ def save_model(
     state = dict(model.state_dict())
     torch_arrays.check_tensors(state)
     texts = dict(metadata or {})
-    for kept, removed in remove_duplicate_names(state, partial=True).items():
+    for kept, removed in torch_arrays.remove_duplicate_names(state, partial=True).items():
         for name in removed:
             texts.setdefault(name, kept)  # the caller's metadata wins
             del state[name]
@@ -457,7 +456,7 @@ def load_model(
         tensors = _load_selected(path, device, dtype=dtype, backend=backend, verify=verify)
     else:
         tensors = load_file(filename, device, backend=backend, dtype=dtype)
-    removed = remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys(), partial=True)
+    removed = torch_arrays.remove_duplicate_names(model.state_dict(), preferred_names=tensors.keys(), partial=True)
     missing_names, unexpected = model.load_state_dict(tensors, strict=False)
     missing = set(missing_names)
     for kept, names in removed.items():

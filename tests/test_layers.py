@@ -58,7 +58,7 @@ PYTHON_LAYERS = (
 )
 # Rooms inside a package from the ground up, with the same rule; a module outside of them stands above all.
 ROOMS = {
-    "engine": ("run", "codes", "read", "ahead"),
+    "engine": ("run", "codes", "read"),
     "operations": ("sources", "quantize", "architectures", "convert", "trust", "saving", "checking"),
 }
 PYTHON_RANK = {name: rank for rank, names in enumerate(PYTHON_LAYERS) for name in names}

@@ -171,7 +171,7 @@ def _manifest(
     if output is None:
         return
     if isinstance(options.path, str) and not is_url(options.path):
-        from ..engine.run.threads import thread_count
+        from ..engine.run.memory import thread_count
         from ..formats.verifying import digests_of
         from ..operations.trust.verify import files_of
 

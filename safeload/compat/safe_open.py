@@ -590,8 +590,8 @@ class AliasSafeOpen(safe_open):
 
 # The module and class of the `Handle` for each framework other than NumPy, by upstream's names, and the function that
 # loads folders.
-_TORCH = ("torch_handles", "TorchHandle", "safeload.torch.load_checkpoint")
-_JAX = ("jax_loading", "JaxHandle", "safeload.jax.load_checkpoint")
+_TORCH = ("torch_devices", "TorchHandle", "safeload.torch.load_checkpoint")
+_JAX = ("jax_arrays", "JaxHandle", "safeload.jax.load_checkpoint")
 _FRAMEWORKS = {**dict.fromkeys(("pt", "torch", "pytorch"), _TORCH), **dict.fromkeys(("jax", "flax"), _JAX)}
 # How to convert NumPy arrays for further frameworks.
 CONVERSIONS = {

@@ -53,9 +53,8 @@ from ..base.table import ListedTable, Table, Unknown
 from ..base.text import error_about, show
 from ..engine.run.weight_file import WeightFile, open_without_table
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public
-from ..formats import safetensors as safetensors
 from ..stores.store import ByteStore, StoreWindow, Unpacked, read_at
-from . import foreign, zstd
+from . import foreign, safetensors, zstd
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, itemsize_of, logical_shape
 from .metadata import depth_of, names_below, nested
 from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order

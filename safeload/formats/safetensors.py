@@ -24,7 +24,7 @@ from ..base.text import encode, show, tensor_named
 from ..engine.read import load
 from ..engine.read.tensors import Lazy, Staged, Tensors, materialize
 from ..engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
-from ..engine.run.threads import thread_count
+from ..engine.run.memory import thread_count
 from ..engine.run.weight_file import WeightFile
 from ..errors import SafetensorError, folder_given, unsaved
 from ..stores.local import LocalStore, with_room
@@ -403,7 +403,7 @@ def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[Iterator[tuple[in
     """Return the bytes to read ahead, or nothing."""
     if not ahead:
         return nullcontext(iter(()))
-    from ..engine.ahead.staging import staged_bytes  # few files need it: most are loaded, or written from memory
+    from ..engine.staging import staged_bytes  # few files need it: most are loaded, or written from memory
 
     return closing(staged_bytes([staged.entry for staged in ahead], ahead[0].threads))
 

@@ -25,8 +25,7 @@ from ..engine.codes.restore import rows_apart
 from ..engine.codes.source import Source, in_file
 from ..engine.read.load import check_fits, check_out_names, parse_target, refuse_own_files
 from ..engine.run.cast import astype, target_array
-from ..engine.run.job import Job, Origin, Update, Updates, panels_of
-from ..engine.run.jobs import Batch, native_order
+from ..engine.run.jobs import Batch, Job, Origin, Update, Updates, native_order, panels_of
 from ..engine.run.memory import address_of, check_disjoint
 from ..engine.run.progress import Progress, reporter
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError

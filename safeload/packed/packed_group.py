@@ -15,7 +15,7 @@ from ..base.arrays import Array, empty_array
 from ..base.packing import Grid, Packing, Part, Zeros
 from ..base.text import show
 from ..engine.run import jobs
-from ..engine.run.job import Job, Origin
+from ..engine.run.jobs import Job, Origin
 from ..engine.run.memory import address_of
 from ..engine.run.weight_file import WeightFile
 from ..errors import FormatError

@@ -13,7 +13,7 @@ import sys
 import jax, ml_dtypes, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 import safeload, safeload.numpy
-from builders.inside import jax_loading
+from builders.inside import jax_arrays
 from safeload.jax import load_checkpoint, load_file, save, save_file
 
 folder = sys.argv[1]
@@ -44,8 +44,8 @@ _MESH = """
 # Once before, so that no module is imported while bytes are counted.
 first = sys.argv[1] + f"/first{jax.process_index()}.safetensors"
 safeload.numpy.save_file({"w": np.zeros((8, 8), np.float32), "i": np.zeros((8, 8), np.int8)}, first)
-for group in (0, jax_loading.GROUP):
-    jax_loading.GROUP = group
+for group in (0, jax_arrays.GROUP):
+    jax_arrays.GROUP = group
     for spec in (P("z"), P(None, "z")):
         place = NamedSharding(Mesh(np.array(jax.local_devices()), ("z",)), spec)
         bytes_read(load_file, first, sharding=place)

@@ -135,7 +135,7 @@ def test_a_child_forked_during_the_first_use_of_a_framework(library, path):
         # torch's own first sum is not safe either: a child waits forever for a C++ static that its parent initialized
         "torch": "from safeload.torch import load_file; assert load_file(path)['a'].numpy().sum() == 3",
         # JAX's own threads do not survive a fork: only its import is shown
-        "jax": "from builders.inside import jax_loading",
+        "jax": "from builders.inside import jax_arrays",
     }
     run(inside.program(PROGRAM.format(before="import safeload, builders.inside", work=door[library])), path, [2, 150])
 

@@ -614,14 +614,14 @@ def test_safeload_num_threads_is_the_default(setting, monkeypatch, sizes):
 
 
 def test_safeload_num_threads_and_the_argument_decide_the_count(monkeypatch):
-    threads = inside.threads
+    thread_count = inside.thread_count
     monkeypatch.setenv("SAFELOAD_NUM_THREADS", "5")
-    assert threads.thread_count(1, None) == 5
-    assert threads.thread_count(1, 3) == 3
+    assert thread_count(1, None) == 5
+    assert thread_count(1, 3) == 3
     monkeypatch.delenv("SAFELOAD_NUM_THREADS")
-    assert threads.thread_count(1, None) == 1
+    assert thread_count(1, None) == 1
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert 1 <= threads.thread_count(1 << 40, None) <= min(16, cpus)
+    assert 1 <= thread_count(1 << 40, None) <= min(16, cpus)
 
 
 @pytest.mark.parametrize("backend", ["", "MMAP", "io_uring", None, 3])

@@ -51,8 +51,8 @@ def number(dtype):
 
 
 def run(job, grid, threads=2):
-    job = job._replace(op=lib.SL_OP_GRID, grid=grid, origin=Origin("it"))
-    return jobs.Batch([job], path="file").run(threads=threads)
+    job = job._replace(op=lib.SL_OP_GRID, grid=grid, origin=Origin("it", path="file"))
+    return jobs.Batch([job]).run(threads=threads)
 
 
 @pytest.mark.parametrize("target", [np.uint16, np.float32, np.float64])

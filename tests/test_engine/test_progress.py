@@ -6,7 +6,6 @@ import types
 
 import numpy as np
 import pytest
-from builders.inside import code_pieces as reading
 from builders.inside import jobs, progress
 
 import safeload
@@ -146,7 +145,7 @@ def test_a_meter_that_is_never_full_leaves_its_bar_when_it_goes(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    meter = reading.Meter(True, 100)
+    meter = progress.Meter(True, 100)
     meter.add(50)
     del meter
     assert stream.getvalue() == "\rsafeload:  50%\n"

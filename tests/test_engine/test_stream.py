@@ -22,7 +22,6 @@ import pytest
 from builders import gguf_build, inside, torch_build
 from builders.holes import extend
 from builders.inside import buffer_pool
-from builders.inside import code_pieces as pieces
 from builders.paths import DATA
 from builders.quantized import FIXTURES, each_kind
 from builders.random import rng
@@ -762,7 +761,7 @@ def test_a_bar_ends_with_the_stream_also_before_its_end(checkpoint, monkeypatch)
         yield lambda done, total: events.append((done, total))
         events.append("closed")
 
-    monkeypatch.setattr(pieces, "bar", bar)
+    monkeypatch.setattr(inside.progress, "bar", bar)
     stream = checkpoint.stream(progress=True)
     next(stream)
     stream.close()

@@ -19,7 +19,7 @@ import safeload.numpy
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax = pytest.importorskip("jax")
 
-from builders.inside import jax_arrays, jax_loading  # noqa: E402
+from builders.inside import jax_arrays  # noqa: E402
 
 from safeload.jax import load, load_checkpoint, load_file, save  # noqa: E402
 
@@ -59,7 +59,7 @@ def test_without_a_dtype_packed_tensors_get_that_of_the_config():
         load_checkpoint(fixture.path, stored=True, dtype="float32")
 
 
-@pytest.mark.parametrize("group", [1, 3000, jax_loading.GROUP])
+@pytest.mark.parametrize("group", [1, 3000, jax_arrays.GROUP])
 def test_blocks_of_gguf_are_dequantized(tmp_path, monkeypatch, group):
     inside.tune(monkeypatch, jax_group=group)
     path = tmp_path / "model.gguf"
@@ -102,7 +102,7 @@ def test_patterns_names_and_shards(tmp_path):
         load_checkpoint(tmp_path / "model", adapters="lora")
 
 
-@pytest.mark.parametrize("group", [1, 100_000, jax_loading.GROUP])
+@pytest.mark.parametrize("group", [1, 100_000, jax_arrays.GROUP])
 @pytest.mark.parametrize("pad", range(0, 64, 8))
 def test_no_array_is_over_the_file(tmp_path, monkeypatch, pad, group):
     """Wherever the bytes begin: XLA takes memory at multiples of 64, whatever it is told."""
@@ -174,7 +174,7 @@ MEMORY = inside.program("""
 import sys, threading, time
 import jax, numpy as np
 import safeload.jax
-from builders.inside import jax_loading
+from builders.inside import jax_arrays
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -206,7 +206,7 @@ def test_memory_is_the_result_and_a_bounded_amount(tmp_path, dtype):
     path = tmp_path / "x.safetensors"
     safeload.numpy.save_file({str(k): np.ones((2 << 20) + k, np.float16) for k in range(128)}, path)  # 512 MiB
     done = subprocess.run([sys.executable, "-I", "-c", MEMORY, path, dtype], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 2 * jax_loading.GROUP + 64 * MIB
+    assert int(done.stdout) < 2 * jax_arrays.GROUP + 64 * MIB
 
 
 def test_files_without_tensors_and_names_given_twice(tmp_path):
@@ -239,7 +239,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path):
     with safeload.open(path) as checkpoint:
         os.truncate(path, path.stat().st_size - 100)
         with pytest.raises(safeload.FormatError, match=r"x.safetensors"):
-            jax_loading.load([(tensors_of(checkpoint), None)], backend="pread")
+            jax_arrays.load([(tensors_of(checkpoint), None)], backend="pread")
 
 
 def test_a_checkpoint_opens_as_safeload_opens_it():

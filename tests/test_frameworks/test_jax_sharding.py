@@ -9,7 +9,7 @@ from builders.quantized import FIXTURES
 
 pytest.importorskip("jax")
 
-SMALL_GROUPS = "jax_loading.GROUP = 1000\n"
+SMALL_GROUPS = "jax_arrays.GROUP = 1000\n"
 
 
 needs_counts = pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="needs /proc")
@@ -90,7 +90,7 @@ print("done")
     assert run(groups + program, tmp_path) == "done\n"
 
 
-@pytest.mark.parametrize("groups", ["", SMALL_GROUPS, "jax_loading.GROUP = 0\n"], ids=["together", "some", "by slices"])
+@pytest.mark.parametrize("groups", ["", SMALL_GROUPS, "jax_arrays.GROUP = 0\n"], ids=["together", "some", "by slices"])
 def test_a_sharding_that_does_not_fit_names_tensor_shape_and_spec_before_anything_is_read(tmp_path, groups):
     program = """
 from safeload.jax import load_file
@@ -138,7 +138,7 @@ print("done")
     assert run(groups + program, tmp_path) == "done\n"
 
 
-@pytest.mark.parametrize("groups", ["", SMALL_GROUPS, "jax_loading.GROUP = 0\n"], ids=["together", "some", "by slices"])
+@pytest.mark.parametrize("groups", ["", SMALL_GROUPS, "jax_arrays.GROUP = 0\n"], ids=["together", "some", "by slices"])
 def test_packed_tensors_have_their_true_weights_on_every_device(tmp_path, groups):
     folders = [str(fixture.path) for fixture in FIXTURES.values()]
     program = f"""
@@ -160,7 +160,7 @@ print("done")
 
 def test_blocks_of_gguf_and_tensors_of_torch_are_sliced(tmp_path):
     program = """
-jax_loading.GROUP = 1000
+jax_arrays.GROUP = 1000
 rng = np.random.default_rng(0)
 path = folder + "/model.gguf"
 weights = {"a": rng.normal(size=(64, 64)).astype(np.float32), "b": rng.normal(size=(4, 8, 32)).astype(np.float32)}
@@ -185,7 +185,7 @@ print("done")
     assert run(program, tmp_path) == "done\n"
 
 
-@pytest.mark.parametrize("groups", ["", "jax_loading.GROUP = 0\n"], ids=["together", "by slices"])
+@pytest.mark.parametrize("groups", ["", "jax_arrays.GROUP = 0\n"], ids=["together", "by slices"])
 def test_elements_that_share_bytes_are_divided_raw_or_decoded(tmp_path, groups):
     program = """
 import json
@@ -249,7 +249,7 @@ print("done")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
-@pytest.mark.parametrize("groups", ["", "jax_loading.GROUP = 1 << 20\n"], ids=["together", "by slices"])
+@pytest.mark.parametrize("groups", ["", "jax_arrays.GROUP = 1 << 20\n"], ids=["together", "by slices"])
 def test_a_slice_keeps_no_others_alive(tmp_path, groups):
     """Rows that do not begin at multiples of 64: XLA uses the memory of the first slice and copies the others."""
     program = """
@@ -264,7 +264,7 @@ for spec in (P(("x", "y")), P("x"), P("y")):
     weights = load_checkpoint(path, sharding=NamedSharding(mesh, spec), dtype="float32")
     grown = anonymous() - before
     size = sum(array.nbytes for array in weights.values())  # of one copy; XLA may make one for each replica
-    copies = 8 // len(jax_loading.jax_arrays.slices(NamedSharding(mesh, spec), weights["0"].shape))
+    copies = 8 // len(jax_arrays.slices(NamedSharding(mesh, spec), weights["0"].shape))
     assert grown < size * copies + (48 << 20), (spec, grown, size, copies)
     del weights
 print("done")

@@ -15,10 +15,9 @@ from ...base.packing import CODES, INT8, SCALE, Packed, Packing, Part, Zeros, in
 from ...errors import UnsupportedError, exported, public
 from ..run import jobs
 from ..run.cast import target_array
-from ..run.job import Channels, Job, Origin
-from ..run.memory import address_of, private_array
+from ..run.jobs import Channels, Job, Origin
+from ..run.memory import address_of, check_threads, private_array
 from ..run.slice import TAKE, axes_of, read_rows
-from ..run.threads import check_threads
 from .restore import (
     Range,
     by_columns,

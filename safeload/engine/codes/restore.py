@@ -20,7 +20,7 @@ from ...base.text import error_about, show
 from ...errors import FormatError
 from ..run import jobs
 from ..run.cast import astype
-from ..run.job import Job, Origin
+from ..run.jobs import Job, Origin
 from ..run.memory import address_of
 
 _F32 = dtypes.BY_CODE["F32"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,11 +15,8 @@ from ...base.text import subject
 from ...stores import thread_group
 from ..run import jobs
 from ..run.cast import astype
-from ..run.job import WINDOW, Channels, Job, JobGrid, Origin, moving
-from ..run.jobs import Batch
-from ..run.memory import address_of
-from ..run.progress import Progress, bar
-from ..run.threads import thread_count
+from ..run.jobs import WINDOW, Batch, Channels, Job, JobGrid, Origin, moving
+from ..run.memory import address_of, thread_count
 from ..run.weight_file import WeightFile
 from . import restore
 
@@ -143,37 +139,6 @@ def in_order(
     ``nbytes``, which all calls read together, decides the number of threads.
     """
     return thread_group.in_order(function, items, thread_count(nbytes, threads))
-
-
-class Meter:
-    """Count bytes for a progress report. Any thread may use it."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        # The bar ends with the last byte, or with the meter.
-        self._bar = None if callable(progress) or not progress else bar("safeload", leave=True)
-        self._report = progress if callable(progress) else None if self._bar is None else self._bar.__enter__()
-        self._total = total
-        self._done = 0
-        self._lock = RLock()  # a report may close the owner of this meter
-
-    def add(self, nbytes: int) -> None:
-        """Add to the number of bytes done."""
-        with self._lock:
-            if self._report is not None:
-                self._done += nbytes
-                self._report(self._done, self._total)
-                if self._done >= self._total:
-                    self._end()
-
-    def close(self) -> None:
-        """End the bar, even if bytes are missing."""
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(None, None, None)
-            self._bar = self._report = None
 
 
 def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:

@@ -31,8 +31,7 @@ from ...base.text import show
 from ...errors import SafeloadError, UnsupportedError, exported
 from ...stores.local import LocalStore, mapping_of
 from ..run import jobs
-from ..run.job import Job, moving
-from ..run.jobs import Batch, read_small
+from ..run.jobs import Batch, Job, moving, read_small
 from ..run.memory import (
     ALIGNMENT,
     HUGE_FROM,
@@ -40,10 +39,11 @@ from ..run.memory import (
     address_of,
     aligned_bytes,
     check_disjoint,
+    check_threads,
     private_array,
+    thread_count,
 )
 from ..run.progress import Progress, reporter
-from ..run.threads import check_threads, thread_count
 from ..run.weight_file import WeightFile, is_remote
 from .tensors import (
     CONVERT,

@@ -20,7 +20,7 @@ from ...errors import UnsupportedError
 from ..codes.quantized_tensor import PartRows, QuantizedTensor, cut_run, row_block, rows_of
 from ..run import jobs
 from ..run.cast import astype
-from ..run.job import Job, Origin
+from ..run.jobs import Job, Origin
 from ..run.memory import address_of, private_array
 from ..run.slice import TAKE, read_rows, read_slice
 from ..run.weight_file import WeightFile

@@ -8,24 +8,22 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from ...base.arrays import Array, byteswapped
-from ...base.native import Error, check, lib
+from ...base.native import Error, check, ffi, lib
 from ...base.paths import PathLike, native_path, unwritable
 from ...stores.local import Identity, copy_range, identity_of, lock, replace, sync_folder, unlock
 from . import jobs
 from .memory import address_of
 
-if TYPE_CHECKING:
-    from .digest import Digest
-
+# Hashing fewer bytes takes less time than handing them to a thread.
+_ALONE = 1 << 20
 # Buffer for tensors that are not in C order, so that they are not copied whole.
 _COPY_BUFFER = 16 << 20
 
@@ -111,16 +109,15 @@ class AtomicFile:
 
     def write(self, pieces: list[tuple[int, int]]) -> None:
         """Append memory, as pairs of address and size in bytes. The caller keeps it alive."""
-        if self._digest is not None:
-            self._digest.begin(pieces)
-        try:
-            handle = _handle(self.descriptor)
+        with nullcontext() if self._digest is None else self._digest.adding(pieces):
             self._position = jobs.write(
-                handle, self._position, pieces, path=self.path, in_order=self.in_order, durable=self._durable
+                _handle(self.descriptor),
+                self._position,
+                pieces,
+                path=self.path,
+                in_order=self.in_order,
+                durable=self._durable,
             )
-        finally:
-            if self._digest is not None:
-                self._digest.wait()  # the caller may reuse the memory
 
     def copy(self, descriptor: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Append ranges (begin, size) of an open file, copied or shared by the system if it can, neighbours at once."""
@@ -182,9 +179,7 @@ class AtomicFile:
     def __enter__(self) -> AtomicFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.abandon()
             return
@@ -218,6 +213,43 @@ class AtomicFile:
             with suppress(OSError):
                 os.unlink(self.temporary)
             self.temporary = None
+
+
+class Digest:
+    """SHA-256 of the memory that a file is written from. Leaving the ``with`` block ends its thread."""
+
+    def __init__(self) -> None:
+        import hashlib  # only here: few files are hashed while they are written
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._digest = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, "safeload-digest")  # starts with the first large memory
+        self.hexdigest = self._digest.hexdigest
+
+    @contextmanager
+    def adding(self, pieces: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Add memory, as pairs of address and size in bytes, while the block writes it."""
+        hashed = None
+        if sum(size for _, size in pieces) < _ALONE:
+            self._add(pieces)
+        else:
+            hashed = self._thread.submit(self._add, pieces)
+        try:
+            yield
+        finally:
+            if hashed is not None:
+                hashed.result()  # the caller may reuse the memory
+
+    def _add(self, pieces: Sequence[tuple[int, int]]) -> None:
+        for address, size in pieces:
+            if size:
+                self._digest.update(ffi.buffer(ffi.cast("char *", address), size))
+
+    def __enter__(self) -> Digest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
 
 
 class Swap:
@@ -279,9 +311,7 @@ class Swap:
     def __enter__(self) -> Swap:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with suppress(OSError):
             while kind is not None and self.undo:
                 self.undo.pop()()

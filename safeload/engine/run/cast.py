@@ -12,10 +12,8 @@ from ...base import dtypes
 from ...base.arrays import Array, as_array, byteswapped, refuse_masked
 from ...base.native import lib
 from ...errors import public
-from .job import Job, JobGrid, moving
-from .jobs import Batch
-from .memory import address_of, private_array
-from .threads import check_threads
+from .jobs import Batch, Job, JobGrid, moving
+from .memory import address_of, check_threads, private_array
 
 
 @public

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, groupby, islice, starmap
+from itertools import chain, islice, starmap
 from typing import Any, TypeAlias
 
 from ...base import dtypes
@@ -18,9 +18,9 @@ from ...base.arrays import Array
 from ...base.native import ffi, lib
 from ...errors import RemoteError
 from ...stores.store import Span
-from ...stores.thread_group import RANGES, current, each, read_spans, run
-from .job import WINDOW, Job, Origin
-from .memory import ALIGNMENT, address_of, aligned_bytes
+from ...stores.thread_group import RANGES, check_stopped, current, each, read_spans, run
+from .jobs import WINDOW, Batch, Job, Origin
+from .memory import ALIGNMENT, address_of, aligned_bytes, windows
 from .weight_file import WeightFile, is_remote
 
 # Bytes of a request, and of a request in a long download, as object stores recommend. Larger requests are no faster
@@ -37,31 +37,27 @@ _POLL = 0.05
 
 
 class Fetch:
-    """The jobs of a call. Several threads call ``execute``, which checks `stop.current` now and then."""
+    """The jobs of a call on remote files, which up to ``threads`` threads run at a time."""
 
-    def __init__(self, jobs: Iterable[Job], execute: Callable[[Sequence[Job], str], object], threads: int) -> None:
-        self._local: list[Job] = []
-        remote: list[Job] = []
-        for job in jobs:
-            reads_remote = job.size and any(map(is_remote, job.files)) and _remote_parts(job)
-            (remote if reads_remote else self._local).append(job)
+    def __init__(self, remote: Sequence[Job], threads: int) -> None:
         self.done = 0  # bytes of the jobs
-        self._execute = execute
         self._turns = threading.BoundedSemaphore(threads)
         self._lock = threading.Lock()
         self._freed = threading.Condition()
         self._staged = 0  # bytes of staging memory, in use or free
         self._free: list[Array] = []
         self._total = sum(map(_extent, remote))
-        self._files = list(dict.fromkeys(file for job in remote for file in job.files))
+        self._files = list(dict.fromkeys(file for job in remote for file, _, _ in _remote_parts(job).values()))
         rank = {file: k for k, file in enumerate(self._files)}
-        self._jobs = sorted(remote, key=lambda job: (rank.get(job.file, 0), job.offset))  # type: ignore[arg-type]
+        self._jobs = sorted(remote, key=lambda job: (rank.get(job.file, 0), job.offset))
         self._request_size = RANGE if sum(job.size for job in remote) < _LONG_FROM else LONG_RANGE
 
-    def run(self, report: Callable[[int], object]) -> list[Job]:
-        """Run all jobs that read from the network, and return the remaining jobs."""
+    def run(self, report: Callable[[int], object]) -> None:
+        """Run all jobs."""
         size = self._request_size
-        requests = ((window, request) for window in _windows(self._jobs, size) for request in window.requests(size))
+        parts = chain.from_iterable(_divided(job, size) for job in self._jobs)
+        each_window = map(_Window, windows(parts, WINDOW, _extent))
+        requests = ((window, request) for window in each_window for request in window.requests(size))
         tasks = (partial(self._serve, *request) for request in requests)
         first = list(islice(tasks, 2))
         if len(first) == 1:  # a single request needs no other thread
@@ -69,7 +65,6 @@ class Fetch:
         run(chain(first, tasks), RANGES, lambda: report(self.done))
         confirming = (getattr(file.store, "confirm", None) for file in self._files)  # of remote stores
         each(lambda confirm: confirm(), [*filter(None, confirming)])
-        return self._local
 
     def _take(self, nbytes: int) -> Array:
         """Return staging memory, waiting if necessary. It is reused, because new pages cost as much as a copy."""
@@ -114,8 +109,7 @@ class Fetch:
                     ready += (work for work in piece.works if not any(other.left for other in work[1].values()))
         if ready:
             with self._turns, current().filling():  # because jobs write into the caller's memory
-                for path, works in groupby(ready, _path_of):
-                    self._execute([*starmap(_placed, works)], path)
+                Batch(starmap(_placed, ready)).run(threads=1, progress=check_stopped)
             with self._lock:
                 self.done += sum(job.size for job, _ in ready)
                 window.works -= len(ready)
@@ -147,21 +141,15 @@ class _Piece:
 _Work: TypeAlias = tuple[Job, dict[str, _Piece]]
 
 
-def _path_of(work: _Work) -> str:
-    """Return the path of the file with the values or codes of the tensor, for messages."""
-    file, pieces = work[0].file, work[1]
-    return file.path if isinstance(file, WeightFile) else next(iter(pieces.values())).file.path
-
-
-def _placed(job: Job, pieces: dict[str, _Piece]) -> Job:
+def _placed(job: Job, pieces: Mapping[str, _Piece]) -> Job:
     """Return a job with its sources in memory."""
+    origin, piece = job.origin, next(iter(pieces.values()))  # of its values or codes, if they are remote
     if job.packed is not None:
         job = job._replace(packed=job.packed.moved({role: piece.address for role, piece in pieces.items() if role}))
     if "" in pieces:
-        piece = pieces[""]
-        origin = job.origin or Origin(piece.file.tensor_at(piece.begin) or "")
-        job = job._replace(file=None, offset=piece.address, origin=origin)
-    return job
+        origin = origin or Origin(piece.file.tensor_at(piece.begin) or "")
+        job = job._replace(file=None, offset=piece.address)
+    return job._replace(origin=origin and origin._replace(path=piece.file.path))
 
 
 class _Window:
@@ -227,20 +215,6 @@ def _room(piece: _Piece) -> int:
     return -(-(piece.end - piece.begin) // ALIGNMENT) * ALIGNMENT
 
 
-def _windows(jobs: Iterable[Job], request_size: int) -> Iterator[_Window]:
-    group: list[Job] = []
-    size = 0
-    for job in chain.from_iterable(_divided(job, request_size) for job in jobs):
-        cost = _extent(job)
-        if size and size + cost > WINDOW:
-            yield _Window(group)
-            group, size = [], 0
-        group.append(job)
-        size += cost
-    if group:
-        yield _Window(group)
-
-
 def _remote_parts(job: Job) -> dict[str, tuple[Any, int, int]]:
     """Return the remote byte ranges of a job by role of a packed tensor; under "" the bytes of the job itself."""
     places: dict[str, tuple[Any, int, int]] = {"": (job.file, job.offset, job.offset + _extent(job))}
@@ -283,12 +257,19 @@ def _divided(job: Job, request_size: int) -> Iterator[Job]:
         yield job._replace(offset=job.offset + begin, memory=memory, size=min(step, job.size - begin), origin=origin)
 
 
-def _tensor_at(request: Iterable[tuple[_Piece, int, int]], position: int) -> str | None:
+def _tensor_at(request: Sequence[tuple[_Piece, int, int]], position: int) -> str | None:
     """Return the name of the tensor at a byte, or of the first tensor if the byte lies between tensors."""
-    name = None
-    for piece, begin, end in request:
-        if name is None or begin <= position < end:
-            name = piece.name or piece.file.tensor_at(max(position, begin)) or piece.file.tensor_at(begin)
-        if begin <= position < end:
-            return name
-    return name
+    piece, begin, _ = next((part for part in request if part[1] <= position < part[2]), request[0])
+    return piece.name or piece.file.tensor_at(max(position, begin)) or piece.file.tensor_at(begin)
+
+
+def _run(jobs: Sequence[Job], threads: int, report: Callable[[int], object]) -> list[Job]:
+    local: list[Job] = []
+    remote: list[Job] = []
+    for job in jobs:
+        (remote if job.size and _remote_parts(job) else local).append(job)
+    Fetch(remote, threads).run(report)
+    return local
+
+
+Batch.run_remote = _run

@@ -1,10 +1,12 @@
-"""Describe jobs to the C core, run them in groups, and name the file and tensor of a failed job."""
+"""Describe jobs, operations of the C core on the bytes of a tensor; run them, and name what a failed job read."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -13,12 +15,12 @@ from ...base.native import TIER, Error, check, ffi, lib, pointer, private_buffer
 from ...base.text import subject
 from ...errors import RangeError
 from ...stores.local import LocalStore, direct_of, none_free
-from .job import Job, Origin
-from .memory import address_of
+from .memory import address_of, thread_count
 from .progress import Progress, reporter
-from .threads import thread_count
-from .weight_file import WeightFile
+from .weight_file import WeightFile, is_remote
 
+# Bytes to plan, or to read, at a time from the network: enough for many requests.
+WINDOW = 64 << 20
 # Length of a time slice in C, after which signals are handled and progress is reported.
 SLICE_MS = 50
 # Direct reads get longer slices, because the disk is idle from the end of a slice until all readers are back.
@@ -29,6 +31,106 @@ _SWAPS = sys.byteorder == "big"
 _SHORT_FILE = 1 << 20
 # Memory for the scales of packed codes in a group of jobs.
 _PREPARED_BYTES = 64 << 20
+
+
+class JobGrid(NamedTuple):
+    """An ``sl_grid``: a strided 2-D copy between elements that are not contiguous on both sides."""
+
+    rows: int
+    columns: int  # elements in each row
+    strides: tuple[int, int, int, int]  # in bytes: row and column of the source, row and column of the destination
+
+    def prepare(self) -> dict[str, Any]:
+        """Return the fields of an ``sl_grid``."""
+        return dict(zip(_GRID_FIELDS, (self.rows, self.columns, *self.strides), strict=True))
+
+
+_GRID_FIELDS = [name for name, _ in ffi.typeof("sl_grid").fields]
+
+
+class Channels(NamedTuple):
+    """An ``sl_channels``: per-axis scales, or the channels to compute absmax of."""
+
+    number: int  # of channels
+    inner: int  # consecutive elements (in C order) of a channel
+    factors: Array | None = None  # scales, f32 of shape [number]; None to compute absmax only
+
+    def prepare(self) -> dict[str, Any]:
+        """Return the fields of an ``sl_channels``."""
+        return {"count": self.number, "inner": self.inner, "factors": self.factors}
+
+
+class Update(NamedTuple):
+    """An ``sl_update``: a product of matrices to add to a matrix."""
+
+    left: Array  # f32 [rows, rank]
+    panels: Array  # f32; see `panels_of`
+    scaling: float
+
+
+class Updates(NamedTuple):
+    """An ``sl_merge``: the changes of a matrix, one after another."""
+
+    columns: int  # of the matrix
+    updates: Sequence[Update]
+
+    def prepare(self) -> dict[str, Any]:
+        """Return the fields of an ``sl_merge``."""
+        floats = partial(ffi.from_buffer, "float[]")
+        rows = [(left.shape[1], floats(left), floats(panels), scaling) for left, panels, scaling in self.updates]
+        table = np.frombuffer(ffi.buffer(ffi.new("sl_update[]", rows)), np.uint8) if rows else None
+        return {"columns": self.columns, "count": len(rows), "updates": table}
+
+
+def panels_of(right: Array) -> Array:
+    """Return a matrix [rank, columns] as f32 panels, with zeros in the last panel's unused columns."""
+    rank, columns = right.shape
+    width = int(lib.SL_MERGE_PANEL)
+    panels = np.zeros((-(-columns // width), rank, width), np.float32)
+    whole = columns // width
+    panels[:whole] = right[:, : whole * width].reshape(rank, whole, width).transpose(1, 0, 2)
+    panels[whole:, :, : columns - whole * width] = right[:, whole * width :]
+    return panels
+
+
+class Origin(NamedTuple):
+    """The tensor of a job."""
+
+    tensor: str  # name for errors; "" for a single array
+    shape: tuple[int, ...] = ()  # to report indices in errors
+    owner: Any = None  # keeps the memory of the source alive
+    first: int = 0  # first element of the job in the tensor
+    path: str | None = None  # of the file, if the job reads bytes of it in memory
+
+
+class Job(NamedTuple):
+    """An ``sl_job``."""
+
+    file: WeightFile | int | None  # of the source: None for memory, a handle of the C core if there is no `WeightFile`
+    offset: int  # in the file, or the address of the source
+    memory: int  # address of the destination (of the source of a write)
+    size: int  # bytes of all elements at the source
+    source: int = 0  # dtype number of the source
+    target: int = 0  # dtype number of the destination, if the operation has one
+    op: int = lib.SL_OP_COPY
+    grid: JobGrid | None = None  # for strided 2-D copies
+    channels: Channels | None = None  # for operations with channels
+    origin: Origin | None = None  # None if the file can find the tensor by the failing byte
+    packed: Any = None  # a `CodeReader` for operations on packed codes: `source` is F32, `size` counts values
+    merge: Updates | None = None  # for `lib.SL_OP_MERGE`
+
+
+_FILE, _SIZE, _CODES = map(attrgetter, ("file", "size", "packed"))
+
+
+def moving(source: int, target: int, grid: JobGrid | None = None) -> int:
+    """Return the operation that moves values from one dtype to another."""
+    if grid is not None:
+        return int(lib.SL_OP_GRID)
+    return int(lib.SL_OP_COPY if source == target else lib.SL_OP_CONVERT)
+
+
+# ---- running ----
 
 
 def struct_dtype(name: str) -> np.dtype[Any]:
@@ -84,7 +186,7 @@ def run_jobs(
         try:
             end = begin + _open(files[begin:end], handles, 2 if direct else 1)
             group, ours = table[begin:end], files[begin:end]
-            group["file"] = [handles[file] for file in ours]
+            group["file"] = list(map(handles.__getitem__, ours))
             if direct:
                 refused |= not _open_direct(ours, handles, group, unbuffered)
             count = thread_count(total, threads, direct=bool(unbuffered))
@@ -148,10 +250,12 @@ class Batch:
     ``Origin.owner`` keeps the memory of a source alive; the caller keeps the rest.
     """
 
-    def __init__(self, jobs: Iterable[Job] = (), path: str | None = None, *, direct: bool = False) -> None:
+    # Runs the jobs on remote files, and returns the other jobs. `fetch` sets it: who opens a remote file imports that.
+    run_remote: ClassVar[Callable[[Sequence[Job], int, Callable[[int], object]], list[Job]]]
+
+    def __init__(self, jobs: Iterable[Job] = (), *, direct: bool = False) -> None:
         self.jobs = list(jobs)
         self.refused = False  # True if the system refused a direct read
-        self._path = path
         self._direct = direct
         self._results: list[Array] = []
 
@@ -175,19 +279,19 @@ class Batch:
         Files are opened if their descriptors were closed. If the process may not have enough descriptors, the jobs run
         in groups with fewer files.
         """
-        total = sum(job.size for job in self.jobs)
-        count = thread_count(total, threads)
+        jobs = self.jobs
+        left = total = int(sum(map(_SIZE, jobs)))
         with reporter(progress, total) as report:
-            jobs = self._fetch(count, report)
+            if _reads_remote(jobs):
+                jobs = Batch.run_remote(jobs, thread_count(total, threads), report)
+                left = sum(map(_SIZE, jobs))
             table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
-            descriptions = [
-                _describe([getattr(job, field) for job in jobs], table[field], dtype)
-                for field, dtype in (("grid", _GRID), ("channels", _CHANNELS), ("merge", _MERGE))
-            ]
-            files, packed = [job.file for job in jobs], [job.packed for job in jobs]
+            files, *_, grids, channels, _, packed, merges = zip(*jobs, strict=True) if jobs else [()] * len(Job._fields)
+            columns = ("grid", grids, _GRID), ("channels", channels, _CHANNELS), ("merge", merges, _MERGE)
+            descriptions = [_describe(values, table[name], dtype) for name, values, dtype in columns if any(values)]
 
             def fail(status: int, error: Any, index: int) -> None:
-                _fail(status, error, jobs[index] if jobs else None, self._path)
+                _fail(status, error, jobs[index] if jobs else None)
 
             self.refused |= run_jobs(
                 table,
@@ -197,7 +301,7 @@ class Batch:
                 report=report,
                 fail=fail,
                 packed=packed if any(packed) else (),
-                done=total - sum(job.size for job in jobs),
+                done=total - left,
                 direct=self._direct,
             )
             del descriptions  # alive until the jobs have run
@@ -205,37 +309,30 @@ class Batch:
             swappable(result).byteswap(inplace=True)
         return total
 
-    def _fetch(self, threads: int, report: Callable[[int], object]) -> list[Job]:
-        """Run the jobs on remote files, and return the remaining jobs."""
-        files = {job.file for job in self.jobs if isinstance(job.file, WeightFile)}
-        for job in self.jobs:
-            if job.packed is not None:
-                files.update(job.files)
-        if not any(file.remote for file in files):
-            return self.jobs
-        from ...stores.thread_group import check_stopped
-        from .fetch import Fetch  # `formats.opening` has imported both
 
-        def execute(jobs: Sequence[Job], path: str) -> None:
-            Batch(jobs, path).run(threads=1, progress=check_stopped)
-
-        return Fetch(self.jobs, execute, threads).run(report)
+def _reads_remote(jobs: Iterable[Job]) -> bool:
+    """Return True if a job reads a remote file, also for the scales of its codes."""
+    files = set(map(_FILE, jobs))
+    for codes in set(map(_CODES, jobs)) - {None}:
+        files.update(map(itemgetter(0), codes.stored().values()))
+    return any(map(is_remote, files))
 
 
-def _fail(status: int, error: Any, job: Job | None, path: str | None = None) -> None:
+def _fail(status: int, error: Any, job: Job | None) -> None:
     """Raise the core's error with the file and the tensor of the failed job."""
     if status == lib.SL_E_MEMORY or job is None:  # not the error of a single job
         check(status, error)
         return
-    path = job.file.path if isinstance(job.file, WeightFile) else path
-    if job.origin is not None:
-        tensor = job.origin.tensor or None
+    file, origin = job.file if isinstance(job.file, WeightFile) else None, job.origin
+    path = file.path if file is not None else origin.path if origin is not None else None
+    if origin is not None:
+        tensor = origin.tensor or None
     else:
-        tensor = job.file.tensor_at(error.position) if isinstance(job.file, WeightFile) else None
+        tensor = file.tensor_at(error.position) if file is not None else None
     if status == lib.SL_E_RANGE:
-        shape = () if job.origin is None else job.origin.shape
-        position = error.position + (0 if job.origin is None else job.origin.first)
-        at = [int(k) for k in np.unravel_index(position, shape)] if job.origin is not None else position
+        at = error.position
+        if origin is not None:
+            at = [int(k) for k in np.unravel_index(at + origin.first, origin.shape)]
         message = f"{subject(tensor)}element {at} {ffi.string(error.message).decode()}"
         raise RangeError(message, path=path, tensor=tensor)
     check(status, error, path, tensor=tensor)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
+from threading import RLock
 from typing import Any, TypeAlias
 
 from ...base.text import size
@@ -73,17 +74,45 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
             drawn.close()
 
 
-@contextmanager
-def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function that takes the number of bytes done and reports it as ``progress`` specifies."""
+def reporter(progress: Progress, total: int) -> AbstractContextManager[Callable[[int], object]]:
+    """Return the context of a function that takes the bytes done and reports them as ``progress`` specifies."""
     if callable(progress):
-        report = progress
-        yield lambda done: report(done, total)
-    elif progress:
-        with bar("safeload", leave=True) as draw:
-            yield lambda done: draw(done, total)
-    else:
-        yield lambda done: None
+        return nullcontext(lambda done: progress(done, total))
+    return _whole(total) if progress else nullcontext(lambda done: None)
+
+
+@contextmanager
+def _whole(total: int) -> Iterator[Callable[[int], object]]:
+    with bar("safeload", leave=True) as draw:
+        yield lambda done: draw(done, total)
+
+
+class Meter:
+    """Count bytes for a progress report. Any thread may use it."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._reporter: Any = reporter(progress, total)
+        self._report: Callable[[int], object] | None = self._reporter.__enter__() if progress else None
+        self._called = callable(progress)
+        self._total, self._done = total, 0
+        self._lock = RLock()  # a report may close the owner of this meter
+
+    def add(self, nbytes: int) -> None:
+        """Add to the number of bytes done."""
+        with self._lock:
+            if self._report is not None:
+                self._done += nbytes
+                self._report(self._done)
+                if self._done >= self._total:
+                    self.close()
+
+    def close(self) -> None:
+        """End the bar, even if bytes are missing."""
+        with self._lock:
+            self._reporter.__exit__(None, None, None)
+            self._reporter = nullcontext()
+            if not self._called:
+                self._report = None
 
 
 def bars(progress: Progress) -> Bars:

@@ -12,8 +12,8 @@ import numpy as np
 
 from ...base.arrays import Array, ArraySpec, array_over, byteswapped, c_strides, with_article
 from . import jobs
-from .job import WINDOW, Job, Origin
-from .memory import address_of, private_array
+from .jobs import WINDOW, Job, Origin
+from .memory import address_of, private_array, windows
 from .weight_file import WeightFile
 
 # Gaps of up to this many bytes are read and dropped: the system reads whole pages anyway.
@@ -198,31 +198,27 @@ def read_rows(
     rows = private_array((len(positions), width), np.dtype(np.uint8))
     if not rows.size:
         return rows
-    batch = jobs.Batch()
-    staged: list[tuple[Array, slice]] = []
-    size = 0
-    for first, last, gaps in _spans(positions, pitch, width):
+
+    def job(first: int, last: int, memory: Array) -> Job:
         at, extent = int(positions[first]), int(positions[last - 1] - positions[first]) * pitch + width
-        if not gaps:
-            memory = address_of(rows[first:last])
-            batch.add(Job(file, begin + at * pitch, memory, extent, origin=origin))
-            continue
-        if size + extent > _STAGED and size:
-            _read_staged(batch, staged, rows, positions)
-            batch, staged, size = jobs.Batch(), [], 0
-        block = np.empty((int(positions[last - 1]) - at + 1, pitch), np.uint8)
-        batch.add(Job(file, begin + at * pitch, address_of(block), extent, origin=origin))
-        staged.append((block, slice(first, last)))
-        size += block.nbytes
-    _read_staged(batch, staged, rows, positions)
+        return Job(file, begin + at * pitch, address_of(memory), extent, origin=origin)
+
+    def count(span: _Span) -> int:
+        return int(positions[span[1] - 1] - positions[span[0]]) + 1
+
+    spans = list(_spans(positions, pitch, width))
+    batch = jobs.Batch(job(first, last, rows[first:last]) for first, last, gaps in spans if not gaps)
+    for window in windows((span for span in spans if span[2]), _STAGED // pitch, count):
+        blocks = [np.empty((count(span), pitch), np.uint8) for span in window]
+        for block, (first, last, _) in zip(blocks, window, strict=True):
+            batch.add(job(first, last, block))
+        batch.run()
+        for block, (first, last, _) in zip(blocks, window, strict=True):
+            rows[first:last] = block[positions[first:last] - positions[first], :width]
+        batch = jobs.Batch()
+    if batch.jobs:
+        batch.run()
     return rows
-
-
-def _read_staged(batch: jobs.Batch, staged: list[tuple[Array, slice]], rows: Array, positions: Array) -> None:
-    batch.run()
-    for block, which in staged:
-        chosen = positions[which]
-        rows[which] = block[chosen - chosen[0], : rows.shape[1]]
 
 
 def _spans(positions: Array, pitch: int, width: int) -> Iterator[_Span]:

@@ -30,8 +30,8 @@ from ...base.text import plural, show
 from ...engine.codes.quantized_tensor import PartRows, QuantizedTensor
 from ...engine.codes.source import Source, source_pieces
 from ...engine.read.tensors import packed_of
+from ...engine.run.memory import check_threads
 from ...engine.run.progress import Progress
-from ...engine.run.threads import check_threads
 from ...engine.run.weight_file import WeightFile
 from ...errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, exported, one_line, public
 from ...formats.numbered import other_form

@@ -26,14 +26,13 @@ from ...base.packing import INT8
 from ...base.runtime import paused
 from ...base.showing import Report, Row, shorten, table
 from ...base.text import clip, more, plural, printable, show
-from ...engine.ahead.spans import Spans
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.codes.source import Meter, Source, in_order, of_array
+from ...engine.codes.source import Source, in_order, of_array
 from ...engine.run.jobs import native_order, struct_dtype
-from ...engine.run.memory import address_of, aligned_bytes
-from ...engine.run.progress import Progress
-from ...engine.run.threads import check_threads
+from ...engine.run.memory import address_of, aligned_bytes, check_threads, windows
+from ...engine.run.progress import Meter, Progress
 from ...engine.run.weight_file import is_remote
+from ...engine.staging import Spans
 from ...errors import exported, public
 from ..sources.catalog import Catalog, Given, TensorDescription
 from ..sources.executors import Executor, check_executor, opened, pieces_of, run_pieces
@@ -502,7 +501,7 @@ def _compare_values(
         compare([names[k] for k in plain.tolist()], *(side.pick(plain) for side in spans))
     rest = [name for name in names if name not in rows] if len(rows) < len(names) else []
     with _reader(a, rest, threads) as read_a, _reader(b, rest, threads) as read_b:
-        for batch in _batches(rest, shapes):
+        for batch in windows(rest, NUMBERS, lambda name: math.prod(shapes[name])):
             sides = (a, read_a), (b, read_b)
             sources = [[x._replace(shape=shapes[name]) for x in _alike(name, sides, threads)] for name in batch]
             compare(batch, *map(_spans, zip(*sources, strict=True)))
@@ -513,20 +512,6 @@ def _compare_values(
 
 
 # ---- tensors that are not plain, or not in local files ----
-
-
-def _batches(names: Iterable[str], shapes: Mapping[str, Shape]) -> list[list[str]]:
-    """Divide tensors into batches to hold in memory together: a large tensor alone, small tensors up to a block."""
-    batches: list[list[str]] = []
-    total = 0
-    for name in names:
-        count = math.prod(shapes[name])
-        if not batches or total + count > NUMBERS:
-            batches.append([])
-            total = 0
-        batches[-1].append(name)
-        total += count
-    return batches
 
 
 _Reader: TypeAlias = Callable[[str], Source | Array]

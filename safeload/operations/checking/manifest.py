@@ -24,11 +24,11 @@ from ...base.packing import Grid, Packing, Zeros
 from ...base.paths import PathLike, native_path
 from ...base.text import plural, show
 from ...engine.codes.quantized_tensor import QuantizedTensor
-from ...engine.codes.source import Meter, file_pieces, in_order, source_pieces
+from ...engine.codes.source import file_pieces, in_order, source_pieces
 from ...engine.read.tensors import packed_of
 from ...engine.run.jobs import native_order
-from ...engine.run.progress import Progress
-from ...engine.run.threads import check_threads
+from ...engine.run.memory import check_threads
+from ...engine.run.progress import Meter, Progress
 from ...errors import FormatError
 from ...stores.digests import MANIFEST_KEY, MANIFEST_VERSION
 from ...stores.json_file import read_json

@@ -30,8 +30,8 @@ from ...base.showing import escaped, figure
 from ...base.text import clip, plural, show, size, unit
 from ...base.url import is_url
 from ...checkpoint import Checkpoint
-from ...engine.codes.source import Meter, in_order
-from ...engine.run.progress import Bars, Progress, bars
+from ...engine.codes.source import in_order
+from ...engine.run.progress import Bars, Meter, Progress, bars
 from ...errors import RangeError, SafeloadError, public
 from ...formats.registry import UnknownGlobals
 from ...formats.verifying import entry_of

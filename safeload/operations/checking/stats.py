@@ -21,9 +21,9 @@ from ...engine.codes.quantized_tensor import QuantizedTensor
 from ...engine.codes.source import Source, address, of_numbers, of_packed, of_reals
 from ...engine.read.tensors import Tensors
 from ...engine.run import jobs
-from ...engine.run.job import Origin
+from ...engine.run.jobs import Origin
+from ...engine.run.memory import check_threads
 from ...engine.run.progress import Progress, reporter
-from ...engine.run.threads import check_threads
 from ...errors import UnsupportedError, exported, public
 from ..sources.catalog import Catalog, Given, has_names
 from ..sources.executors import EXECUTOR, Executor, check_executor, in_memory, opened, pieces_of, run_pieces

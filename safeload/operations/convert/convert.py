@@ -14,8 +14,8 @@ from ...base.names import Patterns, Renames
 from ...base.paths import PathLike
 from ...base.runtime import paused
 from ...base.text import show
+from ...engine.run.memory import check_threads
 from ...engine.run.progress import Progress, reporter
-from ...engine.run.threads import check_threads
 from ...errors import SafeloadError, UnsupportedError, public
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes

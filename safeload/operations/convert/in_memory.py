@@ -19,9 +19,8 @@ from ...engine.codes.source import Source, of_reals
 from ...engine.read.load import parse_target, refuse_own_files
 from ...engine.run import jobs
 from ...engine.run.cast import target_array
-from ...engine.run.memory import check_disjoint, overlapping, private_array
+from ...engine.run.memory import check_disjoint, check_threads, overlapping, private_array
 from ...engine.run.progress import Progress, reporter
-from ...engine.run.threads import check_threads
 from ...errors import exported, public
 from ...models.layout import Layout
 from ...packed.families import Preset, preset_of

@@ -21,15 +21,15 @@ from ...base.packing import INT8, SCHEMES, Part, usual_axis
 from ...base.paths import absolute
 from ...base.runtime import paused
 from ...base.text import error_about, show
-from ...engine.ahead.spans import Spans
 from ...engine.codes.quantized_tensor import PartRows, QuantizedTensor, storage_of
 from ...engine.codes.source import Source, of_array
 from ...engine.read.tensors import Entry, Lazy, LazyParts, Staged, Tensors
 from ...engine.run import jobs
 from ...engine.run.atomic_file import AtomicFile
-from ...engine.run.job import JobGrid
+from ...engine.run.jobs import JobGrid
 from ...engine.run.memory import private_array
 from ...engine.run.progress import Progress
+from ...engine.staging import Spans
 from ...errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ...formats.metadata import as_texts
 from ...formats.mixtures import ImportanceMatrix

@@ -26,8 +26,7 @@ from ...base.runtime import paused
 from ...base.text import plural, printable, show
 from ...checkpoint import recipe_of
 from ...engine.codes.source import in_order
-from ...engine.run.atomic_file import hidden_name
-from ...engine.run.digest import Digest
+from ...engine.run.atomic_file import Digest, hidden_name
 from ...engine.run.progress import Progress
 from ...errors import FormatError, UnsupportedError, exported, public
 from ...formats.folder import INDEX, RESUME, SINGLE

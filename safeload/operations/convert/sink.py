@@ -56,8 +56,7 @@ from ...base import url as urls
 from ...base.forking import cached_property
 from ...base.paths import absolute
 from ...base.text import plural
-from ...engine.run.atomic_file import AtomicFile, Swap, hidden_name, naming, remove_abandoned
-from ...engine.run.digest import Digest
+from ...engine.run.atomic_file import AtomicFile, Digest, Swap, hidden_name, naming, remove_abandoned
 from ...errors import FormatError
 from ...formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
 from ...formats.numbered import PART, sets_of

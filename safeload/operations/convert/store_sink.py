@@ -17,8 +17,7 @@ from typing import Any, cast
 from ...base import log
 from ...base import url as urls
 from ...base.text import plural, size
-from ...engine.run.atomic_file import AtomicFile
-from ...engine.run.digest import Digest
+from ...engine.run.atomic_file import AtomicFile, Digest
 from ...errors import FormatError, RemoteError, RemoteTimeoutError, UnsupportedError
 from ...formats.folder import CONFIG, INDEX, SINGLE, is_weight_file
 from ...stores.files import Files, Location

@@ -23,10 +23,9 @@ from ...engine.codes.restore import restore_jobs, small_ranges, values_before
 from ...engine.codes.source import Source, address, memory_of, of_numbers, of_reals
 from ...engine.run import jobs
 from ...engine.run.cast import astype
-from ...engine.run.job import Channels, Job, Origin
-from ...engine.run.memory import address_of, private_array
+from ...engine.run.jobs import Channels, Job, Origin
+from ...engine.run.memory import address_of, check_threads, private_array, thread_count
 from ...engine.run.progress import Progress
-from ...engine.run.threads import check_threads, thread_count
 from ...errors import RangeError, public
 from ...packed.families import Preset
 from ...packed.small_integers import to_bitnet

@@ -14,9 +14,8 @@ from typing import Any, Literal, NamedTuple
 from ...base.paths import PathLike, os_error
 from ...base.showing import Report, Row, table
 from ...base.text import more, plural, printable, size
-from ...engine.codes.source import Meter
-from ...engine.run.progress import Progress
-from ...engine.run.threads import check_threads, thread_count
+from ...engine.run.memory import check_threads, thread_count
+from ...engine.run.progress import Meter, Progress
 from ...errors import SafeloadError, VerificationError, exported, one_line, public
 from ...formats.registry import BY_NAME
 from ...formats.verifying import Verify, expected_of, is_same, walk

@@ -12,20 +12,18 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, get_ar
 
 import numpy as np
 
-from ...base import dtypes
-from ...base.arrays import Array, array_over
-from ...base.names import Patterns, layer_of
-from ...base.native import ffi, short
-from ...base.text import parse_size, plural, show
-from ...errors import RemoteError, exported, public
-from ...stores.thread_group import REMOTE_WORKERS, Prefetch, Stopped, Task, check_stopped
-from ..codes.source import Meter
-from ..read.load import check_fits, check_out_names, deliver, parse_target, stored_in_parts
-from ..read.tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
-from ..run.memory import POOLED_BELOW, aligned_bytes, check_disjoint
-from ..run.progress import Progress
-from ..run.threads import check_threads
-from ..run.weight_file import WeightFile
+from ..base import dtypes
+from ..base.arrays import Array, array_over
+from ..base.names import Patterns, layer_of
+from ..base.native import ffi, short
+from ..base.text import parse_size, plural, show
+from ..errors import RemoteError, exported, public
+from ..stores.thread_group import REMOTE_WORKERS, Prefetch, Stopped, Task, check_stopped
+from .read.load import check_fits, check_out_names, deliver, parse_target, stored_in_parts
+from .read.tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
+from .run.memory import POOLED_BELOW, aligned_bytes, check_disjoint, check_threads, windows
+from .run.progress import Meter, Progress
+from .run.weight_file import WeightFile
 
 # Arrays to fill: by name, or a function from a name to an array.
 Out = Mapping[str, Array] | Callable[[str], Array] | None
@@ -214,18 +212,12 @@ class _Reader:
 
     def units(self, entries: Sequence[Entry], share: int) -> Iterator[list[Entry]]:
         """Divide tensors into units to read together."""
-        unit: list[Entry] = []
-        size = 0
-        for entry in entries:
-            cost, single = self._cost(entry), self._makes(entry)
-            alone = entry.repeated and not single  # or `deliver` would let tensors of a storage share memory
-            if unit and (alone or size + cost > share or single != self._makes(unit[0])):
-                yield unit
-                unit, size = [], 0
-            unit.append(entry)
-            size += cost
-        if unit:
-            yield unit
+
+        def kind(entry: Entry) -> object:  # repeated elements alone, or `deliver` would let tensors share their memory
+            single = self._makes(entry)
+            return object() if entry.repeated and not single else single
+
+        return windows(entries, share, self._cost, kind)
 
     def task(self, number: int, entries: Sequence[Entry]) -> Task:
         """Return the task that reads the tensors of a unit up to the first error."""

@@ -1,1 +1,0 @@
-"""Read ahead of the consumer: streams, staging buffers, and byte ranges of many small tensors."""
