@@ -17,10 +17,10 @@ import files
 import numpy as np
 import pytest
 from compare import Comparison, race, release, same_list
-from safeload.formats.unpickle.machine import unpickle
 
 import safeload
 from safeload.formats.torch.globals import ALLOWED, read_persistent_id
+from safeload.formats.unpickle import unpickle
 
 torch = pytest.importorskip("torch", reason="torch is absent")
 

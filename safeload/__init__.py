@@ -63,7 +63,7 @@ _MODULE_OF = {
         "operations.checking.findings": "CheckReport Finding",
         "operations.checking.check": "Limits check",
         "operations.trust.verify": "FileCheck VerifyReport verify",
-        "stores.digests": "Signature",
+        "stores.signature": "Signature",
     }.items()
     for name in names.split()
 }

@@ -99,7 +99,7 @@ from .operations.trust.scan import scan as scan
 from .operations.trust.verify import FileCheck as FileCheck
 from .operations.trust.verify import VerifyReport as VerifyReport
 from .operations.trust.verify import verify as verify
-from .stores.digests import Signature as Signature
+from .stores.signature import Signature as Signature
 
 __all__ = [
     "CheckReport",

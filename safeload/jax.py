@@ -25,9 +25,9 @@ from .formats.opening import Paths
 from .formats.registry import FormatName, UnknownGlobals
 
 if TYPE_CHECKING:
-    from .formats.verifying import Verify
     from .frameworks.jax_arrays import Array as Array
     from .frameworks.jax_arrays import Sharding
+    from .stores.signature import Verify
 
 __all__ = ["load", "load_checkpoint", "load_file", "save", "save_file"]
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .compat.serialize import deserialize as deserialize
     from .compat.serialize import serialize as serialize
     from .compat.serialize import serialize_file as serialize_file
-    from .formats.verifying import Verify
     from .frameworks.torch_arrays import Device, Module, Tensor
+    from .stores.signature import Verify
 
 __all__ = ["load", "load_checkpoint", "load_file", "load_model", "save", "save_file", "save_model"]
 

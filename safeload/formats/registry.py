@@ -76,6 +76,7 @@ PARTS = {
     "edits": "..stores.edit_journal",
     "folders": ".folder",
     "hub": "..stores.hub_cache",
+    "merging": "..loading.merge",
     "missing paths": "..stores.missing_path",
     "places": "..stores.places",
     "quantization": "..packed.quantization",

@@ -6,9 +6,8 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any, TypeAlias
+from typing import Any
 
-from ..base.paths import PathLike
 from ..base.text import show
 from ..errors import FormatError, LimitError, SafeloadError, VerificationError
 from ..stores import digests
@@ -26,13 +25,10 @@ from ..stores.digests import (
 from ..stores.files import LOCAL, Files
 from ..stores.json_file import MAX_JSON, parse_json
 from ..stores.places import places_of
+from ..stores.signature import Signature, Verify
 from ..stores.store import read_at
 from ..stores.thread_group import each
 from ..stores.verified import pieces_of
-
-# The argument ``verify=``: the path of a manifest or signature, or True for the one next to the files, or for the
-# digests of a cache.
-Verify: TypeAlias = bool | PathLike | Signature | None
 
 _HUB, _OLLAMA = "the Hub's cache", "ollama's store"
 _MANIFEST_PROOF = "integrity only: a manifest does not say who made it"

@@ -15,7 +15,6 @@ import numpy as np
 from ..base import dtypes, log
 from ..base.arrays import Array
 from ..base.forking import cached_property
-from ..base.paths import PathLike
 from ..base.text import error_about, show
 from ..checkpoint import Checkpoint
 from ..engine.codes.source import Source
@@ -27,11 +26,6 @@ from ..packed.finder import CONV1D, CONV1D_MODELS
 from ..packed.patterns import compiled
 from ..stores.files import Location
 from ..stores.json_file import read_json
-from ..stores.places import Located
-
-# The `adapters=` argument: a path, a path with its weight, or a sequence of these in order.
-One = PathLike | Located | tuple[PathLike | Located, float]
-Adapters = One | Sequence[One] | None
 
 CONFIG = "adapter_config.json"
 

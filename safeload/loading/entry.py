@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from ..base.arrays import Array
 from ..base.names import Patterns
+from ..base.paths import PathLike
 from ..checkpoint import Checkpoint
 from ..engine.read.load import Backend, DtypeLike, LoadOptions
 from ..engine.run.progress import Progress
 from ..errors import public
 from ..formats.opening import Paths, open_paths
-from ..formats.registry import FormatName, UnknownGlobals
+from ..formats.registry import FormatName, UnknownGlobals, part
+from ..stores.files import Located
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..formats.verifying import Verify
-    from .adapter import Adapters
+    from ..stores.signature import Verify
 
 __all__ = ["load", "open"]
+
+
+# The `adapters=` argument: a path, a path with its weight, or a sequence of these in order.
+One = PathLike | Located | tuple[PathLike | Located, float]
+Adapters = One | Sequence[One] | None
 
 
 class OpenOptions(LoadOptions, total=False):
@@ -206,9 +212,7 @@ def load(
     ) as checkpoint:
         load_from: Callable[..., dict[str, Any]] = checkpoint.load
         if adapters is not None:
-            from .merge import load_with_adapters  # only here: most programs merge nothing
-
-            load_from = partial(load_with_adapters, checkpoint, adapters, storage_options)
+            load_from = partial(part("merging").load_with_adapters, checkpoint, adapters, storage_options)
         return load_from(
             names=names, only=only, drop=drop, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress
         )

@@ -22,9 +22,9 @@ from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
 from ...loading.adapter import Adapters, listed
 from ...models.layout import Layout
 from ...packed.quantization import is_own, without_quantization
-from ...stores.digests import Signature
 from ...stores.files import LOCAL
 from ...stores.local import LocalStore
+from ...stores.signature import Signature
 from ..quantize.rules import ConvertScheme, Keep
 from ..sources.catalog import Catalog, Given
 from ..sources.executors import Executor
@@ -60,7 +60,7 @@ from .make import weight_map
 from .sink import Sink, free_names
 
 if TYPE_CHECKING:
-    from ...formats.verifying import Verify
+    from ...stores.signature import Verify
 
 
 @public

@@ -71,7 +71,7 @@ from .make import Decision, Outputs, merged, outputs_of, plan, spans_of
 from .sink import Sink
 
 if TYPE_CHECKING:
-    from ...formats.verifying import Verify
+    from ...stores.signature import Verify
 
 
 _EMBEDDING = "embed_tokens.weight"

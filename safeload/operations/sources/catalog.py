@@ -55,8 +55,8 @@ from ...stores.files import Location
 from ...stores.places import Located, is_file_object, is_located
 
 if TYPE_CHECKING:
-    from ...formats.verifying import Verify
     from ...loading.merge import Merge
+    from ...stores.signature import Verify
 
 
 class TensorDescription(NamedTuple):

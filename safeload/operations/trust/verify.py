@@ -18,12 +18,13 @@ from ...engine.run.memory import check_threads, thread_count
 from ...engine.run.progress import Meter, Progress
 from ...errors import SafeloadError, VerificationError, exported, one_line, public
 from ...formats.registry import BY_NAME
-from ...formats.verifying import Verify, expected_of, is_same, walk
+from ...formats.verifying import expected_of, is_same, walk
 from ...packed.quantization import BESIDE, find_quantization
 from ...stores import digests, ollama
 from ...stores.digests import GIT_PATHS, Expected, name_below
 from ...stores.files import LOCAL, Files, Location
 from ...stores.places import Located, places_of
+from ...stores.signature import Verify
 from ...stores.store import WINDOW, ByteStore
 from ...stores.thread_group import each
 from ...stores.verified import check_size, compare_digests, pieces_of
