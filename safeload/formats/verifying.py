@@ -16,7 +16,6 @@ from ..stores.digests import (
     MANIFEST_KEY,
     SIGNATURE_KEY,
     Expected,
-    Signature,
     is_manifest,
     name_below,
     refused,

@@ -19,7 +19,8 @@ from ...engine.run.progress import Progress, reporter
 from ...errors import SafeloadError, UnsupportedError, public
 from ...formats.folder import CONFIG, INDEX, SINGLE
 from ...formats.registry import SAFETENSORS, WrittenName, written_suffixes
-from ...loading.adapter import Adapters, listed
+from ...loading.adapter import listed
+from ...loading.entry import Adapters
 from ...models.layout import Layout
 from ...packed.quantization import is_own, without_quantization
 from ...stores.files import LOCAL
