@@ -12,11 +12,11 @@ from compare import Comparison, race, release, same_arrays, same_bytes
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from limits import READ, reader, storers
+from safeload.core import dtypes
 
 import safeload
 from safeload import QuantizedTensor
-from safeload.base import dtypes
-from safeload.base.native import TIER, ffi, lib
+from safeload.core.native import TIER, ffi, lib
 
 ROUNDS = 9
 # Of ggml's C; where the machine cannot store much faster, storing is the goal.

@@ -12,7 +12,7 @@ from compare import Comparison, race
 from limits import READ, TWO_PASSES, reader, shared, storer, stream
 
 import safeload
-from safeload.base.native import TIER, ffi, lib
+from safeload.core.native import TIER, ffi, lib
 
 ROUNDS = 7
 COUNT = 32 << 20  # 128 MiB of f32, four times a large third-level cache

@@ -16,8 +16,8 @@ import safetensors.numpy
 from compare import Comparison, prepared, race, same_arrays
 
 import safeload
-from safeload.engine.run.memory import available_cpus
-from safeload.formats.verifying import digests_of
+from safeload.core.memory import available_cpus
+from safeload.trust.verifying import digests_of
 
 ROUNDS = files.LARGE_ROUNDS
 _BUFFER = 1 << 20

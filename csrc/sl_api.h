@@ -7,7 +7,7 @@
  * read them.
  */
 
-/* Status of a call. Each maps to a Python exception in safeload/base/native.py. */
+/* Status of a call. Each maps to a Python exception in safeload/core/native.py. */
 #define SL_OK 0
 #define SL_E_FORMAT 1      /* the bytes break their format: FormatError */
 #define SL_E_LIMIT 2       /* exceeds one of our named limits: LimitError */

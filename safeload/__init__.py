@@ -19,51 +19,51 @@
 from importlib import import_module
 
 from ._version import __version__
-from .base import forking as _forking  # noqa: F401 - registers hooks for forks
+from .core import forking as _forking  # noqa: F401 - registers hooks for forks
 
 # The public names by module; their types are in __init__.pyi. A module is imported when one of its names is first
 # used, so that programs pay only for the names they use, and `safeload --help` for none.
 _MODULE_OF = {
     name: module
     for module, names in {
-        "base.arrays": "TensorLike",
-        "base.names": "flatten nest",
-        "base.table": "TensorInfo",
-        "checkpoint": "Checkpoint TensorSlice",
+        "core.arrays": "TensorLike",
+        "core.names": "flatten nest",
+        "core.table": "TensorInfo",
+        "core.checkpoint": "Checkpoint TensorSlice",
         "cluster": "run_piece",
         "compat.alias": "install_as_safetensors",
         "compat.safe_open": "PrefetchLoader SafeSlice _safe_open_handle safe_open",
         "compat.serialize": "TensorMeta TensorSpec deserialize serialize serialize_file",
-        "engine.stream": "LayerStream TensorStream",
-        "engine.codes.quantized_tensor": "QuantizedTensor",
-        "engine.read.load": "LoadStats",
-        "engine.run.cast": "astype",
-        "engine.run.memory": "show_config",
+        "core.stream": "LayerStream TensorStream",
+        "core.quantized_tensor": "QuantizedTensor",
+        "core.load": "LoadStats",
+        "core.cast": "astype",
+        "core.memory": "show_config",
         "errors": "ForbiddenError FormatError LimitError RangeError RemoteError RemotePermissionError "
         "RemoteTimeoutError SafeloadError SafetensorError TensorNotFoundError UnsupportedError VerificationError",
-        "loading.entry": "load open",
+        "core.entry": "load open",
         "models.layout": "Layout StackedTensor",
         "models.family": "ModelFamily families",
-        "operations.convert.convert": "convert",
-        "operations.convert.decide": "ConvertReport",
-        "operations.convert.in_memory": "QuantizedDict StackedDict load_quantized stack",
-        "operations.convert.resume": "Plan finalize plan_convert",
-        "operations.checking.info": "AdapterFitting AdapterSummary Info info",
-        "operations.checking.local_models": "LocalModel LocalModels local_models",
-        "operations.checking.diff": "DiffReport LayerDiff TensorDiff diff",
-        "operations.checking.stats": "HISTOGRAM_EDGES StatsTable TensorStats stats",
-        "operations.quantize.quantization_error": "QuantizationStats QuantizationTable quantization_error",
-        "operations.quantize.quantize": "quantize",
-        "operations.quantize.rules": "KEPT_NAMES Summary",
-        "operations.checking.report": "report",
-        "operations.saving.edit": "Edit edit",
-        "operations.saving.patch": "PatchReport apply_patch make_patch",
-        "operations.saving.save": "Writer save",
-        "operations.trust.scan": "ScanFinding ScanReport scan",
-        "operations.checking.findings": "CheckReport Finding",
-        "operations.checking.check": "Limits check",
-        "operations.trust.verify": "FileCheck VerifyReport verify",
-        "stores.signature": "Signature",
+        "conversion.convert": "convert",
+        "conversion.decide": "ConvertReport",
+        "conversion.in_memory": "QuantizedDict StackedDict load_quantized stack",
+        "conversion.resume": "Plan finalize plan_convert",
+        "checking.info": "AdapterFitting AdapterSummary Info info",
+        "checking.local_models": "LocalModel LocalModels local_models",
+        "checking.diff": "DiffReport LayerDiff TensorDiff diff",
+        "checking.stats": "HISTOGRAM_EDGES StatsTable TensorStats stats",
+        "conversion.quantization_error": "QuantizationStats QuantizationTable quantization_error",
+        "conversion.quantize": "quantize",
+        "conversion.rules": "KEPT_NAMES Summary",
+        "checking.report": "report",
+        "editing.edit": "Edit edit",
+        "editing.patch": "PatchReport apply_patch make_patch",
+        "conversion.save": "Writer save",
+        "trust.scan": "ScanFinding ScanReport scan",
+        "checking.findings": "CheckReport Finding",
+        "checking.check": "Limits check",
+        "trust.verify": "FileCheck VerifyReport verify",
+        "core.signature": "Signature",
     }.items()
     for name in names.split()
 }

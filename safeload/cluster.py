@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .base.text import show
-from .engine.run.memory import check_threads
+from .checking import check, diff, manifest, stats
+from .conversion import resume
+from .conversion.executors import INVALID_PIECE
+from .conversion.resume import Plan, finalize, plan_convert
+from .core.memory import check_threads
+from .core.text import show
 from .errors import FormatError, public
-from .operations.checking import check, diff, manifest, stats
-from .operations.convert import resume
-from .operations.convert.resume import Plan, finalize, plan_convert
-from .operations.sources.executors import INVALID_PIECE
 
 __all__ = ["Plan", "finalize", "plan_convert", "run_piece"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .base.arrays import Array
-from .base.paths import PathLike
-from .engine.codes.quantized_tensor import QuantizedTensor
+from .core.arrays import Array
+from .core.paths import PathLike
+from .core.quantized_tensor import QuantizedTensor
 from .errors import public
 from .formats import gguf as gguf_format
 

@@ -10,24 +10,24 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .base.arrays import Array as NumpyArray
-from .base.arrays import as_array
-from .base.names import Patterns
-from .base.paths import PathLike
-from .compat import imported
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
-from .engine.read.load import Backend, check_backend, parse_target
-from .engine.run.memory import check_threads
-from .engine.run.progress import Progress
+from .core import safetensors
+from .core.arrays import Array as NumpyArray
+from .core.arrays import as_array
+from .core.load import Backend, check_backend, parse_target
+from .core.memory import check_threads
+from .core.names import Patterns
+from .core.opening import Paths
+from .core.paths import PathLike
+from .core.progress import Progress
+from .core.registry import FormatName, UnknownGlobals
+from .core.runtime import imported
 from .errors import public
-from .formats import safetensors
-from .formats.opening import Paths
-from .formats.registry import FormatName, UnknownGlobals
 
 if TYPE_CHECKING:
+    from .core.signature import Verify
     from .frameworks.jax_arrays import Array as Array
     from .frameworks.jax_arrays import Sharding
-    from .stores.signature import Verify
 
 __all__ = ["load", "load_checkpoint", "load_file", "save", "save_file"]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base.arrays import Array
-from .base.paths import PathLike
+from .core.arrays import Array
+from .core.entry import load
+from .core.paths import PathLike
 from .errors import public
 from .formats import moon
-from .loading.entry import load
 
 __all__ = ["load_file", "save_file"]
 

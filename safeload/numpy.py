@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .base.arrays import Array
-from .base.paths import PathLike
-from .compat import SHARED, imported
-from .engine.read.load import Backend, check_backend, load_all, load_tensors
-from .engine.run.progress import Progress
+from .core import safetensors
+from .core.arrays import Array
+from .core.load import Backend, check_backend, load_all, load_tensors
+from .core.paths import PathLike
+from .core.progress import Progress
+from .core.runtime import SHARED, imported
 from .errors import public
-from .formats import safetensors
 
 if TYPE_CHECKING:
     from .compat.safe_open import safe_open as safe_open

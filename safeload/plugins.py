@@ -12,13 +12,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .base.arrays import Array
-from .base.paths import PathLike
-from .base.text import error_about
-from .engine.read.tensors import materialize
-from .engine.run.atomic_file import AtomicFile
+from .core.arrays import Array
+from .core.atomic_file import AtomicFile
+from .core.paths import PathLike
+from .core.registry import Candidate, Content, Format, OpenRequest, StoredTensor
+from .core.tensors import materialize
+from .core.text import error_about
 from .errors import UnsupportedError, public
-from .formats.registry import Candidate, Content, Format, OpenRequest, StoredTensor
 
 __all__ = ["Candidate", "Content", "Format", "OpenRequest", "StoredTensor", "as_array", "atomic_file"]
 

@@ -10,19 +10,18 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .base import dtypes
-from .base.arrays import check_mapping
-from .base.names import Patterns
-from .base.paths import PathLike, native_path
-from .base.text import clip, printable, show
-from .compat import SHARED, imported
-from .engine.read.load import Backend, check_backend, load_all, load_tensors, parse_target
-from .engine.read.tensors import entries_of
-from .engine.run.progress import Progress
+from .core import dtypes, safetensors
+from .core.arrays import check_mapping
+from .core.load import Backend, check_backend, load_all, load_tensors, parse_target
+from .core.names import Patterns
+from .core.opening import Paths
+from .core.paths import PathLike, native_path
+from .core.progress import Progress
+from .core.registry import FormatName, UnknownGlobals
+from .core.runtime import SHARED, imported
+from .core.tensors import entries_of
+from .core.text import clip, printable, show
 from .errors import public
-from .formats import safetensors
-from .formats.opening import Paths
-from .formats.registry import FormatName, UnknownGlobals
 
 if TYPE_CHECKING:
     from .compat.safe_open import safe_open as safe_open
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from .compat.serialize import deserialize as deserialize
     from .compat.serialize import serialize as serialize
     from .compat.serialize import serialize_file as serialize_file
+    from .core.signature import Verify
     from .frameworks.torch_arrays import Device, Module, Tensor
-    from .stores.signature import Verify
 
 __all__ = ["load", "load_checkpoint", "load_file", "load_model", "save", "save_file", "save_model"]
 
@@ -239,10 +238,10 @@ def _load_selected(
 
     Progress is that of the last group, which takes the time: an earlier group is not converted.
     """
-    from .checkpoint import tensors_of
+    from .adapters.merge import load_merged
+    from .core.checkpoint import tensors_of
     from .frameworks import torch_arrays, torch_devices
     from .frameworks.checkpoints import selecting
-    from .loading.merge import load_merged
 
     place = torch_arrays.device_of(device)
     check_backend(backend)

@@ -40,43 +40,34 @@ INTRINSICS = {
 # those for types included; inside a package there is no circle. That is the whole rule.
 PYTHON_LAYERS = (
     ("_version", "errors"),
-    ("base",),
-    ("stores",),
-    ("engine",),
+    ("core",),
     ("models",),
-    ("packed",),
+    ("quant",),
+    ("remote",),
     ("formats",),
-    ("checkpoint",),
-    ("loading",),
+    ("adapters",),
     ("frameworks",),
     ("compat",),
-    ("operations",),
-    ("numpy", "torch", "jax", "gguf", "moon", "plugins", "remote", "layouts", "cluster", "as_safetensors"),
+    ("conversion",),
+    ("trust",),
+    ("editing",),
+    ("checking",),
+    ("numpy", "torch", "jax", "gguf", "moon", "plugins", "layouts", "cluster", "as_safetensors"),
     ("__init__",),
     ("cli",),
     ("__main__",),
 )
-# Rooms inside a package from the ground up, with the same rule; a module outside of them stands above all.
-ROOMS = {
-    "engine": ("run", "codes", "read"),
-    "operations": ("sources", "quantize", "architectures", "convert", "trust", "saving", "checking"),
-}
 PYTHON_RANK = {name: rank for rank, names in enumerate(PYTHON_LAYERS) for name in names}
 
-# The modules that may import nothing but each other: what reads and writes safetensors, npy and npz, runs jobs, and
-# opens the rest by rows.
-CORE = re.compile(
-    r"_version|errors|checkpoint|base\.(?!hub_cache$|missing_path$|url$)\w+|engine\..*"
-    r"|stores\.(local|store|files|thread_group|json_file)"
-    r"|formats\.(registry|opening|safetensors|npy|npz|zip|foreign|metadata|numbered)"
-)
+# The folder that may import nothing else of the package, and what it stands on.
+CORE = re.compile(r"_version|errors|core\..*")
 
 # The public modules. Tests reach all others through tests/builders/inside.py.
 DOORS = {"numpy", "torch", "jax", "gguf", "moon", "plugins", "remote", "layouts", "cluster", "errors", "as_safetensors"}
 INNER = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
 INNER = {*INNER, "_core"} - DOORS - {"__init__", "__main__", "_version"}
 # Names and seams that tests/builders/inside.py lists, and files with the mark `inner`: lower these when they shrink.
-INSIDE_NAMES = 349
+INSIDE_NAMES = 338
 INNER_FILES = 13
 # Methods that show a result and are written by hand: lower this, too.
 SHOWN_BY_HAND = 32
@@ -283,7 +274,7 @@ def test_python_imports_go_down():
         name = module_name(path)
         for target in imported(path):
             if target.startswith("_core"):
-                assert name == "base.native"
+                assert name == "core.native"
             elif target.partition(".")[0] != name.partition(".")[0]:
                 assert layer_of(target) < layer_of(name), f"{name} imports {target}"
 
@@ -304,24 +295,7 @@ def test_the_core_names_the_rest_in_rows_of_the_registry_only():
     core = [path for path in PYTHON_FILES if CORE.fullmatch(module_name(path))]
     found = {module_name(path) for path in core if named.search(path.read_text(encoding="utf-8"))}
     # `checkpoint` names a module of the core, the others optional packages.
-    assert found == {"formats.registry", "checkpoint", "base.runtime", "engine.run.progress"}
-
-
-def room_of(name):
-    """The rank of the room that a module of a package with rooms stands in."""
-    package, room, *_ = [*name.split("."), ""]
-    return ROOMS[package].index(room) if room in ROOMS[package] else len(ROOMS[package])
-
-
-@pytest.mark.parametrize("package", ROOMS)
-def test_imports_of_a_room_go_down(package):
-    folders = {path.name for path in (PACKAGE / package).iterdir() if (path / "__init__.py").exists()}
-    assert folders == set(ROOMS[package])
-    for path in (PACKAGE / package).rglob("*.py"):
-        name = module_name(path)
-        for target in imported(path):
-            if target.startswith(f"{package}.") and target.split(".")[1] != name.split(".")[1]:
-                assert room_of(target) < room_of(name), f"{name} imports {target}"
+    assert found == {"core.registry", "core.checkpoint", "core.runtime", "core.progress"}
 
 
 def test_no_circle_inside_a_package():
@@ -330,22 +304,22 @@ def test_no_circle_inside_a_package():
     # An import of a module names its package too, whose __init__ has nothing in it.
     TopologicalSorter({name: targets - packages - {name} for name, targets in graph.items()}).prepare()
     for path in PYTHON_FILES:
-        if path.name == "__init__.py" and path.parent not in (PACKAGE, PACKAGE / "cli", PACKAGE / "compat"):
+        if path.name == "__init__.py" and path.parent not in (PACKAGE, PACKAGE / "cli", PACKAGE / "remote"):
             assert source(path).body == 1, f"{path}: a docstring and nothing else"
 
 
 def test_only_the_catalog_tells_a_checkpoint_from_a_dict():
     asks = re.compile(r"isinstance\([^)]*\bCheckpoint\b")
     found = {module_name(path) for path in PYTHON_FILES if asks.search(path.read_text(encoding="utf-8"))}
-    assert found == {"operations.sources.catalog"}
+    assert found == {"conversion.catalog"}
 
 
 def test_nobody_uses_a_private_member_of_a_checkpoint():
     """In modules that have one: a look at the text, which knows no types."""
-    own = set(re.findall(r"\bself\.(_[a-z]\w*)", (PACKAGE / "checkpoint.py").read_text(encoding="utf-8")))
+    own = set(re.findall(r"\bself\.(_[a-z]\w*)", (PACKAGE / "core/checkpoint.py").read_text(encoding="utf-8")))
     assert len(own) > 5
     for path in PYTHON_FILES:
-        if path != PACKAGE / "checkpoint.py" and {"checkpoint", "operations.sources.catalog"} & set(imported(path)):
+        if path != PACKAGE / "core/checkpoint.py" and {"core.checkpoint", "conversion.catalog"} & set(imported(path)):
             used = re.findall(r"\b(?!self\b|cls\b)\w+\.(_[a-z]\w*)", path.read_text(encoding="utf-8"))
             assert not own & set(used), path
 
@@ -373,7 +347,7 @@ def test_the_name_of_a_class_without_underscore_is_used_once():
 
 
 def test_results_derive_what_they_show():
-    """From their columns, see base/showing.py: few classes write one of these methods by hand."""
+    """From their columns, see core/showing.py: few classes write one of these methods by hand."""
     shown = {"rows", "to_dict", "lines", "__str__", "_repr_html_"}
     by_hand = [
         f"{module_name(path)}: {kind}.{method}"
@@ -381,7 +355,7 @@ def test_results_derive_what_they_show():
         for kind, method in source(path).methods
         if method in shown
     ]
-    assert "base.showing: Result.rows" in by_hand
+    assert "core.showing: Result.rows" in by_hand
     assert len(by_hand) <= SHOWN_BY_HAND, by_hand
 
 
@@ -442,7 +416,8 @@ def inner_imports(text):
     """What a program under tests/ names of the inside: in imports, in texts of other programs and in patches."""
     text = text.replace("[safeload.formats]", "")  # the public group of entry points of plug-ins
     rooms = "|".join(sorted(INNER))
-    found = [match[0] for match in re.finditer(rf"\bsafeload\.({rooms})\b", text)]
+    remote = "|".join(path.stem for path in (PACKAGE / "remote").glob("[a-z]*.py"))  # below a public door
+    found = [match[0] for match in re.finditer(rf"\bsafeload\.(?:({rooms})\b|remote\.({remote})\b)", text)]
     for match in re.finditer(r"from safeload import (\([^)]*\)|[^\n;]*)", text):
         found += [f"safeload {name}" for name in re.findall(r"(?<!as )\b\w+", match[1]) if name in INNER]
     return found
@@ -450,7 +425,7 @@ def inner_imports(text):
 
 def test_only_one_file_of_the_tests_imports_the_inside():
     """So that a module that moves changes one file; ask `builders.inside` for a name, or test through a public one."""
-    assert {"base", "engine", "stores", "checkpoint", "cli", "_core"} < INNER
+    assert {"core", "formats", "trust", "conversion", "cli", "_core"} < INNER
     texts = texts_of_tests()
     assert len(texts) > 300
     assert {name: found for name, text in texts.items() if (found := inner_imports(text))} == {}
@@ -459,13 +434,13 @@ def test_only_one_file_of_the_tests_imports_the_inside():
 @pytest.mark.parametrize(
     "text",
     [
-        "from SAFELOAD.base import dtypes",
-        "import SAFELOAD.engine.run.jobs as jobs",
-        "from SAFELOAD import (\n    Checkpoint,\n    checkpoint,\n)",
-        "    importlib.import_module('SAFELOAD.stores.local')",
-        'monkeypatch.setattr("SAFELOAD.loading.merge._TILE", 4)',
+        "from SAFELOAD.core import dtypes",
+        "import SAFELOAD.core.jobs as jobs",
+        "from SAFELOAD import (\n    Checkpoint,\n    core,\n)",
+        "    importlib.import_module('SAFELOAD.remote.places')",
+        'monkeypatch.setattr("SAFELOAD.adapters.merge._TILE", 4)',
         'PROGRAM = "import sys; from SAFELOAD.cli import main; main()"',
-        "SAFELOAD.operations.folders.destinations.Output",
+        "SAFELOAD.conversion.destinations.Output",
     ],
 )
 def test_an_import_of_the_inside_is_found(text):

@@ -15,18 +15,22 @@ pytestmark = pytest.mark.any_python
 
 # Folders and modules that may be missing, and what then needs them.
 GONE = {
-    "packed": "safeload.open('codes.safetensors')",
-    "models": "safeload.open('.')",
-    "operations": "safeload.check('plain.safetensors')",
-    "loading/adapter.py loading/merge.py": ("safeload.load('plain.safetensors', adapters='adapter')"),
-    "stores/http.py stores/http_client.py": "safeload.open('https://localhost:1/model.safetensors')",
-    "stores/places.py stores/remote_files.py stores/hub.py": "safeload.open('https://localhost:1/model.safetensors')",
-    "formats/torch formats/unpickle": "safeload.open('model.pt')",
-    "formats/folder.py": "safeload.open('.')",
-    "formats/verifying.py stores/verified.py": "safeload.open('plain.safetensors', verify=True)",
-    "formats/gguf": "safeload.open('model.gguf')",
-    "frameworks": "safeload.torch.load_file('plain.safetensors')",
+    "adapters": "safeload.load('plain.safetensors', adapters='adapter')",
+    "checking": "safeload.check('plain.safetensors')",
     "cli": None,
+    "compat": "safeload.safe_open('plain.safetensors', 'np')",
+    "conversion": "safeload.convert('plain.safetensors', 'half.safetensors', dtype='float16')",
+    "editing": "safeload.edit('plain.safetensors', metadata={})",
+    "formats": "safeload.open('.')",
+    "formats/gguf.py": "safeload.open('model.gguf')",
+    "formats/torch formats/unpickle.py": "safeload.open('model.pt')",
+    "frameworks": "safeload.torch.load_file('plain.safetensors')",
+    "models": "safeload.open('.')",
+    "quant": "safeload.open('codes.safetensors')",
+    "remote": "safeload.open('https://localhost:1/model.safetensors')",
+    "remote/http.py remote/http_client.py": "safeload.open('https://localhost:1/model.safetensors')",
+    "trust": "safeload.open('plain.safetensors', verify=True)",
+    "adapters checking cli compat conversion editing formats frameworks models quant remote trust": "safeload.open('.')",
 }
 PROGRAM = """
 import sys

@@ -14,14 +14,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from ..base.text import printable
+from ..core.text import printable
 from ..errors import NoMatchError, SafeloadError
-from .common import (
-    STANDARD,
-    complain,
-    log_to_stderr,
-    plain,
-)
+from .common import STANDARD, complain, log_to_stderr, plain
 from .parsers import COMMANDS, Parsers
 
 # Commands for words that people try.
@@ -98,7 +93,7 @@ def _unknown(word: str) -> str:
 
 
 def _near(word: str, names: Sequence[str]) -> str:
-    from ..base.table import similar  # imported here: it would slow down all commands, because it imports NumPy
+    from ..core.table import similar  # imported here: it would slow down all commands, because it imports NumPy
 
     close = similar(word, names)
     return f", did you mean {close[0]!r}?" if close else ""

@@ -10,11 +10,11 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ..base.names import natural_key
-from ..base.packing import SCHEMES
-from ..base.text import plural, printable, size
-from ..base.url import is_url
+from ..core.names import natural_key
+from ..core.packing import SCHEMES
+from ..core.text import plural, printable, size
 from ..errors import FormatError
+from ..remote.url import is_url
 from .common import (
     STANDARD,
     bar,
@@ -39,9 +39,9 @@ from .common import (
 from .parsers import DASK, JSON, OPENING, PATTERNS, STATUS, THREADS, argument, command, flag, one_of, path, selection
 
 if TYPE_CHECKING:
-    from ..operations.checking.findings import CheckReport
-    from ..operations.convert.destinations import Output
-    from ..operations.sources.executors import Executor
+    from ..checking.findings import CheckReport
+    from ..conversion.destinations import Output
+    from ..conversion.executors import Executor
 
 # Options of the commands that read all values.
 _READING = (*OPENING, THREADS, DASK, JSON)
@@ -102,10 +102,10 @@ def _schemas() -> list[str]:
 )
 def check(options: argparse.Namespace) -> int:
     """Print the findings about ``options.path``."""
-    from ..operations.checking.check import settings, validate_path
-    from ..operations.checking.findings import HARMLESS_WARNINGS, find
-    from ..operations.convert.destinations import Output
-    from ..stores.digests import is_manifest
+    from ..checking.check import settings, validate_path
+    from ..checking.findings import HARMLESS_WARNINGS, find
+    from ..conversion.destinations import Output
+    from ..trust.digests import is_manifest
 
     written, output = options.write_manifest, None
     if written is not None:
@@ -161,7 +161,7 @@ def _manifest(
     report: CheckReport, options: argparse.Namespace, executor: Executor | None, output: Output | None
 ) -> None:
     """Compare a checkpoint with a manifest, or write a manifest."""
-    from ..operations.checking import manifest
+    from ..checking import manifest
 
     expected = manifest.read(options.manifest) if options.manifest else None
     with open_path(options.path, options) as opened, bar("sha256") as progress:
@@ -171,9 +171,9 @@ def _manifest(
     if output is None:
         return
     if isinstance(options.path, str) and not is_url(options.path):
-        from ..engine.run.memory import thread_count
-        from ..formats.verifying import digests_of
-        from ..operations.trust.verify import files_of
+        from ..core.memory import thread_count
+        from ..trust.verify import files_of
+        from ..trust.verifying import digests_of
 
         threads = thread_count(1 << 40, options.threads)
         current["files"] = digests_of(options.path, threads, files_of(options.path), options.write_manifest)
@@ -206,7 +206,7 @@ _STATS_ROWS = 100  # on a terminal
 def stats(options: argparse.Namespace) -> int:
     """Print the statistics of ``options.path``."""
     from .. import stats
-    from ..operations.checking.stats import lines_of
+    from ..checking.stats import lines_of
 
     with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
         same = given(options, "histogram only drop threads")
@@ -327,8 +327,8 @@ def diff(options: argparse.Namespace) -> int:
 )
 def report(options: argparse.Namespace) -> int:
     """Write the page about ``options.path``."""
-    from ..operations.checking.report import is_page, page_of
-    from ..operations.convert.destinations import Output
+    from ..checking.report import is_page, page_of
+    from ..conversion.destinations import Output
 
     to_stdout = options.output == STANDARD
     if to_stdout and options.json:

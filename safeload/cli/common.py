@@ -13,15 +13,15 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .._version import __version__
-from ..base import log
-from ..base.showing import is_terminal, terminal_columns, terminal_rows
-from ..base.text import printable, show
+from ..core import log
+from ..core.showing import is_terminal, terminal_columns, terminal_rows
+from ..core.text import printable, show
 from ..errors import FormatError, SafeloadError, one_line
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
-    from ..engine.run.progress import Report
-    from ..operations.sources.executors import Executor
+    from ..conversion.executors import Executor
+    from ..core.checkpoint import Checkpoint
+    from ..core.progress import Report
 
 # False if the shell leaves patterns such as *.safetensors to the program.
 SHELL_EXPANDS = os.name != "nt"
@@ -45,7 +45,7 @@ def expanded(paths: Iterable[str]) -> list[str]:
 
 
 def _matching(path: str) -> list[str]:
-    from ..base import url as urls
+    from ..remote import url as urls
 
     if SHELL_EXPANDS or urls.is_url(path) or os.path.lexists(path):
         return [path]
@@ -73,7 +73,7 @@ def given(options: argparse.Namespace, names: str) -> dict[str, Any]:
 
 def shown(path: str) -> str:
     """Return a path for printing; a URL loses its secrets."""
-    from ..base import url as urls
+    from ..remote import url as urls
 
     if is_stdin(path):
         return STDIN
@@ -147,9 +147,9 @@ def read_again(path: str) -> Iterator[Any]:
         yield stream
         return
     # Imported here: they would slow down other commands.
-    from ..formats.foreign import HEAD_SIZE
-    from ..formats.registry import check_head
-    from ..stores.file_objects import temporary_copy
+    from ..core.foreign import HEAD_SIZE
+    from ..core.registry import check_head
+    from ..remote.file_objects import temporary_copy
 
     head = stream.read(HEAD_SIZE)
     if len(head) == HEAD_SIZE:
@@ -373,7 +373,7 @@ def print_json(value: Any) -> None:
 @contextmanager
 def bar(label: str) -> Iterator[Report | None]:
     """Show a progress bar if stderr is a terminal; redirected output stays reproducible."""
-    from ..engine.run import progress  # imported here: few commands show progress
+    from ..core import progress  # imported here: few commands show progress
 
     with progress.bar(label) if progress.on_terminal() else nullcontext() as report:
         yield report
@@ -395,7 +395,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     from concurrent.futures import CancelledError
     from pkgutil import resolve_name
 
-    from ..base.runtime import is_absent
+    from ..core.runtime import is_absent
 
     try:
         from distributed import Client, client
@@ -435,7 +435,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
 
 def _address_in(path: str) -> str:
     """Return the address in a scheduler file, waiting for the file like Dask's own programs."""
-    from ..stores.json_file import read_json
+    from ..core.json_file import read_json
 
     until = time.monotonic() + (_TIMEOUT if path.endswith(".json") else 0)
     while True:

@@ -8,15 +8,15 @@ import sys
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from ..base.packing import ENGINE_FORMATS, SCHEMES
-from ..base.text import show
-from ..base.url import is_url
-from ..engine.read.load import targets
+from ..conversion.destinations import is_folder, refuse_inputs, where
+from ..core.load import targets
+from ..core.packing import ENGINE_FORMATS, SCHEMES
+from ..core.registry import SUFFIXES, WRITTEN, WrittenNames
+from ..core.text import show
 from ..formats.mixtures import mixtures
-from ..formats.registry import SUFFIXES, WRITTEN, WrittenNames
 from ..models.layout import Layout, built_in
-from ..operations.convert.destinations import is_folder, refuse_inputs, where
-from ..packed.families import presets
+from ..quant.families import presets
+from ..remote.url import is_url
 from .common import (
     STANDARD,
     bar,
@@ -34,7 +34,7 @@ from .files import against_of
 from .parsers import DASK, OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
 
 if TYPE_CHECKING:
-    from ..operations.convert.decide import ConvertReport
+    from ..conversion.decide import ConvertReport
 
 _ALL = "*"  # the pattern of a scheme for all matrices
 

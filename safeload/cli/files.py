@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..base.text import plural, printable, show
+from ..core.text import plural, printable, show
 from ..errors import SafeloadError
 from .common import (
     bar,
@@ -30,7 +30,7 @@ from .common import (
 from .parsers import JSON, STATUS, STORAGE_OPTION, THREADS, TRUSTED, argument, command, flag, repeated
 
 if TYPE_CHECKING:
-    from ..operations.saving.edit import Edit
+    from ..editing.edit import Edit
 
 
 # ---- edit ----
@@ -68,7 +68,7 @@ file is the old one or the new one; if safeload reports an interrupted edit, run
 def edit(options: argparse.Namespace) -> int:
     """Edit ``options.path`` in place."""
     from .. import edit
-    from ..operations.saving.edit import recover_edit
+    from ..editing.edit import recover_edit
 
     refuse(options.path, "edit changes files")
     changes = len(options.metadata) + len(options.rename) + len(options.drop)
@@ -252,7 +252,7 @@ def verify(options: argparse.Namespace) -> int:
     refuse(options.path, "verify compares files")
     against = options.against
     if against is None and (options.key is not None or options.certificate):
-        from ..formats.verifying import signature_beside
+        from ..trust.verifying import signature_beside
 
         against = signature_beside(options.path)
     with bar("verify") as progress:
@@ -311,7 +311,7 @@ model-signing. The password of an encrypted key comes from the environment varia
 )
 def sign(options: argparse.Namespace) -> int:
     """Write the signature of ``options.path``."""
-    from ..operations.trust.verify import sign
+    from ..trust.verify import sign
 
     refuse(options.path, "sign signs files")
     refuse(options.output, "--output needs a file")
@@ -373,7 +373,7 @@ Exit status: 0 success, 2 wrong usage.""",
 def families(options: argparse.Namespace) -> int:
     """Print the families."""
     from .. import families
-    from ..base.showing import table
+    from ..core.showing import table
 
     known = families()
     if options.json:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array
-from ..base.runtime import paused
-from ..base.showing import width
-from ..base.text import plural, printable, show
-from ..engine.read.load import targets
+from ..core import dtypes
+from ..core.arrays import Array
+from ..core.load import targets
+from ..core.runtime import paused
+from ..core.showing import width
+from ..core.text import plural, printable, show
 from ..errors import SafeloadError
 from .common import (
     check_once,
@@ -34,7 +34,7 @@ from .common import (
 from .parsers import JSON, OPENING, PATHS, STATUS, argument, command, flag, path, positive, selection
 
 if TYPE_CHECKING:
-    from ..operations.checking.info import Info
+    from ..checking.info import Info
 
 # The rows that a terminal shows at most of a listing.
 _ROWS = 100
@@ -101,7 +101,7 @@ def info(options: argparse.Namespace) -> int:
 
 
 def _show(path: str, options: argparse.Namespace) -> int:
-    from ..operations.checking.info import describe, lines, misfits, title_of
+    from ..checking.info import describe, lines, misfits, title_of
 
     with open_path(path, options) as opened:
         info = describe(
@@ -139,7 +139,7 @@ def _print_info(info: Info, options: argparse.Namespace) -> None:
     whole = info.to_dict()
     tensors = whole.pop("tensors")
     if options.sort:
-        from ..operations.checking.info import rows_of
+        from ..checking.info import rows_of
 
         by_name = {tensor["name"]: tensor for tensor in tensors}
         rows = rows_of([*info.tensors.values()], alone=True, sort=options.sort)

@@ -19,9 +19,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
-from ..base.forking import ProcessLock
-from ..base.runtime import is_absent
-from . import PACKAGE, imported
+from ..core.forking import ProcessLock
+from ..core.runtime import PACKAGE, imported, is_absent
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
@@ -124,7 +123,7 @@ def real_folders() -> list[str]:
 
 def working_finder() -> Finder:
     """Return a finder for the shim."""
-    import_module(f"{_PACKAGE}.base.native")
+    import_module(f"{_PACKAGE}.core.native")
     for name in ("numpy", "ml_dtypes"):
         if is_absent(name):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -11,18 +11,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array
-from ..base.paths import PathLike
-from ..base.text import clip, error_about, plural, printable, show
-from ..engine.read.load import VIEWED_FROM, Window, check_backend, load_tensors, parse_target
-from ..engine.read.tensors import FileTensor, Tensors
-from ..engine.run.slice import as_index, read_slice
-from ..engine.run.weight_file import WeightFile
+from ..core import dtypes, safetensors
+from ..core.arrays import Array
+from ..core.load import VIEWED_FROM, Window, check_backend, load_tensors, parse_target
+from ..core.local import check_unchanged
+from ..core.paths import PathLike
+from ..core.slice import as_index, read_slice
+from ..core.tensors import FileTensor, Tensors
+from ..core.text import clip, error_about, plural, printable, show
+from ..core.thread_group import Prefetch, Task
+from ..core.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, exported, folder_given, public
-from ..formats import safetensors
-from ..stores.local import check_unchanged
-from ..stores.thread_group import Prefetch, Task
 from .serialize import TensorMeta
 
 # ---- slices ----

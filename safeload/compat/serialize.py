@@ -6,12 +6,12 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..base import dtypes
-from ..base.arrays import check_mapping
-from ..base.paths import PathLike
-from ..base.text import show
+from ..core import dtypes
+from ..core.arrays import check_mapping
+from ..core.paths import PathLike
+from ..core.safetensors import FileWriter, Memory, parse_table
+from ..core.text import show
 from ..errors import SafetensorError, exported, public
-from ..formats.safetensors import FileWriter, Memory, parse_table
 
 
 @exported()

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array, as_array, byteswapped, foreign_order
-from ..base.text import show
-from ..engine.run import jobs
-from ..engine.run.atomic_file import written_as_is
-from ..engine.run.memory import address_of
-from ..formats.safetensors import Memory, parse_table
+from ..core import dtypes, jobs
+from ..core.arrays import Array, as_array, byteswapped, foreign_order
+from ..core.atomic_file import written_as_is
+from ..core.memory import address_of
+from ..core.safetensors import Memory, parse_table
+from ..core.text import show
 from .serialize import TensorSpec
 
 # ---- helpers of safetensors.numpy ----

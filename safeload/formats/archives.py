@@ -30,14 +30,14 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from ..base.text import error_about, show
-from ..engine.run.weight_file import WeightFile
+from ..core.foreign import is_tar
+from ..core.registry import Candidate, Opened, OpenRequest
+from ..core.text import error_about, show
+from ..core.weight_file import WeightFile
+from ..core.zip import STORED, Archive
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from ..stores.members import name_fault
+from ..remote.members import name_fault
 from .folder import open_members
-from .foreign import is_tar
-from .registry import Candidate, Opened, OpenRequest
-from .zip import STORED, Archive
 
 # Members of an archive. Each costs a read; checkpoints have some hundred.
 MAX_MEMBERS = 100_000

@@ -27,17 +27,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array, array_fits, c_strides, index_of
-from ..base.forking import ProcessLock, cached_property
-from ..base.table import ListedTable, Listing, Unknown, unreadable
-from ..base.text import error_about
-from ..engine.run.weight_file import WeightFile
+from ..core import dtypes
+from ..core.arrays import Array, array_fits, c_strides, index_of
+from ..core.forking import ProcessLock, cached_property
+from ..core.registry import Content
+from ..core.store import ByteStore, Span
+from ..core.table import ListedTable, Listing, Unknown, unreadable
+from ..core.text import error_about
+from ..core.thread_group import current
+from ..core.weight_file import WeightFile
 from ..errors import FormatError, LimitError, SafeloadError, missing_file
-from ..stores.remote import RemoteStore
-from ..stores.store import ByteStore, Span
-from ..stores.thread_group import current
-from .registry import Content
+from ..remote.remote_store import RemoteStore
 
 # Tensors begin at multiples of this many bytes.
 ALIGNMENT = 64

@@ -45,25 +45,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array, c_strides
-from ..base.forking import cached_property
-from ..base.paths import is_bare
-from ..base.table import ListedTable, Table, Unknown
-from ..base.text import error_about, show
-from ..engine.run.weight_file import WeightFile, open_without_table
+from ..core import dtypes, foreign, safetensors
+from ..core.arrays import Array, c_strides
+from ..core.forking import cached_property
+from ..core.metadata import depth_of, names_below, nested
+from ..core.numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
+from ..core.paths import is_bare
+from ..core.registry import Candidate, Content, OpenRequest
+from ..core.store import ByteStore, StoreWindow, Unpacked, read_at
+from ..core.table import ListedTable, Table, Unknown
+from ..core.text import error_about, show
+from ..core.weight_file import WeightFile, open_without_table
+from ..core.zip import Archive
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public
-from ..stores.store import ByteStore, StoreWindow, Unpacked, read_at
-from . import foreign, safetensors, zstd
+from . import zstd
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, itemsize_of, logical_shape
-from .metadata import depth_of, names_below, nested
-from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
-from .registry import Candidate, Content, OpenRequest
 from .torch.file import pickle_at, read_tables, run_pickle
 from .torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
 from .torch.tensors import STAND_INS, Tree
 from .unpickle import Built, Fault, Global, describe
-from .zip import Archive
 
 
 def claims(candidate: Candidate) -> bool:

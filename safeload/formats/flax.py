@@ -19,14 +19,14 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from ..base import dtypes
-from ..base.arrays import array_fits
-from ..base.table import ListedTable, Listing, unreadable
-from ..base.text import error_about, show
-from ..engine.run.weight_file import ByteReader, WeightFile
+from ..core import dtypes
+from ..core.arrays import array_fits
+from ..core.registry import Candidate, Content, OpenRequest
+from ..core.table import ListedTable, Listing, unreadable
+from ..core.text import error_about, show
+from ..core.weight_file import ByteReader, WeightFile
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from .boxed import BoxedListing, Region, boxed_file, in_pieces
-from .registry import Candidate, Content, OpenRequest
 
 # Maximum number of values, and levels of maps; real files have some thousand and ten.
 MAX_VALUES = 2_000_000

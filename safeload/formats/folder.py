@@ -12,34 +12,34 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ..base.paths import dangling, is_bare, os_error
-from ..base.table import ListedTable, Listing
-from ..base.text import clip, error_about, printable, show
-from ..engine.run.weight_file import WeightFile, places_in
+from ..core import numbered, registry
+from ..core.files import LOCAL, Files, Location
+from ..core.foreign import DCP_SUFFIX
+from ..core.json_file import read_if_there, read_json, read_version
+from ..core.local import identity_of
+from ..core.metadata import names_below
+from ..core.numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
+from ..core.opening import open_paths
+from ..core.paths import dangling, is_bare, os_error
+from ..core.registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, Recipe, add, joined_places, open_file
+from ..core.safetensors import EARLY_WINDOW, window_for
+from ..core.store import read_at
+from ..core.table import ListedTable, Listing
+from ..core.text import clip, error_about, printable, show
+from ..core.thread_group import HEADS
+from ..core.weight_file import WeightFile, places_in
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
 from ..models.module_names import adapter_note, refuse_adapters
-from ..stores.files import LOCAL, Files, Location
-from ..stores.json_file import read_if_there, read_json, read_version
-from ..stores.local import identity_of
-from ..stores.store import read_at
-from ..stores.thread_group import HEADS
-from . import numbered, registry
-from .foreign import DCP_SUFFIX
-from .metadata import names_below
-from .numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
-from .opening import open_paths
-from .registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, Recipe, add, joined_places, open_file
-from .safetensors import EARLY_WINDOW, window_for
 
 if TYPE_CHECKING:
-    from ..stores.members import MemberFiles
+    from ..remote.members import MemberFiles
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # An adapter of mlx-lm, whose trainer leaves those of earlier steps beside it (`0000100_adapters.safetensors`).
 MLX_ADAPTER = "adapters.safetensors"
 CONFIG = "config.json"
-RESUME = ".safeload-resume"  # the subfolder of unfinished conversions, see `operations.convert.sink`
+RESUME = ".safeload-resume"  # the subfolder of unfinished conversions, see `conversion.sink`
 
 PADDLE_INDEX = "model_state.pdparams.index.json"
 # The index of sharded Keras weights; its shards are beside it.
@@ -71,7 +71,7 @@ _Result = TypeVar("_Result")
 # ---- folders that are replaced while they are opened ----
 
 # A writer replaces the index, or renames an old ``model.safetensors`` aside, before it changes ``config.json``, and
-# puts an index into the folder if there is none (`operations.convert.sink`). So the files of a folder belong
+# puts an index into the folder if there is none (`conversion.sink`). So the files of a folder belong
 # together if the index, or without one each weight file, is still the same once all of them and the config are open.
 
 
@@ -800,7 +800,7 @@ def _notes(folder: _Folder, used: set[str], shards: Opened | None = None) -> lis
 
 def open_ollama(url: str, recipe: Recipe, verify: Any) -> Opened:
     """Open the layers of a model of ollama by their paths."""
-    from ..stores import ollama
+    from ..remote import ollama
 
     model = ollama.find(url)
     paths = list(dict.fromkeys(layer.path for layer in model.weights))
@@ -841,7 +841,7 @@ def open_members(
     3. Tensors that lie unpacked in members lie at a known place in the container, so the table is the container's own,
        and its arrays are views like those of any file. What a member must join or unpack is a file beside it.
     """
-    from ..stores.members import MemberFiles  # few files are archives
+    from ..remote.members import MemberFiles  # few files are archives
 
     files = MemberFiles(container.store, container.path, members)
     path, request = _choose(container, files, request._replace(files=files), kind)
@@ -885,7 +885,7 @@ def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kin
 
 def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
     """Return members' tensors as those of their container."""
-    from ..stores.members import MemberStore
+    from ..remote.members import MemberStore
 
     beside = [file for file in opened.files if not isinstance(file.store, MemberStore)]
     if len(beside) > 1:

@@ -19,23 +19,23 @@ from typing import Any
 
 import numpy as np
 
-from ..base import dtypes, log
-from ..base.arrays import Array, check_mapping, not_an_array, refuse_masked
-from ..base.native import Error, check, ffi, kept, lib, pointer, short
-from ..base.packing import CODES, GGUF, INT8, SCALE
-from ..base.paths import PathLike
-from ..base.table import Table, Unknown
-from ..base.text import check_name, clip, encode, error_about, printable, show, tensor_named
-from ..engine.codes.quantized_tensor import QuantizedTensor
-from ..engine.read.tensors import Lazy, LazyParts, materialize
-from ..engine.run.atomic_file import AtomicFile, pieces_of, written_as_is
-from ..engine.run.memory import address_of
-from ..engine.run.weight_file import WeightFile
+from ..core import dtypes, log
+from ..core.arrays import Array, check_mapping, not_an_array, refuse_masked
+from ..core.atomic_file import AtomicFile, pieces_of, written_as_is
+from ..core.memory import address_of
+from ..core.metadata import as_texts
+from ..core.native import Error, check, ffi, kept, lib, pointer, short
+from ..core.packing import CODES, GGUF, INT8, SCALE
+from ..core.paths import PathLike
+from ..core.quantized_tensor import QuantizedTensor
+from ..core.registry import Candidate, Content, OpenRequest
+from ..core.table import Table, Unknown
+from ..core.tensors import Lazy, LazyParts, materialize
+from ..core.text import check_name, clip, encode, error_about, printable, show, tensor_named
+from ..core.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError
 from ..models.diffusion import ARCHITECTURE, SHAPE_KEY, is_rearranged, model_of
-from .metadata import as_texts
 from .mixtures import FILE_TYPE
-from .registry import Candidate, Content, OpenRequest
 
 # Bytes of a remote file to read first, and the factor for each further read. The header of a model with its vocabulary
 # has 2 to 15 MB.

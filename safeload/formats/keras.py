@@ -74,19 +74,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array, array_fits, c_strides
-from ..base.runtime import needed
-from ..base.table import ListedTable, Listing, Unknown, unreadable
-from ..base.text import error_about, show
-from ..engine.run.weight_file import WeightFile
+from ..core import dtypes
+from ..core.arrays import Array, array_fits, c_strides
+from ..core.json_file import parse_json
+from ..core.metadata import names_below
+from ..core.registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
+from ..core.runtime import needed
+from ..core.table import ListedTable, Listing, Unknown, unreadable
+from ..core.text import error_about, show
+from ..core.weight_file import WeightFile
+from ..core.zip import STORED, Archive, FileStream, unpacked
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from ..stores.json_file import parse_json
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
 from .folder import open_members
-from .metadata import names_below
-from .registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
-from .zip import STORED, Archive, FileStream, unpacked
 
 # Largest chunk in memory, and largest ratio of deflate.
 MAX_CHUNK = 1 << 30

@@ -44,10 +44,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.arrays import Array
-from ..base.packing import SCHEMES
-from ..base.runtime import read_data
-from ..base.text import error_about, nearest, plural, show
+from ..core.arrays import Array
+from ..core.packing import SCHEMES
+from ..core.runtime import read_data
+from ..core.text import error_about, nearest, plural, show
 from ..errors import FormatError, UnsupportedError
 from ..models.diffusion import ARCHITECTURE, diffusion_models, model_of
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array, array_fits, check_mapping
-from ..base.paths import PathLike
-from ..base.text import encode, error_about, show
-from ..engine.read.tensors import Lazy, materialize
-from ..engine.run.atomic_file import AtomicFile
-from ..engine.run.memory import address_of
-from ..engine.run.weight_file import ByteReader
+from ..core import dtypes
+from ..core.arrays import Array, array_fits, check_mapping
+from ..core.atomic_file import AtomicFile
+from ..core.memory import address_of
+from ..core.npy import plain_array
+from ..core.paths import PathLike
+from ..core.registry import Candidate, Content, OpenRequest, StoredTensor
+from ..core.tensors import Lazy, materialize
+from ..core.text import encode, error_about, show
+from ..core.weight_file import ByteReader
 from ..errors import LimitError, SafeloadError, UnsupportedError
-from .npy import plain_array
-from .registry import Candidate, Content, OpenRequest, StoredTensor
 
 MAGIC = 0x4D4F4F4E
 VERSION = 2

@@ -30,11 +30,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..base.arrays import Array
-from ..base.paths import is_bare
-from ..base.text import show
+from ..core.arrays import Array
+from ..core.paths import is_bare
+from ..core.store import Unpacked
+from ..core.text import show
 from ..errors import FormatError, LimitError, UnsupportedError
-from ..stores.store import Unpacked
 from .zstd import decompressed
 
 MANIFEST = "manifest.ocdbt"

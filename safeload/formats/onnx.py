@@ -48,14 +48,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array, array_fits
-from ..base.table import ListedTable, Listing, unreadable
-from ..base.text import error_about, plural, show
-from ..engine.run.weight_file import ByteReader, WeightFile, open_without_table
+from ..core import dtypes
+from ..core.arrays import Array, array_fits
+from ..core.registry import Candidate, Content, OpenRequest, place_beside
+from ..core.table import ListedTable, Listing, unreadable
+from ..core.text import error_about, plural, show
+from ..core.weight_file import ByteReader, WeightFile, open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError
 from .boxed import BoxedListing, Region, boxed_file, in_one_box, in_pieces
-from .registry import Candidate, Content, OpenRequest, place_beside
 
 # Maximum number of fields of a file; a graph of 100,000 nodes has about 2 million.
 MAX_FIELDS = 20_000_000

@@ -50,23 +50,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array, c_strides, index_of
-from ..base.forking import cached_property
-from ..base.paths import is_bare
-from ..base.runtime import paused
-from ..base.table import Unknown
-from ..base.text import error_about, show
-from ..engine.run.weight_file import WeightFile
+from ..core import dtypes
+from ..core.arrays import Array, c_strides, index_of
+from ..core.forking import cached_property
+from ..core.json_file import MAX_JSON, parse_json, read_json
+from ..core.metadata import depth_of, names_below, nested
+from ..core.numbered import ORBAX_METADATA
+from ..core.paths import is_bare
+from ..core.registry import Candidate, Content, OpenRequest
+from ..core.runtime import paused
+from ..core.store import ByteStore, Unpacked, read_at
+from ..core.table import Unknown
+from ..core.text import error_about, show
+from ..core.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
-from ..stores.json_file import MAX_JSON, parse_json, read_json
-from ..stores.remote import RemoteStore
-from ..stores.store import ByteStore, Unpacked, read_at
+from ..remote.remote_store import RemoteStore
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored
-from .metadata import depth_of, names_below, nested
-from .numbered import ORBAX_METADATA
 from .ocdbt import MANIFEST, Value, crc32c, read_tree
-from .registry import Candidate, Content, OpenRequest
 from .zstd import MAX_RATIO, FrameStore, KeptFrames, decompressed, reader
 
 # Bytes of the metadata of an array. It has a few hundred.

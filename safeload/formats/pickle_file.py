@@ -20,16 +20,16 @@ from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
-from ..base import dtypes
-from ..base.table import ListedTable
-from ..base.text import clip, error_about, printable, show
-from ..engine.run.weight_file import WeightFile
+from ..core import dtypes
+from ..core.foreign import HEAD_SIZE
+from ..core.local import LocalStore
+from ..core.registry import Candidate, Content, OpenRequest
+from ..core.table import ListedTable
+from ..core.text import clip, error_about, printable, show
+from ..core.weight_file import WeightFile
 from ..errors import ForbiddenError, FormatError, SafeloadError, UnsupportedError
-from ..stores.local import LocalStore
 from . import unpickle as unpickler
 from .boxed import BoxedListing, Region, boxed_file, in_one_box, in_pieces
-from .foreign import HEAD_SIZE
-from .registry import Candidate, Content, OpenRequest
 from .torch.file import pickle_at, storage_in
 from .torch.globals import ALLOWED, TENSOR, NumpyArray, Storage, read_persistent_id
 from .torch.tensors import content_of, make_tables

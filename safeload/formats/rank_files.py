@@ -45,21 +45,21 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array, array_over
-from ..base.table import Listing
-from ..base.text import error_about, show
-from ..engine.run.weight_file import WeightFile, open_without_table
+from ..core import dtypes
+from ..core.arrays import Array, array_over
+from ..core.numbered import FSDP_RANK, ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
+from ..core.registry import Candidate, Content, OpenRequest
+from ..core.store import ByteStore
+from ..core.table import Listing
+from ..core.text import error_about, show
+from ..core.weight_file import WeightFile, open_without_table
+from ..core.zip import Archive
 from ..errors import FormatError, LimitError, MissingShardError, TensorNotFoundError, UnsupportedError
-from ..stores.store import ByteStore
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, in_one_box, in_pieces
-from .numbered import FSDP_RANK, ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
-from .registry import Candidate, Content, OpenRequest
 from .torch.file import read_tensors
 from .torch.globals import SUBCLASS, PickledTensor
 from .torch.tensors import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, TensorPlaces, Tree
 from .unpickle import FROM_TYPE, Foreign, Inert, Unpickled, check_foreign, describe
-from .zip import Archive
 
 # Globals outside the allowlist that the files of FSDP and of ZeRO name; they become placeholders.
 _KNOWN_FSDP = re.compile(

@@ -15,7 +15,7 @@ Values are None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set
 persistent ids, `Global`, `Foreign` and `Inert`. `_run` runs the opcodes of tensors without calls, which takes a quarter
 of the time; `OPCODES` has every opcode.
 
-`Tracer` (operations/trust/trace.py) runs the same opcodes, lists globals and continues as lenient readers do.
+`Tracer` (trust/trace.py) runs the same opcodes, lists globals and continues as lenient readers do.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..base.runtime import paused
-from ..base.text import error_about, show
+from ..core.runtime import paused
+from ..core.text import error_about, show
 from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 
 # Function of torch that calls its first argument with its third, and sets attributes of the resulting tensor.

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..base.forking import ProcessLock
-from ..base.runtime import needed
-from ..base.text import error_about, show
+from ..core.forking import ProcessLock
+from ..core.runtime import needed
+from ..core.store import ByteStore, Memory
+from ..core.text import error_about, show
 from ..errors import FormatError, LimitError
-from ..stores.remote import RemoteStore
-from ..stores.store import ByteStore, Memory
+from ..remote.remote_store import RemoteStore
 
 # Bytes that a byte of a frame can stand for: blocks of 128 KiB take at least 4 bytes.
 MAX_RATIO = 32_768

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from ..base import dtypes
-from ..base.names import Patterns
-from ..base.text import error_about
-from ..checkpoint import Checkpoint, chosen
-from ..engine.read.load import parse_target
+from ..adapters.merge import Merge, merging
+from ..core import dtypes
+from ..core.checkpoint import Checkpoint, chosen
+from ..core.entry import check_unadapted, open
+from ..core.load import parse_target
+from ..core.names import Patterns
+from ..core.opening import Paths
+from ..core.text import error_about
 from ..errors import UnsupportedError
-from ..formats.opening import Paths
-from ..loading.entry import check_unadapted, open
-from ..loading.merge import Merge, merging
 from ..models.choosing import dtype_in
 
 # Names, and the dtype that their tensors are converted and dequantized to; None converts nothing.

@@ -9,24 +9,24 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array as NumpyArray
-from ..base.arrays import check_mapping, not_an_array
-from ..base.runtime import not_installed
-from ..base.text import clip, error_about, printable, show, tensor_named
-from ..checkpoint import Checkpoint, slice_of, tensors_of
-from ..engine.codes.quantized_tensor import QuantizedTensor
-from ..engine.codes.restore import rows_apart
-from ..engine.read.load import load_tensors
-from ..engine.read.tensors import Entry, FileTensor, Lazy, Tensors, entries_of, materialize
-from ..engine.run.cast import astype
-from ..engine.run.memory import POOLED_BELOW, check_threads, windows
-from ..engine.run.progress import Meter, Progress
-from ..engine.run.weight_file import WeightFile
+from ..adapters.merge import Merge
+from ..core import dtypes
+from ..core.arrays import Array as NumpyArray
+from ..core.arrays import check_mapping, not_an_array
+from ..core.cast import astype
+from ..core.checkpoint import Checkpoint, slice_of, tensors_of
+from ..core.load import load_tensors
+from ..core.memory import POOLED_BELOW, check_threads, windows
+from ..core.opening import Paths
+from ..core.progress import Meter, Progress
+from ..core.quantized_tensor import QuantizedTensor
+from ..core.registry import OpenRequest
+from ..core.restore import rows_apart
+from ..core.runtime import not_installed
+from ..core.tensors import Entry, FileTensor, Lazy, Tensors, entries_of, materialize
+from ..core.text import clip, error_about, printable, show, tensor_named
+from ..core.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, UnsupportedError
-from ..formats.opening import Paths
-from ..formats.registry import OpenRequest
-from ..loading.merge import Merge
 from .checkpoints import selecting
 
 try:
@@ -393,12 +393,12 @@ class _Loader:
         for tensor in group:
             entry, target, place = tensor
             backend = self._reading
-            several = several_devices(place)
-            if several:
+            divided = several_devices(place)
+            if divided:
                 place = None
             elif self._backend == "mmap" and (entry.nbytes < POOLED_BELOW or not on_cpu(place)):
                 backend = "mmap"
-            batches.setdefault((several, place, target, backend), []).append(tensor)
+            batches.setdefault((divided, place, target, backend), []).append(tensor)
         arrays: dict[str, Array] = {}
         for (several, place, _, backend), tensors in batches.items():
             if several:

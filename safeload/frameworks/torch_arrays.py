@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array, foreign_order
-from ..base.runtime import not_installed
-from ..base.table import Table
-from ..base.text import clip, error_about, printable, show
-from ..engine.read.tensors import Entry, FileTensor, Lazy
+from ..core import dtypes
+from ..core.arrays import Array, foreign_order
+from ..core.runtime import not_installed
+from ..core.safetensors import Memory
+from ..core.table import Table
+from ..core.tensors import Entry, FileTensor, Lazy
+from ..core.text import clip, error_about, printable, show
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
-from ..formats.safetensors import Memory
 
 try:
     import torch as torch  # other modules import it from here, so that all share the error below

@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from ..base import dtypes
-from ..base.arrays import Array, array_over, foreign_order
-from ..base.runtime import paused
-from ..checkpoint import tensors_of
-from ..engine.read.load import VIEWED_FROM, load_tensors, mapping
-from ..engine.read.tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
-from ..engine.run.memory import MOST_THREADS, address_of, thread_count
-from ..engine.run.progress import Meter, Progress
-from ..engine.run.slice import as_index
-from ..engine.run.weight_file import WeightFile
-from ..engine.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, staged
+from ..core import dtypes
+from ..core.arrays import Array, array_over, foreign_order
+from ..core.checkpoint import tensors_of
+from ..core.load import VIEWED_FROM, load_tensors, mapping
+from ..core.memory import MOST_THREADS, address_of, thread_count
+from ..core.progress import Meter, Progress
+from ..core.runtime import paused
+from ..core.slice import as_index
+from ..core.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, staged
+from ..core.tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
+from ..core.weight_file import WeightFile
 from ..errors import SafetensorError
 from . import torch_arrays
 from .checkpoints import Selected

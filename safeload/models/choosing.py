@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..base import dtypes
+from ..core import dtypes
 from .family import FamilyFile, with_schema
 from .schema import MAX_LISTED, PREFIX, Schema, SchemaEntry
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.runtime import read_data
-from ..base.table import Table
-from ..base.text import show
+from ..core.runtime import read_data
+from ..core.table import Table
+from ..core.text import show
 from ..errors import FormatError
 
 ARCHITECTURE = "general.architecture"

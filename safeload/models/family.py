@@ -45,9 +45,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..base.forking import cached_property
-from ..base.runtime import read_data
-from ..base.text import show
+from ..core.forking import cached_property
+from ..core.runtime import read_data
+from ..core.text import show
 from ..errors import exported, public
 from .schema import Schema
 

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..base.paths import PathLike
-from ..base.text import show
+from ..core.paths import PathLike
+from ..core.text import show
 from ..errors import FormatError, exported, public
 
 # Placeholder for the layer number in a name.
@@ -101,7 +101,7 @@ class Layout:
             FormatError: the JSON does not describe a layout.
             OSError: the file cannot be read.
         """
-        from ..stores.json_file import read_json  # imported here, because it takes a millisecond
+        from ..core.json_file import read_json  # imported here, because it takes a millisecond
 
         path = None if isinstance(source, Mapping) else os.fspath(source)
         content = source if isinstance(source, Mapping) else read_json(os.fspath(source), "the layout")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ..base.text import show
+from ..core.text import show
 from ..errors import FormatError, UnsupportedError
 
 # Modules that torch.compile, DataParallel, FSDP and activation checkpointing put around another module.

@@ -48,8 +48,8 @@ from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from ..base.forking import cached_property
-from ..base.text import show
+from ..core.forking import cached_property
+from ..core.text import show
 
 WEIGHT = "weight"
 

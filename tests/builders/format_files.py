@@ -1,4 +1,4 @@
-"""A file of each format of formats/registry.py."""
+"""A file of each format of core/registry.py."""
 
 import pickle
 

@@ -72,6 +72,7 @@ inside.preload(
     "validation",
     "finder",
     "edit_journal",
+    "missing_path",
 )
 for row in registry.ROWS:
     row.load()

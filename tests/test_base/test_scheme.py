@@ -1,4 +1,4 @@
-"""The rows of base/packing.py, and who reads them."""
+"""The rows of core/packing.py, and who reads them."""
 
 import re
 

@@ -48,9 +48,9 @@ def test_translations(text, want):
 
 # Messages of functions that no command calls, or about objects that a command line cannot hold.
 ELSEWHERE = (
-    "base/arrays.py", "base/paths.py", "base/names.py", "checkpoint.py",
-    "engine/codes/quantized_tensor.py", "engine/run/slice.py", "formats/registry.py", "operations/checking/stats.py",
-    "operations/quantize/quantize.py", "stores/places.py",
+    "core/arrays.py", "core/paths.py", "core/names.py", "core/checkpoint.py",
+    "core/quantized_tensor.py", "core/slice.py", "core/registry.py", "checking/stats.py",
+    "conversion/quantize.py", "remote/missing_path.py", "remote/places.py",
 )  # fmt: skip
 DOORS = ("compat", "frameworks", "cli")
 ARGUMENTS = (

@@ -231,7 +231,7 @@ def test_options_reach_the_store(tmp_path):
             "diff a": lambda **o: safeload.diff(url, local, **o),
             "diff b": lambda **o: safeload.diff(local, url, **o),
             "validate": lambda **o: safeload.check(url, **o),
-            "manifest": lambda **o: manifest.make(url, **o),
+            "manifest": lambda **o: manifest.make(safeload.open(url, **o)),
             "load_quantized": lambda **o: safeload.load_quantized(url, "q8_0", **o),
             "quantization_error a": lambda **o: safeload.quantization_error(url, local, **o),
             "quantization_error b": lambda **o: safeload.quantization_error(local, url, **o),

@@ -468,7 +468,7 @@ def test_the_method_of_our_own_copies_is_known(name, tmp_path):
 
 
 def test_rows_have_each_name_and_each_key_once():
-    table = json.loads((files("safeload") / "packed/methods.json").read_text("utf-8"))
+    table = json.loads((files("safeload") / "quant/methods.json").read_text("utf-8"))
     names = [name for row in table["methods"] for name in (*row.get("names", ()), *row.get("aliases", ()))]
     assert len(names) == len(set(names))
     used = set()

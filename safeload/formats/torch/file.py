@@ -41,14 +41,14 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-from ...base.text import error_about, show
-from ...engine.run.weight_file import WeightFile
+from ...core.foreign import is_binary_pickle, is_torch_legacy
+from ...core.registry import Candidate, Content, OpenRequest, check_whole
+from ...core.text import error_about, show
+from ...core.weight_file import WeightFile
+from ...core.zip import DEFLATED, MAX_INFLATED, STORED, Archive, unpacked
 from ...errors import ForbiddenError, FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from .. import unpickle as unpickler
-from ..foreign import is_binary_pickle, is_torch_legacy
-from ..registry import Candidate, Content, OpenRequest, check_whole
 from ..unpickle import Fault, Foreign, Global, Inert, TruncatedError, Unpickled, check_foreign, describe, unpickle
-from ..zip import DEFLATED, MAX_INFLATED, STORED, Archive, unpacked
 from .globals import ALLOWED, Storage, read_persistent_id
 from .tensors import SCRIPT, TensorPlaces, content_of, make_tables
 

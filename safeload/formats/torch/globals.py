@@ -21,9 +21,9 @@ from dataclasses import KW_ONLY, dataclass
 from math import prod
 from typing import Any
 
-from ...base import dtypes
-from ...base.runtime import read_data
-from ...base.text import show
+from ...core import dtypes
+from ...core.runtime import read_data
+from ...core.text import show
 from ...errors import LimitError, UnsupportedError
 from ..unpickle import FROM_TYPE, Built, Fault, Foreign, Global, Inert, LargeBytes, add_elements, describe, put_items
 

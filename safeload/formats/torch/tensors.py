@@ -23,14 +23,14 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-from ...base import dtypes
-from ...base.arrays import MAX_ARRAY, array_fits, c_strides
-from ...base.runtime import paused
-from ...base.table import ListedTable, Listing, unreadable
-from ...base.text import error_about, plural, show
-from ...engine.run.weight_file import WeightFile, open_temporary
+from ...core import dtypes
+from ...core.arrays import MAX_ARRAY, array_fits, c_strides
+from ...core.registry import Content, OpenRequest
+from ...core.runtime import paused
+from ...core.table import ListedTable, Listing, unreadable
+from ...core.text import error_about, plural, show
+from ...core.weight_file import WeightFile, open_temporary
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, TensorNotFoundError, UnsupportedError
-from ..registry import Content, OpenRequest
 from ..unpickle import ADVICE, Foreign, Global, Inert, LargeBytes, Unpickled, describe
 from .globals import ALLOWED, NumpyArray, NumpyDtype, PickledTensor, Storage
 

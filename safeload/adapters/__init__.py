@@ -1,0 +1,1 @@
+"""LoRA adapters: found, fitted to a base, merged."""

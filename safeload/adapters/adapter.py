@@ -1,0 +1,739 @@
+"""Open LoRA adapters of PEFT and MLX: settings and tensors, and find the tensors of a base that they change."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import permutations
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core import dtypes, log
+from ..core.arrays import Array
+from ..core.checkpoint import Checkpoint
+from ..core.files import Location
+from ..core.forking import cached_property
+from ..core.json_file import read_json
+from ..core.opening import open_paths
+from ..core.source import Source
+from ..core.text import error_about, show
+from ..errors import FormatError, UnsupportedError
+from ..models.choosing import STACK, is_unclear, tied_heads
+from ..models.module_names import foreign_kind, stored_names, unwrapped
+from ..quant.finder import CONV1D, CONV1D_MODELS
+from ..quant.patterns import compiled
+
+CONFIG = "adapter_config.json"
+
+# ---- settings ----
+
+# PEFT's LoraConfig defaults, for keys missing in the file.
+_RANK, _ALPHA = 8, 8
+_MAX_RANK = 1 << 20
+# Initializations that change the base, unless the adapter was converted after training.
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+# Settings for further targets in the base, and for more than s * B A or a base changed before training.
+_REFUSED = {
+    "layer_replication": "repeats layers of the base, which",
+    "trainable_token_indices": "changes rows of embeddings, which",
+    **dict.fromkeys(
+        ("use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config"),
+        "is a variant of LoRA that",
+    ),
+}
+# Limits on lists of names, which are compared with the names of modules.
+_MAX_NAMES, _MAX_NAME_LENGTH = 10_000, 1000
+# A plain pattern: the end of a name; "." matches any character. A config may have one for each module.
+_PLAIN = re.compile(r"\^?[\w.]+", re.ASCII)
+# Limit on patterns of any other form, because each is tried on each module.
+_MAX_PATTERNS = 256
+
+
+def _of_module(patterns: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of a module's name, at a name boundary."""
+    for pattern, value in patterns.items():
+        if _PLAIN.fullmatch(pattern):
+            matches = _ends_with(module, pattern)
+        else:
+            # "^" can match only if nothing precedes the pattern, and the subset has no "^".
+            whole = pattern.startswith("^") and "|" not in pattern
+            expression = rf"({pattern[1:]})$" if whole else rf"(.*\.)?({pattern})$"
+            matches = compiled(expression, key).matches(module)
+        if matches:
+            return value
+    return default
+
+
+def _ends_with(module: str, end: str) -> bool:
+    """Return whether a module's name ends with a plain pattern, at a name boundary."""
+    bare = end.removeprefix("^")
+    begin = len(module) - len(bare)
+    if begin < 0 or (begin > 0 and (bare != end or module[begin - 1] != ".")):
+        return False
+    return all(expected in (".", letter) for expected, letter in zip(bare, module[begin:], strict=True))
+
+
+def _check_method(config: Mapping[str, Any], path: str) -> None:
+    """Refuse adapters of PEFT that are no plain LoRA."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        problem = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
+        text = f"{problem}. safeload merges LoRA adapters only; merge this adapter with PEFT"
+        raise error_about(UnsupportedError, text, path=path)
+    for key, effect in _REFUSED.items():
+        if config.get(key):
+            text = f'"{key}" {effect} safeload does not merge; merge this adapter with PEFT'
+            raise error_about(UnsupportedError, text, path=path)
+    initialization = config.get("init_lora_weights")
+    if isinstance(initialization, str) and initialization.lower().startswith(_CHANGES_BASE):
+        log.warning(
+            '%s: "init_lora_weights" is %s, which changes the base when training begins. Merge into that changed base, '
+            "or convert the adapter with PEFT's path_initial_model_for_weight_conversion",
+            path,
+            show(initialization),
+        )
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None, path: str, *, whole: bool = False) -> float:
+    value: Any = config.get(key, default)
+    valid = type(value) is int or (type(value) is float and not whole and math.isfinite(value))
+    if not valid or (whole and not 0 < value < _MAX_RANK) or abs(value) > 1e30:
+        expected = "a positive integer" if whole else "a number"
+        raise FormatError(f'"{key}" must be {expected}, got {show(value)}', path)
+    return float(value)
+
+
+def _numbers(config: Mapping[str, Any], key: str, path: str, *, whole: bool = False) -> dict[str, float]:
+    values = config.get(key) or {}
+    if not isinstance(values, Mapping):
+        raise FormatError(f'"{key}" must map patterns to numbers, got {show(values)}', path)
+    if sum(_PLAIN.fullmatch(pattern) is None for pattern in values) > _MAX_PATTERNS:
+        raise error_about(UnsupportedError, f'"{key}" has more than {_MAX_PATTERNS} patterns', path=path)
+    for pattern in values:
+        _number(values, pattern, None, path, whole=whole)
+    return dict(values)
+
+
+def _names(config: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
+    names = config.get(key)
+    names = [] if names is None else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise FormatError(f'"{key}" must be a list of names, got {show(names)}', path)
+    if len(names) > _MAX_NAMES or any(len(name) > _MAX_NAME_LENGTH for name in names):
+        limit = f"{_MAX_NAMES:,} names of {_MAX_NAME_LENGTH:,} characters"
+        raise error_about(UnsupportedError, f'"{key}" has more than {limit}', path=path)
+    return tuple(dict.fromkeys(names))
+
+
+def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:
+    value = config.get(key)
+    if value is not None and type(value) is not bool:
+        raise FormatError(f'"{key}" must be true or false, got {show(value)}', path)
+    return bool(value)
+
+
+# ---- tensors ----
+
+# Roles of an adapter's tensors.
+A, B, MAGNITUDE, BIAS, VALUE = "A", "B", "magnitude", "bias", "value"
+EMBEDDING_A, EMBEDDING_B = "embedding A", "embedding B"
+
+_PREFIX = "base_model.model."
+_PEFT = {
+    ".lora_A.weight": A,
+    ".lora_B.weight": B,
+    ".lora_B.bias": BIAS,
+    ".lora_embedding_A": EMBEDDING_A,
+    ".lora_embedding_B": EMBEDDING_B,
+    ".lora_magnitude_vector": MAGNITUDE,
+    ".lora_magnitude_vector.weight": MAGNITUDE,
+}
+# A role in a PEFT name, with the adapter's own name if the state dict of the model was saved ("lora_A.default.weight").
+_ROLE = re.compile(
+    r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(?:\.(?!(?:weight|bias)\Z)([^.]+))?(\.weight|\.bias)?\Z",
+    re.ASCII,
+)
+_MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
+# Each role needs at least one of these partners.
+_PARTNERS = {
+    A: {B},
+    B: {A},
+    EMBEDDING_A: {EMBEDDING_B},
+    EMBEDDING_B: {EMBEDDING_A},
+    BIAS: {B},
+    MAGNITUDE: {B, EMBEDDING_B},
+}
+# Wrappers in PEFT's module names, and names of other methods.
+_SAVED, _UNUSED = ".modules_to_save.", ".original_module."
+_WRAPPED = [".base_layer.", _SAVED]
+_NOT_LORA = ("trainable_tokens", "token_adapter", "lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
+
+
+class Adapter:
+    """An open adapter: the settings behind the values of merged tensors, and its tensors by module of the base."""
+
+    def __init__(self, checkpoint: Checkpoint, weight: float = 1.0) -> None:
+        self.checkpoint, self.weight = checkpoint, weight
+        file = checkpoint.weight_files[0]
+        _check_names(checkpoint)
+        self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
+        try:
+            config = self.config = read_json(self.config_at.path, CONFIG, file.files)
+        except FileNotFoundError:
+            _check_names(checkpoint, "")
+            raise
+        path = self.config_at.shown
+        self.mlx = "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config)
+        self.default_rank: int | None = None  # only the shapes tell
+        if self.mlx:
+            kind, inner = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
+            if kind not in ("lora", "dora"):
+                text = f'"fine_tune_type" must be "lora" or "dora", got {show(kind)}'
+                raise error_about(UnsupportedError, text, path=path)
+            if not isinstance(inner, Mapping):
+                raise FormatError(f'"lora_parameters" must be an object with rank and scale, got {show(inner)}', path)
+            self.alpha = _number(inner, "scale", None, path)  # the factor itself
+            self.dora = kind == "dora"
+            config = {}  # it has no other settings
+        else:
+            _check_method(config, path)
+            self.default_rank = int(_number(config, "r", _RANK, path, whole=True))
+            self.alpha = _number(config, "lora_alpha", _ALPHA, path)
+            self.dora = _flag(config, "use_dora", path)  # rows are rescaled to magnitudes
+        self.rslora = _flag(config, "use_rslora", path)  # the factor is alpha / sqrt(r) instead of alpha / r
+        self.transposed = _flag(config, "fan_in_fan_out", path)  # weights of the base are [in, out]
+        self.ranks = _numbers(config, "rank_pattern", path, whole=True)
+        self.alphas = _numbers(config, "alpha_pattern", path)
+        # Name endings: of target tensors other than a module's ``weight``, and of the modules copied and trained.
+        self.parameters = _names(config, "target_parameters", path)
+        self.saved = _names(config, "modules_to_save", path)
+        # PEFT kept the head and the embedding of a tied model equal.
+        self.tying = _flag(config, "ensure_weight_tying", path)
+        self.modules = self._modules()
+
+    def alpha_of(self, module: str) -> float:
+        """Return the alpha of a module; for MLX the factor."""
+        alpha: float = _of_module(self.alphas, "alpha_pattern", module, self.alpha)
+        return alpha
+
+    def scaling(self, module: str, rank: int, tensor: str) -> float:
+        """Return the factor of a module's change."""
+        if self.mlx:
+            return self.alpha * self.weight
+        expected = _of_module(self.ranks, "rank_pattern", module, self.default_rank)
+        if rank < 1 or expected != rank:
+            key = "r" if expected == self.default_rank else "rank_pattern"
+            text = f"has rank {rank}, but {show(key)} of {CONFIG} says {expected}"
+            raise error_about(FormatError, text, path=self.config_at.shown, tensor=tensor)
+        return self.alpha_of(module) / (math.sqrt(rank) if self.rslora else rank) * self.weight
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of an adapter tensor."""
+        return self.checkpoint.tensors[name].shape
+
+    def is_copy(self, name: str) -> bool:
+        """Return whether PEFT trained a copy of the module of a base tensor, which replaces the tensor."""
+        stored = self.modules.get(name, {}).get(VALUE)
+        if stored is None or self.mlx:
+            return False
+        return _SAVED in stored or name.rpartition(".")[0].endswith(self.saved)
+
+    def rank(self, module: str) -> int:
+        """Return the rank of a module with factors, summed over the matrices of a stack."""
+        parts = self.modules[module]
+        shape = self.shape(parts[A if A in parts else EMBEDDING_A])
+        return sum(shape[1:2] if self.mlx else shape[:1])
+
+    def _modules(self) -> dict[str, dict[str, str]]:
+        """Group tensor names by module of the base and role; a whole tensor is its own module."""
+        checkpoint = self.checkpoint
+        modules: dict[str, dict[str, str]] = {}
+        wrappers = _WRAPPED
+        if not self.mlx:  # the names of a saved state dict contain the adapter's own name
+            roles = (match for name in checkpoint if (match := _ROLE.search(name)) is not None and match[2])
+            own = list(dict.fromkeys(match[2] for match in roles)) or ["default"]
+            if len(own) > 1:
+                text = f"several adapters in one file: {', '.join(map(show, own[:5]))}; save each one with PEFT"
+                raise error_about(UnsupportedError, text, path=checkpoint.path)
+            wrappers = [f"{_SAVED}{own[0]}.", *_WRAPPED]
+        for name in checkpoint:
+            if _UNUSED in name:  # the base's own value, stored beside its replacement
+                continue
+            module, part = self._parse_name(name, wrappers)
+            parts = modules.setdefault(module, {})
+            if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
+                continue
+            if part in parts and not (part == VALUE and _SAVED in parts[part]):
+                both = f"tensors {show(parts[part])} and {show(name)}"
+                raise FormatError(
+                    f"{both} of the adapter are the same part of one module", checkpoint.path, tensor=name
+                )
+            parts[part] = name
+        if not modules:
+            raise FormatError("the adapter has no tensors", checkpoint.path)
+        for parts in modules.values():
+            self._check_parts(parts)
+        return modules
+
+    def _parse_name(self, name: str, wrappers: Iterable[str]) -> tuple[str, str]:
+        """Return the module and the role of an adapter tensor."""
+        bare = unwrapped(name)
+        if self.mlx:
+            for suffix, part in _MLX.items():
+                if bare.endswith(suffix):
+                    return bare.removesuffix(suffix), part
+        elif not bare.startswith(_PREFIX):
+            text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
+        rest = bare if self.mlx else bare.removeprefix(_PREFIX)
+        role = None if self.mlx else _ROLE.search(rest)
+        key = "" if role is None else f".{role[1]}{role[3] or ''}"
+        if role is not None and key in _PEFT:
+            return rest[: role.start()], _PEFT[key]
+        if any(part in rest for part in _NOT_LORA):
+            named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
+            text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
+        for wrapped in wrappers:
+            while wrapped in rest:  # wrappers can nest
+                rest = rest.replace(wrapped, ".")
+        return rest, VALUE
+
+    def _check_parts(self, parts: Mapping[str, str]) -> None:
+        """Refuse inconsistent roles of a module."""
+        path = self.checkpoint.path
+        if {A, EMBEDDING_A} <= parts.keys():
+            both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
+            raise FormatError(f"{both} of the adapter change one module in two ways", path)
+        for part, partners in _PARTNERS.items():
+            if part in parts and not partners & parts.keys():
+                text = "of the adapter has no counterpart: A and B belong together"
+                raise error_about(FormatError, text, path=path, tensor=parts[part])
+        if parts.keys() & {A, EMBEDDING_A} and self.dora != (MAGNITUDE in parts):
+            name = next(iter(parts.values()))
+            state = "no magnitude" if self.dora else "a magnitude"
+            key = "fine_tune_type" if self.mlx else "use_dora"
+            raise FormatError(f"the module of tensor {show(name)} has {state}, which contradicts {show(key)}", path)
+
+
+def listed(adapters: Any) -> list[tuple[Any, float]]:
+    """Return the paths in ``adapters=`` with their weights."""
+    if adapters is None:
+        return []
+    items = adapters if isinstance(adapters, (list, tuple)) and not _is_pair(adapters) else [adapters]
+    weighted = []
+    for item in items:
+        path, weight = item if _is_pair(item) else (item, 1.0)
+        if isinstance(path, (list, tuple, Mapping, bool, int, float)) or path is None:
+            raise TypeError(f"adapters must be a path, a pair (path, weight) or a list of these, got {show(item)}")
+        if not abs(weight) <= 1e30:  # `not <=` also catches NaN
+            raise ValueError(f"adapters: the weight of {show(path)} must be a finite number, got {show(weight)}")
+        weighted.append((path, float(weight)))
+    return weighted
+
+
+def _is_pair(value: Any) -> bool:
+    number = value[1] if isinstance(value, tuple) and len(value) == 2 else None
+    return isinstance(number, Real) and not isinstance(number, bool)
+
+
+def opened(
+    stack: ExitStack, adapters: Iterable[tuple[Any, float]], storage_options: Mapping[str, Any] | None = None
+) -> list[Adapter]:
+    """Open adapters until ``stack`` closes."""
+    result = []
+    for path, weight in adapters:
+        seen = open_paths(path, None, None, "refuse", True, storage_options=storage_options)
+        result.append(Adapter(stack.enter_context(Checkpoint(seen)), weight))
+    return result
+
+
+def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
+    """Refuse the names of other tools before their missing configuration becomes the error."""
+    for name in checkpoint:
+        bare = unwrapped(name)
+        if (not prefix or not bare.startswith(prefix)) and (kind := foreign_kind(bare)) is not None:
+            text = f"belongs to {kind}, not to a LoRA of PEFT or MLX; merge it with its own tool, or convert it to PEFT"
+            raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
+
+
+# ---- what an adapter changes ----
+
+# The files of an adapter state neither the tensors of its base nor the order of their axes: PEFT asks the layers of the
+# model. Names and shapes decide here, then known architectures. Whatever remains ambiguous is refused.
+
+
+# ---- bases ----
+
+
+class AdapterTarget(NamedTuple):
+    """A base tensor to merge into."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: dtypes.Dtype | None  # the dtype to keep without dtype=; None if the tensor is packed
+    work: np.dtype[Any]  # the dtype to merge in
+    # Values as `work`, at a range of the first axis. If rows are plain, also at (integer, range of the second axis).
+    read: Callable[[Any], Array]
+    together: bool = False  # values can only be read all at once
+    source: Source | None = None  # the plain values, if jobs can read them a few rows at a time
+
+
+# ---- tied heads ----
+
+# PEFT changes modules, not weights. A trained copy of a module (`modules_to_save`) and the factors of a module do not
+# reach the module it is tied to. Only tensors that replace the weights of the base reach both.
+
+# The end of the name of an embedding shared by an encoder, a decoder and a head.
+_SHARED = "shared.weight"
+
+
+class Heads(NamedTuple):
+    """The tied heads of a base."""
+
+    pairs: Mapping[str, str]  # head -> embedding
+    untied: Mapping[str, str]  # head -> embedding, if the head gets its own weights
+
+
+def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, names: Collection[str]) -> Heads:
+    """Decide which tied heads of a base get weights of their own."""
+    pairs = tied_heads(config, names)
+    untied = {}
+    if is_unclear(config, pairs):
+        for adapter in adapters:
+            for module, parts in adapter.modules.items():
+                if EMBEDDING_A in parts:
+                    text = (
+                        f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to an "
+                        "embedding, but their names are not known, so the head would change too"
+                    )
+                    raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=parts[EMBEDDING_A])
+    for pair in pairs.items():
+        changes = [(adapter, name) for adapter in adapters if (name := _changed_alone(adapter, *pair)) is not None]
+        if changes and pair[1].endswith(_SHARED):
+            adapter, name = changes[0]
+            raise UnsupportedError(
+                f"the adapter changes {show(name)}, but encoder, decoder and head share {show(pair[1])}: merging into "
+                "one of them is not supported",
+                path=adapter.checkpoint.path,
+                tensor=name,
+            )
+        if changes:
+            untied[pair[0]] = pair[1]
+    return Heads(pairs, untied)
+
+
+def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
+    """Return the changed tensor of a tied pair, or None if the adapter changes neither or both."""
+    if adapter.mlx:  # its embeddings are their own heads
+        return None
+    pair, modules = (head, embedding), adapter.modules
+    factors = [name for name in pair if modules.get(name.removesuffix(".weight"), {}).keys() & {A, EMBEDDING_A}]
+    changed = factors or [name for name in pair if adapter.is_copy(name)]
+    values = [modules[name][VALUE] for name in pair if VALUE in modules.get(name, ())]
+    if not factors and (adapter.tying or not changed) and len(values) == 2:
+        first, second = map(adapter.checkpoint.tensors.__getitem__, values)
+        if (first.dtype, first.shape) == (second.dtype, second.shape):
+            loaded = adapter.checkpoint.load(values)
+            a, b = (np.ascontiguousarray(loaded[name]).reshape(-1).view(np.uint8) for name in values)
+            if np.array_equal(a, b):
+                return None
+        if not changed:
+            raise FormatError(
+                f"tensors {show(values[0])} and {show(values[1])} of the adapter differ, but the base ties them and "
+                "'modules_to_save' names neither",
+                adapter.checkpoint.path,
+                tensor=values[0],
+            )
+    return changed[0] if changed else None
+
+
+# ---- stacks of experts, and renamed tensors ----
+
+# transformers and mlx-lm rename or stack some weights on loading. Adapters have the model's names, files the stored.
+
+# Layers concatenated by transformers, row by row and in order, under the last part of the stack's name.
+_LAYERS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),  # Nemotron-H has no gate
+    "down_proj": (("down_proj",), ("w2",)),
+}
+# The layers that mlx-lm stacks, under the last part of the stack's name.
+_MLX_LAYERS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3"), "down_proj": ("down_proj", "w2")}
+# Name parts in the model and in files (Mixtral, MiniMax, PhiMoE; Granite MoE; GPT-NeoX).
+_RENAMED = (
+    (".mlp.", ".block_sparse_moe."),
+    (".mlp.router.", ".block_sparse_moe.gate."),
+    (".experts.gate_up_proj", ".input_linear.weight"),
+    (".experts.down_proj", ".output_linear.weight"),
+    (".router.weight", ".router.layer.weight"),
+    ("lm_head.weight", "embed_out.weight"),
+)
+
+
+class Apart(NamedTuple):
+    """A stack stored expert by expert."""
+
+    experts: int
+    layers: Sequence[str]  # names of the layers concatenated in each matrix, in order
+    rows: int  # of each layer
+    columns: int  # of each layer
+    outer: str  # name of the experts' module
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the stack."""
+        return self.experts, len(self.layers) * self.rows, self.columns
+
+    def tensors(self) -> Iterator[tuple[str, int, int]]:
+        """Yield each stored tensor with its expert and its first row in the expert's matrix."""
+        for expert in range(self.experts):
+            for k, layer in enumerate(self.layers):
+                yield f"{self.outer}.{expert}.{layer}.weight", expert, k * self.rows
+
+
+class Base:
+    """The tensors of a model to merge adapters into, found by the names of the model."""
+
+    def __init__(
+        self,
+        title: str,  # the path, for messages
+        names: Collection[str],  # of the stored tensors
+        config: Mapping[str, Any] | None,
+        shape: Callable[[str], tuple[int, ...]],  # of a stored tensor
+        target: Callable[[str], AdapterTarget],  # a stored tensor
+        *,
+        places: Mapping[str, str | Apart] | None = None,  # found in the whole base, if this is a part of it
+    ) -> None:
+        self.title, self.names, self._shape, self.target = title, names, shape, target
+        model_type = (config or {}).get("model_type")
+        self.model_type = model_type if isinstance(model_type, str) else None
+        self.is_part = places is not None
+        # Stored names, and stacks of separately stored experts, by the names of the model looked up so far.
+        self.places = dict(places or {})
+
+    def find(self, name: str) -> str | Apart | None:
+        """Return where a tensor of the model is stored; None if the base lacks it."""
+        if name in self.names:
+            return name
+        if name not in self.places and not self.is_part:
+            names = [name, *(name.replace(part, stored) for part, stored in _RENAMED if part in name)]
+            for stored in names:
+                place = stored if stored in self.names else self._stack(stored)
+                if place is not None:
+                    self.places[name] = place
+                    return place
+            place = next(filter(None, map(self._unwrapped.get, names)), None)
+            if place is not None:
+                self.places[name] = place
+        return self.places.get(name)
+
+    @cached_property
+    def _unwrapped(self) -> dict[str, str]:
+        """The stored names by their names without wrappers; few names are missing, so most bases need none."""
+        return stored_names(self.names, self.title)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor that `find` finds."""
+        place = self.find(name) or name
+        return place.shape if isinstance(place, Apart) else self._shape(place)
+
+    def _stack(self, name: str) -> Apart | None:
+        """Return the stack of this name, or None if the base lacks its experts."""
+        outer, _, last = name.rpartition(".")
+        choices: Sequence[tuple[str, ...]] = _LAYERS.get(last, ())
+        if STACK in name:
+            block, _, last = name.removesuffix(".weight").rpartition(STACK)
+            outer, choices = f"{block}.experts", [(layer,) for layer in _MLX_LAYERS.get(last, ())]
+        for layers in choices:
+            count = 0
+            while all(f"{outer}.{count}.{layer}.weight" in self.names for layer in layers):
+                count += 1
+            stack = Apart(count, layers, 0, 0, outer)
+            shapes = {self._shape(stored) for stored, _, _ in stack.tensors()}
+            if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
+                return stack._replace(rows=shape[0], columns=shape[1])
+        return None
+
+
+# ---- modules ----
+
+# Models that store experts as [experts, in, out], which every version of PEFT knows.
+_IN_FIRST = frozenset(("gpt_oss",))
+
+# PEFT adds this to a module's name for each further parameter it changes.
+_INSIDE = ".base_layer"
+# Limit on the changes of one module to tell apart by shape, because every order is tried.
+_MAX_PARAMETERS = 6
+
+
+class Fit(NamedTuple):
+    """How the modules of an adapter map to a base."""
+
+    parameters: Mapping[str, str]  # module -> tensor, see `_parameters`; all other modules: ``weight``
+    transposed: frozenset[str]  # modules with weights stored as [in, out]
+    unclear: Mapping[str, str]  # module -> reason why it cannot be merged
+
+
+def fitted(adapter: Adapter, base: Base) -> Fit:
+    """Find the tensors of a base that an adapter changes."""
+    unclear: dict[str, str] = {}
+    parameters = _parameters(adapter, base, unclear)
+    turned: dict[str, bool | None] = {}  # whether a weight is stored as [in, out]; None if it is square
+    for module, parts in adapter.modules.items():
+        name, sizes = parameters.get(module, f"{module}.weight"), _sizes(adapter, module)
+        whole = module if VALUE in parts else f"{module}.bias" if BIAS in parts else name
+        base.find(whole)  # so that a base with unclear names is refused at once
+        if adapter.mlx or sizes is None or module in unclear or not base.find(name):
+            continue
+        shape = base.shape(name)
+        if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):  # PEFT never transposes one expert
+            continue
+        if sizes in (shape[-2:], shape[:-3:-1]):
+            turned[module] = None if sizes == sizes[::-1] else sizes != shape[-2:]
+    turned.update(_guesses(adapter, turned, parameters, base.model_type))
+    for module, order in turned.items():
+        if order is None:
+            name, experts = parameters.get(module, f"{module}.weight"), module in parameters
+            orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
+            if experts:
+                why = "Square experts do not show the order, and the adapter changes no other experts"
+            else:
+                why = "'fan_in_fan_out' may not hold for every layer of this adapter"
+                if not base.model_type:
+                    why += "; open the base as a folder, because its config.json may show the order"
+            unclear[module] = (
+                f"tensor {show(adapter.modules[module][A])} of the adapter changes {show(name)} of {base.title}, which "
+                f"is {list(base.shape(name))}: {orders}? {why}"
+            )
+    flag = adapter.transposed
+    transposed = frozenset(m for m in adapter.modules if turned.get(m, flag and m not in parameters))
+    return Fit(parameters, transposed, unclear)
+
+
+def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
+    """Return the rows of B and the columns of A, or None if the module lacks two matrices."""
+    parts = adapter.modules[module]
+    if not {A, B} <= parts.keys():
+        return None
+    a, b = adapter.shape(parts[A]), adapter.shape(parts[B])
+    return (b[0], a[1]) if len(a) == len(b) == 2 else None
+
+
+def _parameters(adapter: Adapter, base: Base, unclear: dict[str, str]) -> dict[str, str]:
+    """Return the tensors named by ``target_parameters``, and MLX's stacks of separate experts, by module."""
+    if adapter.mlx:
+        stacks = {module: f"{module}.weight" for module in adapter.modules if STACK in module}
+        return {module: name for module, name in stacks.items() if isinstance(base.find(name), Apart)}
+    if not adapter.parameters:
+        return {}
+    targets: dict[str, list[str]] = {}  # by the end of their module's name
+    for target in adapter.parameters:
+        place, _, last = target.rpartition(".")
+        targets.setdefault(place, []).append(last)
+    depth = max(place.count(".") for place in targets) + 1
+    wrapped: dict[str, list[str]] = {}
+    for module, parts in adapter.modules.items():
+        if A in parts:
+            wrapped.setdefault(outermost(module), []).append(module)
+    parameters: dict[str, str] = {}
+    for outer, modules in wrapped.items():
+        last_parts = outer.rsplit(".", depth)[-depth:]
+        places = (".".join(last_parts[begin:]) for begin in range(len(last_parts), -1, -1))
+        targeted = ((place, f"{outer}.{last}") for place in places for last in targets.get(place, ()))
+        names = [*dict.fromkeys(name for place, name in targeted if place or not outer or base.find(name))]
+        if names:
+            parameters.update(_matched(adapter, sorted(modules, key=len), names, base, unclear))
+    return parameters
+
+
+def outermost(module: str) -> str:
+    """Return the name of the module inside PEFT's wrappers."""
+    end = len(module)
+    while module.endswith(_INSIDE, 0, end):
+        end -= len(_INSIDE)
+    return module[:end]
+
+
+def _matched(
+    adapter: Adapter, modules: Sequence[str], names: Sequence[str], base: Base, unclear: dict[str, str]
+) -> dict[str, str]:
+    """Match the changes of one module with its parameters.
+
+    PEFT stores no names of parameters. It nests the changes in the order in which the layer created its parameters.
+    """
+    absent = next((name for name in names if not base.find(name)), None)
+    if absent is not None:
+        return dict.fromkeys(modules, absent)
+    orders = [tuple(names)]
+    reason = ""
+    if len(names) != len(modules):
+        reason = f"it has {len(modules)} of this module, but 'target_parameters' names {len(names)} tensors there"
+    elif 1 < len(names) <= _MAX_PARAMETERS:
+        suits = {(module, name): _suits(adapter, module, base.shape(name)) for module in modules for name in names}
+        fitting = [
+            order for order in permutations(names) if all(map(suits.__getitem__, zip(modules, order, strict=True)))
+        ]
+        orders = fitting or orders
+    if len(orders) > 1 or len(names) > _MAX_PARAMETERS:
+        reason = "neither shapes nor names tell which change belongs to which tensor"
+    if not reason:
+        return dict(zip(modules, orders[0], strict=False))
+    changes = " and ".join(show(adapter.modules[module][A]) for module in modules[:_MAX_PARAMETERS])
+    of_base = " and ".join(map(show, names[:_MAX_PARAMETERS]))
+    unclear.update(dict.fromkeys(modules, f"{changes} of the adapter change {of_base} of {base.title}: {reason}"))
+    return dict.fromkeys(modules, names[0])
+
+
+def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a change can belong to a tensor of this shape."""
+    sizes = _sizes(adapter, module)
+    if len(shape) == 2:
+        return sizes == shape
+    return len(shape) == 3 and sizes in (shape[1:], shape[:0:-1])
+
+
+# ---- orders of axes ----
+
+
+def _guesses(
+    adapter: Adapter, turned: Mapping[str, bool | None], parameters: Mapping[str, str], model_type: str | None
+) -> dict[str, bool | None]:
+    """Return whether square weights are stored as [in, out], from the orders of others; None if that is ambiguous.
+
+    All parameters of a module have one order, because PEFT asks the module, and its default order has changed. Of
+    layers PEFT asks each, and stores the ``fan_in_fan_out`` of the last one.
+    """
+    experts: dict[str, set[bool]] = {}  # orders by outermost module
+    layers: dict[str, set[bool]] = {}  # by the last part of the module's name
+    for module, order in turned.items():
+        if order is not None:
+            orders, key = (experts, outermost(module)) if module in parameters else (layers, _last(module))
+            orders.setdefault(key, set()).add(order)
+    every_expert, every_layer = set().union(*experts.values()), set().union(*layers.values())
+    conv1d = set().union(*(orders for last, orders in layers.items() if last in CONV1D))
+    flag = adapter.transposed
+    plain = (module for module, parts in adapter.modules.items() if A in parts and module not in parameters)
+    unsure = not conv1d and not flag and not all(_last(module) in CONV1D for module in plain)
+    guesses: dict[str, bool | None] = {}
+    for module in (module for module, order in turned.items() if order is None):
+        last = _last(module)
+        if module in parameters:
+            known = {True} if model_type in _IN_FIRST else set()
+            choices = [experts.get(outermost(module), set()), every_expert, known]
+        elif model_type in CONV1D_MODELS:
+            choices = [{last in CONV1D}]
+        else:
+            choices = [layers.get(last, set()), conv1d if last in CONV1D else set()]
+            if every_layer <= {flag} and not (unsure and last in CONV1D):
+                choices.append({flag})
+        guesses[module] = next((next(iter(orders)) for orders in choices if len(orders) == 1), None)
+    return guesses
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]

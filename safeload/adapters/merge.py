@@ -1,0 +1,573 @@
+"""Merge adapters into base tensors, tile by tile: W + s * (B @ A) in float32, rounded once.
+
+The C core merges as it reads the base (`lib.SL_OP_MERGE`). NumPy merges into float64, and DoRA, which needs norms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core import dtypes, log
+from ..core.arrays import Array
+from ..core.cast import astype, target_array
+from ..core.checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
+from ..core.jobs import Batch, Job, Origin, Update, Updates, native_order, panels_of
+from ..core.load import check_fits, check_out_names, parse_target, refuse_own_files
+from ..core.memory import address_of, check_disjoint
+from ..core.names import Patterns
+from ..core.native import lib
+from ..core.progress import Progress, reporter
+from ..core.restore import rows_apart
+from ..core.source import Source, in_file
+from ..core.table import similar
+from ..core.text import error_about, show
+from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from .adapter import (
+    BIAS,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    MAGNITUDE,
+    VALUE,
+    A,
+    Adapter,
+    AdapterTarget,
+    Apart,
+    B,
+    Base,
+    Fit,
+    Heads,
+    fitted,
+    heads_of,
+    listed,
+    opened,
+)
+
+# Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
+_TILE = 1 << 22
+# Rows of a tall tile are a multiple of this, because blocks of scales have at most this many rows.
+_BLOCK = 128
+# Elements of a product B A. Its buffer is reused and should stay in the cache.
+_PRODUCT = 1 << 20
+# Limit on problems with a list of similar names: comparing thousands of names takes milliseconds.
+_MAX_COMPARED = 3
+# Name endings of the weights a head may be tied to.
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+# Stacks whose factors stay in memory if experts are stored separately: enough for a layer or two.
+_CACHED_STACKS = 4
+_F32 = dtypes.BY_CODE["F32"]
+
+# ---- bases ----
+
+
+def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
+    """Return a tensor of an open checkpoint as a target."""
+    refuse_codes(checkpoint, [name], "adapters=")
+    ((_, file, index),) = tensors_of(checkpoint, [name])
+    packed, row = file.table.packed.get(index), file.table.row(index)
+    shape = tuple(file.table.shape(index) if packed is None else packed.packing.shape)
+    quantized = packed is not None or file.table.is_quantized(index)
+    if not quantized:
+        check_floating(name, row, checkpoint.path)
+    work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
+    source = None if quantized else in_rows(in_file(checkpoint, name, file, index), work)
+    if row.packed and not quantized:  # elements share bytes, so they are decoded together
+
+        def decoded(rows: Any) -> Array:
+            values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
+            return values
+
+        return AdapterTarget(name, shape, None, work, decoded, True, source)
+    together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
+    read = checkpoint.get_slice(name, dtype=work.name).__getitem__
+    return AdapterTarget(name, shape, None if quantized else row, work, read, together, source)
+
+
+def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
+    """Return a source if jobs can read its rows as float32, `work`; remote files are fetched tile by tile instead."""
+    if source is None or source.packed is not None or (source.file is not None and source.file.remote):
+        return None
+    if work != np.float32 or math.prod(source.shape[1:]) % source.row.block or not source.row.converts_to(_F32):
+        return None
+    return source
+
+
+def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
+    """Refuse integers."""
+    if not row.floating:
+        text = (
+            f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "
+            "config.json"
+        )
+        raise error_about(UnsupportedError, text, path=path, tensor=name)
+
+
+# ---- changes of a tensor ----
+
+
+class Change(NamedTuple):
+    """An adapter's change of a base tensor, with fitting shapes."""
+
+    adapter: Adapter
+    parts: Mapping[str, str]  # role -> tensor name
+    scaling: float = 1.0  # factor of the product, including the adapter's weight
+    by_columns: bool = False  # rows of the tensor are columns of A
+    stacked: bool = False  # the tensor is a stack of matrices (experts), each with its own factors
+    matrices: int = 1  # number of matrices in the stack
+    part: tuple[int, slice] | None = None  # matrix number and rows, if the tensor holds part of a stack
+
+
+# ---- changes of a base ----
+
+
+class Merge:
+    """Adapters fitted to a base.
+
+    With ``fits``, one for each adapter, the base may be a part of the base that they were found for; without, each
+    module of an adapter needs a tensor. Without ``problems`` the first misfit is raised.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        adapters: Sequence[Adapter],
+        heads: Heads,
+        *,
+        fits: Sequence[Fit] | None = None,
+        problems: list[SafeloadError] | None = None,
+    ) -> None:
+        self.base, self.adapters, self.heads = base, adapters, heads
+        self._problems = [] if problems is None else problems
+        self._cached_factors = lru_cache(_CACHED_STACKS)(_factors)
+        # Changes by base tensor, in order; untied heads are included even if unchanged.
+        self.changes: dict[str, list[Change]] = {head: [] for head in heads.untied}
+        self.fits = [fitted(adapter, base) for adapter in adapters] if fits is None else fits
+        tied = [two for pair in heads.pairs.items() for two in (pair, pair[::-1])]
+        for adapter, fit in zip(adapters, self.fits, strict=True):
+            modules = dict(adapter.modules)
+            for name, other in tied:  # a tensor that replaces one of two tied tensors replaces both
+                value = adapter.modules.get(name, {}).get(VALUE)
+                if value and not adapter.is_copy(name) and other not in adapter.modules and other in base.names:
+                    modules[other] = {VALUE: value}
+            for module, parts in modules.items():
+                try:
+                    self._fit(adapter, fit, module, parts)
+                except SafeloadError as error:  # noqa: PERF203
+                    if problems is None:
+                        raise
+                    problems.append(error)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.changes
+
+    def _fit(self, adapter: Adapter, fit: Fit, module: str, parts: Mapping[str, str]) -> None:
+        """Add the changes of a module."""
+        if module in fit.unclear and VALUE not in parts:
+            raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
+        if VALUE in parts:
+            targets = {module: {VALUE: parts[VALUE]}}
+        elif module in fit.parameters:
+            targets = {fit.parameters[module]: dict(parts)}
+        else:
+            targets = {f"{module}.weight": {role: name for role, name in parts.items() if role != BIAS}}
+            if BIAS in parts:
+                targets[f"{module}.bias"] = {BIAS: parts[BIAS], A: parts[A]}
+        base = self.base
+        for model_name, roles in targets.items():  # patterns match the names of the model
+            place = base.find(model_name)
+            if isinstance(place, Apart) and module in fit.parameters:
+                change = None
+                for name, expert, begin in place.tensors():
+                    if name not in base.names:  # it belongs to another piece
+                        continue
+                    target = base.target(name)
+                    if target.shape != (place.rows, place.columns):  # a plan can say anything
+                        needed = [place.rows, place.columns]
+                        text = f"is {list(target.shape)}, but the stack {show(model_name)} needs {needed}"
+                        raise error_about(FormatError, text, path=base.title, tensor=name)
+                    if change is None:
+                        whole = target._replace(name=model_name, shape=place.shape)
+                        change = self._change(adapter, fit, module, roles, whole)
+                    part = expert, slice(begin, begin + place.rows)
+                    self._add(name, change._replace(stacked=False, part=part))
+            elif isinstance(place, str) and place in base.names:
+                target = base.target(place)._replace(name=model_name)
+                self._add(place, self._change(adapter, fit, module, roles, target))
+            elif not base.is_part and (VALUE not in roles or model_name not in self.heads.pairs):
+                raise self._missing(adapter, model_name, next(iter(roles.values())))
+
+    def _change(
+        self, adapter: Adapter, fit: Fit, module: str, parts: Mapping[str, str], target: AdapterTarget
+    ) -> Change:
+        """Return the change of a base tensor by a module of an adapter; refuse shapes that do not fit."""
+        shape, mlx, path = target.shape, adapter.mlx, adapter.checkpoint.path
+        shapes = {part: adapter.shape(name) for part, name in parts.items()}
+
+        def refused(part: str, text: str) -> UnsupportedError:
+            return error_about(UnsupportedError, f"of the adapter {text}", path=path, tensor=parts[part])
+
+        def need(fits: bool, part: str, requirement: str) -> None:
+            if not fits:
+                text = (
+                    f"of the adapter is {list(shapes[part])}, but {show(target.name)} of {self.base.title} is "
+                    f"{list(shape)}: it needs {requirement}"
+                )
+                raise error_about(FormatError, text, path=path, tensor=parts[part])
+
+        for part, name in parts.items():
+            dtype = adapter.checkpoint.tensors[name].dtype
+            if not dtypes.parse(dtype).floating:
+                raise refused(part, f"is {dtype}: it must be floating")
+        if VALUE in parts:
+            need(shapes[VALUE] == shape, VALUE, "an equal shape, because it replaces the base tensor")
+            if adapter.weight != 1:
+                text = f"replaces {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}"
+                raise refused(VALUE, text)
+            return Change(adapter, parts)
+        parameter = module in fit.parameters and not mlx
+        if parameter and (adapter.dora or BIAS in parts):
+            text = f"changes the parameter {show(target.name)}, for which PEFT has neither DoRA nor lora_bias"
+            raise refused(A, text)
+        if BIAS in parts:
+            need(shapes[BIAS] == shape, BIAS, "an equal shape, because it is added to the base tensor")
+            return Change(adapter, parts, adapter.scaling(module, sum(shapes[A][:1]), parts[A]))
+        a, b = (EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)
+        for part in (a, b):
+            need(len(shapes[part]) > 1, part, "two axes")
+        if parameter:
+            need(len(shape) in (2, 3), a, "a base of two or three axes")
+        need(len(shape) > 1, a, "a base of two axes or more")
+        stacked = len(shape) == 3 and (mlx or parameter)
+        count, (rows, columns) = (shape[0], shape[1:]) if stacked else (1, _flat(shape))
+        total = rank = shapes[a][1 if mlx else 0]
+        if parameter:
+            need(count > 0 and total % count == 0, A, f"a multiple of {count} rows, equally many for each matrix")
+            rank = total // count
+        by_columns = a == EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
+        if mlx and not stacked:
+            linear = shapes[a] == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
+            by_columns = shapes[a] == (rows, rank) and not linear
+        elif MAGNITUDE in parts and stacked:
+            raise refused(MAGNITUDE, f"changes the stack {show(target.name)}, for which MLX has no DoRA")
+        inner, outer = (rows, columns) if by_columns else (columns, rows)
+        needed: tuple[tuple[int, ...], ...] = (total, inner), (outer, total)
+        if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
+            needed = ((count, rank, inner), (count, outer, rank)) if stacked else ((inner, rank), (rank, outer))
+        elif len(shape) > 2 and not parameter:  # a convolution
+            needed = (rank, *shape[1:]), (outer, rank, *(1 for _ in shape[2:]))
+        for part, expected in zip((a, b), needed, strict=True):
+            need(shapes[part] == expected, part, str(list(expected)))
+        if MAGNITUDE in parts:
+            norms = columns if by_columns and not mlx else rows
+            need(math.prod(shapes[MAGNITUDE]) == norms, MAGNITUDE, f"{norms} norms")
+        scaling = adapter.scaling(target.name if parameter else module, rank, parts[a])
+        return Change(adapter, parts, scaling, by_columns, stacked, count)
+
+    def _add(self, name: str, change: Change) -> None:
+        changes = self.changes.setdefault(name, [])
+        if VALUE in change.parts:  # PEFT can write a value after the factors of its module
+            factors = (k for k, earlier in enumerate(changes) if earlier.adapter is change.adapter)
+            changes.insert(next(factors, len(changes)), change)
+            return
+        if any(VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
+            raise UnsupportedError(
+                f"{show(name)} is a stack of matrices for one change and not for another", tensor=name
+            )
+        changes.append(change)
+
+    def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
+        text = f"of the adapter belongs to {show(name)}, which {self.base.title} does not have"
+        first_expert = f"{name.rpartition('.')[0]}.0."
+        if name == "lm_head.weight" and any(stored.endswith(_EMBEDDINGS) for stored in self.base.names):
+            text += ": it has no head, and its config does not tie one to the embedding"
+        elif adapter.parameters and any(stored.startswith(first_expert) for stored in self.base.names):
+            text += ": its experts are stored one by one, under names that are not known to make that stack"
+        elif name.endswith(".bias"):
+            text += ": the layer has no bias in the base"
+        elif len(self._problems) < _MAX_COMPARED and (near := similar(name, list(self.base.names))):
+            text += f"; similar names: {', '.join(near)}"
+        return error_about(TensorNotFoundError, text, path=adapter.checkpoint.path, tensor=tensor)
+
+    def target_row(self, name: str, dtype: Any) -> dtypes.Dtype:
+        """Return the dtype of a merged tensor: ``dtype``, or the tensor's own."""
+        row = parse_target(dtype) or self.base.target(name).row
+        if row is None:
+            text = (
+                'is packed, and an adapter changes it: pass dtype=, such as dtype="bfloat16", to merge its true values'
+            )
+            raise error_about(UnsupportedError, text, path=self.base.title, tensor=name)
+        return row
+
+    def values(self, name: str, row: dtypes.Dtype, out: Array | None = None, threads: int | None = None) -> Array:
+        """Return a merged tensor."""
+        target, changes = self.base.target(name), self.changes[name]
+        result = target_array(target.shape, dtypes.array_dtype(row.number), out)
+        last = max((k for k, change in enumerate(changes) if VALUE in change.parts), default=-1)
+        if last >= 0:  # the replacement discards earlier changes
+            target, changes = _replaced(target, changes[last]), changes[last + 1 :]
+        stacked = any(change.stacked for change in changes)
+        factors = [self._factors_of(change, target.work.name) for change in changes]
+        narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
+        in_core = narrows and target.work == np.float32
+        parts = result.reshape(target.shape if stacked else (1, *_flat(target.shape)))
+        for k, (matrix, part) in enumerate(zip(_matrices(target) if stacked else (target,), parts, strict=True)):
+            steps: list[_Step] = []
+            for change, (left, right) in zip(changes, factors, strict=True):
+                number, rows = change.part or (k, slice(None))
+                step = _Step(left[number, rows], right[number], change.scaling)
+                steps.append(_with_norms(step, change, matrix, steps) if MAGNITUDE in change.parts else step)
+            if in_core and all(step.norms is step.columns is None for step in steps):
+                _merge_in_core(matrix, steps, part, row, threads)
+                continue
+            for begin, tile in _changed_tiles(matrix, steps):
+                astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
+        return result
+
+    def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
+        """Return the factors of a change; the factors of a stack stay in memory for its other parts."""
+        parts, checkpoint = change.parts, change.adapter.checkpoint
+        if BIAS in parts:
+            bias = checkpoint.load([parts[BIAS]], dtype=dtype, backend="pread")[parts[BIAS]]
+            return bias.reshape(1, -1, 1), np.ones((1, 1, 1), dtype)
+        a, b = (parts[part] for part in ((EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)))
+        read = _factors if change.part is None else self._cached_factors
+        return read(change.adapter, a, b, dtype, count=change.matrices, by_columns=change.by_columns)
+
+
+# ---- values ----
+
+
+class _Step(NamedTuple):
+    """A change of a matrix: rows a to b get scaling * (left[a:b] @ right), and are then rescaled."""
+
+    left: Array  # [rows, r]
+    right: Array  # [r, columns]
+    scaling: float
+    norms: Array | None = None  # new norms of the rows
+    columns: Array | None = None  # factors of the columns
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return a shape as a matrix, with the other axes joined into columns."""
+    return shape[0] if shape else 1, math.prod(shape[1:])
+
+
+def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
+    """Return the target with the adapter's values in place of its own."""
+    checkpoint, name = change.adapter.checkpoint, change.parts[VALUE]
+    ((_, file, index),) = tensors_of(checkpoint, [name])
+    source = in_rows(in_file(checkpoint, name, file, index), target.work)
+    read = checkpoint.get_slice(name, dtype=target.work.name).__getitem__
+    return target._replace(read=read, together=False, source=source)
+
+
+def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Sequence[_Step]) -> _Step:
+    """Return a step of DoRA, which gives rows or columns new norms."""
+    checkpoint, name = change.adapter.checkpoint, change.parts[MAGNITUDE]
+    magnitude = checkpoint.load([name], dtype=target.work.name, backend="pread")[name].reshape(-1).astype(np.float64)
+    if not change.by_columns or change.adapter.mlx:  # MLX has a norm for each row of an embedding
+        return step._replace(norms=magnitude)
+    squares = np.zeros(step.right.shape[1])
+    for _, tile in _changed_tiles(target, [*earlier, step]):
+        squares += np.einsum("ij,ij->j", tile, tile, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        return step._replace(columns=(magnitude / np.sqrt(squares)).astype(target.work))
+
+
+def _matrices(target: AdapterTarget) -> Iterator[AdapterTarget]:
+    """Yield the matrices of a stack."""
+    count, rows, columns = target.shape
+    matrix = target._replace(shape=(rows, columns), together=target.row is None)
+    source = target.source
+    whole = target.read(slice(0, count)) if target.together and source is None else None
+
+    def read(k: int, rows: slice) -> Array:
+        if whole is not None:
+            return whole[k, rows]
+        # A matrix of packed values cannot be dequantized in parts.
+        values: Array = target.read((k, rows)) if target.row is not None else target.read(slice(k, k + 1))[0][rows]
+        return values
+
+    for k in range(count):
+        if source is not None:
+            offset = source.offset + k * source.row.nbytes(rows * columns)
+            matrix = matrix._replace(source=source._replace(shape=(rows, columns), offset=offset))
+        yield matrix._replace(read=partial(read, k))
+
+
+def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
+    """Yield the tiles [rows, columns] of a tensor with their first rows."""
+    rows, columns = _flat(target.shape)
+    height = rows if target.together else max(1, _TILE // max(1, columns))
+    if _BLOCK < height < rows:
+        height -= height % _BLOCK
+    for begin in range(0, rows, height) if rows and columns else ():
+        end = min(rows, begin + height)
+        values = target.read(slice(begin, end) if target.shape else ...)
+        yield begin, values.reshape(end - begin, columns)
+
+
+def _changed_tiles(target: AdapterTarget, steps: Sequence[_Step]) -> Iterator[tuple[int, Array]]:
+    """Like `_tiles`, with changes added by NumPy, as many rows at a time as its buffer has."""
+    rows, columns = _flat(target.shape)
+    height = min(rows, max(1, _PRODUCT // max(1, columns)))
+    buffer = np.empty((height, columns), target.work)
+    for begin, tile in _tiles(target):
+        end = begin + len(tile)
+        for step, first in product(steps, range(begin, end, height)):
+            last = min(end, first + height)
+            part = tile[first - begin : last - begin]
+            with np.errstate(all="ignore"):
+                change = np.matmul(step.left[first:last], step.right, out=buffer[: len(part)])
+                change *= step.scaling
+                part += change
+                if step.columns is not None:
+                    part *= step.columns
+                if step.norms is not None:
+                    norms = np.sqrt(np.einsum("ij,ij->i", part, part, dtype=np.float64))
+                    part *= (step.norms[first:last] / norms).astype(part.dtype)[:, None]
+        yield begin, tile
+
+
+def _merge_in_core(
+    target: AdapterTarget, steps: Sequence[_Step], out: Array, row: dtypes.Dtype, threads: int | None
+) -> None:
+    """Fill rows of the result with a matrix and its changes."""
+    columns = out.shape[1]
+    if not out.size:
+        return
+    assert all(len(step.left) == len(out) and step.right.shape[1] == columns for step in steps)
+    with np.errstate(over="ignore"):  # a scaling beyond float32 gives infinity
+        updates = [
+            Update(step.left, panels_of(step.right), float(np.float32(step.scaling)))
+            for step in steps
+            if step.left.shape[1]  # MLX's rank can be 0
+        ]
+    job = Job(None, 0, 0, 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=Origin(target.name, target.shape))
+    source = target.source
+    for begin, values in _tiles(target) if source is None else [(0, out)]:
+        part = out[begin : begin + len(values)]
+        if source is not None:
+            job = job._replace(file=source.file, offset=source.offset, size=source.size, source=source.row.number)
+        else:
+            tile = native_order(np.ascontiguousarray(values))
+            job = job._replace(offset=address_of(tile), size=tile.nbytes)
+        merge = Updates(columns, [update._replace(left=update.left[begin:]) for update in updates])
+        batch = Batch([job._replace(memory=address_of(part), merge=merge)])
+        batch.results([part])
+        batch.run(threads=threads)
+
+
+def _factors(
+    adapter: Adapter, name_a: str, name_b: str, dtype: str, *, count: int, by_columns: bool
+) -> tuple[Array, Array]:
+    """Return the factors of a number of matrices, [matrices, rows, r] and [matrices, r, columns].
+
+    PEFT stores the rows of A matrix by matrix, and the columns of B rank by rank; MLX stores stacks, and transposes a
+    single matrix.
+    """
+    arrays = adapter.checkpoint.load([name_a, name_b], dtype=dtype, backend="pread")
+    a, b = arrays[name_a], arrays[name_b]
+    if not adapter.mlx:
+        rank, columns = len(a) // count, math.prod(a.shape[1:])
+        a, b = a.reshape(count, rank, columns), b.reshape(len(b), rank, count).transpose(2, 0, 1)
+    elif a.ndim == 2:
+        a, b = a.T[None], b.T[None]
+    left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if by_columns else (b, a)
+    return np.ascontiguousarray(left), np.ascontiguousarray(right)
+
+
+# ---- loading ----
+
+
+@contextmanager
+def merging(
+    checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None = None
+) -> Iterator[tuple[Checkpoint, Merge | None]]:
+    """Open adapters, and fit these to a base."""
+    weighted = listed(adapters)
+    if not weighted:
+        yield checkpoint, None
+        return
+    with ExitStack() as stack:
+        base, merge = fit(checkpoint, opened(stack, weighted, storage_options))
+        warn_of_untied(merge.heads, checkpoint.config)
+        yield base, merge
+
+
+def fit(
+    checkpoint: Checkpoint, adapters: Sequence[Adapter], problems: list[SafeloadError] | None = None
+) -> tuple[Checkpoint, Merge]:
+    """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
+    heads = heads_of(adapters, checkpoint.config, checkpoint)
+    absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
+    view = with_aliases(checkpoint, absent) if absent else checkpoint
+    base = Base(view.path, view, view.config, lambda name: view.tensors[name].shape, partial(target_of, view))
+    return view, Merge(base, adapters, heads, problems=problems)
+
+
+def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:
+    """Warn if the merged tensors need a config other than the base's."""
+    for head, embedding in heads.untied.items():
+        place = "config" if config is None else "config.json"
+        log.warning(
+            "the adapter gives %s and %s different values: load them into a model whose %s has "
+            '"tie_word_embeddings": false',
+            show(head),
+            show(embedding),
+            place,
+        )
+
+
+def load_with_adapters(
+    checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None, **options: Any
+) -> dict[str, Any]:
+    """Like `Checkpoint.load`, with the adapters in ``adapters=`` merged."""
+    with merging(checkpoint, adapters, storage_options) as (base, merge):
+        return base.load(**options) if merge is None else load_merged(base, merge, **options)
+
+
+def load_merged(
+    checkpoint: Checkpoint,
+    merge: Merge,
+    names: Iterable[str] | None = None,
+    *,
+    only: Patterns = None,
+    drop: Patterns = None,
+    dtype: Any = None,
+    backend: Any = "mmap",
+    out: Mapping[str, Array] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> dict[str, Any]:
+    """Like `Checkpoint.load`, with adapters merged."""
+    all_names = [part[0] for part in chosen(checkpoint, names, only, drop, dtype)]
+    rows = {name: merge.target_row(name, dtype) for name in all_names if name in merge}
+    shapes = {name: tuple(checkpoint.tensors[name].shape) for name in rows}
+    plain = [name for name in all_names if name not in rows]
+    plain_out = out
+    if out is not None:
+        check_out_names(out, all_names, "load")
+        refuse_own_files(out, checkpoint.weight_files)
+        for name, row in rows.items():
+            check_fits(name, dtypes.array_dtype(row.number), shapes[name], out)
+        check_disjoint(
+            {name: array for name, array in out.items() if isinstance(array, np.ndarray) and array.flags.c_contiguous}
+        )
+        plain_out = {name: array for name, array in out.items() if name not in rows}
+    sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
+    arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)
+    done = sum(array.nbytes for array in arrays.values())
+    with reporter(progress, done + sum(sizes.values())) as report:
+        report(done)
+        for name, row in rows.items():
+            arrays[name] = merge.values(name, row, None if out is None else out[name], threads)
+            done += sizes[name]
+            report(done)
+    return {name: arrays[name] for name in all_names}

@@ -1,1 +1,0 @@
-"""The lowest layer: the C core, dtypes, tables, arrays, paths, text."""

@@ -1,0 +1,1 @@
+"""Checks, statistics, differences, lists and reports."""

@@ -1,0 +1,848 @@
+"""Check a checkpoint: its files, its names and shapes, its values.
+
+Values are read into tables of rows, in this process or in pieces on an executor, and judged in a fixed order, so that
+reports do not depend on which process reads, or on which file fails first.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from .._version import __version__
+from ..conversion.catalog import Catalog, Given, TensorDescription
+from ..conversion.executors import (
+    EXECUTOR,
+    INVALID_PIECE,
+    MALFORMED,
+    Executor,
+    Tables,
+    check_executor,
+    check_paths,
+    check_version,
+    files_at,
+    groups,
+    in_memory,
+    names_of,
+    opened,
+    pieces_of,
+    run_pieces,
+)
+from ..core import dtypes, log, packing
+from ..core import entry as loading
+from ..core.arrays import Array, index_of, refuse_masked
+from ..core.files import Location
+from ..core.json_file import read_if_there, read_json
+from ..core.memory import check_threads
+from ..core.names import Patterns, Selection
+from ..core.numbered import other_form
+from ..core.packing import Packed
+from ..core.paths import PathLike, os_error
+from ..core.progress import Progress
+from ..core.quantized_tensor import PartRows, QuantizedTensor
+from ..core.registry import BY_NAME, GGUF
+from ..core.runtime import paused
+from ..core.showing import figure
+from ..core.source import Source, source_pieces
+from ..core.table import Unknown
+from ..core.tensors import packed_of
+from ..core.text import plural, show
+from ..core.weight_file import WeightFile
+from ..errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, exported, one_line, public
+from ..models.choosing import Choice, choose, choose_inner, choose_prefix
+from ..models.family import load as load_schema
+from ..models.module_names import WRAPPERS, stored_names, wrapped_inside
+from ..models.schema import Schema
+from ..quant.gptq import wrapped_zeros, zeros_disagree
+from ..quant.quantization import quantization_of
+from ..remote.places import Located, places_of
+from . import files, structure
+from .files import FileEntry
+from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
+from .stats import HISTOGRAM_EDGES, StatsTable, TensorStats, as_plain, measure, of_plain
+from .structure import Descriptions
+
+# Codes of findings that hold without the other shards.
+_SHARD_CODES = (
+    *("value.", "file.", "tensor."),
+    *("schema.shape", "schema.unexpected", "schema.layer_extra", "schema.config"),
+)
+
+# A value is an outlier if it is above this, the largest float16, and far above the 99.9th percentile of the tensor's
+# magnitudes without zeros. Smaller tensors are not judged.
+OUTLIER_ABOVE = 65504.0
+_OUTLIER_FACTOR, _OUTLIER_PERMILLE, _OUTLIER_COUNT = 1e4, 999, 1000
+# Default range of weights, and default absolute value of norm weights.
+_LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0
+
+# Numbers to compare at a time.
+_CHUNK = 1 << 20
+
+# Largest relative difference between a float32 scale and the expected one: two roundings.
+_SCALE_TOLERANCE = 2.0**-22
+
+# Last name parts of norm weights, and words that mark a norm like the suffix "norm". Source: transformers, torch and
+# llama.cpp.
+_NORM_WEIGHTS = ("weight", "gamma", "scale", "g")
+_NORM_WORDS = {"ln", "rms"}
+
+# Roles of the parts of packed tensors to check.
+_SCALE_ROLES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
+# Families with negative scales: MLX, and the formats that auto-round writes. For symmetric codes, the lowest code has
+# the largest magnitude and stands for the value with the largest magnitude (auto_round/data_type/int.py).
+_SIGNED = ("mlx", "gptq", "awq", "int", "int8")
+
+# The name of a single array in reports.
+ARRAY = "array"
+
+# File names in the original releases of Llama and Mistral: weights and config.
+_CONSOLIDATED, _PARAMS = "consolidated", "params.json"
+
+# Tables of rows by name: findings about scales, statistics, bounds of outliers, findings about tied heads. Faults of
+# entries of archives have the number of the entry, as text.
+_CRC, _SCALES, _STATS, _OUTLIERS, _TIED = "crc", "scales", "stats", "outliers", "tied"
+_VALUES = (_SCALES, _STATS, _OUTLIERS)
+
+CheckSource: TypeAlias = Given | Array | QuantizedTensor
+
+
+@exported()
+class Limits(NamedTuple):
+    """Limits for values.
+
+    Attributes:
+        low: smaller values are a warning.
+        high: larger values are a warning.
+        parameters: expected number of elements in all tensors; None accepts any.
+        scale: expected scale of int8 tensors: a number, or numbers by name; None accepts any.
+        absmax: largest absolute value before quantization to int8, so that scale is absmax / 127: a number, or numbers
+            by name; None accepts any.
+        norm: largest absolute value of norm weights. None means ``low`` and ``high`` if you set these, else 4096,
+            because norm weights reach hundreds in good models (Gemma).
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> report = safeload.check(np.float32([0.5, 3]), limits=safeload.Limits(low=-1, high=1))
+        >>> [warning.code for warning in report.warnings]
+        ['value.range']
+    """
+
+    low: float = _LOW
+    high: float = _HIGH
+    parameters: int | None = None
+    scale: float | Mapping[str, float] | None = None
+    absmax: float | Mapping[str, float] | None = None
+    norm: float | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> Limits:
+        """Return limits from None, (low, high), a dict of fields, or limits."""
+        if value is None:
+            return cls()
+        if isinstance(value, Limits):
+            return value
+        if isinstance(value, Mapping):
+            unknown = sorted(set(value) - set(cls._fields))
+            if unknown:
+                raise ValueError(f"limits: unknown key {show(unknown[0])}, expected {', '.join(cls._fields)}")
+            limits = cls(**value)
+        elif isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+            limits = cls(*value)
+        else:
+            raise TypeError(f"limits must be (low, high) or a dict of {', '.join(cls._fields)}, got {show(value)}")
+        if not limits.low <= limits.high:
+            raise ValueError(f"limits: low must be <= high, got {limits.low} and {limits.high}")
+        if limits.norm is not None and not limits.norm >= 0:
+            raise ValueError(f"limits: norm must be >= 0, got {limits.norm}")
+        return limits
+
+
+@public
+def check(
+    source: CheckSource,
+    *,
+    config: PathLike | Mapping[str, Any] | None = None,
+    schema: str | None = "auto",
+    shape: tuple[int | None, ...] | None = None,
+    limits: Limits | Mapping[str, Any] | tuple[float, float] | None = None,
+    values: bool = True,
+    only: Patterns = None,
+    drop: Patterns = None,
+    storage_options: Mapping[str, Any] | None = None,
+    executor: Executor | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> CheckReport:
+    """Check weights and report faults. Findings are never raised.
+
+    Errors are: a file that violates its format, or has lost blocks; a missing shard; a zip entry with a wrong CRC-32;
+    no tensors; NaN, infinity and values far beyond the rest; missing and unexpected tensors, and wrong shapes,
+    according to the config; gaps in the layers; scales of quantized tensors that are not finite or not as expected; a
+    GGUF file that llama.cpp refuses. Warnings are: values outside ``limits``, constant matrices, tensors without
+    elements or axes, layers with different dtypes, an index with a wrong total_size, a tied head with different values.
+    Notes name skipped checks: for codes that cannot be dequantized, and for heads and models without a schema.
+
+    Args:
+        source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; a dict of arrays; or a single
+            array.
+        config: parsed config.json or its path. None uses the config.json of a folder, or the params.json beside
+            consolidated.00.pth or consolidated.safetensors.
+        schema: the expected names and shapes: "auto" to choose a schema by architectures and model_type in the config;
+            the name of a built-in schema; or None.
+        shape: expected shape of a single array, with None for any size.
+        limits: (low, high) for values; or a dict with any of low, high, norm (largest absolute value of norm weights),
+            parameters (number of elements in all tensors), scale and absmax (of int8 tensors: a number, or numbers by
+            name).
+        values: False to check only files, names, dtypes, shapes and sizes, without reading tensors. This takes as long
+            as opening the checkpoint, and leaves ``.stats`` of the report empty.
+        only: shell pattern, or several, of the tensors with values to check. Findings about values and shapes of other
+            tensors are left out of the report. Missing tensors are always reported.
+        drop: shell pattern, or several, of tensors to leave out in the same way.
+        storage_options: options of the filesystem behind a URL, see `open`.
+        executor: reads values in other processes or on other machines with access to the same files: any object with
+            the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``Client``. The
+            findings are identical to those of a single process. Headers are read in this process.
+        threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
+    Returns:
+        The report, which is false if there are errors.
+
+    Raises:
+        ValueError, TypeError: invalid arguments, such as ``executor`` with tensors in memory.
+        TensorNotFoundError: a pattern matches no tensor.
+        FormatError: the file of the config is invalid.
+        OSError: the file cannot be opened: FileNotFoundError, PermissionError, ...
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> report = safeload.check({"w": np.float32([[1, np.nan]])})
+        >>> report.ok, report.errors[0].code
+        (False, 'value.nan')
+    """
+    options = settings(
+        config,
+        schema,
+        limits,
+        only=only,
+        drop=drop,
+        values=values,
+        executor=executor,
+        threads=threads,
+        progress=progress,
+    )
+    if isinstance(source, (np.ndarray, QuantizedTensor)):
+        if executor is not None:
+            raise in_memory("an array is", EXECUTOR)
+        report = CheckReport(ARRAY)
+        refuse_masked(source, "the array")
+        catalog = Catalog.of({ARRAY: source})
+        if shape is not None:
+            if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
+                raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
+            actual = catalog.about(ARRAY).shape
+            if not structure.fits(actual, tuple(shape)):
+                sizes = ", ".join("?" if size is None else str(size) for size in shape)
+                report.add([find("array.shape", ARRAY, shape=list(actual), sizes=sizes)])
+        return _validate_tensors(report, catalog, options._replace(schema=None))
+    if shape is not None:
+        raise ValueError("shape= requires a single array")
+    if isinstance(source, (Mapping, Catalog)):
+        with Catalog.of(source) as catalog:
+            if executor is not None:
+                check_paths(catalog, EXECUTOR)
+            return _validate_tensors(CheckReport(catalog.title), catalog, options)
+    return validate_path(source, {"storage_options": storage_options}, options)
+
+
+class CheckSettings(NamedTuple):
+    """The checked arguments of `check`."""
+
+    config: Mapping[str, Any] | None  # parsed; None uses the config of the folder
+    schema: Schema | Literal["auto"] | None  # "auto" to choose a schema by the config
+    limits: Limits
+    selection: Selection  # the tensors to report about
+    values: bool = True  # True to read tensors
+    executor: Executor | None = None
+    threads: int | None = None
+    progress: Progress = None
+    histogram: bool = False  # True to include histograms in statistics
+
+
+def settings(
+    config: PathLike | Mapping[str, Any] | None = None,
+    schema: str | None = "auto",
+    limits: Any = None,
+    *,
+    only: Patterns = None,
+    drop: Patterns = None,
+    **options: Any,
+) -> CheckSettings:
+    """Check and convert the arguments of `check`."""
+    bounds = Limits.of(limits)
+    expected: Any = schema if schema in (None, "auto") else load_schema(schema)
+    check_threads(options.get("threads"))
+    check_executor(options.get("executor"))
+    if config is not None and not isinstance(config, Mapping):
+        config = read_json(config, "config.json")
+    return CheckSettings(config, expected, bounds, Selection(only, drop), **options)
+
+
+def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
+    """Return the params.json beside a single file in the original format of Llama or Mistral, or None."""
+    if len(weights) != 1:
+        return None
+    files = weights[0].files
+    folder, name = files.split(weights[0].place)
+    if not name.startswith(_CONSOLIDATED):
+        return None
+    params = read_if_there(files.join(folder, _PARAMS), _PARAMS, files)
+    if params is None:
+        return None
+    try:
+        listed = files.listing(folder)
+    except (UnsupportedError, RemotePermissionError):  # https lists no folders
+        listed = []
+    slices = [name for name, _ in listed if fnmatchcase(name, f"{_CONSOLIDATED}*.pth")]
+    return params if len(slices) < 2 else None  # slices of a model-parallel checkpoint have other shapes
+
+
+def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options: CheckSettings) -> CheckReport:
+    """Validate the checkpoint at a path or URL."""
+    (place,), where = places_of([path], opening.get("storage_options"))
+    text = where.shown(place)
+    report = CheckReport(text)
+    if not where.remote and not os.path.lexists(place):
+        raise os_error(errno.ENOENT, text)
+    try:
+        opened = loading.open(path, **opening)
+    except (SafeloadError, OSError) as problem:
+        plain = not isinstance(problem, SafeloadError)
+        if plain and getattr(problem, "filename", None) in (None, text):
+            raise
+        shards = files.check_shards(place, where, opening)
+        if shards is None:
+            report.add([files.refusal(problem)])
+            return report
+        findings, good, config = shards
+        report.add(findings)
+        return _validate_rest(report, good, config, opening, options)
+    with opened, Catalog.of(opened) as catalog:
+        report.add(_check_other_form(catalog, options))
+        return _validate_tensors(report, catalog, options)
+
+
+def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Finding]:
+    """Find a second whole checkpoint in a folder, which other libraries read, such as a file beside an index."""
+    folder = catalog.folder
+    if folder is None or folder.files.remote:
+        return
+    names = [name for name, is_folder in folder.files.listing(folder.path) if not is_folder]
+    forms = [paths[0] for paths in other_form(names)]
+    opened = {os.path.basename(path) for path in (*catalog.files, "" if catalog.index is None else catalog.index.path)}
+    unread = [name for name in forms if name not in opened]
+    if len(unread) != 1 or len(forms) != 2:
+        return
+    try:
+        with Catalog.of(folder / unread[0]) as other:
+            a, b = (
+                {name: about[1:3] for name, about in each.descriptions([*each]).items()} for each in (catalog, other)
+            )
+            same = a == b
+            if same and options.values and not options.selection:
+                from .diff import diff  # only here: few folders hold two checkpoints
+
+                same = diff(catalog, other, threads=options.threads).same
+    except (SafeloadError, OSError):  # it is not whole
+        return
+    if not same:
+        used = next(name for name in forms if name in opened)
+        yield find("folder.ambiguous", unread=unread[0], used=used)
+
+
+def _validate_rest(
+    report: CheckReport,
+    good: Sequence[Location],
+    config: Mapping[str, Any] | None,
+    opening: Mapping[str, Any],
+    options: CheckSettings,
+) -> CheckReport:
+    """Check the tensors in the good shards of a damaged folder, as far as they suffice."""
+    if not good:
+        return report
+    read = options.values and quantization_of(config) is None  # codes can have their scales in other shards
+    own = options._replace(config=config if options.config is None else options.config, values=read)
+    rest = CheckReport(report.source)
+    try:
+        with loading.open(good, **opening) as opened, Catalog.of(opened) as catalog:
+            _validate_tensors(rest, catalog, own)
+    except (SafeloadError, OSError):  # these shards need the others
+        return report
+    findings = [finding for finding in (*rest.errors, *rest.warnings) if finding.code.startswith(_SHARD_CODES)]
+    rest.errors, rest.warnings, rest.notes, rest.values = report.errors, report.warnings, report.notes, report.values
+    rest.add(findings)
+    return rest
+
+
+def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSettings) -> CheckReport:
+    started = time.perf_counter()
+    selected = frozenset(options.selection.of(list(catalog)))
+    try:
+        _check_tensors(report, catalog, selected, options)
+    finally:
+        report.seconds = time.perf_counter() - started
+    if options.selection:
+        report.leave_out(frozenset(catalog) - selected)
+    return report
+
+
+def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], options: CheckSettings) -> None:
+    """Add findings and statistics to the report as they come."""
+    tensors = catalog.descriptions([*catalog])
+    report.tensors = len(tensors)
+    report.parameters = sum(math.prod(about.shape) for about in tensors.values())
+    report.format, report.files, report.nbytes = catalog.format, list(catalog.files), catalog.nbytes
+    report.values = options.values
+    config = options.config
+    if config is None:
+        try:
+            config = _params_beside(catalog.weight_files) or catalog.config
+        except (FormatError, OSError) as problem:
+            report.add([find("schema.config:unreadable", problem=one_line(problem))])
+    report.add(files.check_index(catalog))
+    named: Descriptions = tensors
+    if catalog.format == GGUF and options.schema == "auto" and config is None:
+        findings, choice, config = structure.check_gguf(catalog.metadata, tensors)
+        report.add(findings)
+    else:
+        named = _without_wrappers(report, tensors, catalog.title) if options.schema == "auto" else tensors
+        choice = _choose_schema(config, catalog.format, named, options)
+        log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
+    schema = None if choice is None else choice.schema
+    report.add(structure.check_sizes(tensors, schema))
+    quantization = quantization_of(config)
+    codes = catalog.find_codes(quantization)  # their values are not checked
+    quantized = structure.quantized_parts(quantization, schema, tensors, codes)
+    if quantized.names:
+        unchecked = "names, shapes and values" if options.values else "names and shapes"
+        count = plural(len(quantized.names), "tensor")
+        report.add([find("quantization.unchecked", label=quantized.label, checks=unchecked, tensors=count)])
+    tied: Mapping[str, str] = {}
+    if choice is None:
+        report.add(structure.check_layers(tensors, quantized.modules))
+    elif tensors:
+        report.schema = choice.schema.name
+        parts = quantized if named is tensors else quantized.unwrapped()
+        inner = config if choice.inner is None else choice.inner.config
+        findings, report.compared, tied = structure.check_schema(choice, inner, named, quantized=parts)
+        report.add(findings)
+    expected = options.limits.parameters
+    if expected is not None and report.parameters != expected:
+        report.add([find("model.parameters", parameters=report.parameters, expected=expected)])
+    report.add(structure.check_dtypes(tensors, config, quantized.names))
+    unknown = catalog.unknown()
+    report.add(_check_unknown(catalog.about(name), entry) for name, entry in unknown.items())
+
+    def role(name: str) -> str | None:  # None if it is not in the schema
+        return None if schema is None else schema.role(name)
+
+    zero: set[str] = set()  # tensors already reported as zero
+    entries: list[FileEntry] | None = None
+    with report.readable():
+        report.add(files.check_tails(catalog, role, zero, values=options.values))
+        report.add(files.check_runs(catalog, role, zero))
+        if options.values:
+            entries = files.entries_of(catalog)
+    if entries is None:
+        return
+    selected = selected - unknown.keys()
+    read = {name: about for name, about in tensors.items() if name in selected and name not in codes}
+    # Tied heads stored along with their embeddings.
+    pairs = {head: embedding for head, embedding in tied.items() if {head, embedding} <= selected - zero}
+    tables = _read(catalog, read, pairs, entries, options)  # raises errors of the executor
+    with report.readable():
+        for k, entry in enumerate(entries):
+            for fault in _rows(tables, _CRC, [str(k)]).values():
+                report.add([entry.finding(fault)])
+        bad = set()
+        for name, about in read.items():
+            if about.quantized:
+                of_scales = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
+                report.add(of_scales)
+                if _has_error(of_scales):
+                    bad.add(name)
+        stats = report.stats = StatsTable(_rows(tables, _STATS, [*read]))
+        report.add(files.check_runs(catalog, role, zero, stats))
+        about_values = check_values(
+            stats,
+            tensors,
+            options.limits,
+            skip=bad,
+            role=role,
+            codes=quantized.names,
+            zero=zero,
+            outliers=_rows(tables, _OUTLIERS, [*stats]),
+        )
+        report.add(about_values)
+        for pair in pairs.items():
+            if bad.isdisjoint(pair):
+                report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)
+
+
+def _without_wrappers(report: CheckReport, tensors: Descriptions, title: str) -> Descriptions:
+    """Leave out wrappers inside names, which no schema has; a prefix is found by `choose_prefix`."""
+    wrapped = next(filter(wrapped_inside, tensors), None)
+    if wrapped is None:
+        return tensors
+    try:
+        stored = stored_names(tensors, title)
+    except FormatError as problem:
+        report.add([find("schema.names:wrapped", problem.tensor, problem=problem.args[0])])
+        return tensors
+    report.add([find("schema.prefix:wrapped", wrapped, wrappers=", ".join(WRAPPERS))])
+    return {bare: tensors[name] for bare, name in stored.items()}
+
+
+def _choose_schema(
+    config: Mapping[str, Any] | None, format: str | None, named: Descriptions, options: CheckSettings
+) -> Choice | None:
+    row = BY_NAME.get(format or "")
+    if isinstance(options.schema, Schema):
+        return Choice(options.schema, True)
+    if options.schema is None or (row is not None and row.own_names):
+        return None
+    choice = choose(config, format, named.keys())
+    if choice is None:
+        return choose_inner(config, named.keys())
+    return choose_prefix(choice, config, named.keys()) or choice
+
+
+def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:
+    """Return the finding about an entry that cannot be read."""
+    in_gguf = about.dtype.startswith("ggml type")  # its bytes end at the next tensor, or at the end
+    empty = in_gguf and about.nbytes == 0 and 0 not in about.shape
+    rule = "file.unknown_type" + (":empty" if empty else ":missing" if unknown.is_missing else "")
+    reason = "is unknown to this version" if in_gguf and not unknown.is_missing else unknown.reason
+    return find(rule, about.name, dtype=about.dtype, shape=list(about.shape), reason=reason)
+
+
+# ---- values ----
+
+
+def is_norm(name: str, about: TensorDescription, role: str | None) -> bool:
+    """True for norm weights, by the role in the schema or else by name."""
+    if role is not None or len(about.shape) > 1:
+        return role == "norm"
+    module, _, last = name.rpartition(".")
+    norm = (module.rpartition(".")[2] if last in _NORM_WEIGHTS else last).lower().rstrip("0123456789")
+    return norm.endswith("norm") or not _NORM_WORDS.isdisjoint(norm.split("_"))
+
+
+def check_values(
+    stats: Mapping[str, TensorStats],
+    tensors: Descriptions,
+    limits: Limits,
+    *,
+    skip: Collection[str],  # tensors with bad scales
+    role: Callable[[str], str | None],  # of a tensor in the schema
+    codes: Collection[str],  # parts of quantized weights, which can have any finite value
+    zero: Collection[str],  # tensors already reported as zero
+    outliers: Mapping[str, float],  # see `find_outliers`
+) -> Iterator[Finding]:
+    """Find NaN, infinity and outliers (errors), values out of range and constant matrices (warnings)."""
+    low, high, norm = limits.low, limits.high, limits.norm
+    if norm is None and (low, high) == (_LOW, _HIGH):
+        norm = _NORM
+    usual, of_norms = (low, high), (low, high) if norm is None else (-norm, norm)
+    for name, values in stats.items():
+        about = tensors[name]
+        if name in skip or not is_real(about):
+            continue
+        for rule, bad, first in (
+            ("value.nan", values.nan, values.first_nan),
+            ("value.inf", values.inf, values.first_inf),
+        ):
+            if bad:
+                at = "" if first is None else f", the first at {list(first)}"
+                yield find(rule, name, bad=bad, count=values.count, are="is" if bad == 1 else "are", at=at)
+        if values.count == 0 or math.isnan(values.min) or name in codes or name in zero:
+            continue
+        low, high = of_norms if is_norm(name, about, role(name)) else usual
+        if name in outliers:
+            yield find("value.outlier", name, absmax=figure(values.absmax, 6), bound=figure(outliers[name], 6))
+        elif values.min < low or values.max > high:
+            smallest, largest = figure(values.min, 6), figure(values.max, 6)
+            yield find("value.range", name, min=smallest, max=largest, low=low, high=high)
+        if sum(size > 1 for size in about.shape) > 1 and values.nan + values.inf == 0 and values.min == values.max:
+            rule = "value.zero" if values.absmax == 0 else "value.constant"
+            yield find(rule, name, count=values.count, value=figure(values.min, 6))
+
+
+def is_real(about: TensorDescription) -> bool:
+    """True if the values of a tensor are real numbers, dequantized ones included."""
+    return about.floating or about.quantized
+
+
+def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = None) -> dict[str, float]:
+    """Return the tensors with an outlier, each with a bound that 99.9 % of its magnitudes stay below."""
+    bounds = {}
+    for name, counted in measure(catalog, names, histogram=True, threads=threads).items():
+        histogram = counted.histogram
+        assert histogram is not None
+        count = int(histogram.sum())
+        if count < _OUTLIER_COUNT:
+            continue
+        allowed = count - -(-count * _OUTLIER_PERMILLE // 1000)  # values beyond the percentile
+        limit = counted.absmax / _OUTLIER_FACTOR
+        first = int(np.searchsorted(HISTOGRAM_EDGES, limit, side="right")) - 1  # the bin of the limit
+        bins = len(histogram)
+        if first >= 0 and int(histogram[min(first, bins - 1) :].sum()) <= allowed:
+            beyond = np.cumsum(histogram[::-1])[::-1]
+            edge = int((beyond > allowed).sum())  # the smallest with at most `allowed` larger values
+            # A power of two, or the largest magnitude that is not an outlier divided by 10,000.
+            bounds[name] = min(float(HISTOGRAM_EDGES[edge]), limit)
+        elif int(histogram[min(first + 1, bins) :].sum()) <= allowed:
+            array = catalog.array(name, threads).reshape(-1)
+            beyond_limit = 0
+            for at in range(0, array.size, _CHUNK):
+                magnitudes = np.abs(array[at : at + _CHUNK].astype(np.float64))
+                beyond_limit += int(((magnitudes >= limit) & np.isfinite(magnitudes)).sum())
+            if beyond_limit <= allowed:
+                bounds[name] = limit
+    return bounds
+
+
+def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | None = None) -> Iterator[Finding]:
+    """Find bad scales of a quantized or packed tensor. For tensors in files, only scales and blocks are read."""
+    about, place = catalog.about(name), catalog.place(name)
+    packed = None if place.file is None else packed_of(place.file, place.number)
+    names: Mapping[str, str]
+    parts: Mapping[str, Array]
+    if packed is not None:
+        names = packed.names(name)
+        parts = {role: PartRows(packed.parts[role]).whole() for role in _SCALE_ROLES if role in packed.parts}
+    else:
+        value = catalog.value(name, threads)
+        assert isinstance(value, QuantizedTensor)
+        restoring = value.restoring()  # with the owner of the memory of its parts
+        if restoring is None:  # blocks with their scales inside
+            row = dtypes.BLOCK_TYPES[value.scheme]
+            blocks = np.ascontiguousarray(value.data).reshape(-1, row.block_bytes)
+            of_blocks = dtypes.block_scales(row, blocks) if blocks.size else None
+            bad = np.zeros(0, bool) if of_blocks is None else ~np.isfinite(of_blocks).all(axis=1)
+            if of_blocks is not None and bad.any():
+                first = f"block {bad.argmax()} with {', '.join(map(str, of_blocks[bad.argmax()]))}"
+                facts: dict[str, Any] = {"bad": int(bad.sum()), "total": bad.size, "first": first}
+                yield find("quantization.scale", name, fault="blocks have a scale that is not finite", **facts)
+            return
+        packed, names = restoring[0], value.names
+        parts = value.roles if about.packed or value.scale is None else {packing.SCALE: value.scale}
+    if about.packed:
+        yield from _check_packed(name, packed, names, parts)
+        return
+    scales: Array = np.atleast_1d(np.asarray(parts[packing.SCALE], np.float64))
+    bad = ~np.isfinite(scales) | (scales < 0)
+    if bad.any():
+        at = int(bad.argmax())
+        where = "" if about.axis is None else f" {at} of axis {about.axis}"
+        yield find("quantization.scale:int8", name, where=where, scale=scales[at])
+        return
+    for limit, factor, origin in ((limits.scale, 1.0, ""), (limits.absmax, 1 / 127, " (absmax / 127)")):
+        number: Any = limit.get(name) if isinstance(limit, Mapping) else limit
+        if number is None:
+            continue
+        expected = float(number) * factor
+        off = np.abs(scales - expected) > _SCALE_TOLERANCE * abs(expected)
+        if off.any():
+            scale = scales[int(off.argmax())]
+            yield find("quantization.scale:limit", name, scale=scale, expected=expected, origin=origin)
+
+
+def _check_packed(name: str, packed: Packed, names: Mapping[str, str], parts: Mapping[str, Array]) -> Iterator[Finding]:
+    """Find bad scales: not finite, or negative in a family without negative scales; and zero points of 0.
+
+    For a zero point of 0, AutoGPTQ stores -1, with an overflow into the rest of the word.
+    """
+    for role in _SCALE_ROLES:
+        array = parts.get(role)
+        if array is None or array.size == 0:
+            continue
+        if array.dtype == np.uint8:
+            if packed.packing.scale_dtype is None:
+                continue
+            array = array.view(dtypes.element_dtype(dtypes.BY_CODE[packed.packing.scale_dtype].number))
+        scales = array.astype(np.float32)
+        bad = ~np.isfinite(scales)
+        if role != packing.BIAS and packed.packing.family not in _SIGNED:
+            bad |= scales < 0
+        if bad.any():
+            at = [int(k) for k in np.argwhere(bad)[0]]
+            fault, first = (
+                f"values of {show(names[role])} are not finite numbers >= 0",
+                f"{scales[tuple(at)]:g} at {at}",
+            )
+            yield find("quantization.scale", name, bad=int(bad.sum()), total=bad.size, fault=fault, first=first)
+    count = wrapped_zeros(packed)
+    if count:
+        yield find("quantization.zero", name, zeros=f"{count:,} zero {'point is' if count == 1 else 'points are'}")
+    if zeros_disagree(packed):
+        yield find("quantization.zero:format", name)
+
+
+def check_tied(catalog: Catalog, head: str, embedding: str) -> Finding | None:
+    """Return a finding if a head differs from the embedding that the config ties it to."""
+    abouts = [catalog.about(name) for name in (head, embedding)]
+    if any(about.quantized or (about.element is not None and about.element.packed) for about in abouts):
+        return None
+    a, b = catalog.source(head), catalog.source(embedding)
+    if not (isinstance(a, Source) and isinstance(b, Source)) or a.row is not b.row or a.shape != b.shape:
+        return None
+    begin = 0
+    for pieces in zip(source_pieces(a), source_pieces(b), strict=True):
+        x, y = (np.frombuffer(piece, np.uint8) for piece in pieces)
+        unequal = x != y
+        if unequal.any():
+            element = (begin + int(unequal.argmax())) // a.row.block_bytes
+            index = list(index_of(element, a.shape))
+            return find("head.tied", head, embedding=show(embedding), index=index)
+        begin += x.size
+    return None
+
+
+# ---- reading ----
+
+
+def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]:
+    """Return the rows of subjects in a table; raise the error of the first unread subject."""
+    rows, unread = tables.get(table, {}), tables.get(f"unread {table}", {})
+    for subject in subjects if unread else ():
+        if subject in unread and subject not in rows:
+            raise FormatError(unread[subject])
+    return {subject: rows[subject] for subject in subjects if subject in rows}
+
+
+def _read(
+    catalog: Catalog,
+    tensors: Descriptions,
+    pairs: Mapping[str, str],
+    entries: Sequence[FileEntry],
+    options: CheckSettings,
+) -> Tables:
+    """Read all rows; errors of files become rows, too."""
+    tables: Tables
+    if options.executor is not None:
+        pieces = [*_entry_pieces(entries)]
+        for piece in _pieces(catalog, [*tensors], "values", histogram=options.histogram):
+            for key in ("scale", "absmax"):
+                limit = getattr(options.limits, key)
+                if isinstance(limit, Mapping):
+                    piece[key] = {name: float(limit[name]) for name in piece["names"] if limit.get(name) is not None}
+                else:
+                    piece[key] = None if limit is None else float(limit)
+            pieces.append(piece)
+        pieces += (piece for pair in pairs.items() for piece in _pieces(catalog, pair, _TIED, whole=True))
+        tables = run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
+        with paused(len(tensors)):
+            return {**tables, _STATS: of_plain(tables.get(_STATS, {}))}
+    tables = {_CRC: files.faults_of({str(k): entry for k, entry in enumerate(entries)}, options.threads)}
+    with _unread(tables, _VALUES, tensors):
+        _read_values(tables, catalog, tensors, options)
+    with _unread(tables, (_TIED,), pairs):
+        for pair in pairs.items():
+            tables.setdefault(_TIED, {})[pair[0]] = check_tied(catalog, *pair)
+    return tables
+
+
+@contextmanager
+def _unread(tables: Tables, of: Iterable[str], subjects: Iterable[str]) -> Iterator[None]:
+    """If a file is unreadable, note its error for the subjects of each table; see `_rows`."""
+    try:
+        yield
+    except UNREADABLE as problem:
+        text = one_line(problem)
+        for table in of:
+            if table not in tables or table in (_SCALES, _TIED):  # tables that grow by row
+                tables[f"unread {table}"] = dict.fromkeys(subjects, text)
+
+
+def _read_values(tables: Tables, catalog: Catalog, tensors: Descriptions, options: CheckSettings) -> None:
+    limits, threads = options.limits, options.threads
+    scales = tables.setdefault(_SCALES, {})
+    for name, about in tensors.items():
+        if about.quantized:
+            scales[name] = list(check_scales(catalog, name, limits, threads))
+    # Statistics of packed tensors with bad scales would only repeat the error.
+    bad = {name for name, findings in scales.items() if _has_error(findings) and tensors[name].packed}
+    readable = [name for name in tensors if name not in bad]
+    stats = measure(catalog, readable, histogram=options.histogram, threads=threads, progress=options.progress)
+    tables[_STATS] = stats
+    large = [name for name, row in stats.items() if row.absmax > OUTLIER_ABOVE and is_real(tensors[name])]
+    tables[_OUTLIERS] = find_outliers(catalog, large, threads)
+
+
+def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
+    return any(severity == ERROR for severity, *_ in findings)
+
+
+# ---- in pieces ----
+
+
+def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
+    sizes = [entry.info.packed for entry in entries]
+    for group in groups(sizes, [entry.file for entry in entries], range(len(entries))):
+        archives: dict[str, list[Any]] = {}
+        for k in group:
+            file = entries[k].file
+            where = file.files.public(file.files.absolute(file.place)), file.files.public_options()
+            archive = archives.setdefault(file.place, [*where, *file.identity[:2], {}])
+            archive[-1][str(k)] = entries[k].info.name
+        piece = {"operation": "validate", "check": _CRC, "version": __version__, "archives": [*archives.values()]}
+        yield {**piece, "nbytes": sum(sizes[k] for k in group)}
+
+
+def _pieces(catalog: Catalog, names: Sequence[str], check: str, **call: Any) -> Iterator[dict[str, Any]]:
+    return pieces_of(catalog.sizes(names), catalog, operation="validate", check=check, **call)
+
+
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read the rows of a piece; see `run_piece`."""
+    check_version(piece, INVALID_PIECE)
+    check, tables = piece.get("check"), Tables()
+    if check == _CRC:
+        try:
+            archives = [
+                (Location(files_at(path, planned, storage_options), path), (size, version), dict(names))
+                for path, planned, size, version, names in [*piece["archives"]] or [None]
+            ]
+        except MALFORMED as error:
+            raise FormatError(f"{INVALID_PIECE}: malformed archives: {error!r}") from None
+        with _unread(tables, (_CRC,), [number for *_, names in archives for number in names]):
+            faults: dict[str, Any] = {}
+            for location, identity, names in archives:
+                location.files.check_unchanged(location.path, identity)
+                with files.reopened(location, identity, [*names.values()]) as entries:
+                    faults |= files.faults_of(dict(zip(names, entries, strict=True)), threads)
+            tables[_CRC] = faults
+    elif check == "values":
+        limits = Limits(scale=piece.get("scale"), absmax=piece.get("absmax"))
+        options = settings(limits=limits, histogram=piece.get("histogram") is True, threads=threads)
+        with _unread(tables, _VALUES, names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
+            _read_values(tables, catalog, catalog.descriptions(named), options)
+            tables[_STATS] = as_plain(tables[_STATS])
+    elif check == _TIED:
+        with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
+            tables[_TIED] = {named[0]: check_tied(catalog, *named)}
+    else:
+        raise FormatError(f"{INVALID_PIECE}: unknown check {show(check)}, expected crc, values or tied")
+    return tables

@@ -1,0 +1,699 @@
+"""Describe checkpoints: tensors, metadata, adapters; as values, and as the listing of ``safeload info``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..core import entry as loading
+from ..core.checkpoint import Checkpoint, codes_of, settings_of, tensors_of
+from ..core.names import Patterns, families, natural_key, select
+from ..core.opening import Paths
+from ..core.registry import FormatName, UnknownGlobals
+from ..core.runtime import paused
+from ..core.showing import (
+    BETWEEN_PARTS,
+    Result,
+    TensorInfos,
+    plain,
+    quantity,
+    shorten,
+    table,
+    terminal_columns,
+    terminal_rows,
+    wrap,
+)
+from ..core.table import TensorInfo
+from ..core.text import clip, plural, printable, show, size
+from ..errors import SafeloadError, exported, one_line, public
+from ..models.diffusion import ARCHITECTURE, model_of
+from ..quant.gptq import zeros_disagree
+from ..quant.quantization import quantization_of
+from ..remote.url import is_url, shown
+
+# Maximum number of rows on a terminal.
+ROWS = 100
+# Maximum number of values shown from a list in the metadata, such as a vocabulary; --json has all.
+_ITEMS = 8
+
+# Maximum depth of the tree, which is walked recursively; deeper names stay whole.
+_LEVELS = 32
+
+# Maximum number of reasons why known families cannot be dequantized.
+_REASONS = 3
+
+# Maximum number of module kinds and tensor names in a line about an adapter.
+_MODULES, _NAMES = 12, 6
+
+# Formats with a header before the first tensor.
+_WITH_HEADER = ("safetensors", "gguf")
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+
+# Longest text and largest number to show: larger values are garbage.
+_TEXT, _NUMBER = 80, 10**12
+
+
+@exported()
+class AdapterFitting(NamedTuple):
+    """How an adapter fits a base: ``adapter.fitting`` of `Info`.
+
+    Attributes:
+        base: path of the base.
+        changed: number of base tensors that the adapter changes.
+        packed: number of changed tensors that are packed, and dequantized when merged.
+        total: number of base tensors.
+        problems: messages about tensors that do not fit.
+
+    Example:
+        >>> import safeload
+        >>> safeload.info("tiny-lora", base="tiny-llama").adapter.fitting.total
+        30
+    """
+
+    base: str
+    changed: int
+    packed: int
+    total: int
+    problems: list[str]
+
+
+@exported()
+class AdapterSummary(NamedTuple):
+    """A LoRA adapter, summarized: ``adapter`` of `Info`.
+
+    Attributes:
+        method: "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA".
+        writer: "PEFT" or "MLX".
+        ranks: ranks of its modules, ascending.
+        alphas: alphas of its modules, ascending; the scale factors of an MLX adapter.
+        modules: number of modules by the last part of their names, most frequent first.
+        embeddings: names of embeddings that it changes.
+        parameters: name suffixes of changed tensors other than layer weights.
+        replaced: base tensors that it stores whole.
+        biases: number of biases that it adds to.
+        config: its parsed configuration.
+        fitting: how it fits the base: ``fitting.problems`` is empty if it does. None without a base.
+
+    Example:
+        >>> import safeload
+        >>> adapter = safeload.info("tiny-lora", base="tiny-llama").adapter
+        >>> adapter.method, adapter.ranks, adapter.fitting.problems
+        ('LoRA', [4], [])
+    """
+
+    method: str
+    writer: str
+    ranks: list[int]
+    alphas: list[float]
+    modules: dict[str, int]
+    embeddings: list[str]
+    parameters: list[str]
+    replaced: list[str]
+    biases: int
+    config: dict[str, Any]
+    fitting: AdapterFitting | None
+
+
+# An adapter; the reason why it cannot be merged; None for other checkpoints.
+Found: TypeAlias = AdapterSummary | str | None
+
+
+@exported()
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Info(Result):
+    """The result of `safeload.info`, with a row per selected tensor. ``str()`` is the listing of ``safeload info``.
+
+    Attributes:
+        path: path or URL of the checkpoint, as messages should show it.
+        format: format of its files.
+        files: size of each file with tensors, by path.
+        header_nbytes: bytes before the tensors; None for formats without a header.
+        notes: the kind of a folder, and the weight files in it that were not opened.
+        model: a line about the model from its config, such as "llama, 12 layers, hidden 512"; "" if unknown.
+        metadata: metadata of the files, as in ``Checkpoint.metadata``.
+        globals: classes and functions that a pickle references: True if they are on the allowlist.
+        tensors: `TensorInfo` of the selected tensors, by name.
+        selected: True if ``only`` or ``drop`` was given.
+        tensor_count: number of all tensors.
+        parameters: number of elements of all tensors.
+        nbytes: bytes of all tensors, as stored.
+        dtypes: number of tensors, elements and bytes of each dtype, most bytes first.
+        memory: bytes of all tensors when loaded with a dtype or a quantization scheme, by its name.
+        quantization: lines about packed tensors, and about codes that cannot be dequantized.
+        adapter: `AdapterSummary` of a LoRA adapter; or the reason why it cannot be merged; None for other checkpoints.
+
+    Example:
+        >>> import safeload
+        >>> info = safeload.info("tiny-llama")
+        >>> info.model, info.parameters, info.memory["float32"]
+        ('llama, 3 layers, hidden 64, vocabulary 96', 123328, 493312)
+    """
+
+    path: str
+    format: str
+    files: dict[str, int]
+    header_nbytes: int | None
+    notes: list[str]
+    model: str
+    metadata: Mapping[Any, Any]
+    globals: dict[str, bool]
+    tensors: Mapping[str, TensorInfo]
+    selected: bool
+    tensor_count: int
+    parameters: int
+    nbytes: int
+    dtypes: dict[str, tuple[int, int, int]]
+    memory: dict[str, int]
+    quantization: list[str]
+    adapter: Found
+
+    _columns = ("name", "dtype", "shape", "nbytes", "parameters", "file", "offset", "parts")
+    _notebook = _columns[:4]
+
+    def _values(self) -> Iterable[Any]:
+        for info in self.tensors.values():
+            yield info.name, info.dtype, [*info.shape], info.nbytes, info.size, info.file, info.offset, [*info.parts]
+
+    def _about(self) -> Sequence[str]:
+        return [repr(self)[1:-1], *filter(None, [self.model, *self.quantization])]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as values for ``json.dump``, as ``safeload info --json`` prints it."""
+        infos = list(self.tensors.values())
+        parameters, nbytes = sum(info.size for info in infos), sum(info.nbytes for info in infos)
+        selected = {"tensor_count": len(infos), "parameters": parameters, "nbytes": nbytes}
+        return {
+            "path": self.path,
+            "format": self.format,
+            "files": [{"path": file, "nbytes": nbytes} for file, nbytes in self.files.items()],
+            "header_nbytes": self.header_nbytes,
+            "notes": [*self.notes],
+            "model": self.model or None,
+            "metadata": plain(self.metadata, lossless=True),
+            "globals": {**self.globals},
+            "tensor_count": self.tensor_count,
+            "parameters": self.parameters,
+            "nbytes": self.nbytes,
+            "memory": {**self.memory},
+            "dtypes": {
+                code: {"tensors": count, "elements": elements, "nbytes": nbytes}
+                for code, (count, elements, nbytes) in self.dtypes.items()
+            },
+            "adapter": _adapter_json(self.adapter),
+            **({"selected": selected} if self.selected else {}),
+            "tensors": [{**info._asdict(), "stored_nbytes": info.nbytes} for info in infos],
+        }
+
+    def __str__(self) -> str:
+        shown = lines(self, title_of(self.path), columns=terminal_columns(), rows=terminal_rows(ROWS))
+        return "\n".join(line for line, _ in shown)
+
+    def __repr__(self) -> str:
+        return f"<Info {show(self.path)}: {self.format}, {plural(self.tensor_count, 'tensor')}, {size(self.nbytes)}>"
+
+
+def title_of(path: str) -> str:
+    """Return the name of a folder, or the path of a file."""
+    return os.path.basename(os.path.abspath(path)) or path if os.path.isdir(path) else path
+
+
+def totals_of(infos: Iterable[TensorInfo]) -> dict[str, tuple[int, int, int]]:
+    """Count tensors, elements and bytes per dtype, most bytes first."""
+    totals: dict[str, tuple[int, int, int]] = {}
+    for info in infos:
+        count, elements, nbytes = totals.get(info.dtype, (0, 0, 0))
+        totals[info.dtype] = count + 1, elements + info.size, nbytes + info.nbytes
+    return dict(sorted(totals.items(), key=lambda item: (-item[1][2], item[0])))
+
+
+@public
+def info(
+    path: Paths,
+    *,
+    only: Patterns = None,
+    drop: Patterns = None,
+    base: Paths | None = None,
+    format: FormatName | None = None,
+    root: str | None = None,
+    unknown_globals: UnknownGlobals = "refuse",
+    stored: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Info:
+    """Describe a checkpoint without reading its tensors, as ``safeload info`` does.
+
+    Args:
+        path: whatever `open` opens: a weight file, a folder, an index.json, a URL, or a file object.
+        only: shell pattern, or several, of the tensors to list, such as ``"*.mlp.*"``; None lists all.
+        drop: shell pattern, or several, of tensors to leave out.
+        base: the model of a LoRA adapter; ``adapter.fitting`` of the result shows if the adapter fits.
+        format: required format, see `open`.
+        root: nested container to take tensors from, see `open`.
+        unknown_globals: see `open`.
+        stored: True lists codes and scales of a quantized checkpoint as the files store them.
+        storage_options: options of the filesystem behind a URL, see `open`.
+
+    Returns:
+        The description. It stays valid when the files are gone.
+
+    Raises:
+        TensorNotFoundError: a pattern matches no tensor.
+        ValueError: ``base`` is given, but this is not an adapter.
+        SafeloadError, OSError: see `open`.
+
+    Example:
+        >>> import safeload
+        >>> safeload.info("tiny-llama")
+        <Info 'tiny-llama': safetensors, 30 tensors, 241 KiB>
+    """
+    with loading.open(
+        path, format=format, root=root, unknown_globals=unknown_globals, stored=stored, storage_options=storage_options
+    ) as opened:
+        text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else opened.path
+        text = shown(text) if is_url(text) else text  # without the secrets of a URL
+        return describe(text, opened, only=only, drop=drop, base=base, storage_options=storage_options)
+
+
+def describe(
+    path: str,
+    opened: Checkpoint,
+    *,
+    only: Patterns,
+    drop: Patterns,
+    base: Paths | None,
+    storage_options: Mapping[str, Any] | None,
+    memory: bool = True,
+) -> Info:
+    """Describe an open checkpoint; its ``memory`` takes milliseconds to compute."""
+    infos = opened.tensors
+    adapter = _adapter(path, opened, base, storage_options)
+    names = None if only is drop is None else select(infos, only, drop)
+    # Of other files than these the size is that of the tensors alone, such as external data of ONNX.
+    whole = [file for file in opened.weight_files if file.unpacked or file.path == opened.weight_files[0].path]
+    header = None
+    if opened.format in _WITH_HEADER and opened.weight_files:
+        files = opened.weight_files
+        header = sum(min((begin for begin, _ in file.table.byte_ranges()), default=file.size) for file in files)
+    loaded: dict[str, int] = {}
+    if memory and infos:
+        from .sizes import sizes  # only here: importing it takes milliseconds
+
+        measured = sizes(opened)
+        loaded = {**measured.dtypes, **measured.smaller}
+    return Info(
+        path=path,
+        format=opened.format,
+        files={file.path: file.identity[0] if file in whole else file.size for file in opened.weight_files},
+        header_nbytes=header,
+        notes=opened.notes,
+        model=_model(opened.config, opened.metadata),
+        metadata=opened.metadata,
+        globals=opened.named_globals,
+        tensors=infos if names is None else TensorInfos({name: infos[name] for name in names}),
+        selected=names is not None,
+        tensor_count=len(infos),
+        parameters=sum(info.size for info in infos.values()),
+        nbytes=opened.nbytes,
+        dtypes=totals_of(infos.values()),
+        memory=loaded,
+        quantization=list(_quantization(opened)),
+        adapter=adapter,
+    )
+
+
+def _quantization(opened: Checkpoint) -> Iterator[str]:
+    """Yield the labels of packed tensors, and the codes that cannot be dequantized."""
+    quantization = None if quantization_of(opened.config) is None else settings_of(opened)
+    config = "" if quantization is None else f" ({quantization} in config.json)"
+    packed = [info for info in opened.tensors.values() if len(info.parts) > 1]
+    if packed:
+        labels = ", ".join(sorted({info.dtype for info in packed}))
+        stored, restored = sum(info.nbytes for info in packed), sum(4 * info.size for info in packed)
+        count = f"{len(packed):,} of {plural(len(opened), 'tensor')}"
+        yield f"quantized: {labels}{config}: {count}; {size(stored)} stored, {size(restored)} as float32"
+        groups = (file.table.packed.get(index) for _, file, index in tensors_of(opened))
+        with_zeros = [group for group in groups if group is not None and group.packing.zeros is not None]
+        if with_zeros and zeros_disagree(min(with_zeros, key=lambda group: group.nbytes)):
+            yield "zero points: the format differs from the configuration and was recognized"
+    codes = codes_of(opened)
+    if codes:
+        count = plural(len(codes), "tensor")
+        yield f"codes{config}: {count} of a quantization that safeload cannot dequantize"
+        refusals = {(entry.reason, entry.reader) for entry in codes.values() if entry.reader is not None}
+        yield from sorted(f"they are {what}: {reader} reads it" for what, reader in refusals)
+        reasons = Counter(entry.reason for entry in codes.values() if entry.reason is not None and entry.reader is None)
+        yield from (
+            f"not dequantized: {plural(tensors, 'tensor')}: {reason}"
+            for reason, tensors in reasons.most_common(_REASONS)
+        )
+
+
+# ---- the model ----
+
+
+def _model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str:
+    """Describe the model, such as "llama, 12 layers, hidden 512, vocabulary 32,000, bfloat16"; "" if unknown."""
+    # Values of unexpected types are left out.
+    if config is None:
+        name = metadata.get(ARCHITECTURE)
+        if not isinstance(name, str):
+            return ""
+        if model_of(metadata) is not None:
+            return f"{name}, diffusion model"
+        keys = ("block_count", "expert_count", "embedding_length", "vocab_size")
+        sizes = [_number(metadata, f"{name}.{key}") for key in keys]
+        dtype = None
+    else:
+        from ..models.choosing import LANGUAGE  # imported here: most files have no config.json
+
+        inner = next((part for key in LANGUAGE if isinstance(part := config.get(key), Mapping)), {})
+        both = {**inner, **config}
+        name, dtype = _text(config, "model_type"), _text(both, "torch_dtype", "dtype")
+        sizes = [_number(both, *keys) for keys in (_LAYERS, _EXPERTS, _HIDDEN, ("vocab_size",))]
+    layers, experts, hidden, words = sizes
+    parts = (
+        clip(name or "", _TEXT),
+        "" if layers is None else plural(layers, "layer"),
+        f"{experts:,} experts" if experts else "",
+        "" if hidden is None else f"hidden {hidden:,}",
+        "" if words is None else f"vocabulary {words:,}",
+        clip(dtype or "", _TEXT),
+    )
+    return ", ".join(filter(None, parts))
+
+
+def _text(values: Mapping[Any, Any], *keys: str) -> str | None:
+    return next((text for key in keys if isinstance(text := values.get(key), str)), None)
+
+
+def _number(values: Mapping[Any, Any], *keys: str) -> int | None:
+    numbers = (values.get(key) for key in keys)
+    return next((int(v) for v in numbers if isinstance(v, int) and type(v) is not bool and 0 <= v < _NUMBER), None)
+
+
+# ---- the adapter ----
+
+
+def _adapter(
+    path: str, opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None = None
+) -> Found:
+    """Summarize an adapter."""
+    summary: Found = None
+    if any(".lora_" in name or name.startswith("base_model.model.") for name in opened):
+        try:
+            summary = _summarized(opened, base, storage_options)
+        except (SafeloadError, OSError) as error:
+            if base is not None:
+                raise
+            summary = None if isinstance(error, FileNotFoundError) else f"it cannot be merged: {one_line(error)}"
+    if summary is None and base is not None:
+        raise ValueError(f"base= needs a LoRA adapter, got {path}")
+    return summary
+
+
+def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> AdapterSummary:
+    from ..adapters import adapter as parts  # imported here: few files are adapters
+    from ..adapters.adapter import outermost
+    from ..adapters.merge import fit
+
+    adapter = parts.Adapter(opened)
+    modules = adapter.modules
+    factors = {name: module for name, module in modules.items() if {parts.A, parts.EMBEDDING_A} & module.keys()}
+    names = [outermost(name) for name in factors]
+    kinds = Counter(name.rpartition(".")[2] for name in names).most_common()
+    ranks: Iterable[Any] = {adapter.rank(name) for name in factors}
+    alphas: Iterable[float] = {adapter.alpha_of(name) for name in names}
+    if adapter.parameters:  # only a base has their names and numbers of matrices
+        ranks, alphas = {adapter.default_rank, *adapter.ranks.values()}, {adapter.alpha, *adapter.alphas.values()}
+    method = [name for name, used in (("rsLoRA", adapter.rslora), ("DoRA", adapter.dora)) if used]
+    fitting = None
+    if base is not None:
+        with loading.open(base, storage_options=storage_options) as opened_base:
+            problems: list[SafeloadError] = []
+            _, merge = fit(opened_base, [adapter], problems)
+            packed = sum(merge.base.target(name).row is None for name in merge.changes)
+            messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in problems]
+            fitting = AdapterFitting(opened_base.path, len(merge.changes), packed, len(opened_base), messages)
+    return AdapterSummary(
+        " and ".join(method) or "LoRA",
+        "MLX" if adapter.mlx else "PEFT",
+        sorted(filter(None, ranks)),
+        sorted(alphas),
+        dict(kinds),
+        [name for name, module in factors.items() if parts.EMBEDDING_A in module],
+        list(adapter.parameters),
+        [name for name, module in modules.items() if parts.VALUE in module],
+        sum(parts.BIAS in module for module in modules.values()),
+        adapter.config,
+        fitting,
+    )
+
+
+def _adapter_lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
+    """Yield the lines about an adapter, with at most ``rows`` problems; ``rest`` returns a line for the rest."""
+    if found is None:
+        return
+    if isinstance(found, str):
+        yield found
+        return
+    rank, alpha = ("rank", "scale") if found.writer == "MLX" else ("r", "alpha")
+    if found.ranks:
+        yield f"{found.method}: {rank} {_span(found.ranks)}, {alpha} {_span(found.alphas)}"
+        kinds = [f"{count:,} {name}" for name, count in found.modules.items()]
+        yield f"changes {plural(sum(found.modules.values()), 'module')}: {_some(kinds, _MODULES)}"
+    if found.parameters:
+        yield f"parameters: {_some(found.parameters, _NAMES)}"
+    if found.embeddings:
+        yield f"embeddings: {_some(found.embeddings, _NAMES)}"
+    if found.biases:
+        yield f"adds to {found.biases:,} bias{'es' if found.biases > 1 else ''}"
+    if found.replaced:
+        yield f"replaces {plural(len(found.replaced), 'tensor')}: {_some(found.replaced, _NAMES)}"
+    fitting = found.fitting
+    if fitting is not None and fitting.problems:
+        yield f"does not fit {fitting.base}: {plural(len(fitting.problems), 'problem')}"
+        listed = fitting.problems[:rows]
+        yield from (f"  {problem}" for problem in listed)
+        if len(listed) < len(fitting.problems):
+            yield "  " + rest(len(fitting.problems) - len(listed), "problem")
+    elif fitting is not None:
+        packed = f", {fitting.packed:,} of them packed" if fitting.packed else ""
+        yield f"fits {fitting.base}: changes {fitting.changed:,} of its {plural(fitting.total, 'tensor')}{packed}"
+
+
+def _adapter_json(found: Found) -> dict[str, Any] | None:
+    """Return a summary as JSON values."""
+    if found is None or isinstance(found, str):
+        return None if found is None else {"merged": False, "why": found}
+    keys = ("base_model_name_or_path", "modules_to_save")
+    plain = {"merged": True, **found._asdict(), **{key: found.config.get(key) for key in keys}}
+    del plain["config"]
+    fitting = plain.pop("fitting")
+    if fitting is not None:
+        plain["base"] = {"fits": not fitting.problems, **fitting._asdict()}
+    return plain
+
+
+def misfits(found: Found) -> bool:
+    """True if a base was given and the adapter does not fit."""
+    return isinstance(found, AdapterSummary) and found.fitting is not None and bool(found.fitting.problems)
+
+
+def _span(values: list[Any]) -> str:
+    low, high = f"{values[0]:g}", f"{values[-1]:g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _some(texts: Iterable[str], most: int) -> str:
+    every = [printable(text) for text in texts]
+    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
+
+
+# ---- the listing ----
+
+
+class Row(NamedTuple):
+    """A tensor, a group of equal tensors, or the sum of a module."""
+
+    name: str  # with braces for a group, such as ``h.{0..11}.w``
+    dtype: str  # "" for a module
+    shape: tuple[int, ...] | None  # of each tensor; None for a module
+    number: int  # of tensors
+    parameters: int  # of all tensors
+    nbytes: int  # of all tensors
+
+
+def _by_name(row: Row) -> Any:
+    return natural_key(row.name)
+
+
+# Sort keys; numbers in descending order.
+KEYS: dict[str, Callable[[Row], Any]] = {
+    "name": _by_name,
+    "dtype": lambda row: (row.dtype, _by_name(row)),
+    "shape": lambda row: tuple(-dim for dim in row.shape or ()),
+    "parameters": lambda row: -row.parameters,
+    "size": lambda row: -row.nbytes,
+}
+
+
+def lines(
+    info: Info,
+    title: str,
+    *,
+    columns: int | None,  # the width; None cuts nothing
+    rows: int | None = ROWS,  # maximum number of rows; None shows all
+    hint: str = "",  # the end of lines that count hidden rows
+    sort: str | None = None,  # one of `KEYS`
+    alone: bool = False,  # give each tensor its own row
+    tree: bool = False,
+    depth: int | None = None,  # maximum number of levels of the tree
+    memory: bool = False,  # show the size when loaded
+    words: Callable[[str], str] = str,  # translates messages
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the listing, each with its colour or ""."""
+    infos, sizes = list(info.tensors.values()), list(info.files.values())
+    totals = totals_of(infos)
+    parameters, nbytes = (sum(total[k] for total in totals.values()) for k in (1, 2))
+
+    def rest(hidden: int, noun: str) -> str:
+        return f"... and {plural(hidden, noun)} more{hint}"
+
+    def wrapped(line: str) -> Iterator[tuple[str, str]]:  # prose takes at most four lines on a terminal
+        line = printable(line)
+        for part in [line] if columns is None else wrap(clip(line, 4 * columns), columns, hanging="  "):
+            yield part, ""
+
+    counts = [plural(len(sizes), "file")] if len(sizes) > 1 else []
+    counts += [info.format, plural(info.tensor_count, "tensor")]
+    counts += [quantity(info.parameters, "parameter")] if info.tensor_count else []
+    yield from wrapped(f"{title}: {', '.join([*counts, size(sum(sizes))])}")
+    if len(sizes) > 1:
+        files = [printable(os.path.basename(file)) for file in info.files][:rows]
+        for name, total in zip(shorten(files, None if columns is None else columns - 16), sizes, strict=False):
+            yield f"  {name}  {size(total)}", ""
+        if len(files) < len(sizes):
+            yield f"  ... and {plural(len(sizes) - len(files), 'file')} more", ""
+    loaded = ", ".join(f"{name} {size(total)}" for name, total in info.memory.items()) if memory else ""
+    remarks = [
+        *info.notes,
+        *_adapter_lines(info.adapter, rows, rest),
+        info.model,
+        *info.quantization,
+        f"header: {size(info.header_nbytes)}" if info.header_nbytes is not None and info.tensor_count else "",
+        f"memory: as {loaded}" if loaded else "",
+    ]
+    for line in filter(None, remarks):
+        yield from wrapped(words(line))
+    if info.selected:
+        count = f"{len(infos):,} of {plural(info.tensor_count, 'tensor')}"
+        yield f"selected: {count}, {quantity(parameters, 'parameter')}, {size(nbytes)}", ""
+    if info.metadata:
+        yield from (("", ""), ("metadata", "head"))
+        for key, value in info.metadata.items():
+            entry = printable(f"{key}: {_brief(value)}")
+            yield "  " + clip(entry, None if columns is None else columns - 2), ""
+    if info.globals:
+        yield from (("", ""), ("globals that the pickle references (nothing is imported or called)", "head"))
+        for name, harmless in list(info.globals.items())[: None if columns is None else ROWS]:
+            shown = clip(printable(name), None if columns is None else columns - 30)
+            yield f"  {shown}{'' if harmless else '  not on the allowlist, kept inert'}", ""
+    if not totals:
+        return
+    cells = [(code, f"{n:,}", f"{count:,}", size(total)) for code, (n, count, total) in totals.items()]
+    if len(cells) > 1:
+        cells.append(("total", f"{len(infos):,}", f"{parameters:,}", size(nbytes)))
+    yield "", ""
+    yield from _table(("dtype", "tensors", "elements", "size"), cells, 1, columns)
+    yield "", ""
+    listed = rows_of(infos, alone=alone, sort=None if tree else sort)
+    if tree:
+        listed = list(_walk([(BETWEEN_PARTS.split(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
+    first = listed[:rows]
+    with paused(len(first)):
+        named = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in first]
+        if tree:
+            header = ("module", "dtype", "shape", "parameters", "size")
+            summed = [(*row[:3], f"{own.parameters:,}", row[3]) for row, own in zip(named, first, strict=True)]
+            table_lines = list(_table(header, summed, 3, columns))
+        else:
+            table_lines = list(_table(("tensor", "dtype", "shape", "size"), named, 3, columns))
+    yield from table_lines
+    if len(first) < len(listed):
+        hidden = (
+            (len(listed) - len(first), "row") if tree else (len(infos) - sum(row.number for row in first), "tensor")
+        )
+        yield rest(*hidden), ""
+
+
+def _table(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: int, columns: int | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a table, of which the first ``left`` columns are text."""
+    head, *body = table(header, rows, right=frozenset(range(left, len(header))), columns=columns)
+    yield head, "head"
+    for line in body:
+        yield line, ""
+
+
+def _shape(row: Row) -> str:
+    return "" if row.shape is None else str([*row.shape]) + (f" x {row.number:,}" if row.number > 1 else "")
+
+
+def _brief(value: Any) -> str:
+    """Format a metadata value, cutting long lists."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, np.ndarray)) and len(value) > _ITEMS:
+        return f"{len(value):,} values, {json.dumps(plain(value[:_ITEMS], lossless=True))[:-1]}, ..."
+    return json.dumps(plain(value, lossless=True))
+
+
+def rows_of(infos: Sequence[TensorInfo], *, alone: bool, sort: str | None) -> list[Row]:
+    """Return rows in file order, with equal layers in one row; if ``alone``, a row per tensor in natural order."""
+    with paused(len(infos)):
+        if alone:
+            rows = sorted((Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos), key=_by_name)
+        else:
+            rows = []
+            for name, first, number in families(
+                [info.name for info in infos], [(i.dtype, i.shape, i.nbytes) for i in infos]
+            ):
+                info = infos[first]
+                rows.append(Row(name, info.dtype, info.shape, number, number * info.size, number * info.nbytes))
+        return rows if sort is None else sorted(rows, key=KEYS[sort])
+
+
+def _walk(rows: Sequence[tuple[Sequence[str], Row]], key: str | None, depth: int | None, level: int) -> Iterator[Row]:
+    """Yield the rows of a module, given the parts of their names below it."""
+    groups: dict[Any, list[tuple[Sequence[str], Row]]] = {}
+    for k, (parts, row) in enumerate(rows):
+        # Rows of tensors can share a name, if dtypes or shapes of layers differ.
+        groups.setdefault(parts[0] if len(parts) > 1 else k, []).append((parts, row))
+    nodes: list[tuple[Row, list[tuple[Sequence[str], Row]]]] = []
+    for inside in groups.values():
+        if len(inside) == 1:
+            ((parts, row),) = inside
+            nodes.append((row._replace(name="".join(parts)), []))
+            continue
+        # A module with an only child is joined with it: model.layers instead of layers in model.
+        columns = zip(*(parts[:-1] for parts, _ in inside), strict=False)  # as long as the shortest name
+        common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+        number, parameters, nbytes = map(sum, zip(*(row[3:] for _, row in inside), strict=True))
+        own = Row("".join(common), "", None, number, parameters, nbytes)
+        nodes.append((own, [(parts[len(common) :], row) for parts, row in inside]))
+    if key is not None:
+        nodes.sort(key=lambda node: KEYS[key](node[0]))
+    for row, inside in nodes:
+        yield row._replace(name="  " * level + (row.name[:-1] if inside else row.name))
+        if depth is None or level + 1 < depth:
+            yield from _walk(inside, key, depth, level + 1)

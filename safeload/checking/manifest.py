@@ -1,0 +1,173 @@
+"""Manifests: SHA-256 digests of all tensors, to find tensors changed by a download or an edit.
+
+A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256", "restoring"}}, "files":
+{name: {"size", "sha256"}}}``. ``load(verify=)`` uses the files (`trust.digests`), `compare` the tensors.
+
+- ``sha256`` covers the elements in C order, little-endian, followed by the scales of int8 or by the remaining parts of
+  a packed tensor. It does not depend on the file format.
+- ``restoring``, for int8 and packed tensors, covers the settings for decoding stored bytes: the axis of scales, block
+  sizes, conventions of zero points, and the dtype of each part. Early manifests lack it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..conversion import executors
+from ..conversion.catalog import Catalog, Given
+from ..conversion.executors import Executor, opened, pieces_of, run_pieces
+from ..core import dtypes, log
+from ..core.jobs import native_order
+from ..core.json_file import read_json
+from ..core.memory import check_threads
+from ..core.packing import Grid, Packing, Zeros
+from ..core.paths import PathLike, native_path
+from ..core.progress import Meter, Progress
+from ..core.quantized_tensor import QuantizedTensor
+from ..core.source import file_pieces, in_order, source_pieces
+from ..core.tensors import packed_of
+from ..core.text import plural, show
+from ..errors import FormatError
+from ..trust.digests import MANIFEST_KEY, MANIFEST_VERSION
+from .findings import Finding, find
+
+RESTORING = "restoring"
+
+# Fields of `Packing` outside ``restoring``: stored under other keys, or without effect on values.
+_UNHASHED = ("family", "label", "shape", "config")
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def make(
+    given: Given,
+    *,
+    executor: Executor | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> dict[str, Any]:
+    """Make the manifest of a checkpoint; an executor reads groups of tensors elsewhere, with an identical result."""
+    check_threads(threads)
+    executors.check_executor(executor)
+    with Catalog.of(given) as catalog:
+        sizes = catalog.sizes([*catalog])
+        if executor is None:
+            entries = _entries(catalog, sizes, threads, progress)
+        else:
+            pieces = pieces_of(sizes, catalog, operation="manifest")
+            rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("tensors", {})
+            entries = {name: rows[name] for name in sizes}
+        return {MANIFEST_KEY: MANIFEST_VERSION, "tensors": entries}
+
+
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the entries of the tensors of a piece; see `run_piece`."""
+    with opened(piece, storage_options) as (names, (catalog,)):
+        return {"tensors": _entries(catalog, catalog.sizes(names), threads, None)}
+
+
+def _entries(
+    catalog: Catalog, sizes: Mapping[str, int], threads: int | None, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """Return the entries of tensors, given their sizes in bytes."""
+    total = sum(sizes.values())
+    meter = Meter(progress, total)
+
+    def entry(name: str) -> dict[str, Any]:
+        row = _entry(catalog, name, meter)
+        log.debug("sha256 of %s: %s", name, row["sha256"])
+        return row
+
+    return dict(zip(sizes, in_order(entry, sizes, threads, total), strict=True))
+
+
+def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
+    digest, (_, file, index) = hashlib.sha256(), catalog.place(name)
+    packed = packed_of(file, index) if file is not None and file.table.quantized else None
+    restoring = packed
+    chunks: Iterator[memoryview]
+    if packed is not None:  # its parts in the order of `QuantizedTensor.parts`
+        dtype, shape = catalog.about(name).dtype, packed.packing.shape
+        chunks = (chunk for part in packed.parts.values() for chunk in file_pieces(part.file, part.begin, part.end))
+    else:
+        value = catalog.source(name, threads=1)  # copies big-endian and strided tensors
+        dtype, shape = value.scheme if isinstance(value, QuantizedTensor) else value.row.code, value.shape
+        if isinstance(value, QuantizedTensor):
+            arrays = (native_order(np.ascontiguousarray(array)) for array in value.parts.values() if array.size)
+            chunks = (array.reshape(-1).view(np.uint8).data for array in arrays)
+            in_memory = value.restoring()
+            restoring = None if in_memory is None else in_memory[0]
+        else:
+            chunks = source_pieces(value)
+    for chunk in chunks:
+        digest.update(chunk)
+        meter.add(len(chunk))
+    entry = {"dtype": dtype, "shape": list(shape), "sha256": digest.hexdigest()}
+    if restoring is not None:  # default values are left out: a new field must not change existing digests
+        settings = {key: value for key, value in _set_fields(restoring.packing).items() if key not in _UNHASHED}
+        parts = {
+            role: [dtypes.array_dtype(part.row.number).name, part.end - part.begin]
+            for role, part in restoring.parts.items()
+        }
+        text = json.dumps({"packing": settings, "parts": parts}, sort_keys=True)
+        entry[RESTORING] = hashlib.sha256(text.encode()).hexdigest()
+    return entry
+
+
+def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:
+    """Return the fields of a named tuple without default values, as plain values."""
+    defaults, values = fields._field_defaults, fields._asdict()
+    changed = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
+    return {key: _set_fields(value) if isinstance(value, (Grid, Zeros)) else value for key, value in changed.items()}
+
+
+def read(path: PathLike) -> dict[str, Any]:
+    """Read a manifest."""
+    text = native_path(path)[0]
+    manifest: dict[str, Any] = read_json(text, "the manifest")
+    tensors = manifest.get("tensors")
+    if manifest.get(MANIFEST_KEY) != MANIFEST_VERSION or not isinstance(tensors, dict):
+        raise FormatError(f'a manifest must be {{"{MANIFEST_KEY}": {MANIFEST_VERSION}, "tensors": {{...}}}}', text)
+    for name, entry in tensors.items():
+        good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
+        if not good or not _is_digest(entry.get("sha256")):
+            raise FormatError(f"manifest: the entry of {show(name)} must have dtype, shape and sha256", text)
+        if RESTORING in entry and not _is_digest(entry[RESTORING]):
+            message = f"{RESTORING!r} of {show(name)} must be a SHA-256, got {show(entry[RESTORING])}"
+            raise FormatError(f"manifest: {message}", text)
+    return manifest
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def compare(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the differences between a manifest and the manifest of the current file."""
+    before, now = expected["tensors"], actual["tensors"]
+    without_settings = 0  # early manifests lack digests of settings: a single note reports them all
+    for name, entry in before.items():
+        current = now.get(name)
+        if current is None:
+            yield find("manifest.missing", name)
+        elif (entry["dtype"], entry["shape"]) != (current["dtype"], current["shape"]):
+            described, listed = (f"{row['dtype']} {row['shape']}" for row in (current, entry))
+            yield find("manifest.changed", name, now=described, before=listed)
+        elif entry["sha256"] != current["sha256"]:
+            yield find("manifest.changed:bytes", name, now=current["sha256"], before=entry["sha256"])
+        elif RESTORING in current and RESTORING not in entry:
+            without_settings += 1
+        elif entry.get(RESTORING) != current.get(RESTORING):
+            yield find("manifest.changed:settings", name)
+    for name in now:
+        if name not in before:
+            yield find("manifest.unexpected", name)
+    if without_settings:
+        yield find("manifest.outdated", tensors=plural(without_settings, "quantized tensor"))

@@ -1,0 +1,143 @@
+"""Predict the memory that a loaded checkpoint takes, by dtype and quantization scheme, without reading its values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
+from typing import NamedTuple, cast
+
+from ..conversion.catalog import Catalog, Given, RestructuredCatalog, TensorDescription
+from ..conversion.quantize import Encoding, SchemeName
+from ..conversion.rules import EngineRules, Rules, arranged, check_restorable, schema_of, tied_heads
+from ..core import dtypes
+from ..core.names import NUMBER
+from ..core.packing import ENGINE_FORMATS, SCHEMES, usual_axis
+from ..core.quantized_tensor import storage_of
+from ..errors import FormatError, UnsupportedError
+from ..models.schema import Schema
+from ..quant.families import presets
+
+#: The dtypes to predict sizes for.
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Sizes(NamedTuple):
+    """Bytes of all arrays of a loaded checkpoint. Loading takes up to 256 MiB more.
+
+    A dtype or scheme is missing if the checkpoint cannot be loaded as such, because it holds codes that cannot be
+    dequantized or blocks of a type without a kernel.
+    """
+
+    stored: int  # bytes of the stored tensors, as `safeload.load` loads them without ``dtype``
+    dtypes: Mapping[str, int]  # bytes that `safeload.load` needs with this ``dtype``: "float32", "float16", "bfloat16"
+    # Bytes that `load_quantized` needs with this scheme and no other arguments. Embeddings, norms and biases are then
+    # float32, and a tied head is a separate tensor.
+    schemes: Mapping[str, int]
+
+    @property
+    def smaller(self) -> dict[str, int]:
+        """The schemes that quantize a tensor."""
+        return {name: nbytes for name, nbytes in self.schemes.items() if nbytes != self.dtypes.get("float32")}
+
+
+class _Kind(NamedTuple):
+    """Tensors of equal dtype, shape and role."""
+
+    name: str  # of the first tensor
+    about: TensorDescription  # of the first tensor
+    number: int  # of tensors
+
+
+def sizes(source: Given) -> Sizes:
+    """Predict the memory of a checkpoint, as stored, converted and quantized, from names and shapes alone."""
+    with Catalog.of(source) as catalog:
+        schema = schema_of(catalog)
+        kinds = _kinds(catalog, schema)
+        stored = sum(kind.number * kind.about.nbytes for kind in kinds)
+        if catalog.codes or catalog.unknown():
+            return Sizes(stored, {}, {})
+        tied = ((head, catalog.about(embedding)) for head, embedding in tied_heads(catalog, schema).items())
+        heads = [_Kind(head, about, 1) for head, about in tied if about.floating and not about.quantized]
+
+        def converted(dtype: str) -> int:
+            return sum(kind.number * _converted(kind, dtypes.BY_NAME[dtype]) for kind in kinds)
+
+        def quantized(scheme: str) -> int:
+            rules = Rules(cast(SchemeName, scheme), None)
+            rules.schema = schema
+            total = 0
+            for kind in (*kinds, *heads):
+                about, plan = kind.about, rules.plan(kind.name, kind.about)
+                if plan.scheme is None and kind in heads:
+                    continue  # stays tied
+                if plan.scheme is not None:
+                    parts = storage_of(plan.scheme, about.shape, usual_axis(plan.scheme, about.shape))
+                    nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in filter(None, parts))
+                elif about.scheme is not None and not about.packed:
+                    nbytes = about.nbytes  # blocks and int8 stay as stored
+                else:
+                    nbytes = _converted(kind, dtypes.BY_CODE["F32"])
+                total += kind.number * nbytes
+            return total
+
+        def encoded(preset: str) -> int:
+            layout, own = arranged(catalog, presets()[preset]), kinds
+            if layout is not catalog:  # it has the names of the engine
+                own = [_Kind(name, layout.about(name), 1) for name in layout]
+            own_schema = schema_of(layout) if isinstance(layout, RestructuredCatalog) else schema
+            rules = EngineRules(presets()[preset], None, layout, own_schema, chosen=layout.config is None)
+            total, is_quantized = 0, False
+            for name, about, number in own:
+                if rules.drops(name):
+                    continue
+                scheme = rules.plan(name, about).scheme
+                if scheme is not None:
+                    is_quantized = True
+                    encoding = Encoding(name, presets()[scheme], about.shape, rules.weight_dtype(about, None))
+                    total += number * encoding.nbytes
+                    continue
+                row = rules.kept_dtype(about, None)
+                total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
+            if not is_quantized:
+                raise UnsupportedError(f"{rules.preset.name}: no tensor is left to quantize")
+            return total
+
+        def totals(names: Iterable[str], total: Callable[[str], int]) -> dict[str, int]:
+            known = {}
+            for name in names:
+                with suppress(UnsupportedError, FormatError):  # blocks without a kernel, experts that no engine loads
+                    known[name] = total(name)
+            return known
+
+        return Sizes(stored, totals(DTYPES, converted), totals(SCHEMES, quantized) | totals(ENGINE_FORMATS, encoded))
+
+
+def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
+    """Group tensors by shape and role, so that the rules need not decide about each of 100,000 expert weights."""
+    texts: list[str] = []
+    for entry in () if schema is None else schema.entries:
+        texts += (entry.name, *entry.also)
+    # Unless a name in the schema contains a number other than the layer.
+    alike = schema is None or not any(map(NUMBER.search, (*texts, *schema.prefixes)))
+    columns = {f: (f.table.numbers, f.table.shapes) for f in catalog.weight_files if not f.table.quantized}
+    groups: dict[tuple[str, Hashable], list[str]] = {}
+    entries = catalog.entries()
+    for name, file, index in entries:
+        text = NUMBER.sub("0", name) if alike else name
+        plain = columns.get(file)
+        kind = catalog.about(name)._replace(name="") if plain is None else (plain[0][index], plain[1][index])
+        groups.setdefault((text, kind), []).append(name)
+    kinds = [_Kind(names[0], catalog.about(names[0]), len(names)) for names in groups.values()]
+    in_files = {name for name, _, _ in entries} if len(entries) < len(catalog) else catalog
+    return kinds + [_Kind(name, catalog.about(name), 1) for name in catalog if name not in in_files]
+
+
+def _converted(kind: _Kind, target: dtypes.Dtype) -> int:
+    """Return the bytes of a tensor that is converted to a dtype, if it has real numbers."""
+    about = kind.about
+    if about.scheme is None and not about.floating:
+        return about.nbytes
+    if about.scheme is not None and not about.packed:
+        check_restorable(kind.name, about.scheme)
+    return target.nbytes(math.prod(about.shape))

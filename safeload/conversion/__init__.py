@@ -1,0 +1,1 @@
+"""Other formats, dtypes, names and layouts."""

@@ -1,0 +1,781 @@
+"""Tensors by name, from checkpoints of any format, dicts of arrays, or several of both, and their descriptions.
+
+Operations work on a `Catalog`: only this module distinguishes a `Checkpoint` from a dict. The tensors of a
+`RestructuredCatalog` are made of those of another catalog: recipes say which items and rows go where.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from fnmatch import fnmatchcase
+from itertools import repeat
+from operator import add, attrgetter, itemgetter, sub
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
+
+import numpy as np
+
+from ..core import dtypes, jobs
+from ..core.arrays import Array, as_array, not_an_array
+from ..core.cast import astype
+from ..core.checkpoint import Checkpoint, codes_of, folder_of, index_of, opened_as_stored, tensors_of, with_aliases
+from ..core.files import Location
+from ..core.forking import cached_property
+from ..core.load import Backend
+from ..core.memory import address_of
+from ..core.names import Patterns, choose, select
+from ..core.opening import open_paths
+from ..core.packing import INT8, Part, scheme_row
+from ..core.paths import PathLike
+from ..core.quantized_tensor import QuantizedTensor
+from ..core.runtime import paused
+from ..core.source import Source, in_file, of_array, of_numbers, of_packed
+from ..core.table import Unknown, missing
+from ..core.tensors import Entry, FileTensor, Tensors, entries_of, packed_of
+from ..core.text import check_name, error_about, tensor_named
+from ..core.weight_file import WeightFile
+from ..errors import FormatError, SafeloadError
+from ..models.choosing import dtype_in
+from ..quant import finder
+from ..quant.families import Stored
+from ..quant.finder import Codes
+from ..quant.quantization import Quantization, quantization_of
+from ..remote.places import Located, is_file_object, is_located
+
+if TYPE_CHECKING:
+    from ..adapters.merge import Merge
+    from ..core.signature import Verify
+
+
+class TensorDescription(NamedTuple):
+    """Name, dtype and shape of a tensor, and how it is stored."""
+
+    name: str
+    dtype: str  # as in messages: "bfloat16", "q4_0"
+    shape: tuple[int, ...]  # logical
+    nbytes: int  # stored bytes, int8 scales included
+    element: dtypes.Dtype | None  # None if weight files do not support the dtype
+    floating: bool  # whether the elements are real floating-point numbers
+    scheme: str | None = None  # of a quantized tensor
+    axis: int | None = None  # of int8 with per-axis scales
+    packed: bool = False  # whether it is packed as in published checkpoints
+
+    @property
+    def quantized(self) -> bool:
+        """True for int8 with scales, and for blocks."""
+        return self.scheme is not None
+
+    @property
+    def code(self) -> str:
+        """The dtype as in `TensorInfo`: "BF16", "Q4_0", "int8"."""
+        named = self.element is None or self.packed or self.scheme == INT8
+        return self.dtype if self.element is None or named else self.element.code
+
+    @property
+    def row(self) -> dtypes.Dtype:
+        """The row of the dtype table."""
+        if self.element is None:
+            raise dtypes.not_stored(self.dtype, self.name)
+        return self.element
+
+
+def about_value(name: str, value: Any) -> TensorDescription:
+    """Describe a tensor in memory."""
+    if isinstance(value, Mapping):
+        raise not_an_array(tensor_named(name), value)
+    if isinstance(value, QuantizedTensor):
+        if value.packing is not None:
+            row = dtypes.BY_NAME[value.data.dtype.name]
+            return TensorDescription(
+                name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, None, True
+            )
+        row = scheme_row(value.scheme)
+        return TensorDescription(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
+    array = as_array(value, name)
+    stored = dtypes.row_of(array.dtype)
+    # Packed elements take one byte each in memory, unlike in files.
+    element = None if stored is None or stored.packed else stored
+    floating = stored is not None and stored.floating
+    return TensorDescription(name, dtypes.shown(array.dtype), array.shape, array.nbytes, element, floating)
+
+
+# Fields of the description of a plain tensor by dtype number: the name of the dtype, and all after its bytes.
+_PLAIN_FIELDS = {number: (row.name, (row, row.floating, None, None, False)) for number, row in dtypes.BY_NUMBER.items()}
+
+
+class Made(NamedTuple):
+    """A tensor that is made when it is read."""
+
+    fill: Callable[[dtypes.Dtype, Array, int | None], object]  # an array with its values in a dtype, on some threads
+    work: dtypes.Dtype  # in which values are not rounded yet
+    about: TensorDescription
+
+
+class TensorPlace(NamedTuple):
+    """The origin of a tensor, and its file."""
+
+    origin: Checkpoint | Mapping[str, Any]
+    file: WeightFile | None = None  # None for a dict
+    number: int = 0  # index in the table of the file
+
+
+class Catalog:
+    """The tensors of checkpoints and dicts by name, in their order. `of` creates it; leaving it closes its files."""
+
+    kept_f32: Collection[str] = ()  # names that stay float32 whatever dtype is requested
+    texts: Mapping[str, bytes] = {}  # further files of the result, by name
+    makes = False  # whether tensors are made when they are read
+    merge: Merge | None = None  # adapters
+    aliases: Mapping[str, str] = {}  # tensors by the second names that adapters need
+
+    def __init__(
+        self,
+        origins: Sequence[Checkpoint | Mapping[str, Any]],
+        mapped: bool = True,  # False to read packed tensors even if they stay packed, instead of mapping their files
+        names: Collection[str] | None = None,  # to include from a single checkpoint
+    ) -> None:
+        self._origins = tuple(origins)
+        self.mapped = mapped
+        self.rows: dict[str, Made] = {}  # of the tensors that are made, by name
+        self.checkpoints: list[Checkpoint] = []
+        self.files: list[str] = []
+        self.weight_files: list[WeightFile] = []
+        self.config: dict[str, Any] | None = None  # the first nonempty config
+        # Activation scales: files hold them, but they are not tensors of the catalog.
+        self.ignored: dict[str, Part] = {}
+        titles: list[str] = []
+        formats: set[str | None] = set()
+        for origin in origins:
+            if isinstance(origin, Checkpoint):
+                self.checkpoints.append(origin)
+                self.files += origin.files
+                self.weight_files += origin.weight_files
+                self.ignored.update(origin.ignored)
+                if not self.config and origin.config is not None:
+                    self.config = origin.config
+            else:
+                for name in origin:
+                    check_name(name)
+            titles.append(origin.path if isinstance(origin, Checkpoint) else "dict")
+            formats.add(origin.format if isinstance(origin, Checkpoint) else None)
+        self.title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"  # for messages
+        self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats
+        self.in_memory = len(self.checkpoints) < len(origins)  # whether an origin is a dict
+        self._single = self.checkpoints[0] if len(origins) == len(self.checkpoints) == 1 else None
+        self._names = None if self._single is None else names
+        self._known: Collection[Any]
+        if self._names is not None:
+            self._known = dict.fromkeys(self._names)
+        else:
+            self._known = self._places if self._single is None else self._single  # refuses duplicate names at once
+        self._owned = ExitStack()
+
+    @cached_property
+    def index(self) -> Location | None:
+        """The index of a single origin."""
+        return None if self._single is None else index_of(self._single)
+
+    @cached_property
+    def folder(self) -> Location | None:
+        """The folder of a single origin."""
+        return None if self._single is None else folder_of(self._single)
+
+    @classmethod
+    def of(
+        cls,
+        source: Given | Sequence[Given],
+        storage_options: Mapping[str, Any] | None = None,
+        verify: Verify = None,
+    ) -> Catalog:
+        """Return the catalog of an operation's input; it closes files that it opens, but no checkpoint or catalog."""
+        if isinstance(source, Catalog) and not verify:
+            return cls(source._origins, source.mapped)
+        sources: Sequence[Given] = source if isinstance(source, (list, tuple)) else [source]  # type: ignore[list-item]
+        if not sources:
+            raise ValueError("the list of sources is empty; pass at least one")
+        origins: list[Checkpoint | Mapping[str, Any]] = []
+        with ExitStack() as stack:
+            for item in sources:
+                if isinstance(item, (Mapping, Catalog)):
+                    if verify is not None and verify is not False:
+                        raise ValueError("verify= needs paths: a checkpoint is verified when it is opened")
+                    origins += item._origins if isinstance(item, Catalog) else [item]
+                else:
+                    opened = open_paths(item, None, None, "refuse", storage_options=storage_options, verify=verify)
+                    origins.append(stack.enter_context(Checkpoint(opened)))
+            catalog = cls(origins)
+            catalog._owned = stack.pop_all()
+        return catalog
+
+    def as_stored(self) -> Catalog:
+        """Return a catalog of a single checkpoint that shows the tensors as its files store them; it closes both."""
+        checkpoint = opened_as_stored(self.checkpoints[0])
+        catalog = Catalog([checkpoint], self.mapped)
+        catalog._owned.push(self)
+        catalog._owned.enter_context(checkpoint)
+        return catalog
+
+    def with_aliases(self, aliases: Mapping[str, str]) -> Catalog:
+        """Return a catalog with tensors under second names, the keys of ``aliases``."""
+        origins: list[Checkpoint | Mapping[str, Any]] = []
+        for origin in self._origins:
+            names = {alias: name for alias, name in aliases.items() if name in origin}
+            if isinstance(origin, Checkpoint):
+                origins.append(with_aliases(origin, names) if names else origin)
+            else:
+                origins.append({**origin, **{alias: origin[name] for alias, name in names.items()}})
+        return Catalog(origins, self.mapped)
+
+    def among(self, names: Collection[str]) -> Catalog:
+        """Return a catalog with distinct ``names`` of a checkpoint, so that the rest of its files is not decoded."""
+        return Catalog(self._origins, self.mapped, names)
+
+    def __enter__(self) -> Catalog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._owned.close()
+
+    @cached_property
+    def _places(self) -> dict[str, TensorPlace]:
+        places: dict[str, TensorPlace] = {}
+        for origin in self._origins:
+            if isinstance(origin, Checkpoint):
+                tensors = tensors_of(origin, self._names)
+                added = {name: TensorPlace(origin, file, index) for name, file, index in tensors}
+            else:
+                added = dict.fromkeys(origin, TensorPlace(origin))
+            duplicate = next((name for name in added if name in places), None) if places else None
+            if duplicate is not None:
+                files = places[duplicate].file, added[duplicate].file
+                titles = " and ".join("a dict" if file is None else file.path for file in files)
+                raise error_about(SafeloadError, f"is in both {titles}", tensor=duplicate)
+            places.update(added)
+        return places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
+    @cached_property
+    def metadata(self) -> Mapping[Any, Any]:
+        """Metadata of all origins, without the total_size of indexes. The last value of a duplicate key wins."""
+        if len(self.checkpoints) == 1 and self.checkpoints[0].index is None:
+            return self.checkpoints[0].metadata  # values of a GGUF file are unpacked on access
+        merged: dict[Any, Any] = {}
+        for checkpoint in self.checkpoints:
+            indexed = checkpoint.index is not None
+            items = checkpoint.metadata.items()
+            merged.update((k, v) for k, v in items if not indexed or k != "total_size" or isinstance(v, str))
+        return merged
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; int8 scales in files do not count."""
+        in_memory = sum(self.about(name).nbytes for name, place in self._places.items() if place.file is None)
+        return in_memory + sum(checkpoint.nbytes for checkpoint in self.checkpoints)
+
+    def entries(self) -> list[FileTensor]:
+        """Return name, file and index of the tensors stored in files."""
+        return [(name, place.file, place.number) for name, place in self._places.items() if place.file is not None]
+
+    def plain(self, names: Collection[str] | None = None, *, blocks: bool = False) -> Tensors | None:
+        """Return tensors if all are plain tensors of checkpoints, or ``blocks`` of known types; else None."""
+        if self.in_memory or not self.checkpoints or self.ignored:
+            return None
+        readable = not self.weight_files
+        for table in map(attrgetter("table"), self.weight_files):
+            if blocks and table.unknown:
+                return None
+            readable = readable or not (table.shaped or (table.scaled if blocks else table.quantized))
+        if not readable:
+            return None
+        with paused(len(self)):
+            if len(self.checkpoints) == 1:
+                tensors = tensors_of(self.checkpoints[0], self._names if names is None else names)
+            else:
+                where = {name: (file, number) for name, file, number in self.entries()}
+                tensors = Tensors.located(where, None if names is None else [*names])
+            return tensors if (tensors.whole if blocks else tensors.plain) else None
+
+    def place(self, name: str) -> TensorPlace:
+        """Return the place of a tensor."""
+        return self._places[name]
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse unknown names."""
+        if isinstance(self._known, Checkpoint):
+            tensors_of(self._known, names)  # looks all of them up
+            return
+        for name in names:
+            if name not in self:
+                raise missing(name, [key for key in self if isinstance(key, str)])
+
+    def choose(
+        self, names: Iterable[str] | None, only: Patterns = None, drop: Patterns = None, more: Iterable[str] = ()
+    ) -> list[str]:
+        """Return the names of the tensors for an operation; patterns can also match the names in ``more``."""
+        if names is None:
+            return choose([*self, *more], None, only, drop)
+        exact = choose((), names, only, None)
+        self.check(exact)
+        return select(exact, None, drop)
+
+    # ---- single tensors ----
+
+    def about(self, name: str) -> TensorDescription:
+        """Describe a tensor without reading it."""
+        if self.makes and (computed := self.made(name)) is not None:
+            return computed.about
+        origin, file, index = self._places[name]
+        if file is None:
+            return about_value(name, origin[name])
+        unknown = file.table.unknown.get(file.table.names[index]) if file.table.unknown else None
+        if unknown is not None:
+            begin, end = file.table.byte_range(index)
+            return TensorDescription(
+                name, unknown.label, unknown.shape, end - begin, file.table.row(index), False, unknown.label
+            )
+        row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scales.get(index)
+        packed = file.table.packed.get(index)
+        if packed is not None:
+            label = packed.packing.label
+            return TensorDescription(name, label, shape, packed.nbytes, row, False, label, None, True)
+        nbytes = row.nbytes(math.prod(shape))
+        if scale is not None:
+            return TensorDescription(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
+        return TensorDescription(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
+
+    def descriptions(self, names: Collection[str], tensors: Tensors | None = None) -> dict[str, TensorDescription]:
+        """Describe tensors without reading them, in columns if all are plain; see `about`."""
+        # `tensors` has them if they are plain or in blocks, and known already.
+        tensors = self.plain(names) if tensors is None else tensors if tensors.plain else None
+        with paused(len(names)):
+            if tensors is None or any(file.table.unknown for file in tensors.files):
+                return {name: self.about(name) for name in names}
+            numbers, shapes, begins, ends = tensors.columns
+            fields = [_PLAIN_FIELDS[number] for number in numbers]
+            sizes = map(sub, ends, begins)
+            columns = zip(tensors.names, map(itemgetter(0), fields), shapes, sizes, strict=False)
+            described = map(tuple.__new__, repeat(TensorDescription), map(add, columns, map(itemgetter(1), fields)))
+            return dict(zip(tensors.names, described, strict=True))
+
+    def sizes(self, names: Collection[str]) -> dict[str, int]:
+        """Return the stored bytes of tensors; see `TensorDescription.nbytes`."""
+        tensors = self.plain(names)
+        if tensors is None:
+            return {name: about.nbytes for name, about in self.descriptions(names).items()}
+        return dict(zip(tensors.names, tensors.ranges.sizes.tolist(), strict=True))
+
+    def refuse_unknown(self, names: Iterable[str]) -> None:
+        """Refuse to read unreadable entries."""
+        for name in names:
+            _, file, index = self._places[name]
+            if file is not None and file.table.unknown:
+                file.table.refuse_unknown([index], file.path)
+
+    def unknown(self) -> dict[str, Unknown]:
+        """Return the unreadable entries by name."""
+        if not any(file.table.unknown for file in self.weight_files):
+            return {}
+        tables = ((name, file.table, index) for name, file, index in self.entries())
+        entries = ((name, table.unknown.get(table.names[index])) for name, table, index in tables if table.unknown)
+        return {name: entry for name, entry in entries if entry is not None}
+
+    def made(self, name: str) -> Made | None:
+        """Return how a tensor is made, or None if its values are those of a file or of a dict."""
+        return self.rows.get(name)
+
+    def check_kept(self, name: str) -> None:
+        """Refuse a tensor if it cannot stay as it is stored."""
+        if self.merge is not None and name in self.merge:
+            self.merge.target_row(name, None)
+
+    def value(self, name: str, threads: int | None = None, dtype: Any = None) -> Any:
+        """Return an array or a `QuantizedTensor`, as stored without a dtype; file tensors get private memory."""
+        if (computed := self.made(name)) is not None:
+            row = computed.work if dtype is None else dtypes.parse(dtype)
+            out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
+            computed.fill(row, out, threads)
+            return out
+        origin, file, index = self._places[name]
+        if isinstance(origin, Checkpoint) and file is not None:
+            # If a tensor stays packed it is mapped, because its codes are read only once.
+            reads = dtype is not None or file.table.packed.get(index) is None or not self.mapped
+            backend: Backend = "pread" if reads else "mmap"
+            return origin.load([name], dtype=dtype, backend=backend, threads=threads)[name]
+        value = origin[name]
+        return value if isinstance(value, QuantizedTensor) else as_array(value, name)
+
+    def array(self, name: str, threads: int | None = None) -> Array:
+        """Return the values of a tensor; quantized and packed tensors are dequantized to float32."""
+        about = self.about(name)
+        packed = self.place(name).file is not None and about.row.packed
+        value: Array | QuantizedTensor = self.value(name, threads, np.float32 if packed else None)
+        return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
+
+    def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
+        """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
+        if self.made(name) is not None:
+            return of_array(name, self.value(name, threads))
+        origin, file, index = self._places[name]
+        if file is not None and not file.table.packed.get(index):
+            source = in_file(origin, name, file, index)
+            if source is not None and not (file.table.quantized and self.about(name).quantized):
+                return source
+        value = self.value(name, threads)
+        if isinstance(value, QuantizedTensor):
+            return value
+        return of_array(name, np.ascontiguousarray(value) if file is not None else value)
+
+    def values(self, name: str, called: str | None = None) -> Source | QuantizedTensor:
+        """Like `source`, but jobs dequantize packed and int8 file tensors; messages have the name ``called``."""
+        value = self.restoring(name) or self.source(name)
+        return value if called is None or isinstance(value, QuantizedTensor) else value._replace(name=called)
+
+    def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
+        """Return read plans for the tensors stored in files; those in memory, and those that are made, are skipped."""
+        places = [(name, self._places[name]) for name in names if self.made(name) is None]
+        parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
+        return {entry.name: entry for entry in entries_of(parts, target)}
+
+    def in_place(self, name: str) -> Source | None:
+        """Return a tensor as a source if jobs can read or dequantize it in place; None if it must be copied first."""
+        if self.made(name) is not None:
+            return None
+        origin, file, index = self._places[name]
+        if file is not None:
+            restoring = self.restoring(name)
+            if restoring is not None:
+                return restoring if restoring.in_order else None
+            return in_file(origin, name, file, index)
+        value, about = origin[name], self.about(name)
+        if isinstance(value, QuantizedTensor):
+            packed = value.restoring()
+            if packed is not None:
+                source = of_packed(name, *packed)
+                return source if source.in_order else None
+            data = value.data
+        else:
+            data = as_array(value, name)
+        # Elements must be whole bytes, and in C order; codes in the order of their values.
+        if about.element is None or not (data.flags.c_contiguous and data.dtype.isnative):
+            return None
+        return of_numbers(name, data, about.element, None)._replace(shape=about.shape)
+
+    def restoring(self, name: str) -> Source | None:
+        """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
+        if self.made(name) is not None:
+            return None
+        _, file, index = self._places[name]
+        packed = None if file is None else packed_of(file, index)
+        return None if packed is None else of_packed(name, packed, self)
+
+    def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
+        """Yield the arrays of the tensors in memory."""
+        for name in names:
+            origin, file, _ = self._places[name]
+            if file is None:
+                value = origin[name]
+                yield from value.parts.values() if isinstance(value, QuantizedTensor) else (as_array(value, name),)
+
+    def read_into(self, name: str, row: dtypes.Dtype, out: Array, threads: int | None = None) -> None:
+        """Fill a contiguous array with a tensor, converted or dequantized to the array's dtype."""
+        if (computed := self.made(name)) is not None:
+            computed.fill(row, out, threads)
+            return
+        ordered = read_values(self.values(name), row, out, threads)
+        if ordered is not out:
+            out[...] = ordered
+
+    # ---- codes ----
+
+    @cached_property
+    def codes(self) -> Mapping[str, Codes]:
+        """The tensors with codes: values without meaning unless they are scaled."""
+        return self.find_codes(quantization_of(self.config) if self._single is None else None)
+
+    def find_codes(self, quantization: Quantization | None) -> Mapping[str, Codes]:
+        """Return `codes`; ``quantization`` applies to origins without a configuration."""
+        if self._single is not None:
+            return codes_of(self._single)
+        recognized = {name: codes for checkpoint in self.checkpoints for name, codes in codes_of(checkpoint).items()}
+        stored = {}
+        for name, (origin, file, _) in self._places.items():
+            if file is None and not isinstance(origin[name], QuantizedTensor):
+                with suppress(Exception):  # a foreign __array__ can raise anything; reading the tensor reports it
+                    array = np.asarray(origin[name])  # a scale may be a number
+                    if (row := dtypes.row_of(array.dtype)) is not None:
+                        stored[name] = Stored(row, array.shape)
+        stored.update(finder.stored_of(self.entries()))
+        return {**finder.find(stored, quantization), **recognized}
+
+    def refuse_codes(self, names: Iterable[str], operation: str) -> None:
+        """Refuse to treat codes as numbers."""
+        finder.refuse(self.codes, names, operation, "" if self._single is None else self._single.path)
+
+
+def read_values(value: Source | QuantizedTensor, row: dtypes.Dtype, array: Array, threads: int | None = None) -> Array:
+    """Fill an array with the values of a tensor as a dtype, and return it."""
+    if isinstance(value, QuantizedTensor):
+        return value.dequantize(array.dtype, out=array, threads=threads)
+    if value.size:
+        jobs.Batch(value.jobs(address_of(array), row.number)).run(threads=threads)
+    return jobs.native_order(array)
+
+
+# Input of an operation: a checkpoint, by path or open, or tensors by name.
+Given: TypeAlias = PathLike | Located | Checkpoint | Mapping[str, Any] | Catalog
+
+
+def has_names(source: Any) -> TypeGuard[Given]:
+    """Return True if `Catalog.of` accepts an input, False if it is a single array."""
+    return isinstance(source, (str, os.PathLike, Mapping, Catalog)) or is_located(source)
+
+
+def is_path(source: Any) -> bool:
+    """Return True for the path of a file or folder, which is not open yet."""
+    return isinstance(source, (str, os.PathLike)) or (is_located(source) and not is_file_object(source))
+
+
+_F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
+_ALL = slice(None)
+
+
+class TensorView(NamedTuple):
+    """A part of a tensor."""
+
+    item: int | None = None  # index of the first axis; None for the whole tensor
+    rows: slice = _ALL  # of the item, after it is transposed
+    transposed: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """True if rows are neither chosen nor transposed."""
+        return self.rows == _ALL and not self.transposed
+
+    def of(self, tensor: Array) -> Array:
+        """Return the part of an array, without copying."""
+        part: Array = tensor if self.item is None else tensor[self.item]
+        return self.in_item(part)
+
+    def in_item(self, item: Array) -> Array:
+        """Return the part of the item."""
+        part: Array = item.swapaxes(-1, -2) if self.transposed and item.ndim > 1 else item
+        return part[self.rows]
+
+
+class Move(NamedTuple):
+    """A part of a source that becomes a part of the result."""
+
+    source: str
+    read: TensorView = TensorView()
+    written: TensorView = TensorView()
+
+
+class TensorRecipe(NamedTuple):
+    """How a tensor is made."""
+
+    shape: tuple[int, ...]
+    moves: tuple[Move, ...]
+    heads: int = 0  # heads of the rows that change places; 0 if rows stay
+    inverse: bool = False  # the rows go back
+    shift: float = 0.0  # added to each element in float32
+    dtype: str | None = None  # code of the dtype; None for that of the sources
+    constant: Array | None = None  # float32 values of a tensor without sources
+
+    @property
+    def sources(self) -> Iterable[str]:
+        """The names of all sources, with duplicates."""
+        return (move.source for move in self.moves)
+
+    @property
+    def renamed(self) -> str | None:
+        """The source if the tensor is unchanged except for its name."""
+        if len(self.moves) != 1 or self.heads or self.shift or self.moves[0][1:] != (TensorView(), TensorView()):
+            return None
+        return self.moves[0].source
+
+    @property
+    def items(self) -> tuple[TensorRecipe, ...]:
+        """The recipe of each item of the first axis, or the recipe itself if items cannot be made alone."""
+        by_item: dict[int, list[Move]] = {}
+        for move in self.moves:
+            item = move.written.item
+            if item is None or self.heads or (move.read.item is None and not move.read.whole):
+                return (self,)
+            by_item.setdefault(item, []).append(move._replace(written=move.written._replace(item=None)))
+        return tuple(self._replace(shape=self.shape[1:], moves=tuple(by_item.get(k, ()))) for k in range(self.shape[0]))
+
+    def arranged(self, array: Array) -> Array:
+        """Return the array with its rows in the order of the result."""
+        if not self.heads:
+            return array
+        rows, half = array.shape[0], array.shape[0] // self.heads // 2
+        inner = (self.heads, half, 2) if self.inverse else (self.heads, 2, half)
+        swapped: Array = array.reshape(*inner, -1).swapaxes(1, 2).reshape(rows, *array.shape[1:])
+        return swapped
+
+
+class RestructuredCatalog(Catalog):
+    """Tensors made by recipes when they are read."""
+
+    makes = True
+
+    def __init__(
+        self,
+        base: Catalog,
+        recipes: Mapping[str, TensorRecipe],
+        *,
+        metadata: Mapping[str, Any],
+        config: dict[str, Any] | None = None,
+        format: str | None = None,  # of the structure: "gguf" for names of llama.cpp
+        kept_f32: Iterable[str] = (),
+        restored: dtypes.Dtype | None = None,  # of dequantized tensors; None for that of the config, else bfloat16
+        for_engine: bool = False,  # True to leave the tensors that are only renamed as they are stored
+    ) -> None:
+        super().__init__(base._origins, base.mapped)
+        self.base = base
+        self._recipes = recipes
+        self._restored = restored or dtype_in(base.config) or _BF16
+        self.for_engine = for_engine
+        self.kept_f32 = frozenset(kept_f32)
+        self.texts = base.texts
+        self.metadata = metadata
+        self.config = config
+        self.format = format
+        self.ignored = {}
+        self.codes = {}  # sources with codes are refused
+        self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
+        self._known = recipes
+
+    def plain(self, names: Collection[str] | None = None, *, blocks: bool = False) -> Tensors | None:
+        return None
+
+    def place(self, name: str) -> TensorPlace:
+        source = self._recipes[name].renamed
+        return TensorPlace({}) if source is None else self.base.place(source)
+
+    def made(self, name: str) -> Made:
+        recipe = self._recipes[name]
+        if name in self.rows:
+            return self.rows[name]
+        sources = [*map(self.base.about, self.sources_of(name))]
+        if self.for_engine and recipe.renamed is not None:
+            about = sources[0]._replace(name=name)
+        else:
+            rows = {self._row(name, source) for source in sources}
+            row = rows.pop() if len(rows) == 1 and not recipe.shift and name not in self.kept_f32 else _F32
+            row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
+            about = TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
+        # Dequantized values are not rounded before they are quantized again.
+        work = _F32 if any(source.quantized for source in sources) else about.row
+
+        def fill(row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+            self.make(recipe, row, out, threads)
+            self.release()
+
+        self.rows[name] = Made(fill, work, about)
+        return self.rows[name]
+
+    def _row(self, name: str, source: TensorDescription) -> dtypes.Dtype:
+        """Return the dtype of the values of a source."""
+        if source.quantized:
+            return self._restored
+        row = source.row
+        if not source.floating or row.packed:
+            raise FormatError(f"tensor {source.name!r} is {source.dtype}, expected floating-point numbers", tensor=name)
+        return row if row.code in ("F32", "F16", "BF16") else _F32 if row.bits > 16 else self._restored
+
+    def refuse_unknown(self, names: Iterable[str]) -> None:
+        self.base.refuse_unknown(source for name in names for source in self.sources_of(name))
+
+    def recipe(self, name: str) -> TensorRecipe:
+        """Return how a tensor is made."""
+        return self._recipes[name]
+
+    def sources_of(self, name: str) -> list[str]:
+        """Return the source tensors of a tensor."""
+        return list(dict.fromkeys(self._recipes[name].sources)) if name in self._recipes else []
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return a pattern of names, or the names whose sources match it if no name matches."""
+        if any(fnmatchcase(name, pattern) for name in self):
+            return [pattern]
+        names = [name for name in self if any(fnmatchcase(source, pattern) for source in self.sources_of(name))]
+        return names or [pattern]
+
+    def unknown(self) -> dict[str, Unknown]:
+        return {}
+
+    def check_kept(self, name: str) -> None:
+        for source in self.sources_of(name):
+            self.base.check_kept(source)
+
+    def array(self, name: str, threads: int | None = None) -> Array:
+        recipe = self._recipes[name]
+        whole = super().array(name, threads) if recipe.renamed is None else self.base.array(recipe.renamed, threads)
+        return whole.reshape(recipe.shape)
+
+    def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
+        recipe = self._recipes[name]
+        if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
+            return super().source(name, threads)
+        source = self.base.source(recipe.renamed, threads)
+        return source if isinstance(source, QuantizedTensor) else source._replace(name=name, shape=recipe.shape)
+
+    def restoring(self, name: str) -> Source | None:
+        recipe = self._recipes[name]
+        source = None if recipe.renamed is None else self.base.restoring(recipe.renamed)
+        return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
+
+    # ---- values ----
+
+    def release(self) -> None:
+        """Free the memory of a source that was read as a whole."""
+        self._whole = None
+
+    def make(self, recipe: TensorRecipe, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+        """Fill an array with a tensor or an item; several threads may call this if sources are plain and in files."""
+        if recipe.constant is not None:
+            out[...] = astype(recipe.constant, row.name)
+        for move in recipe.moves:
+            target = move.written.of(out)
+            if move.read.whole and not recipe.heads and not recipe.shift and target.flags.c_contiguous:
+                if move.read.item is None:
+                    stored: Array = target.reshape(self.base.about(move.source).shape)
+                    self.base.read_into(move.source, row, stored, threads)
+                else:
+                    target[...] = self._item(move.source, move.read.item, row, threads)
+                continue
+            work = _F32 if recipe.shift else row
+            array = self._item(move.source, move.read.item, work, threads)
+            array = recipe.arranged(move.read.in_item(array))
+            if recipe.shift:
+                array = astype(array + np.float32(recipe.shift), row.name, threads=threads)
+            target[...] = array
+
+    def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
+        """Return an item of a source; sources that are read as a whole are kept for the next item."""
+        place, about = self.base.place(name), self.base.about(name)
+        if item is not None and place.file is not None and not about.packed and self.base.made(name) is None:
+            owner: Any = place.origin  # tensors of a dict have no file
+            array: Array = owner.take(name, [item], row.name)[0]  # reads the item only
+            return array
+        if self._whole is None or self._whole[:2] != (name, row.code):
+            self._whole = None  # frees its memory first
+            whole: Array = np.empty(about.shape, dtypes.array_dtype(row.number))
+            self.base.read_into(name, row, whole, threads)
+            self._whole = name, row.code, whole
+        part: Array = self._whole[2] if item is None else self._whole[2][item]
+        return part

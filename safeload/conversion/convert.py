@@ -1,0 +1,366 @@
+"""Convert checkpoints to another format, dtype or layout, in bounded memory, and write the result at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from ..adapters.adapter import listed
+from ..core import log
+from ..core.entry import Adapters
+from ..core.files import LOCAL
+from ..core.local import LocalStore
+from ..core.memory import check_threads
+from ..core.names import Patterns, Renames
+from ..core.paths import PathLike
+from ..core.progress import Progress, reporter
+from ..core.registry import SAFETENSORS, WrittenName, written_suffixes
+from ..core.runtime import paused
+from ..core.signature import Signature
+from ..core.text import show
+from ..errors import SafeloadError, UnsupportedError, public
+from ..formats.folder import CONFIG, INDEX, SINGLE
+from ..models.layout import Layout
+from ..quant.quantization import is_own, without_quantization
+from .catalog import Catalog, Given
+from .decide import (
+    Conversion,
+    ConvertOptions,
+    ConvertReport,
+    ConvertRequest,
+    config_for,
+    old_config,
+    open_sources,
+    prepare,
+    request_of,
+)
+from .destinations import (
+    Destination,
+    ObjectFile,
+    SaveDestination,
+    check_free,
+    check_shards,
+    config_text,
+    extras_of,
+    file_in_store,
+    index_text,
+    is_written_to,
+    refuse_inputs,
+    remove_shards,
+    shards_beside,
+    warn_of_schemes,
+    write_shards,
+)
+from .executors import Executor
+from .make import weight_map
+from .rules import ConvertScheme, Keep
+from .sink import Sink, free_names
+
+if TYPE_CHECKING:
+    from ..core.signature import Verify
+
+
+@public
+def convert(
+    src: Given | Sequence[Given],
+    dst: SaveDestination,
+    *,
+    dtype: Any = None,
+    quantize: ConvertScheme | None = None,
+    imatrix: PathLike | None = None,
+    layout: Layout | None = None,
+    names: Iterable[str] | None = None,
+    only: Patterns = None,
+    drop: Patterns = None,
+    keep: Keep = None,
+    ignore: Keep = None,
+    rename: Renames = None,
+    metadata: Mapping[str, Any] | None = None,
+    adapters: Adapters = None,
+    max_shard_size: int | str | None = None,
+    format: WrittenName | None = None,
+    extras: bool = True,
+    raw: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    executor: Executor | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+    verify: Verify = None,
+) -> ConvertReport:
+    """Convert checkpoints to another format, dtype or layout, in bounded memory.
+
+    To safetensors, copied, cast and dequantized tensors pass through a ring of 64 MiB, which is filled ahead of the
+    writer. Quantized and stacked tensors, and all tensors of other formats, are made one after another and take the
+    memory of the largest.
+
+    Names stay as they are unless you pass ``rename``. A model of transformers that becomes a ".gguf" file is converted
+    to the form that llama.cpp runs, with its tokenizer: ``quantize`` and ``keep`` then match llama.cpp's names, or else
+    names in the source, and options that select or rename tensors require ``raw``. An unsupported architecture is
+    refused by name. The only weight file of a supported model, such as "Llama-3.2-1B/model.safetensors", stands for its
+    folder. In the same way, a GGUF model becomes a folder for transformers, with config and tokenizer. A diffusion
+    model, recognized by its tensor names, becomes a ".gguf" file for ComfyUI; such a file becomes a checkpoint again,
+    with its tensors dequantized and in their original shapes.
+
+    First ``names``, or ``only`` and ``drop``, select tensors; then ``adapters`` are merged; then ``dtype``,
+    ``quantize`` and ``keep`` convert the tensors. All of these use the names in the source; ``rename`` comes last. If
+    the format does not support a tensor, it is refused by name before anything is written.
+
+    Args:
+        src: a path or URL, an open `Checkpoint` (such as ``open(path, root="state_dict")``), a dict of arrays, or a
+            list of these to merge.
+        dst: the destination. Its suffix selects the format, such as ".safetensors", ".gguf", ".npz" or ".npy" (for a
+            single tensor); the error for an unknown suffix lists all formats. A path without a suffix, a path with a
+            final slash, and an existing folder are folders: they get ``model.safetensors``, or safetensors shards and
+            an index, and the source's ``config.json`` with the new dtype, and without its quantization if the tensors
+            are dequantized. A URL such as "s3://bucket/model/", or a path of `safeload.remote`, is a folder unless it
+            has the suffix of a format: shards are uploaded one after another, the index last. A file object opened for
+            writing in binary mode gets the file from its current position on, once the file is complete on this
+            machine's disk: safetensors, unless ``format`` says otherwise.
+        dtype: dtype for floating tensors, and for quantized and packed tensors, which are dequantized. In ".gguf" files
+            tensors with a single axis always become float32, because llama.cpp requires it for norms and biases.
+        quantize: "int8", "q4_0", "q8_0", ... or a dict from name patterns to schemes for mixed precision; every pattern
+            must match a tensor. Quantizes the tensors that `load_quantized` does, including tied heads unless ``names``
+            is given; ``dtype`` applies to the rest. Q4_0 is rounded by "ggml" for ".gguf", else by "absmax": see
+            `safeload.quantize`. Only safeload reads these tensors in a folder; its ``config.json`` says so.
+
+            If a model becomes a GGUF file, a bare name is one of llama.cpp's file types: each tensor gets the type that
+            llama-quantize chooses. File types include mixtures: "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s",
+            "q4_k_m" (also called "q4_k"), "q5_k_s", "q5_k_m" and "mxfp4_moe". In a dict a name is a block type, and
+            "*" can have a mixture.
+
+            The formats of other engines, such as "w4a16", "fp8_dynamic", "mlx4" and "bnb_nf4", write the folder that
+            the engine loads, see :doc:`/guide/engines`. They need the ``config.json`` of a supported model, or
+            ``only``.
+        imatrix: path of a llama.cpp importance matrix for ``quantize``, in GGUF or in the older format. Tensors
+            without an entry are quantized without importance. Needs a single file as destination.
+        layout: stacks layers, see `stack`; the result has only the tensors of the layout, in its order.
+        names: exact names of the tensors to convert; None for all.
+        only: shell pattern, or list of patterns, of names to convert, such as ``"model.layers.0.*"``; instead of
+            ``names``.
+        drop: shell pattern, or list of patterns, of names to leave out.
+        keep: shell pattern, list of patterns, or function of the name: tensors or modules for ``quantize`` to leave
+            unquantized. After "re:" a pattern is a regular expression.
+        ignore: the engines' name for ``keep``.
+        rename: pairs (regular expression, replacement), or a dict, for ``re.sub`` to apply to each name in order.
+        metadata: text for the header, merged with the metadata of the source; the value None removes a key. For
+            ".gguf", values can also be numbers and lists.
+        adapters: LoRA adapters to merge before tensors are converted: a path, a pair (path, weight), or a list of
+            these, see `load`. If an adapter changes packed tensors, ``dtype`` or ``quantize`` is required.
+        max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A larger tensor gets a shard
+            of its own. A single shard is called ``model.safetensors`` and has no index. Shards replace no file: if a
+            name is taken, all get a larger total, such as "-of-00005" for four shards, and the old ones are removed
+            once the index names the new ones. After a crash the folder has the old model, the new model, or an index
+            of shards that are not there yet, which nothing opens. A store renames nothing, so new shards get different
+            names.
+        format: the format of the file, such as "gguf", if the suffix does not select it; the error for an unknown
+            format lists all formats. A suffix of a different format is refused. ".bin", which other programs read as a
+            torch file, requires ``format`` or ``layout``.
+        extras: True to copy the tokenizer, the chat template and ``generation_config.json`` from a source folder to the
+            destination folder, because other libraries need these files. Not available from https, which cannot list
+            folders.
+        raw: True to write tensors as they are: from transformers to a ".gguf" file that llama.cpp does not run, or
+            from GGUF to a folder that transformers does not load. Names in ``quantize`` are block types then.
+        storage_options: for URLs, in ``src`` and ``dst``: options of the filesystem behind the URL, see `open`. Workers
+            of an executor only get options without secrets, and should take keys from their environment.
+        overwrite: False to raise FileExistsError if the destination exists. In a folder, the old shards and
+            ``model.safetensors`` are removed once the new checkpoint is complete. A file called ``model.safetensors``
+            replaces an index and its shards beside it, even if these are the source, as long as every tensor is
+            converted. If the source has no ``config.json``, the folder keeps its own, without the quantization of the
+            old weights.
+        resume: True to keep complete shards and their records in ``.safeload-resume/`` until all are there, and to
+            continue an earlier call with the same options. Long conversions should set this.
+        executor: runs a piece for each shard of a folder, in other processes or on other machines with the same
+            files: any object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``Client``.
+            The result has the same bytes as that of a single process. Complete
+            shards stay after an error, as with ``resume``.
+        threads: for reading and converting. None: chosen automatically, or 1 per piece with an executor.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
+        verify: what to verify the paths of ``src`` against, see `load`: only verified tensors and files are written.
+            Not with ``executor``, ``resume`` or ``adapters``, whose files would be read unverified.
+
+    Returns:
+        A report of files, tensors, bytes, seconds and, with ``quantize``, the quantized tensors.
+
+    Raises:
+        FileExistsError: ``dst`` exists and ``overwrite`` is not set; or a ``model.safetensors`` of unknown origin
+            would hide the new index.
+        UnsupportedError: the format does not support a tensor; the message says which ``dtype`` to pass. Or a file type
+            requires an importance matrix for a tensor. Or a tensor holds codes that cannot be dequantized, such as
+            EXL2, or was opened as stored, unless the result is safetensors with all tensors as stored.
+        SafeloadError: two sources have a tensor with the same name.
+        TensorNotFoundError: a name is unknown, or a pattern matches no tensor.
+        VerificationError: see `load`.
+        ValueError: invalid arguments, such as a ``rename`` that gives two tensors the same name, ``executor`` without
+            a folder as destination or with tensors in memory, or ``resume`` with different options.
+        FormatError, OSError: a source cannot be read, or ``dst`` cannot be written. No partial file is left; if shards
+            in a store cannot be removed, they have no index.
+
+    Example:
+        >>> import safeload
+        >>> safeload.convert("tiny-llama", "tiny.npz", dtype="float16", only="model.norm.*").tensors
+        1
+        >>> safeload.load("tiny.npz")["model.norm.weight"].dtype
+        dtype('float16')
+    """
+    given, keys = locals(), ConvertOptions.__annotations__
+    options = cast("ConvertOptions", dict(zip(keys, map(given.__getitem__, keys), strict=True)))
+    try:
+        check_threads(threads)
+        if verify is not None and verify is not False:
+            for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
+                if value is not None:
+                    raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
+        started, path = time.perf_counter(), cast("Destination", dst)
+        shared: Any = {"threads": threads, "progress": progress}
+        if not isinstance(dst, (str, os.PathLike)) and is_written_to(dst):
+            if executor is not None or resume or max_shard_size is not None:
+                raise ValueError(
+                    "executor=, resume= and max_shard_size= need a folder, but the destination is a file object"
+                )
+            file, name, written = ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
+            options["format"] = cast("WrittenName", written)
+            with file.staging(f"converted{next(iter(written_suffixes(written)), '')}") as temporary:
+                report = _at_once(src, temporary, options, overwrite=False, verify=verify, **shared)
+            report = report._replace(destination=name, files=[name])
+        elif executor is None and not resume:
+            report = _at_once(src, path, options, overwrite=overwrite, verify=verify, **shared)
+        else:
+            from .resume import convert_in_pieces  # only here: most conversions are written at once
+
+            shared |= {"overwrite": overwrite, "resume": resume, "executor": executor}
+            report = convert_in_pieces(src, path, options, **shared)
+        return report._replace(seconds=time.perf_counter() - started)
+    except SafeloadError as error:
+        text = str(error)
+        if error.tensor is not None and type(error) in (SafeloadError, UnsupportedError) and "drop=" not in text:
+            advised = text.replace("leave it out", "leave it out with drop=")
+            error.args = (advised if advised != text else f"{text}; drop= leaves it out",)
+        raise
+
+
+def _at_once(
+    src: Given | Sequence[Given],
+    dst: Destination,
+    options: ConvertOptions,
+    *,
+    overwrite: bool,
+    threads: int | None,
+    progress: Progress,
+    verify: Verify,
+) -> ConvertReport:
+    """Convert without records of complete shards. All files are put in place together, at the end."""
+    request = request_of(dst, options)
+    folder, old = request.folder, []
+    adapters = [] if options["adapters"] is None else [path for path, _ in listed(options["adapters"])]
+    documents = (verify.path, verify.key, *verify.certificates) if isinstance(verify, Signature) else (verify,)
+    beside_sources = [*filter(None, (options["imatrix"], *adapters, *(() if verify is True else documents)))]
+    with ExitStack() as stack:
+        if folder is None and request.place.files.remote:
+            file_in_store(request.place, overwrite=overwrite)
+        elif folder is None:
+            check_free(request.path, overwrite)
+            if beside_sources:
+                refuse_inputs(request.path, beside_sources, beside=adapters)
+            old = shards_beside(request.path, overwrite)
+        else:
+            folder.check_free(overwrite=overwrite)
+            for name in (SINGLE, INDEX, CONFIG) if beside_sources else ():
+                refuse_inputs((folder.location / name).path, beside_sources)
+        catalog = open_sources(stack, src, request, verify)
+        if overwrite and os.name == "nt":
+            _give_way(catalog, src)
+        if folder is None and overwrite:
+            whole = len(catalog.files) == 1  # a single file is replaced as a whole
+            refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
+        if old:
+            check_shards(old, [file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
+        conversion = prepare(stack, catalog, request, threads)
+        outputs, path, done = conversion.outputs, request.path, 0
+        with nullcontext() if progress is None else reporter(progress, outputs.nbytes) as report:
+
+            def written(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                if report is not None:
+                    report(done)
+
+            if folder is not None:
+                files, nbytes = _write_folder(conversion, request, folder, written, overwrite=overwrite)
+                warn_of_schemes(path, outputs.schemes)
+            elif request.place.files.remote:
+                store, name = file_in_store(request.place, overwrite=overwrite)
+                with store.staging(name) as staged:
+                    files, nbytes = [path], outputs.write_file(staged, False, written)
+            else:
+                files, nbytes = [path], outputs.write_file(path, overwrite, written)
+                if request.format == SAFETENSORS and os.path.basename(path) == SINGLE:
+                    _warn_of_old_config(conversion, path)
+    if old:
+        remove_shards(old)  # after the sources are closed
+    count, summary = conversion.tensor_count, conversion.summary
+    return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, conversion.left_out)
+
+
+def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
+    """Let the result replace sources opened by this call, because Windows does not replace files that are in use."""
+    catalog.mapped = False
+    # Checkpoints of the caller stay open.
+    passed = {id(source) for source in (src if isinstance(src, (list, tuple)) else [src])}
+    for checkpoint in catalog.checkpoints:
+        for file in checkpoint.weight_files if id(checkpoint) not in passed else ():
+            if isinstance(file.store, LocalStore):
+                file.store.gives_way = True
+
+
+def _write_folder(
+    conversion: Conversion,
+    request: ConvertRequest,
+    folder: Sink,
+    written: Callable[[int], object],
+    *,
+    overwrite: bool,
+) -> tuple[list[str], int]:
+    """Write a folder; return the paths of its shards and their bytes."""
+    with paused(conversion.tensor_count):
+        outputs, parameters = conversion.outputs, conversion.parameters
+        shards = outputs.divided(request.limit)
+        names = free_names(folder, [*shards])
+        shards = {names[file]: shard for file, shard in shards.items()}
+        files = dict(conversion.files)
+        if parameters is not None or [*shards] != [SINGLE]:
+            files[INDEX] = index_text(weight_map(shards), outputs.nbytes, parameters)
+        config = config_text(config_for(conversion, folder, request.target, overwrite=overwrite))
+    writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
+    nbytes = write_shards(writers, files, folder, overwrite=overwrite, config=config)
+    # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
+    new_tokenizer = overwrite and any(isinstance(content, bytes) for content in conversion.files.values())
+    older = sorted(extras_of(folder.location).keys() - conversion.files.keys()) if new_tokenizer else ()
+    if older:
+        log.warning(
+            "%s: %s stays from before, and other programs may load it in place of the new tokenizer: remove it if it "
+            "belongs to another model",
+            folder.location.shown,
+            " and ".join(map(show, older)),
+        )
+    return [folder.shown(file) for file in shards], nbytes
+
+
+def _warn_of_old_config(conversion: Conversion, path: str) -> None:
+    """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
+    beside = Sink(LOCAL, os.path.dirname(path) or ".")
+    config = old_config(conversion, beside)
+    if config is None or (is_own(config) and conversion.outputs.schemes):
+        return
+    if without_quantization(config) != config:
+        log.warning(
+            "%s describes a quantization that the weights in %s do not have. Remove it, or other programs cannot load "
+            "the weights. A conversion from folder to folder, with max_shard_size=, removes it",
+            beside.shown(CONFIG),
+            SINGLE,
+        )

@@ -1,0 +1,860 @@
+"""Check the arguments of a conversion, open its sources, and decide how each tensor of the result is made."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+from ..core import dtypes, log
+from ..core.arrays import check_mapping
+from ..core.checkpoint import file_notes_of
+from ..core.files import Location
+from ..core.load import parse_target
+from ..core.metadata import as_texts
+from ..core.names import Patterns, Renames, Selection, check_matches, renamed
+from ..core.packing import MLX, SCHEMES
+from ..core.paths import PathLike
+from ..core.registry import (
+    BY_NAME,
+    KERAS,
+    SAFETENSORS,
+    SUFFIXES,
+    WEIGHT_SUFFIXES,
+    WRITTEN,
+    WrittenName,
+    plugin_rows,
+    row_of,
+    written_suffixes,
+)
+from ..core.runtime import paused
+from ..core.showing import Result
+from ..core.tensors import LazyParts
+from ..core.text import plural, printable, show, size
+from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
+from ..formats.folder import CONFIG, read_config
+from ..formats.mixtures import FILE_TYPE, with_file_type, with_updated_file_type
+from ..models.choosing import choose
+from ..models.diffusion import ARCHITECTURE, is_rearranged, model_of, with_renamed_shapes
+from ..models.family import changed_by_mlx, engine_model_types, gguf_forms
+from ..models.layout import Layout
+from ..models.module_names import adapter_note, refuse_adapters
+from ..quant import finder
+from ..quant.families import Preset, preset_of
+from ..quant.quantization import Quantization, is_kept_by, is_own, quantization_of, without_quantization
+from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
+from .destinations import Destination, check_writable, config_with, extras_of, is_folder, limit_of, sink_of, where
+from .make import Decision, Outputs, merged, outputs_of, plan, spans_of
+from .quantize import WEIGHTS
+from .rules import (
+    ConvertScheme,
+    EngineRules,
+    FileTypeRules,
+    Keep,
+    Planned,
+    Rules,
+    Summary,
+    arranged,
+    described,
+    not_as_in_mlx,
+    nothing_left,
+    read_importance,
+    rules_for,
+    schema_of,
+    tied_heads,
+)
+from .sink import Sink
+
+if TYPE_CHECKING:
+    from ..core.signature import Verify
+
+
+_EMBEDDING = "embed_tokens.weight"
+# Options with which the result is no complete model.
+_SELECTING = ("layout", "names", "only", "drop", "rename")
+
+
+class ConvertOptions(TypedDict, total=False):
+    """Options of `safeload.plan_convert`: the arguments of `safeload.convert` that determine the result."""
+
+    dtype: Any
+    quantize: ConvertScheme | None
+    imatrix: PathLike | None
+    layout: Layout | None
+    names: Iterable[str] | None
+    only: Patterns
+    drop: Patterns
+    keep: Keep
+    ignore: Keep
+    rename: Renames
+    metadata: Mapping[str, Any] | None
+    adapters: Any
+    max_shard_size: int | str | None
+    format: WrittenName | None
+    extras: bool
+    raw: bool
+    storage_options: Mapping[str, Any] | None
+
+
+class ConvertRequest(NamedTuple):
+    """The checked options of a conversion."""
+
+    path: str  # destination, as messages show it
+    format: str  # format of the result
+    place: Location  # destination
+    folder: Sink | None  # the destination if it is a folder
+    limit: int  # largest size of a shard in bytes
+    target: dtypes.Dtype | None  # dtype for floating tensors; None leaves floats unchanged
+    options: ConvertOptions  # with every key, and lists for iterables
+    preset: Preset | None  # an engine's format; None for safeload's own schemes and without ``quantize``
+    selecting: list[str]  # options that leave out or rename tensors, so that no complete model results
+    by_name: bool  # True if options name the tensors of the result
+    every_tensor: bool  # True if no option leaves out tensors of the source
+
+    def chosen(self, catalog: Catalog, more: Iterable[str] = ()) -> list[str]:
+        """Return the names of the selected tensors; patterns can also match the names in ``more``."""
+        return catalog.choose(self.options["names"], self.options["only"], self.options["drop"], more)
+
+
+def request_of(dst: Destination, given: ConvertOptions) -> ConvertRequest:
+    """Check all options, as far as possible without opening a source."""
+    for key in given.keys() - ConvertOptions.__annotations__.keys():
+        raise TypeError(f"unexpected argument {show(key)}")
+    options: Any = {**dict.fromkeys(ConvertOptions.__annotations__), "extras": True, **given}
+    for key in ("names", "only", "drop", "keep", "ignore", "rename"):
+        # Lists can be read twice and written into a plan. Processes iterate over a set in different orders.
+        value = options[key].items() if key == "rename" and isinstance(options[key], Mapping) else options[key]
+        value = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+        if isinstance(value, str):
+            options[key] = value if key in ("names", "rename") else [value]
+        elif isinstance(value, Iterable) and not isinstance(value, tuple):
+            options[key] = [*value]
+    if options["ignore"] is not None:
+        if options["keep"] is not None:
+            raise ValueError("ignore= is another name of keep=: pass one of them")
+        options["keep"], options["ignore"] = options["ignore"], None
+    target = parse_target(options["dtype"])
+    if options["keep"] is not None and options["quantize"] is None:
+        raise ValueError("keep= selects tensors that quantize= leaves unquantized: pass quantize= too")
+    if options["imatrix"] is not None and options["quantize"] is None:
+        raise ValueError("imatrix= has the importance of columns for quantize=: pass quantize= too")
+    place, max_shard_size = where(dst, options["storage_options"]), options["max_shard_size"]
+    path = place.shown
+    in_folder = max_shard_size is not None or is_folder(place, options["format"])
+    format = _format_of(place, path, options, in_folder=in_folder)
+    if in_folder and options["imatrix"] is not None:
+        raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
+    folder = sink_of(place) if in_folder else None
+    if folder is None and place.files.remote:
+        check_writable(place)
+    limit, preset = limit_of(max_shard_size), None if options["quantize"] is None else preset_of(options["quantize"])
+    if preset is not None:
+        name, engine = preset.name, preset.engine
+        if folder is None:
+            raise ValueError(
+                f"{name} writes a folder for {engine.title}, got the file {show(path)}: pass a path without "
+                "a suffix, or one that ends with a slash"
+            )
+        if options["layout"] is not None:
+            raise ValueError(f"{name} keeps the names of {engine.title}: layout= does not apply")
+        if target is not None and target.code not in WEIGHTS:
+            raise ValueError(f"{name} quantizes float32, float16 or bfloat16, got {target.name}")
+        limit = limit if max_shard_size is not None else engine.shard_size
+    selecting = [key for key in _SELECTING if options[key] is not None]
+    by_name, every = "names" in selecting or "only" in selecting, selecting in ([], ["rename"])
+    return ConvertRequest(path, format, place, folder, limit, target, options, preset, selecting, by_name, every)
+
+
+def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder: bool) -> str:
+    """Return the format to write: ``format=`` if given, else the format of the destination's suffix."""
+    format = options["format"]
+    usual = () if format is None else written_suffixes(format)
+    suffix = os.path.splitext(path)[1].lower()
+    if in_folder:
+        if format not in (None, SAFETENSORS):
+            raise ValueError(
+                f"{show(path)} becomes a folder of safetensors shards, got format={show(format)}; pass a file"
+            )
+        local_file = not place.files.remote and not is_folder(place)
+        if local_file and any(suffix in suffixes for suffixes in WRITTEN.values()):
+            raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
+        return SAFETENSORS
+    known = ", ".join(SUFFIXES)
+    if format is not None:
+        if suffix in WEIGHT_SUFFIXES and suffix not in usual:
+            advice = " or ".join(usual) or "another suffix"
+            raise ValueError(f"{show(path)} has the suffix of a format other than {format}: use {advice}")
+        return format
+    if suffix in SUFFIXES:
+        return SUFFIXES[suffix]
+    for name, suffixes in WRITTEN.items():
+        if suffix in suffixes:
+            if options["layout"] is not None:
+                return name
+            raise ValueError(
+                f"{show(path)}: other programs read {suffix} as a torch file: use one of {known}, or pass "
+                f'format="{name}" if you mean {BY_NAME[name].title}'
+            )
+    row = next((row for row in plugin_rows() if row.writes and suffix in row.suffixes), None) if suffix else None
+    if row is not None:
+        return row.name
+    raise ValueError(f"{show(path)}: the suffix must be one of {known}; for a folder, end the path with a slash")
+
+
+def open_sources(
+    stack: ExitStack, src: Given | Sequence[Given], request: ConvertRequest, verify: Verify = None
+) -> Catalog:
+    """Open the sources of a conversion, which ``stack`` closes."""
+    sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
+    if not sources:
+        raise ValueError("src is an empty list: pass at least one source")
+    format, raw = request.format, request.options["raw"]
+    catalog = Catalog.of(sources, request.options["storage_options"], verify)
+    stack.push(catalog)
+    single = catalog.format == "gguf" and len(catalog.checkpoints) == 1 and not catalog.in_memory
+    # An engine needs a whole model, unless options ask for single tensors.
+    whole = not request.by_name if request.preset else format == "gguf" and not raw and not request.selecting
+    if single and (format == "gguf" or raw) and is_rearranged(catalog.metadata):
+        catalog = catalog.as_stored()  # with the rows and the keys of the file
+        stack.push(catalog)
+    elif whole and len(sources) == 1 and is_path(sources[0]):
+        model = _model_of_file(catalog, request, verify)
+        if model is not None:
+            with catalog:
+                catalog = model
+            stack.push(catalog)
+    checkpoints, target = catalog.checkpoints, request.target
+    for path, kind in refuse_adapters(zip(map(attrgetter("path"), checkpoints), checkpoints, strict=True)):
+        if request.options["adapters"] is None:
+            log.warning("%s: %s", path, adapter_note(kind))
+    of_model = request.folder is not None and not {"model_type", "architectures"}.isdisjoint(catalog.config or {})
+    if of_model and target is not None and target.code.startswith("F8"):
+        log.warning(
+            '%s: no library loads a model that is cast to %s without scales: use quantize="fp8_dynamic" or '
+            'quantize="fp8_block" instead of dtype=',
+            request.path,
+            target.name,
+        )
+    _warn_of_optimizer(catalog, request)
+    return catalog
+
+
+def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) -> Catalog | None:
+    """Return the open folder of a file, if the folder is a supported model in this file alone; else None.
+
+    The Hub's models of one file are often passed as ``MODEL/model.safetensors``. An engine needs what lies beside it.
+    """
+    alone = catalog.folder is None and catalog.config is None and len(catalog.weight_files) == 1
+    if not alone or catalog.format == "gguf":
+        return None
+    from .llama_cpp.gguf_models import source_of  # only here: most results need no model
+
+    file = catalog.weight_files[0]
+    parent = file.files.split(file.place)[0]
+    try:
+        config = read_config(parent, file.files)
+        if config is None:
+            return None
+        if request.preset is not None:
+            known = config.get("model_type") in engine_model_types()
+            supported = known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
+        else:
+            supported = source_of(config) in gguf_forms() and any(name.endswith(_EMBEDDING) for name in catalog)
+        if not supported:  # by the engine, or the tensors cannot be those of such a model
+            return None
+        place: Any = Location(file.files, parent) if file.files.remote else os.path.dirname(file.path) or os.curdir
+        folder = Catalog.of(place, request.options["storage_options"], verify)
+        if [other.place for other in folder.weight_files] == [file.place]:
+            return folder
+        with folder:
+            return None  # its model is another one
+    except VerificationError:
+        raise
+    except (SafeloadError, OSError) as error:
+        log.debug("%s: not the model of its folder: %s", file.path, error)
+        return None
+
+
+_MOST_ROOTS = 3  # containers in a warning
+# Containers in which training frameworks store the state of an optimizer, after the names of outer containers.
+_OPTIMIZER = re.compile(
+    r"(?s:(.*?[./]|))(optim(?:izers?)?(?:_states?|_state_dict|_weights)?|opt_state|optimizer_\w+)[./]", re.ASCII
+)
+
+
+def _warn_of_optimizer(catalog: Catalog, request: ConvertRequest) -> None:
+    names = list(map(str, catalog))
+    if request.by_name or request.options["layout"] is not None or "opt" not in "".join(names):
+        return
+    names = list(filter(Selection(None, request.options["drop"]).takes, names))
+    states = [match for match in map(_OPTIMIZER.match, names) if match is not None]
+    if not states or len(states) == len(names):
+        return
+    containers = list(dict.fromkeys(match[0] for match in states))
+    outer = states[0][1]
+    beside = (name.removeprefix(outer) for name in names if name.startswith(outer) and not _OPTIMIZER.match(name))
+    roots = Counter(re.split("[./]", name, maxsplit=1)[0] for name in beside if re.search("[./]", name))
+    shown = [f"root={show(outer + root)}" for root, _ in roots.most_common(_MOST_ROOTS)]
+    nested = catalog.format in BY_NAME and BY_NAME[catalog.format].nested
+    advice = [*(shown if nested else ()), f"drop={show(containers[0] + '*')}"]
+    log.warning(
+        "%s: %s of %s belong to an optimizer (%s): %s leaves them out",
+        catalog.title,
+        f"{len(states):,}",
+        plural(len(names), "tensor"),
+        ", ".join(container[:-1] for container in containers[:_MOST_ROOTS]),
+        " or ".join(advice),
+    )
+
+
+def is_restored(catalog: Catalog, request: ConvertRequest) -> bool:
+    """Return True if a GGUF model becomes a folder for transformers, or a diffusion model in any other format."""
+    if request.format == "gguf" or request.options["raw"] or catalog.format != "gguf":
+        return False
+    if model_of(catalog.metadata) is not None:
+        return True
+    return request.folder is not None and isinstance(catalog.metadata.get(ARCHITECTURE), str)
+
+
+def extras_for(catalog: Catalog, request: ConvertRequest) -> dict[str, Location]:
+    """Return the other files to copy into the destination folder, by name."""
+    copies = request.folder is not None and request.options["extras"]
+    return extras_of(catalog.folder) if copies and catalog.folder is not None else {}
+
+
+def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]:
+    """Return the metadata of the result: the metadata of the sources, updated with ``metadata=``."""
+    update, format = request.options["metadata"], request.format
+    if not update:
+        return catalog.metadata
+    check_mapping(update, "metadata", "str to str")
+    metadata = dict(catalog.metadata)
+    for key, value in update.items():
+        if not isinstance(key, str):
+            raise TypeError(f"metadata: keys must be str, got {show(key)}")
+        if value is None:
+            metadata.pop(key, None)
+        elif not row_of(format).metadata:
+            raise ValueError(f"{format} files have no metadata, but metadata= has {show(key)}")
+        elif not as_texts({key: value}):
+            raise TypeError(f"metadata: {format} cannot store {show(key)} of type {type(value).__name__}")
+        else:
+            metadata[key] = value
+    return metadata
+
+
+_F32 = dtypes.BY_CODE["F32"]
+_UNPLANNED = Planned(None)
+# Names of the stacked experts of a layer in mlx-lm.
+_MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_proj|fc1|fc2)\.weight\Z")
+# Dtypes of the weights of a model of llama.cpp.
+_LLAMA_CPP_DTYPES = ("F32", "F16", "BF16")
+
+
+class Conversion(NamedTuple):
+    """A result with every tensor decided and named, and none read."""
+
+    catalog: Catalog
+    outputs: Outputs
+    tensor_count: int
+    left_out: tuple[str, ...]  # a sentence each about what the sources hold besides the tensors
+    config: dict[str, Any] | None = None  # ``config.json`` of a folder; None if the source has none
+    files: Mapping[str, Location | bytes] = {}  # other files of a folder: where to copy from, or the content
+    summary: Summary | None = None  # the quantized tensors; None without ``quantize``
+    parameters: int | None = None  # for the index of an engine that wants one for a single shard too
+    restored: bool = False  # True if packed tensors are dequantized
+
+
+class _ConvertFields(NamedTuple):
+    destination: str
+    format: str
+    files: list[str]
+    tensors: int
+    nbytes: int
+    seconds: float
+    summary: Summary | None
+    left_out: Sequence[str] = ()
+
+
+@exported()
+class ConvertReport(Result, _ConvertFields):
+    """The result of `convert`. ``str()`` gives the text that ``safeload convert`` prints.
+
+    It has a single row, with the number of files; ``summary`` has rows about tensors.
+
+    Attributes:
+        destination: path of the file or the folder.
+        format: format of the files.
+        files: paths of the files with tensors.
+        tensors: number of tensors.
+        nbytes: bytes of the files.
+        seconds: duration of the conversion.
+        summary: the quantized tensors, and why each other tensor was kept; None without ``quantize``.
+        left_out: what the sources hold besides the tensors in ``files``, such as texts of an npz archive: a sentence
+            each.
+
+    Example:
+        >>> import numpy as np, safeload
+        >>> print(safeload.convert({"w": np.ones((2, 64), np.float32)}, "w.safetensors", quantize="q8_0"))
+        w.safetensors: safetensors, 1 tensor, 4.3 KiB
+        512 bytes became 136 (3.76 times smaller)
+             1 quantized to q8_0: w
+    """
+
+    __slots__ = ()
+
+    _columns = ("destination", "format", "files", "tensors", "nbytes", "seconds")
+    _json = _ConvertFields._fields
+
+    def _values(self) -> Iterable[Any]:
+        return [(self.destination, self.format, len(self.files), self.tensors, self.nbytes, self.seconds)]
+
+    def _about(self) -> Sequence[str]:
+        return [repr(self)[1:-1], *(line.strip() for line in str(self).splitlines()[1:])]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.destination}: {self._totals()}",
+            *([] if self.summary is None else str(self.summary).splitlines()),
+            *self.left_out,
+        ]
+        return "\n".join(map(printable, lines))
+
+    def __repr__(self) -> str:
+        return f"<ConvertReport {show(self.destination)}: {self._totals()}>"
+
+    def _totals(self) -> str:
+        files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
+        return f"{self.format}, {plural(self.tensors, 'tensor')}, {size(self.nbytes)}{files}"
+
+
+def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None) -> Conversion:
+    """Merge adapters, which ``stack`` closes, decide about every tensor, and name the outputs."""
+    copied = _copied(catalog, request, threads)
+    if copied is not None:
+        return copied
+    options = request.options
+    if options["adapters"] is not None:
+        with_config = request.folder is not None
+        catalog = merged(stack, catalog, options["adapters"], options["storage_options"], with_config=with_config)
+    catalog = _as_model(catalog, request)
+    with paused(len(catalog)):
+        return Decider(catalog, _in_names_of(catalog, request)).conversion(threads)
+
+
+def _copied(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Conversion | None:
+    """Return a conversion that only copies and casts plain tensors, or dequantizes blocks; None for any other."""
+    options, target, format = request.options, request.target, request.format
+    if format != SAFETENSORS or options["quantize"] is not None or options["adapters"] is not None:
+        return None
+    copies = options["layout"] is None and not is_restored(catalog, request)
+    tensors = catalog.plain(blocks=True) if copies else None
+    if tensors is None:
+        return None
+    refuses = target is not None or catalog.format == KERAS  # see `Decider`
+    if refuses and dtypes.may_hold_codes(tensors.columns.numbers) and catalog.codes:
+        return None
+    if not request.every_tensor:
+        tensors = tensors.named(request.chosen(catalog))
+    targets = numbers = tensors.ranges.numbers
+    if target is not None:
+        targets = numbers.copy()
+        for number in {*numbers.tolist()}:
+            targets[numbers == number] = dtypes.BY_NUMBER[number].loaded_as(target).number
+    spans = spans_of(tensors, targets)
+    if spans is None:
+        return None
+    names = [*renamed(tensors.names, options["rename"]).values()] if options["rename"] else tensors.names
+    metadata = metadata_for(catalog, request)
+    outputs = Outputs(
+        catalog, format, threads, tensors.names, names, (), tensors.columns.shapes, spans, metadata=metadata
+    )
+    left_out = _left_out(catalog, {}, empty=not names)
+    if request.folder is None:
+        return Conversion(catalog, outputs, len(names), left_out)
+    config = config_with(catalog.config, target, schemes=outputs.schemes)
+    return Conversion(catalog, outputs, len(names), left_out, config, extras_for(catalog, request))
+
+
+def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:
+    """Warn of what the sources hold besides the converted tensors, and return a sentence each."""
+    notes = [
+        note
+        for checkpoint in catalog.checkpoints
+        for note in (checkpoint.notes if empty else file_notes_of(checkpoint))
+    ]
+    if not (notes or objects or empty):
+        return ()
+    lines = [f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items()]
+    if empty:
+        about = "".join(f"; {line}" for line in (*lines, *notes))
+        raise SafeloadError(f"{catalog.title}: no tensor to convert{about}", path=catalog.title)
+    lines += [note for note in notes if "left out" in note or "not opened" in note]
+    for line in lines:
+        log.warning("%s: %s", catalog.title, line)
+    return tuple(lines)
+
+
+def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
+    """Return the tensors that an engine needs, if the result is the file of an engine."""
+    options, preset = request.options, request.preset
+    if preset is not None and not is_restored(catalog, request):
+        return catalog if request.by_name else arranged(catalog, preset)
+    if options["raw"] or (request.format != "gguf" and not is_restored(catalog, request)):
+        return catalog
+    # Only here: most results need no architecture.
+    from .llama_cpp.gguf_models import from_comfyui, from_llama_cpp, recognized, source_of, to_comfyui, to_llama_cpp
+
+    diffusion = None
+    if request.format != "gguf" and model_of(catalog.metadata) is not None:
+        return from_comfyui(catalog, request.chosen(catalog, catalog.ignored))
+    if request.format == "gguf" and source_of(catalog.config) is None:
+        diffusion = recognized(catalog)
+        if diffusion is None:
+            return catalog
+    if request.selecting:
+        raise ValueError(
+            f"{request.selecting[0]}= would leave no complete model: pass raw=True to write single tensors"
+        )
+    target = request.target
+    if request.format == "gguf" and target is not None and target.code not in _LLAMA_CPP_DTYPES:
+        engine = "llama.cpp" if diffusion is None else "ComfyUI"
+        raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
+    if diffusion is not None:
+        return to_comfyui(catalog, diffusion)
+    if request.format == "gguf":
+        return to_llama_cpp(catalog)
+    model = from_llama_cpp(catalog)
+    return model if preset is None else arranged(model, preset)
+
+
+def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
+    """Return the request with names of the result in place of patterns that match names of the source only."""
+    if not isinstance(catalog, RestructuredCatalog) or catalog.for_engine:
+        return request
+    options: ConvertOptions = {**request.options}
+    quantize, keep = options["quantize"], options["keep"]
+    if isinstance(quantize, Mapping):
+        options["quantize"] = {name: to for key, to in quantize.items() for name in catalog.matching(key)}
+    if keep is not None and not callable(keep):
+        options["keep"] = [name for pattern in keep for name in catalog.matching(pattern)]
+    return request._replace(options=options)
+
+
+def _check_mlx(catalog: Catalog, request: ConvertRequest, *, restored: bool) -> None:
+    """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file."""
+    config = catalog.config
+    quantization = quantization_of(config)
+    of_mlx = catalog.metadata.get("format") == "mlx" or (quantization is not None and quantization.method == "mlx")
+    # `restored`: the result is dequantized, or quantized for another engine.
+    if not restored or not of_mlx or request.options["raw"] or not changed_by_mlx(config):
+        return
+    why = not_as_in_mlx((config or {}).get("model_type"))
+    if request.folder is None:
+        log.warning("%s: %s: the result has MLX's names and values", request.path, why)
+        return
+    raise UnsupportedError(
+        f"{catalog.title}: {why}. Convert the original checkpoint instead; raw=True writes MLX's names and values",
+        path=catalog.title,
+    )
+
+
+def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> None:
+    """Warn of dequantized experts under MLX names, because no other library loads these."""
+    experts = (
+        (new, catalog.place(name)) for name, new in names.items() if _MLX_EXPERTS.search(new) and name in catalog
+    )
+    packed = ((new, place.file.table.packed.get(place.number)) for new, place in experts if place.file is not None)
+    stacks = [new for new, tensor in packed if tensor is not None and tensor.packing.family == MLX]
+    if stacks:
+        more = f" and {plural(len(stacks) - 1, 'more tensor')}" if stacks[1:] else ""
+        log.warning(
+            "%s: the experts of a layer are stacked as in MLX (%s%s), and transformers and vLLM do not load these "
+            "names. Convert the original checkpoint instead of the MLX one, or split the stacks",
+            path,
+            show(stacks[0]),
+            more,
+        )
+
+
+class Decider:
+    """Decides how tensors are converted, and keeps a record for the summary."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        request: ConvertRequest,
+        *,
+        ties: bool | None = None,  # for a result in memory, which leaves nothing out: whether it has tied heads
+    ) -> None:
+        options, format, converts = request.options, request.format, request.target is not None
+        self._catalog, self._request, self._target = catalog, request, request.target
+        self._matrix = None if options["imatrix"] is None else read_importance(options["imatrix"])
+        self._rules: Rules | EngineRules | None = None  # None quantizes nothing
+        self._quantized: dict[str, str] = {}
+        self._kept: dict[str, str] = {}
+        self._fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
+        tied: Mapping[str, str] = {}
+        whole = options["names"] is None
+        if options["quantize"] is not None:
+            converts, schema = True, schema_of(catalog)
+            if request.preset is not None:
+                self._rules = EngineRules(request.preset, options["keep"], catalog, schema, chosen=request.by_name)
+            else:
+                model = format == "gguf" and not options["raw"]
+                rules = rules_for(catalog, options["quantize"], options["keep"], self._matrix, model=model)
+                if isinstance(rules, FileTypeRules) and options["layout"] is not None:
+                    file_type = rules.file_type
+                    text = f"layout= has no llama.cpp names, which file type {file_type} needs: pass raw=True"
+                    raise ValueError(text)
+                self._rules, rules.schema = rules, schema
+                # llama.cpp ties the head itself, and a restored model has all of its tensors.
+                if not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog):
+                    tied = tied_heads(catalog, schema) if whole and ties is not False else {}
+        self._engine = self._rules if isinstance(self._rules, EngineRules) else None
+        chosen = dict.fromkeys(request.chosen(catalog, [*tied, *catalog.ignored]))
+        unknown = catalog.unknown() if whole and ties is None else {}
+        # Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.
+        self._left_out = {key: entry.label for key, entry in unknown.items() if key in chosen and not entry.is_tensor}
+        self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
+        self._ignored = [name for name in catalog.ignored if name in chosen]
+        beside = {*self._heads, *self._left_out, *(name for name in self._ignored if name not in catalog)}
+        stored = [name for name in chosen if name not in beside]
+        every = request.every_tensor and not self._left_out
+        tensors = catalog.plain(None if every else stored, blocks=True) if not catalog.makes else None
+        self._tensors = None if tensors is None else tensors.named(stored)
+        self._descriptions = catalog.descriptions(stored, self._tensors)
+        if isinstance(self._rules, FileTypeRules):
+            self._rules.prepare(self._descriptions)
+        if self._engine is not None:
+            self._descriptions = {k: v for k, v in self._descriptions.items() if not self._engine.drops(k)}
+        packed = self._tensors is None
+        self._restored = converts and packed and any(tensor.packed for tensor in self._descriptions.values())
+        unnamed = catalog.format == KERAS and not options["raw"]  # in a copy nothing would tell codes from weights
+        coded = self._tensors is None or dtypes.may_hold_codes(self._tensors.columns.numbers)
+        if coded and (converts or format != SAFETENSORS or unnamed):
+            cause = f"the format {format}" if self._target is None else "dtype="
+            cause = cause if self._rules is None else "quantize="
+            finder.refuse(catalog.codes, self._descriptions, f"convert with {cause}")
+
+    def conversion(self, threads: int | None) -> Conversion:
+        """Decide about all tensors, and about what the result has beside them."""
+        catalog, request, rules, engine, matrix = self._catalog, self._request, self._rules, self._engine, self._matrix
+        options, format, layout = request.options, request.format, request.options["layout"]
+        own = options["metadata"] or {}
+        stored = [*self._descriptions, *self._heads]
+        if options["keep"] is not None:
+            self.check_kept()
+        if layout is None and self._tensors is None:
+            catalog.refuse_unknown(self._descriptions)
+        decisions = self._of_layout(layout) if layout is not None else self.of_tensors()
+        if isinstance(rules, Rules) and rules.patterns:
+            check_matches("quantize", rules.patterns, {*stored, *decisions})
+        converts = self._target is not None or rules is not None
+        if options["adapters"] is not None and not converts and layout is None:
+            for source in {source for name, decision in decisions.items() for source in decision.sources or (name,)}:
+                catalog.check_kept(source)
+        outputs = outputs_of(
+            catalog,
+            decisions,
+            format,
+            rename=options["rename"],
+            threads=threads,
+            tensors=self._tensors,
+            descriptions=self._descriptions,
+            matrix=matrix,
+        )
+        names = dict(zip(outputs.reads, outputs.names, strict=True))
+        for name, output in zip(outputs.reads, outputs.made, strict=False):
+            if not isinstance(output, LazyParts) or output.packing is None or names[name] == name:
+                continue
+            module, renamed_module = name.removesuffix(".weight"), names[name].removesuffix(".weight")
+            if not is_kept_by(output.packing.config, module, renamed_module):
+                raise UnsupportedError(
+                    f"rename: tensor {show(name)} stays packed, and the quantization in its config.json names module "
+                    f"{show(module)}: pass dtype= to dequantize it",
+                    tensor=name,
+                )
+        if engine is None or not engine.engine.stacks_experts:
+            _check_mlx(catalog, request, restored=self._restored or engine is not None)
+            if self._restored:
+                _warn_of_stacks(catalog, names, request.path)
+        for (requested, scheme), count in self._fallbacks.items():
+            log.warning(
+                "%s: %s got %s instead of %s, because rows are not whole blocks of %d elements",
+                request.path,
+                plural(count, "tensor"),
+                scheme,
+                requested,
+                SCHEMES[requested].block,
+            )
+        metadata = metadata_for(catalog, request)
+        if format == "gguf":
+            if options["rename"] is not None:
+                metadata = with_renamed_shapes(metadata, names)
+            chosen = (converts and not isinstance(rules, FileTypeRules)) or isinstance(catalog, RestructuredCatalog)
+            if chosen and FILE_TYPE not in own:
+                metadata = with_updated_file_type(metadata, outputs.made)
+            if isinstance(rules, Rules):
+                keys = {} if matrix is None else matrix.metadata()
+                if isinstance(rules, FileTypeRules):
+                    metadata, keys = with_file_type(metadata, rules.file_type, keys.items()), {}
+                metadata = {**metadata, **keys, **{key: value for key, value in own.items() if value is not None}}
+        config = summary = parameters = None
+        if request.folder is not None:
+            config = config_with(catalog.config, self._target, restored=self._restored, schemes=outputs.schemes)
+        if rules is not None:
+            summary = self.summary(outputs.nbytes)
+        if engine is not None:
+            metadata = {"format": engine.engine.metadata, **own}
+            config = engine.config(config, self._quantized, self._kept, names)
+            if engine.engine.always_indexed:
+                parameters = sum(math.prod(output.shape) for output in outputs.made)
+        return Conversion(
+            catalog,
+            outputs._replace(metadata=metadata, editable=engine is None),
+            len(names) - len(names.keys() & catalog.ignored.keys()),
+            _left_out(catalog, self._left_out, empty=not decisions and not self._ignored),
+            config,
+            {**extras_for(catalog, request), **catalog.texts},
+            summary,
+            parameters,
+            self._restored and engine is None,
+        )
+
+    def check_kept(self) -> None:
+        """Refuse patterns of ``keep`` that match nothing."""
+        if self._rules is not None:
+            self._rules.kept.check([*self._descriptions, *self._heads])
+
+    def summary(self, nbytes: int) -> Summary:
+        """Return the summary of a result with this many bytes."""
+        heads = {head: self._catalog.about(self._heads[head]) for head in self._heads if head in self._quantized}
+        before = sum([tensor.nbytes for tensor in self._descriptions.values()])
+        return Summary(before, nbytes, self._quantized, self._kept, described({**self._descriptions, **heads}))
+
+    def quantization(self) -> Quantization:
+        """Return the quantization of a folder for an engine, as its reader would parse it."""
+        assert self._engine is not None
+        return self._engine.quantization(self._quantized)
+
+    def of_tensors(self) -> dict[str, Decision]:
+        """Decide about tensors under their own names, and about tied heads."""
+        names: Iterable[str] = self._descriptions
+        if isinstance(self._rules, FileTypeRules):
+            names = self._rules.ordered(names)
+        decisions = {name: self._decide(name, self._descriptions[name]) for name in names}
+        if self._engine is not None:
+            if not self._quantized:
+                raise nothing_left(self._engine.preset, self._kept)
+            for name in self._quantized:  # weights that the engine fuses share a scale
+                partners = self._engine.partners(name, self._quantized)
+                decisions[name] = decisions[name]._replace(partners=partners if len(partners) > 1 else ())
+        elif self._rules is None and self._target is None and self._request.format in (SAFETENSORS, "gguf"):
+            decisions.update(dict.fromkeys(self._ignored, Decision()))  # activation scales: all stays packed
+        for head, embedding in self._heads.items():
+            tensor = self._catalog.about(embedding)
+            if tensor.quantized or not tensor.floating:
+                continue
+            scheme = self._planned(head, tensor).scheme
+            if scheme is not None:
+                decisions[head] = Decision(scheme=scheme, sources=(embedding,))
+            elif embedding not in self._descriptions:  # a reader has no embedding in the result to tie the head to
+                decisions[head] = self._decide(embedding, tensor)._replace(sources=(embedding,))
+        return decisions
+
+    def _of_layout(self, layout: Layout) -> dict[str, Decision]:
+        """Decide about the tensors of a layout."""
+        decisions: dict[str, Decision] = {}
+        for stack in plan(self._descriptions, layout, self._target):
+            name, row, shape = stack.entry.name, stack.row, stack.shape
+            finder.refuse(self._catalog.codes, stack.names, "convert with layout=")
+            about = TensorDescription(name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
+            scheme = None if self._rules is None else self._planned(name, about).scheme
+            entry = stack.entry.name, stack.entry.source, stack.entry.transpose
+            decisions[name] = Decision(row.code, scheme, tuple(stack.names), entry)
+        return decisions
+
+    def _planned(self, name: str, tensor: TensorDescription) -> Planned:
+        """Apply the rules to a tensor and record the outcome for the summary."""
+        assert self._rules is not None
+        planned = self._rules.plan(name, tensor)
+        if planned.scheme is None:
+            self._kept[name] = planned.reason
+        else:
+            self._quantized[name] = planned.scheme
+            if planned.requested is not None:
+                self._fallbacks[planned.requested, planned.scheme] += 1
+        return planned
+
+    def _decide(self, name: str, tensor: TensorDescription) -> Decision:
+        row = tensor.row if self._request.format else tensor.element  # in memory, nothing need be stored
+        planned = _UNPLANNED if self._rules is None else self._planned(name, tensor)
+        if self._engine is not None:
+            if planned.scheme is not None:
+                return Decision(self._engine.weight_dtype(tensor, self._target).code, planned.scheme)
+            target = self._engine.kept_dtype(tensor, self._target)
+            changes = target is not row and (tensor.floating or tensor.scheme is not None)
+            return Decision(target.code if changes and target is not None else None)
+        if planned.scheme is not None or planned.dtype is not None:
+            return Decision(planned.dtype, planned.scheme)
+        if row is None:
+            return Decision()
+        if tensor.packed:
+            if self._target is None and self._rules is None:
+                return Decision()
+            row = _F32
+        elif tensor.scheme is not None and (self._target is None or planned.already):
+            return Decision()
+        if self._target is not None and (row.floating or tensor.scheme is not None):
+            row = self._target
+        if self._request.format == "gguf" and row.floating and row.block_bytes > 1:
+            # llama.cpp aborts on norms of any other dtype, ComfyUI does not. The writer refuses unsupported dtypes.
+            norm = len(tensor.shape) < 2 and (tensor.row is _F32 or model_of(self._catalog.metadata) is None)
+            row = _F32 if norm or name in self._catalog.kept_f32 else row
+        unchanged = row is tensor.row and tensor.scheme is None
+        if unchanged and self._request.format == SAFETENSORS and row not in dtypes.SAFETENSORS:
+            raise dtypes.not_stored(row.name, name)
+        return Decision(None if unchanged else row.code)
+
+
+# ---- a config.json in the destination when the source has none ----
+
+
+def config_for(
+    conversion: Conversion, folder: Sink, target: dtypes.Dtype | None, *, overwrite: bool
+) -> dict[str, Any] | None:
+    """Return the new ``config.json`` of a folder, or None to leave it as it is.
+
+    If the source has none, the old one gets the quantization of the new weights, or loses its own, unless the new
+    weights can be the codes that it describes.
+    """
+    if conversion.config is not None or not overwrite:
+        return conversion.config
+    config, schemes = old_config(conversion, folder), conversion.outputs.schemes
+    if config is None:
+        return None
+    stale = without_quantization(config) != config
+    if stale and not (is_own(config) and schemes):
+        log.warning(
+            "%s: removed the quantization of the old weights, because the new weights have none and their source has "
+            "no %s",
+            folder.shown(CONFIG),
+            CONFIG,
+        )
+    return config_with(config, target, restored=stale, schemes=schemes) if stale or schemes else None
+
+
+def old_config(conversion: Conversion, folder: Sink) -> dict[str, Any] | None:
+    """Return a folder's ``config.json``; None if none is readable, or the new weights can be the codes it describes."""
+    if not conversion.restored and conversion.outputs.may_hold_codes:
+        return None
+    try:
+        return folder.read_json(CONFIG, CONFIG) if CONFIG in folder.names() else None
+    except (FormatError, OSError):
+        return None

@@ -1,0 +1,343 @@
+"""Results of a conversion in memory: quantized checkpoints, and stacked layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core import dtypes, jobs, packing
+from ..core.arrays import Array, check_mapping
+from ..core.cast import target_array
+from ..core.load import parse_target, refuse_own_files
+from ..core.memory import check_disjoint, check_threads, overlapping, private_array
+from ..core.packing import INT8, SCHEMES, usual_axis
+from ..core.paths import PathLike
+from ..core.progress import Progress, reporter
+from ..core.quantized_tensor import QuantizedTensor
+from ..core.showing import dict_repr
+from ..core.source import Source, of_reals
+from ..core.text import show, subject
+from ..errors import exported, public
+from ..models.layout import Layout
+from ..quant.families import Preset, preset_of
+from ..quant.packed_group import GroupContext, packing_of
+from ..quant.quantization import Quantization
+from .catalog import Catalog, Given
+from .decide import ConvertOptions, ConvertRequest, Decider
+from .make import Decision, Maker, Stack, fill, plan
+from .quantize import Request, Rounding, new_tensor, run_requests, weighted_rounding
+from .rules import Keep, Rules, Scheme, Summary, arranged, importance_by_name
+
+# ---- quantized ----
+
+
+@exported()
+class QuantizedDict(dict[str, QuantizedTensor | Array]):
+    """Name to array or `QuantizedTensor`, in the order of the source.
+
+    Attributes:
+        summary: the quantized tensors, and why each other tensor was kept.
+    """
+
+    summary: Summary
+
+    def __repr__(self) -> str:
+        counts = Counter(self.summary.quantized.values()) if hasattr(self, "summary") else {}
+        note = ", ".join(f"{count:,} quantized to {scheme}" for scheme, count in counts.items())
+        return dict_repr("QuantizedDict", self, note)
+
+
+@public
+def load_quantized(
+    source: Given,
+    scheme: Scheme = "q4_0",
+    *,
+    keep: Keep = None,
+    tie_lm_head: bool = True,
+    rounding: Rounding | None = None,
+    axis: int | None = None,
+    imatrix: PathLike | Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> QuantizedDict:
+    """Load a checkpoint with its matrices quantized and other floating tensors as float32, in one pass over its bytes.
+
+    Floating tensors with 2 axes are quantized (with 3 axes: each matrix), except embeddings, norms and biases. These
+    are identified by the schema of the architecture in ``config.json``, or by `KEPT_NAMES` if there is no schema.
+    Integer, bool and complex tensors are unchanged. Tensors that are already quantized stay as they are, unless another
+    scheme is requested: then they are dequantized and quantized again. For int8 each matrix is read twice, first for
+    its absmax.
+
+    If the head is tied to the embedding and not stored, the head is quantized from the embedding, which stays float32.
+    The schema and the config determine which tensors are tied. In unknown architectures ``lm_head.weight`` is tied to
+    ``model.embed_tokens.weight``, and in GGUF files ``output.weight`` to ``token_embd.weight``.
+
+    Args:
+        source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
+        scheme: as in `quantize`, or a dict from ``fnmatch`` patterns to schemes for mixed precision. The first matching
+            pattern wins; None leaves the tensor unquantized, and patterns other than "*" override the schema and
+            `KEPT_NAMES`. If the rows of a matrix are not whole super-blocks of 256, it gets smaller blocks, as in
+            llama.cpp: "q5_0" instead of "q4_k", "q5_1" instead of "q5_k", "q8_0" instead of "q6_k", "iq4_nl" instead
+            of "iq4_xs", and "q4_0" instead of "q2_k", "q3_k", "tq1_0" and "tq2_0".
+            The format of an engine, such as "w4a16" or "mlx4", returns the tensors of the folder that `convert` writes
+            for the engine: unquantized tensors are then as stored.
+        keep: patterns of tensors or modules to leave unquantized, or a function of the name.
+        tie_lm_head: False to omit the tied head.
+        rounding: for "q4_0": "absmax" (the default) or "ggml".
+        axis: for int8: the axis to give a scale per element; None for a scale per matrix: a tensor of N matrices has
+            scales of shape [N].
+        imatrix: path of a llama.cpp importance matrix, as in `convert`, for a GGUF model; or a dict from tensor names
+            to importance, as in `quantize`. Tensors without an entry are quantized without importance, and "q4_0" is
+            rounded by "ggml".
+        storage_options: for URLs: options of the filesystem behind the URL, see `open`.
+        threads: None: chosen automatically.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
+    Returns:
+        Name to array or `QuantizedTensor`, in the order of the source. Its ``summary`` lists the unquantized tensors,
+        with reasons.
+
+    Raises:
+        RangeError: a value is NaN or infinite, or the scale of a block does not fit float16; with tensor and index.
+        ValueError: invalid arguments.
+        UnsupportedError: a tensor holds codes that cannot be dequantized, such as EXL2, or was opened as stored; or
+            see `safeload.open`.
+        FormatError, OSError: see `safeload.open` and `Checkpoint.load`.
+
+    Example:
+        >>> import safeload
+        >>> weights = safeload.load_quantized("tiny-llama", "q4_0", keep="lm_head*")
+        >>> weights["model.layers.0.mlp.up_proj.weight"]
+        <QuantizedTensor q4_0 [128, 64], 4,608 bytes>
+        >>> weights["lm_head.weight"].dtype
+        dtype('float32')
+    """
+    SCHEMES["q4_0"].target(rounding)
+    check_threads(threads)
+    preset = preset_of(scheme)
+    if preset is not None and (rounding is not None or axis is not None or imatrix is not None):
+        raise ValueError(f"{preset.name} does not accept rounding=, axis= or imatrix=")
+    if imatrix is not None:
+        rounding = weighted_rounding(scheme, rounding, "imatrix=")
+    keep = keep if keep is None or isinstance(keep, str) or callable(keep) else tuple(keep)  # it is read twice
+    Rules({} if preset is not None else scheme, keep)  # refuses unknown schemes before anything is opened
+    with Catalog.of(source, storage_options) as catalog:
+        catalog.refuse_codes(catalog, "load_quantized")
+        if preset is not None:
+            catalog = arranged(catalog, preset)
+        decider = Decider(catalog, _request(catalog, scheme, keep, preset), ties=tie_lm_head and preset is None)
+        if preset is not None:
+            decider.check_kept()
+        decisions = decider.of_tensors()
+        if preset is not None:
+            result = _encoded(catalog, decisions, decider.quantization(), threads=threads, progress=progress)
+        else:
+            result = _quantized(catalog, decisions, rounding, axis, imatrix, threads=threads, progress=progress)
+        for name, value in result.items():
+            if isinstance(value, np.ndarray):
+                result[name] = jobs.native_order(value)
+        summary = decider.summary(sum(value.nbytes for value in result.values()))
+        kept = {name: reason for name, reason in summary.kept.items() if name in result}  # other heads stay tied
+        result.summary = summary._replace(kept=kept)
+        return result
+
+
+def _request(catalog: Catalog, scheme: Scheme, keep: Keep, preset: Preset | None) -> ConvertRequest:
+    """Return a request for a result in memory, which has no format of its own and no place."""
+    options: Any = {**dict.fromkeys(ConvertOptions.__annotations__), "quantize": scheme, "keep": keep}
+    nowhere: Any = None
+    by_name = catalog.config is None  # an engine needs a whole model only if a config describes one
+    return ConvertRequest("", "", nowhere, None, 0, None, options, preset, [], by_name, every_tensor=True)
+
+
+def _quantized(
+    catalog: Catalog,
+    decisions: Mapping[str, Decision],
+    rounding: Rounding | None,
+    axis: int | None,
+    imatrix: PathLike | Mapping[str, Any] | None,
+    *,
+    threads: int | None,
+    progress: Progress,
+) -> QuantizedDict:
+    """Load tensors quantized, and other floating tensors as float32, in one run."""
+    origins = {name: (decision.sources or (name,))[0] for name, decision in decisions.items()}
+    abouts = {name: catalog.about(origin) for name, origin in origins.items()}
+    weighted = {name: abouts[name].shape for name, each in decisions.items() if each.scheme not in (None, INT8)}
+    importance = importance_by_name({} if imatrix is None else imatrix, weighted)
+
+    def request(name: str, values: Source) -> Request:
+        scheme = decisions[name].scheme
+        if scheme is None:
+            row = dtypes.BY_CODE["F32"] if values.row.floating else values.row
+            return Request(values, private_array(values.shape, dtypes.array_dtype(row.number)), row.number)
+        shape, own_axis = abouts[name].shape, axis if scheme == INT8 else None
+        if own_axis is None:  # int8 tensors with 3 axes have at least a scale per matrix
+            own_axis = usual_axis(scheme, shape)
+        elif not -len(shape) <= own_axis < len(shape):
+            raise ValueError(f"{subject(name)}axis {axis} is out of range for shape {list(shape)}")
+        codes = new_tensor(values, scheme, own_axis and own_axis % len(shape))
+        target = SCHEMES[scheme].target(rounding if scheme == "q4_0" else None)
+        return Request(values, codes, target, importance.get(name))
+
+    result, requests = QuantizedDict(), []
+    for name, origin in origins.items():
+        about = abouts[name]
+        as_stored = about.quantized and not about.packed
+        value: Any = catalog.value(origin) if as_stored else catalog.values(origin, name)
+        if isinstance(value, Source):
+            requests.append(request(name, value))
+            result[name] = requests[-1].result
+            continue
+        result[name] = value
+        quantizes = decisions[name].scheme is not None
+        if isinstance(value, QuantizedTensor) and (quantizes or about.packed):
+            result[name] = array = value.dequantize(threads=threads)
+            if quantizes:  # at once, so that only one is in memory as float32
+                only = request(name, of_reals(name, array, threads))
+                run_requests([only], threads=threads, progress=None)
+                result[name] = only.result
+    run_requests(requests, threads=threads, progress=progress)
+    return result
+
+
+def _encoded(
+    catalog: Catalog,
+    decisions: Mapping[str, Decision],
+    quantization: Quantization,
+    *,
+    threads: int | None,
+    progress: Progress,
+) -> QuantizedDict:
+    """Load tensors as a folder for an engine would hold them, one after another."""
+    context, maker = GroupContext({}, quantization), Maker(catalog, decisions, "", threads=threads)
+    abouts = {name: catalog.about(name) for name in decisions}
+    result, done = QuantizedDict(), 0
+    with reporter(progress, sum(about.nbytes for about in abouts.values())) as report:
+        for name, decision in decisions.items():
+            if decision.scheme is not None:
+                encoding, parts = maker.encoded(name, decision)
+                parts = {role: jobs.native_order(part) for role, part in {**parts, **encoding.constants()}.items()}
+                module = name.removesuffix(".weight")
+                names = {role: module + part.suffix for role, part in encoding.preset.parts.items()}
+                kind = packing_of(context, name, names, parts)
+                result[name] = QuantizedTensor.of_parts(kind, {packing.NAME: name, **names}, parts)
+            elif decision.dtype is None:
+                result[name] = catalog.value(name, threads)
+            else:
+                row = dtypes.BY_CODE[decision.dtype]
+                result[name] = array = private_array(abouts[name].shape, dtypes.array_dtype(row.number))
+                catalog.read_into(name, row, array, threads)
+            done += abouts[name].nbytes
+            report(done)
+    return result
+
+
+# ---- stacked ----
+
+
+@exported()
+class StackedDict(dict[str, Array]):
+    """Name to stacked array, in the order of the layout.
+
+    Attributes:
+        left_out: names of the tensors that the layout does not use.
+
+    Example:
+        >>> import safeload
+        >>> norms = safeload.StackedTensor("norm", "model.layers.{}.input_layernorm.weight")
+        >>> stacked = safeload.stack("tiny-llama", safeload.Layout("norms", [norms]))
+        >>> stacked["norm"].shape, len(stacked.left_out)
+        ((3, 64), 27)
+    """
+
+    left_out: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return dict_repr("StackedDict", self)
+
+
+@public
+def stack(
+    source: Given,
+    layout: Layout,
+    *,
+    dtype: Any = None,
+    out: Mapping[str, Array] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> StackedDict:
+    """Arrange the tensors of a checkpoint by a layout: read, convert, transpose and stack them in one pass.
+
+    Args:
+        source: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
+        layout: the layout of the result; see `safeload.layouts`.
+        dtype: dtype for floating tensors; None leaves it unchanged. Required if tensors are quantized.
+        out: arrays to fill, by name. Each must be C-contiguous and have the dtype and shape of the result; all are
+            checked before the first byte is written. Arrays can overlap those of the source, but must not map its
+            files.
+        storage_options: for URLs: options of the filesystem behind the URL, see `open`.
+        threads: None: chosen automatically.
+        progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+
+    Returns:
+        Name to array in the order of the layout; ``left_out`` names the tensors that the layout does not use.
+
+    Raises:
+        TensorNotFoundError: a source or a layer is missing; the message names layer and tensor.
+        SafeloadError: layers differ in shape or dtype; the message names two layers.
+        UnsupportedError: a tensor to transpose is not a matrix, the conversion is not supported, or a tensor holds
+            codes that cannot be dequantized, such as EXL2, or was opened as stored.
+        ValueError: an array of ``out`` does not match.
+        FormatError, OSError: see `safeload.open`.
+
+    Example:
+        >>> import numpy as np
+        >>> from safeload import Layout, StackedTensor, stack
+        >>> layers = {f"h.{k}.w": np.ones((2, 3), np.float16) for k in range(4)}
+        >>> stack(layers, Layout("tiny", [StackedTensor("w", "h.{}.w", transpose=True)]), dtype="float32")["w"].shape
+        (4, 3, 2)
+    """
+    check_threads(threads)
+    target = parse_target(dtype)
+    if out is not None:
+        check_mapping(out, "out")
+    with Catalog.of(source, storage_options) as catalog:
+        plans = plan(catalog.descriptions([*catalog]), layout, target)
+        used = {name for stack in plans for name in stack.names}
+        catalog.refuse_codes(used, "stack")
+        result = _targets(plans, out)
+        refuse_own_files(result if out is not None else {}, catalog.weight_files)
+        filled = dict(result)
+        for name in overlapping(result if out is not None else {}, catalog.memory_of(used)):
+            filled[name] = private_array(result[name].shape, result[name].dtype)
+        fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
+        for name, array in filled.items():
+            if array is not result[name]:
+                np.copyto(result[name], array)
+        result.left_out = tuple(name for name in catalog if name not in used)
+    return result
+
+
+def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> StackedDict:
+    """Return the arrays to fill: ``out`` if given, else new arrays."""
+    result = StackedDict()
+    unknown = sorted(set(out or ()) - {p.entry.name for p in plans}, key=str)
+    if unknown:
+        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
+    for stack in plans:
+        dtype, name = dtypes.array_dtype(stack.row.number), stack.entry.name
+        if out is not None and name not in out:
+            raise ValueError(f"out: no array for {show(name)}")
+        try:
+            result[name] = target_array(stack.shape, dtype, None if out is None else out[name])
+        except ValueError as error:
+            raise ValueError(f"{show(name)}: {error}") from None
+    if out is not None:
+        check_disjoint(result)
+    return result

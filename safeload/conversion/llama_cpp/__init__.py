@@ -1,0 +1,1 @@
+"""What llama.cpp's files say of a model: metadata, tokenizer, layouts."""

@@ -1,0 +1,486 @@
+"""Present models as the GGUF files that llama.cpp and ComfyUI load, and such files as models again."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core import dtypes, log
+from ...core.files import Location
+from ...core.json_file import read_if_there
+from ...core.text import error_about, plural, show
+from ...errors import FormatError, UnsupportedError
+from ...formats import gguf, mixtures
+from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, diffusion_models, has_marks, original_shape, prefix_of
+from ...models.family import PLACE, GgufForm, GgufLayout, gguf_architectures, gguf_forms, is_kept_f32, without_numbers
+from ...models.module_names import stored_names
+from ...models.schema import MAX_EXPERTS
+from ...quant.quantization import without_quantization
+from ..catalog import Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
+from ..rules import stack_of
+from .settings import ModelConfig, config_of, count_at, form_of, settings_of
+from .tokenizer import (
+    KEPT,
+    MAX_PIECES,
+    SpecialTokens,
+    TokenizerFiles,
+    kept_json,
+    skeleton,
+    tokenizer_files,
+    vocabulary_of,
+)
+
+# safeload's keys for the way back.
+_CONFIG = "config"
+_EXPERTS = f"{KEPT}experts"
+_GENERATION = "generation_config.json"
+_VERSION_LIKE = re.compile(r"v\d+(?:\.\d+)*|\d.*", re.ASCII)
+# Longest name to write.
+_LONGEST = 200
+
+# Keys of `_GENERATION`, and the type of their value.
+_SAMPLING: dict[str, tuple[tuple[str, ...], type[int] | type[float]]] = {
+    "top_k": (("top_k",), gguf.I32),
+    "top_p": (("top_p",), gguf.F32),
+    "min_p": (("min_p",), gguf.F32),
+    "temp": (("temperature",), gguf.F32),
+    "penalty_repeat": (("penalty_repeat", "repetition_penalty"), gguf.F32),
+}
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+
+SINGLE, FUSED = "single", "fused"
+
+_HEAD = "lm_head.weight"
+# Suffixes of buffers that llama.cpp computes itself.
+_BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
+# Tensors with values that the config has.
+_SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_MOST_SHOWN = 3
+# Stands for the recipe of a stack until all experts are found.
+_LATER = TensorRecipe((), ())
+
+
+def source_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return the class that a config names, or None if it names none."""
+    if config is None:
+        return None
+    listed = config.get("architectures")
+    if isinstance(listed, list) and listed:
+        return listed[0] if isinstance(listed[0], str) else str(listed[0])[:100]
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        return None
+    return _class_of(model_type) or f"model_type {show(model_type)}"
+
+
+def _class_of(model_type: object) -> str | None:
+    """Return the class of a ``model_type`` in llama.cpp, or None."""
+    return next((name for name, form in gguf_forms().items() if form.model_type == model_type), None)
+
+
+def to_llama_cpp(catalog: Catalog) -> Catalog:
+    """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class."""
+    name = source_of(catalog.config)
+    if name is None or catalog.format == "gguf":
+        return catalog
+    form = gguf_forms().get(name)
+    if form is None:
+        raise UnsupportedError(
+            f"{catalog.title}: architecture {show(name)} cannot be converted for llama.cpp, expected one of "
+            f"{', '.join(gguf_forms())}; raw=True writes the tensors as they are"
+        )
+    catalog.refuse_codes(catalog, "convert for llama.cpp")
+    config = ModelConfig(catalog.config or {}, catalog.title, form.keys)
+    settings, factors = settings_of(config, form)
+    recipes, experts = llama_cpp_recipes(catalog, config, form)
+    embedding, rows = recipes.get("token_embd.weight"), 0
+    if embedding is not None:
+        if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
+            text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
+            raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
+        rows = embedding.shape[0]
+    home = catalog.folder  # with the files beside the weights
+    if home is None:
+        file = catalog.weight_files[0]
+        home = Location(file.files, file.files.split(file.place)[0])
+    files = TokenizerFiles(home)
+    vocabulary = vocabulary_of(files, rows)
+    if not form.adds_space and files.model is not None:
+        vocabulary.add_space_prefix = False
+    shapes = {name: recipe.shape for name, recipe in recipes.items()}
+    shapes.update((name, array.shape) for name, array in factors.items())
+    ends = {}
+    if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
+        ends["tokenizer.ggml.eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
+    metadata = {
+        ARCHITECTURE: form.architecture,
+        "general.type": "model",
+        **_general_keys(files.folder, shapes, config),
+        **settings,
+        mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
+        mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
+        **dict(vocabulary.keys()),
+        **dict(SpecialTokens(files, config, vocabulary).keys()),
+        **ends,
+        f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
+        **({} if experts is None else {_EXPERTS: experts}),
+        **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
+    }
+    check_tensors(shapes, settings, rows, catalog.title, form)
+    kept = [name for name in recipes if is_kept_f32(name)]
+    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
+    return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
+
+
+# ---- name, size and settings of sampling ----
+
+
+def _general_keys(folder: Location, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Any]:
+    """Return the general keys of a model, with its name for people as llama.cpp's converter writes it."""
+    name = folder.shown.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    named = config.values.get("_name_or_path")
+    if isinstance(named, str) and named and named.count("/") <= 1:
+        name = named.rpartition("/")[2]
+    content = read_if_there((folder / _GENERATION).path, _GENERATION, folder.files) or {}
+    keys: dict[str, Any] = {}
+    for key, (names, kind) in _SAMPLING.items():
+        value = next((value for name in names if (value := content.get(name)) is not None), None)
+        numbers = int if kind is gguf.I32 else (int, float)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
+            raise FormatError(f"{_GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
+        keys[f"general.sampling.{key}"] = kind(value)
+    if name.strip(". "):
+        words = name[:_LONGEST].strip().replace("-", " ").split()
+        titled = (word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
+        keys["general.name"] = " ".join(titled)
+    return {**keys, "general.size_label": _size_label(shapes)}
+
+
+def _size_label(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the number of parameters as llama.cpp's converter writes it: "8.0B", "8x7B"."""
+    parameters = 0  # of the model with a single expert
+    counts = []
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        if "_exps." in name and len(shape) >= 3:
+            counts.append(max(1, shape[-2 if ".bias" in name else -3]))
+            size //= counts[-1]
+        parameters += size
+    divisor, unit = next(((divisor, unit) for divisor, unit in _UNITS if parameters > divisor), (1e3, "K"))
+    scaled = parameters * (1 / divisor)
+    digits = max(2 - len(str(round(scaled)).lstrip("0")), 0)
+    experts = f"{sum(counts) // len(counts)}x" if counts else ""
+    return f"{experts}{scaled:.{digits}f}{unit}"
+
+
+# ---- the way back ----
+
+
+def from_llama_cpp(catalog: Catalog) -> Catalog:
+    """Return the tensors, the config and the tokenizer's files of a model."""
+    metadata = catalog.metadata
+    architecture = str(metadata[ARCHITECTURE])
+    known = gguf_architectures()
+    if architecture not in known:
+        raise UnsupportedError(
+            f"{catalog.title}: architecture {show(architecture)} cannot become a folder for transformers, expected "
+            f"one of {', '.join(sorted(known))}; raw=True writes the tensors as they are"
+        )
+    catalog.refuse_codes(catalog, "convert to a model of transformers")
+    notes: list[str] = []
+    config = _own_config(catalog, architecture)
+    if config is not None:
+        form = gguf_forms()[config["architectures"][0]]
+        experts = str(metadata.get(_EXPERTS, SINGLE))
+    else:
+        form, experts = form_of(catalog), SINGLE
+        config, notes = config_of(catalog, form)
+    recipes = published_recipes(catalog, form, experts)
+    shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
+    rows = next(iter(shapes.get("token_embd.weight", ())), 0)
+    check_tensors(shapes, metadata, rows, catalog.title, form)
+    result = RestructuredCatalog(catalog, recipes, metadata={}, config=config)
+    result.texts, more = tokenizer_files(catalog, form.class_name)
+    notes += more
+    if notes:
+        log.warning("%s: not recovered: %s", catalog.title, "; ".join(notes))
+    return result
+
+
+def _own_config(catalog: Catalog, architecture: str) -> dict[str, Any] | None:
+    """Return the config that `to_llama_cpp` has kept, or None in a foreign file."""
+    config = kept_json(catalog, _CONFIG)
+    if config is None:
+        return None
+    listed = config.get("architectures")
+    name = listed[0] if isinstance(listed, list) and listed else _class_of(config.get("model_type"))
+    if not isinstance(name, str) or name not in gguf_forms() or gguf_forms()[name].architecture != architecture:
+        raise FormatError(
+            f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}", catalog.title
+        )
+    return {**without_quantization(config), "architectures": [name]}
+
+
+# ---- the layout of tensors, both ways, by the table of the model's family ----
+
+
+def llama_cpp_recipes(
+    catalog: Catalog, config: ModelConfig, form: GgufForm
+) -> tuple[dict[str, TensorRecipe], str | None]:
+    """Return the recipes of a file in the order of their first source, and how the model stores experts."""
+    stored_by_name = stored_names(catalog, catalog.title)
+    tied = config.values.get("tie_word_embeddings", form.tied)
+    if form.tied and tied is not True and _HEAD in stored_by_name:
+        raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
+    recipes: dict[str, TensorRecipe] = {}
+    experts: dict[str, dict[int, TensorRecipe]] = {}  # by stack
+    forms: set[str] = set()
+    unknown = []
+    for name, stored in stored_by_name.items():
+        if name.endswith(_BUFFERS) or (name == _HEAD and form.tied):
+            continue
+        pattern, numbers = without_numbers(name)
+        placed = False
+        for place, layout in form.targets.get(pattern, ()):
+            target = place.replace(PLACE, numbers[0]) if numbers else place
+            recipe = _LATER if layout.stack else _recipe(catalog, config, layout, stored, target)
+            if recipe is None or (layout.stack and int(numbers[1]) >= MAX_EXPERTS):
+                continue
+            if layout.stack:
+                expert = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
+                experts.setdefault(target, {})[int(numbers[1])] = expert
+            if layout.stack or layout.part is not None:
+                forms.add(SINGLE if layout.stack else FUSED)
+            if target in recipes and not layout.stack:
+                raise error_about(FormatError, f"is a second {target}", path=catalog.title, tensor=stored)
+            recipes.setdefault(target, recipe)
+            placed = True
+        if not placed:
+            unknown.append(stored)
+    _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
+    if tied is not True and _HEAD not in stored_by_name and not form.tied:
+        text = "is missing, and tie_word_embeddings is not true"
+        raise error_about(FormatError, text, path=catalog.title, tensor=_HEAD)
+    for target, members in experts.items():
+        recipes[target] = stack_of(catalog, target, config.size("expert_count"), members)
+    if len(forms) > 1:
+        raise FormatError("some layers have fused experts and some do not", catalog.title)
+    return recipes, next(iter(forms), None)
+
+
+def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:
+    """Return how a published tensor becomes a tensor, or the part of all experts; None if it does not fit."""
+    shape = tuple(catalog.about(name).shape)
+    if layout.part is not None or layout.transposed:
+        axes, (_, parts) = 2 if target.endswith(".bias") else 3, layout.part or (0, 1)
+        if layout.part is None and (len(shape) != axes or shape[0] > MAX_EXPERTS):
+            return None
+        rows = shape[-1 if layout.transposed else -2] if len(shape) == axes else 1
+        if rows % parts or shape[0] > MAX_EXPERTS:
+            raise error_about(FormatError, f"{list(shape)} does not hold gate and up of experts", tensor=name)
+        view = _view_of_part(layout, rows // parts)
+        moves = tuple(Move(name, view(item), TensorView(item)) for item in range(shape[0]))
+        columns = shape[1 : axes - 1] if layout.transposed else shape[2:axes]
+        return TensorRecipe((shape[0], rows // parts, *columns), moves)
+    heads = config.size(*layout.heads) if layout.heads else 0
+    if heads and (not shape or shape[0] % (2 * heads)):
+        raise error_about(FormatError, f"{list(shape)} does not have {heads} heads", tensor=name)
+    if layout.row and shape not in ((width := config.size("embedding_length"),), (1, width)):
+        raise error_about(FormatError, f"must have the shape [1, {width}], got {list(shape)}", tensor=name)
+    return TensorRecipe(shape, (Move(name),), heads, shift=layout.add)
+
+
+def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:
+    """Return the recipes of a model of transformers, in the order of the file."""
+    recipes: dict[str, TensorRecipe] = {}
+    unknown = []
+    for name in catalog:
+        if name in _SETTINGS:
+            continue
+        pattern, numbers = without_numbers(name)
+        sources = [*form.layouts.get(pattern, {}).items()]
+        if not sources:
+            unknown.append(name)
+            continue
+        place, layout = sources[-1 if experts == FUSED else 0]  # of the published tensors that llama.cpp joins
+        full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
+        axes = 2 if name.endswith(".bias") else 3
+        if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
+            raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
+        if layout.stack:
+            for k in range(shape[0]):
+                recipes[full.replace(PLACE, str(k))] = TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
+        elif layout.part is not None or layout.transposed:
+            parts = {other.replace(PLACE, numbers[0]): layout for other, layout in form.targets[place]}
+            recipes[full] = _whole(catalog, parts, layout)
+        elif layout.row and len(shape) == 1:
+            recipes[full] = TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
+        else:
+            keys = [f"{form.architecture}.{key}" for key in layout.heads]
+            counts = (count_at(catalog, key) for key in keys)
+            heads = next((count for count in counts if count is not None), None)
+            if keys and not heads:
+                raise FormatError(f"key {keys[-1]} must be a positive integer, got {heads}", catalog.title)
+            if heads and (not shape or shape[0] % (2 * heads)):
+                text = f"{list(shape)} does not have {heads} heads"
+                raise error_about(FormatError, text, path=catalog.title, tensor=name)
+            recipes[full] = TensorRecipe(shape, (Move(name),), heads or 0, inverse=True, shift=-layout.add)
+    _refuse(unknown, catalog.title, "transformers")
+    return recipes
+
+
+def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:
+    """Return the matrices of all experts as a single tensor: gate and up, or one of them."""
+    shapes = {name: tuple(catalog.about(name).shape) if name in catalog else None for name in parts}
+    first, shape = next(iter(shapes.items()))
+    if shape is None:
+        raise error_about(FormatError, "is missing", path=catalog.title, tensor=first)
+    other = next((name for name in shapes if shapes[name] != shape), None)
+    if other is not None:
+        text = f"is missing or differs in shape from {show(first)}"
+        raise error_about(FormatError, text, path=catalog.title, tensor=other)
+    views = {name: _view_of_part(part, shape[1]) for name, part in parts.items()}
+    moves = tuple(Move(name, TensorView(k), view(k)) for k in range(shape[0]) for name, view in views.items())
+    rows = shape[1] * len(parts)
+    return TensorRecipe((shape[0], *shape[2:], rows) if layout.transposed else (shape[0], rows, *shape[2:]), moves)
+
+
+def _view_of_part(layout: GgufLayout, rows: int) -> Callable[[int], TensorView]:
+    """Return which part of a published expert llama.cpp stores as a matrix of so many rows."""
+    if layout.part is None:
+        return lambda item: TensorView(item, transposed=layout.transposed)
+    part, parts = layout.part
+    chosen = slice(part, None, parts) if layout.interleaved else slice(part * rows, (part + 1) * rows)
+    return lambda item: TensorView(item, chosen, layout.transposed)
+
+
+def _refuse(unknown: Sequence[str], title: str, holder: str) -> None:
+    if unknown:
+        text = f"{title}: {_some_of(unknown)}: {holder} has no such tensor; raw=True writes the tensors as they are"
+        raise UnsupportedError(text, tensor=unknown[0])
+
+
+def _some_of(names: Sequence[str]) -> str:
+    """Return the first names, and how many follow."""
+    more = f" and {plural(len(names) - _MOST_SHOWN, 'more tensor')}" if names[_MOST_SHOWN:] else ""
+    return f"{', '.join(map(show, names[:_MOST_SHOWN]))}{more}"
+
+
+def check_tensors(
+    shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[Any, Any], tokens: int, title: str, form: GgufForm
+) -> None:
+    """Compare the tensors of a file with those that llama.cpp expects."""
+    try:
+        expected = form.schema.expand(form.sizes(metadata, shapes, tokens), shapes.keys())
+    except ValueError as error:
+        raise FormatError(f"sizes of the model: {error}", title) from None
+    missing = [name for name, tensor in expected.items() if tensor.required and name not in shapes]
+    if missing:
+        raise FormatError(f"tensors are missing: llama.cpp needs {_some_of(missing)}", title, tensor=missing[0])
+    for name, shape in shapes.items():
+        if name not in expected:
+            raise UnsupportedError(f"{title}: llama.cpp's {form.architecture} has no tensor {show(name)}", tensor=name)
+        required_shape = expected[name].shape
+        if required_shape is None:
+            continue
+        pairs = zip(shape, required_shape, strict=False)
+        if len(shape) != len(required_shape) or any(size not in (None, own) for own, size in pairs):
+            text = f"has the shape {list(shape)}, but the sizes of the model need {list(required_shape)}"
+            raise error_about(FormatError, text, path=title, tensor=name)
+
+
+# ---- diffusion models, for ComfyUI ----
+
+# Tensors with at most this many elements stay float32.
+_SMALL = 1024
+# Tensors with at least this many elements get rows of `_ROW`.
+_DIVIDED, _ROW = 512, 256
+# The shapes that metadata holds are int32.
+_LONGEST_AXIS = (1 << 31) - 1
+# Dtypes whose vectors and small tensors become float32; in other checkpoints they become float16 as all tensors.
+_WIDE = ("F32", "BF16")
+
+
+def recognized(catalog: Catalog) -> tuple[str, str] | None:
+    """Return the architecture of a diffusion model that is not a GGUF file, and the prefix of its names, or None."""
+    if catalog.format == "gguf":
+        return None
+    names = dict.fromkeys(catalog).keys()
+    prefix = prefix_of(names)
+    for architecture, model in diffusion_models().items():
+        if model.diffusers is not None and prefix + model.diffusers in names:
+            raise UnsupportedError(
+                f"{catalog.title}: tensor {show(model.diffusers)} is from Diffusers, but ComfyUI loads {architecture} "
+                "from GGUF only in the layout of the original checkpoint: convert that one, or pass raw=True to write "
+                "the tensors as they are"
+            )
+        if has_marks(names, model, prefix):
+            return architecture, prefix
+    return None
+
+
+def to_comfyui(catalog: Catalog, diffusion: tuple[str, str]) -> Catalog:
+    """Return the tensors and the metadata of a diffusion model as ComfyUI needs them."""
+    architecture, prefix = diffusion
+    model = diffusion_models()[architecture]
+    names = {name: name.removeprefix(prefix) for name in catalog if name.startswith(prefix)}
+    names = {name: bare for name, bare in names.items() if not any(part in bare for part in model.left_out)}
+    catalog.refuse_codes(names, "convert for ComfyUI")
+    rest = [name for name in catalog if name not in names]
+    if rest:
+        log.warning(
+            "%s: only the diffusion model (%s) is converted, without %s, such as %s",
+            catalog.title,
+            architecture,
+            plural(len(rest), "other tensor"),
+            show(rest[0]),
+        )
+    recipes: dict[str, TensorRecipe] = {}
+    metadata = {
+        ARCHITECTURE: architecture,
+        mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
+        mixtures.FILE_TYPE: gguf.U32(1),  # replaced once types are decided
+    }
+    for name, bare in names.items():
+        about = catalog.about(name)
+        shape, count = tuple(about.shape), math.prod(about.shape)
+        code = None if about.quantized else about.row.code
+        small = len(shape) == 1 or count <= _SMALL or any(part in bare for part in model.kept_f32)
+        dtype = "F32" if code in _WIDE and small else "BF16" if code == "BF16" else "F16"
+        if model.rearranged and len(shape) > 1 and count >= _DIVIDED and count % _ROW == 0 and shape[-1] % _ROW:
+            if max(shape) > _LONGEST_AXIS:
+                text = f"{list(shape)} cannot be divided into rows of {_ROW}, because its shape does not fit int32"
+                raise error_about(UnsupportedError, text, tensor=name)
+            metadata[SHAPE_KEY + bare] = np.array(shape, np.int32)
+            shape = (count // _ROW, _ROW)
+        if not about.quantized and (not about.floating or about.row.packed):
+            text = f"is {about.dtype}, but ComfyUI loads only floating-point numbers from GGUF"
+            raise error_about(UnsupportedError, f"{text}; raw=True writes the tensors as they are", tensor=name)
+        recipes[bare] = TensorRecipe(shape, (Move(name),), dtype=dtype)
+    kept = [name for name, recipe in recipes.items() if recipe.dtype == "F32"]
+    return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
+
+
+def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
+    """Return the tensors of a GGUF file of a diffusion model in their original shapes."""
+    catalog.refuse_codes(catalog, "convert a diffusion model")
+    metadata = catalog.metadata
+    shapes = {name: tuple(catalog.about(name).shape) for name in catalog}
+    try:
+        for name in shapes.keys() & chosen:
+            original_shape(metadata, name, shapes[name])
+    except FormatError as error:
+        raise error_about(FormatError, f": {error}; drop= leaves it out", path=catalog.title, tensor=name) from None
+    recipes = {name: TensorRecipe(shape, (Move(name),)) for name, shape in shapes.items()}
+    # Without the keys about the types and shapes of the GGUF file.
+    general = {k: v for k, v in metadata.items() if k not in mixtures.FILE_KEYS and not str(k).startswith(SHAPE_KEY)}
+    bf16 = any(not (about := catalog.about(name)).quantized and about.row.code == "BF16" for name in catalog)
+    restored = dtypes.BY_CODE["BF16" if bf16 else "F16"]
+    return RestructuredCatalog(catalog, recipes, metadata=general, restored=restored)

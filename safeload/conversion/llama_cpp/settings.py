@@ -1,0 +1,485 @@
+"""The metadata keys of llama.cpp from a ``config.json``, and a config from the keys of another program.
+
+A family's file says which keys hold which values, see `safeload.models.family`. Every key that changes the computation
+is either written, or must have the value that llama.cpp assumes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core import log
+from ...core.arrays import Array
+from ...core.text import error_about, show
+from ...errors import FormatError, UnsupportedError
+from ...formats import gguf
+from ...models.diffusion import ARCHITECTURE
+from ...models.family import U32, USUAL_BASE, GgufForm, GgufKey, gguf_architectures, gguf_forms
+from ..catalog import Catalog
+
+_MAX_SIZE = (1 << 32) - 1
+_MAX_F32 = float(np.finfo(np.float32).max)
+# Largest number of rotation factors: half of the largest head.
+MAX_FACTORS = 1 << 16
+
+# Rope parameters that older configs have outside of them, under these names.
+_OUTSIDE_ROPE = {
+    "rope_theta": ("rope_theta", "rope_global_theta"),
+    "partial_rotary_factor": ("partial_rotary_factor",),
+}
+# Keys of rope parameters by type, besides those of `_ANY_ROPE`.
+_ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS: dict[str, set[str]] = {
+    "default": {"factor", _ORIGINAL},
+    "linear": {"factor"},
+    "yarn": {
+        *("factor", _ORIGINAL, "extrapolation_factor", "attention_factor", "attn_factor"),
+        *("beta_fast", "beta_slow", "truncate"),
+    },
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
+    "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
+}
+# Keys of llama.cpp below ``rope.scaling``, with the rope parameters that hold the value.
+_YARN: dict[str, Sequence[str]] = {
+    "yarn_ext_factor": ("extrapolation_factor",),
+    "yarn_attn_factor": ("attention_factor", "attn_factor"),
+    "yarn_beta_fast": ("beta_fast",),
+    "yarn_beta_slow": ("beta_slow",),
+}
+_ROPE_ALIASES = {"su": "longrope"}
+# Settings of Llama 3.1 and later beside the factor; published models have the first context length.
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_CONTEXTS = (8192, *(1 << k for k in range(6, 21)))
+_TOKENS = ("bos", "eos", "padding")
+
+
+class ModelConfig:
+    """The values of a ``config.json``, checked as they are read."""
+
+    def __init__(self, values: Mapping[str, Any], title: str, keys: Mapping[str, GgufKey] | None = None) -> None:
+        self.values = values
+        self._title = title
+        self._keys = keys or {}  # of llama.cpp, which name the keys of the config
+
+    def fault(self, text: str) -> FormatError:
+        """Return an error about the config."""
+        return FormatError(f"config.json: {text}", self._title)
+
+    def unsupported(self, text: str) -> UnsupportedError:
+        """Return an error about a setting that llama.cpp does not have."""
+        return UnsupportedError(f"{self._title}: config.json: {text}; raw=True writes the tensors as they are")
+
+    def find(self, names: Sequence[str]) -> Any:
+        """Return the value of the first name that has a value, or None."""
+        return next((value for name in names if (value := self.values.get(name)) is not None), None)
+
+    def number(self, value: Any, name: str) -> float:
+        """Check a finite number."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MAX_F32:
+            raise self.fault(f"{name} must be a number, got {show(value)}")
+        return float(value)
+
+    def size(self, *keys: str) -> int:
+        """Return the positive integer of the first key of llama.cpp for which the config has a value."""
+        names = next((names for key in keys if self.find(names := self._keys[key].config) is not None), None)
+        if names is None:
+            raise self.fault(f"{self._keys[keys[-1]].config[0]} is missing")
+        return self.positive(self.find(names), names[0])
+
+    def positive(self, value: Any, name: str) -> int:
+        """Check a size."""
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
+            raise self.fault(f"{name} must be a positive integer, got {show(value)}")
+        return value
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        if self.find(self._keys["attention.key_length"].config) is not None:
+            return self.size("attention.key_length")
+        return max(1, self.size("embedding_length") // self.size("attention.head_count"))
+
+
+def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return the metadata of a model in types of GGUF, and the tensors that hold settings: factors of rotations."""
+    _check(config, form)
+    metadata: dict[str, Any] = {}
+    for name, key in form.keys.items():
+        value = config.find(key.config)
+        if value is None:
+            value = key.default
+        if value is None:
+            if key.config and not key.optional:
+                raise config.fault(f"{key.config[0]} is missing")
+        elif key.config and key.types[0] != U32:
+            metadata[f"{form.architecture}.{name}"] = gguf.F32(config.number(value, key.config[0]))
+        elif key.config:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SIZE:
+                raise config.fault(f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
+            metadata[f"{form.architecture}.{name}"] = gguf.U32(value)
+    experts, used = (metadata.get(f"{form.architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
+    if used > experts:
+        raise config.fault(f"{used} of {experts} experts are used")
+    rope = _Rope(config)
+    metadata.update((f"{form.architecture}.rope.{key}", value) for key, value in rope.keys(form))
+    return metadata, rope.tensors(form)
+
+
+# ---- what llama.cpp assumes ----
+
+
+def _check(config: ModelConfig, form: GgufForm) -> None:
+    activation = config.find(form.activations["config"])
+    if activation is not None and activation not in form.activations["values"]:
+        raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.architecture}")
+    for key, allowed in form.assumes.items():
+        value = config.values.get(key)
+        if value is None and None not in allowed:
+            continue
+        if (tuple(value) if isinstance(value, list) else value) not in allowed:
+            expected = " or ".join(show([] if item == () else item) for item in allowed)
+            raise config.unsupported(
+                f"{key} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
+            )
+    _check_windows(config, form)
+    scale = config.values.get("query_pre_attn_scalar")
+    if scale is not None and form.query_scale_by_width is not None:
+        heads = config.size("attention.head_count")
+        width, layers = config.size("embedding_length"), config.size("block_count")
+        expected_scale = _query_scale(form, layers, width, heads, config.head_dim)
+        if scale != expected_scale:
+            raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {expected_scale}")
+
+
+def _query_scale(form: GgufForm, layers: int, width: int, heads: int, head_dim: int) -> int:
+    """Return the number that llama.cpp divides queries by the root of."""
+    return width // heads if layers == form.query_scale_by_width else head_dim
+
+
+def _kinds_of_layers(layers: int, full_every: int) -> list[str]:
+    """Return ``layer_types``, as llama.cpp takes every layer of this number for one without a sliding window."""
+    return ["sliding_attention" if k % full_every else "full_attention" for k in range(1, layers + 1)]
+
+
+def _check_windows(config: ModelConfig, form: GgufForm) -> None:
+    """Check which layers have a sliding window; llama.cpp does not read this from the files of these models."""
+    values_, layers, every = config.values, config.size("block_count"), form.full_every
+    kinds = values_.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise config.fault(f"layer_types must be a list of {layers} items, got {show(kinds)}")
+    if every is not None:
+        if kinds is not None and kinds != _kinds_of_layers(layers, every):
+            raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
+        if values_.get("sliding_window_pattern") not in (None, every):
+            raise config.unsupported(f"sliding_window_pattern must be {every}")
+        return
+    window = values_.get("sliding_window")
+    slides = kinds is not None and any(kind != "full_attention" for kind in kinds)
+    if kinds is None:
+        slides = window is not None and values_.get("use_sliding_window") is not False
+    if slides and form.ignores_windows:
+        log.warning(
+            "%s has no sliding windows in llama.cpp: texts longer than %s tokens give other results than transformers",
+            form.architecture,
+            show(window),
+        )
+    elif slides:
+        raise config.unsupported(f"sliding_window is {show(window)}")
+
+
+# ---- rotations ----
+
+
+class _Rope:
+    """The settings of rotary embeddings, as transformers 5 writes them (``rope_parameters``), or older versions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        content, older = (config.values.get(key) for key in ("rope_parameters", "rope_scaling"))
+        for part in (content, older):
+            if part is not None and not isinstance(part, Mapping):
+                raise config.fault(f"rope_parameters must be an object, got {show(part)}")
+        if content is None:
+            content = older
+        elif older is not None:
+            pairs = ((key, content.get("rope_type" if key == "type" else key), value) for key, value in older.items())
+            other = next((key for key, value, before in pairs if value != before), None)
+            if other is not None:
+                raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(other)}")
+        parameters = dict(content or {})
+        local = config.find(("rope_local_base_freq", "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
+        sliding, name = local, "rope_local_base_freq"
+        if "full_attention" in parameters or "sliding_attention" in parameters:
+            full, windowed = (parameters.pop(key, None) for key in ("full_attention", "sliding_attention"))
+            if parameters or not all(part is None or isinstance(part, Mapping) for part in (full, windowed)):
+                raise config.fault(f"rope_parameters must map kinds of layers to objects, got {show(content)}")
+            parameters, windowed = dict(full or {}), windowed or {}
+            if windowed.get("rope_type", "default") != "default":
+                raise config.unsupported(f"rope type {show(windowed['rope_type'])} of layers with a sliding window")
+            if windowed.get("rope_theta") is not None:
+                sliding, name = windowed["rope_theta"], "rope_theta"
+        # the base of layers with a sliding window
+        self.sliding_base = None if sliding is None else config.number(sliding, name)
+        for key, names in _OUTSIDE_ROPE.items():
+            value = config.find(names)
+            if value is not None:
+                parameters.setdefault(key, value)
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        kind = _ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+        if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+            raise config.unsupported(f"llama.cpp has no rope type {show(kind)} for this model")
+        for key, value in parameters.items():
+            if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE and value is not None:
+                raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
+        self.kind = kind  # "default", "linear", ...
+        self.full = parameters  # of layers with full attention
+
+    def keys(self, form: GgufForm) -> Iterator[tuple[str, Any]]:
+        """Yield the keys of rotations, without the architecture."""
+        rope = form.rope
+        if rope.dimensions == "head":
+            yield "dimension_count", gguf.U32(self.config.head_dim)
+        base = self.full.get("rope_theta")
+        if base is None and rope.base != USUAL_BASE:
+            base = rope.base
+        if base is not None and base != rope.unless:
+            yield "freq_base", gguf.F32(self.config.number(base, "rope_theta"))
+        if self.sliding_base is not None:
+            yield "freq_base_swa", gguf.F32(self.sliding_base)
+        if self.kind in ("linear", "yarn"):
+            yield "scaling.type", self.kind
+            yield "scaling.factor", gguf.F32(self._number("factor"))
+        if self.kind == "yarn":
+            yield "scaling.original_context_length", gguf.U32(self._original())
+            for key, names in _YARN.items():
+                name = next((name for name in names if self.full.get(name) is not None), None)
+                if name is not None:
+                    yield f"scaling.{key}", gguf.F32(self._number(name))
+        partial = self.full.get("partial_rotary_factor")
+        if rope.dimensions == "partial":
+            yield "dimension_count", gguf.U32(self._rotated())
+            original = self._original()
+            yield "scaling.original_context_length", gguf.U32(original)
+            if self.kind == "longrope":
+                scale = self.config.size("context_length") / original
+                factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
+                yield "scaling.attn_factor", gguf.F32(factor)
+        elif partial not in (None, 1, 1.0):
+            raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
+
+    def tensors(self, form: GgufForm) -> dict[str, Array]:
+        """Return the tensors of factors."""
+        if self.kind not in form.rope.types:
+            raise self.config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
+        if self.kind == "llama3":
+            return {"rope_freqs.weight": self._llama3()}
+        result = {}
+        for key in ("long_factor", "short_factor") if self.kind == "longrope" else ():
+            count, factors = self._rotated() // 2, self.full.get(key)
+            if not isinstance(factors, list) or len(factors) != count or count > MAX_FACTORS:
+                raise self.config.fault(f"{key} must be a list of {count} numbers, got {show(factors)}")
+            numbers = [self.config.number(factor, key) for factor in factors]
+            result[f"rope_factors_{key.removesuffix('_factor')}.weight"] = np.array(numbers, np.float32)
+        return result
+
+    def _rotated(self) -> int:
+        """Return the elements of a head that are rotated."""
+        partial = self.full.get("partial_rotary_factor")
+        share = 1.0 if partial is None else self.config.number(partial, "partial_rotary_factor")
+        if not 0 < share <= 1:
+            raise self.config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
+        return int(share * self.config.size("embedding_length")) // self.config.size("attention.head_count")
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        value = self.full.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.config.fault(f"rope parameter {key} is missing")
+        return self.config.number(value, key)
+
+    def _original(self) -> int:
+        value = self.full.get(_ORIGINAL)
+        return self.config.positive(self.config.values.get(_ORIGINAL) if value is None else value, _ORIGINAL)
+
+    def _llama3(self) -> Array:
+        """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
+        size = self.config.head_dim
+        if size // 2 > MAX_FACTORS:
+            raise self.config.fault(f"head_dim must be at most {2 * MAX_FACTORS}, got {size}")
+        base = np.float32(self._number("rope_theta", USUAL_BASE))
+        if not base > 0:
+            raise self.config.fault(f"rope_theta must be above 0, got {base}")
+        frequencies = np.float32(1.0) / base ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
+        factor = self._number("factor", 8.0)
+        low, high = self._number("low_freq_factor", 1.0), self._number("high_freq_factor", 4.0)
+        original = self._number(_ORIGINAL, 8192)
+        if not (0 < low < high and factor > 0 and original > 0):
+            raise self.config.fault(
+                "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
+            )
+        unit = np.float32(1)
+        with np.errstate(all="ignore"):  # of values that are not chosen
+            lengths = np.float32(2 * math.pi) / frequencies
+            smooth = (np.float32(original) / lengths - np.float32(low)) / np.float32(high - low)
+            between = unit / ((unit - smooth) / np.float32(factor) + smooth)
+            factors: Array = np.where(lengths > original / low, np.float32(factor), between)
+        return np.where(lengths < original / high, unit, factors)
+
+
+# ---- the way back: the config of a file that another program wrote ----
+
+
+def number_at(catalog: Catalog, key: str) -> float | None:
+    """Return an int, or the shortest decimal number that an f32 stands for; None without the key."""
+    value = _value_at(catalog, key, "a number", lambda value: isinstance(value, (int, float)) and math.isfinite(value))
+    return _shortest(value) if isinstance(value, float) else None if value is None else int(value)
+
+
+def count_at(catalog: Catalog, key: str) -> int | None:
+    """Return an integer of at least 0; None without the key."""
+    expected = "a number of at least 0 without a fraction"
+    value = _value_at(catalog, key, expected, lambda value: isinstance(value, int) and value >= 0)
+    return None if value is None else int(value)
+
+
+def text_at(catalog: Catalog, key: str) -> str | None:
+    """Return a string; None without the key."""
+    text: str | None = _value_at(catalog, key, "a string", lambda value: isinstance(value, str))
+    return text
+
+
+def _value_at(catalog: Catalog, key: str, expected: str, valid: Callable[[Any], bool]) -> Any:
+    value = catalog.metadata.get(key)
+    if value is not None and (isinstance(value, bool) or not valid(value)):
+        raise FormatError(f"key {key} must be {expected}, got {show(value)}", catalog.title)
+    return value
+
+
+def _shortest(value: float) -> float:
+    """Return the shortest decimal number that stands for a number as f32."""
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))
+
+
+def form_of(catalog: Catalog) -> GgufForm:
+    """Return the family of a foreign file: the one that a key of the file chooses, or the usual one."""
+    architecture = str(catalog.metadata[ARCHITECTURE])
+    forms = (form for form in gguf_forms().values() if form.architecture == architecture and form.chosen_by)
+    chosen = (form for form in forms if count_at(catalog, f"{architecture}.{form.chosen_by}"))
+    return next(chosen, gguf_architectures()[architecture])
+
+
+def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
+    """Return the config of a foreign file, and the settings that the file lacks."""
+    config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
+    for name, key in form.keys.items():
+        if not key.config:
+            continue
+        value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
+        if value is None or (name == "attention.sliding_window" and value == 0):
+            if not key.optional and key.default is None:
+                raise FormatError(f"key {form.architecture}.{name} is missing", catalog.title)
+            continue
+        config[key.config[0]] = value
+    name = "token_embd.weight"
+    if name not in catalog:
+        raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
+    shape = catalog.about(name).shape
+    if len(shape) != 2:
+        raise error_about(FormatError, f"has the shape {list(shape)}, expected 2 axes", path=catalog.title, tensor=name)
+    config["vocab_size"] = int(shape[0])
+    config["tie_word_embeddings"] = "output.weight" not in catalog
+    config["attention_bias"] = "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog
+    config[form.activations["config"][0]] = form.activations["values"][0]
+    config.update((key, form.assumes[key][0]) for key in form.restores)
+    for kind in _TOKENS:
+        number = number_at(catalog, f"tokenizer.ggml.{kind}_token_id")
+        known = isinstance(number, int) and 0 <= number < config["vocab_size"]  # llama.cpp has -1 for no token
+        config[f"{'pad' if kind == 'padding' else kind}_token_id"] = number if known else None
+    layers, heads = config["num_hidden_layers"], max(1, config["num_attention_heads"])
+    if form.query_scale_by_width is not None:
+        config["query_pre_attn_scalar"] = _query_scale(form, layers, config["hidden_size"], heads, config["head_dim"])
+    if form.full_every is not None and layers <= 10_000:
+        config["layer_types"] = _kinds_of_layers(layers, form.full_every)
+    _add_rope(config, catalog, form)
+    notes = ["the dtype of the weights before conversion"]
+    if form.ignores_windows and "sliding_window" not in config:
+        notes.append("a sliding window, which llama.cpp ignores")
+        config["sliding_window"] = None
+    _check_rope(catalog, config, form)
+    return config, notes
+
+
+def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
+    prefix = f"{form.architecture}.rope."
+
+    def number(key: str, default: float) -> float:
+        value = number_at(catalog, prefix + key)
+        return default if value is None else value
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("freq_base", USUAL_BASE)}
+    kind = text_at(catalog, f"{prefix}scaling.type") or "none"
+    if kind in ("linear", "yarn"):
+        rope.update(rope_type=kind, factor=number("scaling.factor", 1.0))
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = number("scaling.original_context_length", 0)
+            settings = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
+            rope.update((name, value) for name, value in settings if value is not None)
+            rope["truncate"] = True
+    elif kind not in ("none", "longrope"):
+        raise UnsupportedError(
+            f"{catalog.title}: rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
+        )
+    if "rope_freqs.weight" in catalog:
+        factors = _factors_in(catalog, "rope_freqs.weight")
+        rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
+        rope["original_max_position_embeddings"] = _CONTEXTS[0]
+    if "rope_factors_long.weight" in catalog and "rope_factors_short.weight" in catalog:
+        rope["rope_type"] = "longrope"
+        for name in ("long", "short"):
+            factors = _factors_in(catalog, f"rope_factors_{name}.weight")
+            rope[f"{name}_factor"] = [_shortest(factor) for factor in factors.tolist()]
+    if form.rope.dimensions == "partial":
+        heads = max(1, config["num_attention_heads"])
+        original = number("scaling.original_context_length", config["max_position_embeddings"])
+        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"] = original
+        share = number("dimension_count", config["hidden_size"] // heads) * heads / max(1, config["hidden_size"])
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"] = share
+    config["rope_parameters"] = rope
+    if form.rope.sliding:
+        sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
+
+
+def _factors_in(catalog: Catalog, name: str) -> Array:
+    """Return the factors of rotations in a tensor."""
+    size = math.prod(catalog.about(name).shape)
+    if size > MAX_FACTORS:
+        raise error_about(FormatError, f"has {size:,} factors of rotations", path=catalog.title, tensor=name)
+    factors: Array = catalog.array(name).reshape(-1)
+    return factors
+
+
+def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> None:
+    """Compare the settings of rotations with the tensors of the file."""
+    rope = config["rope_parameters"]
+    for original in _CONTEXTS if rope.get("rope_type") == "llama3" else (None,):  # gemma3's is nested, and never this
+        if original is not None:
+            rope["original_max_position_embeddings"] = original
+        _, tensors = settings_of(ModelConfig(config, catalog.title, form.keys), form)
+        if all(
+            name in catalog
+            and tuple(catalog.about(name).shape) == expected.shape
+            and np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0)
+            for name, expected in tensors.items()
+        ):
+            return
+    raise UnsupportedError(
+        f"{catalog.title}: the factors of rotations need unknown settings; raw=True keeps the tensors"
+    )

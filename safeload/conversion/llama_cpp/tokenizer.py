@@ -1,0 +1,978 @@
+"""The tokenizer of a model as metadata of llama.cpp, and the files of a tokenizer from such metadata.
+
+llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that form the token of the highest score.
+"gpt2" is byte-level BPE: it cuts a text into words, and merges bytes in each. The files are those of transformers:
+
+1. ``tokenizer.model``: a vocabulary of SentencePiece.
+2. ``tokenizer.json``: the format of the library tokenizers. ``model`` has ``type`` "BPE", ``vocab`` (token to id),
+   ``merges`` ("a b" or ["a", "b"], in order) and ``byte_fallback``; ``added_tokens`` has objects with ``id``,
+   ``content``, ``special`` and ``normalized``.
+3. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `SpecialTokens`.
+
+llama.cpp has names for the ways to cut a text into words before byte pairs are merged (``pre_tokenizers.json``). A name
+is chosen by the token ids of a test text, which tell published vocabularies apart, or else by the pre-tokenizer in
+``tokenizer.json`` and its ``ignore_merges``: true if whole words are tokens whatever the merges are. The keys of
+``by_hash`` are SHA-256 of the list of token ids, as Python writes it. Sources: llama.cpp, conversion/base.py (hashes,
+2026-11) and src/llama-vocab.cpp (expressions).
+
+A ``tokenizer.model`` is a message of protocol buffers, ``ModelProto`` of sentencepiece_model.proto:
+
+1. A message is a list of fields: a varint key (field number * 8 + wire type), then a varint (wire type 0), 8 bytes (1),
+   a varint length with as many bytes (2), or 4 bytes (5).
+2. Field 1 of the model, repeated: a piece. In it: 1 the text in UTF-8, 2 the score as f32, 3 the type: 1 normal (the
+   default), 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte.
+3. Field 2 of the model: the trainer's settings. In it, 3 is the type of the model: 1 unigram (the default), 2 BPE.
+4. Field 3 of the model: the normalizer's settings. In it: 2 a map of characters, empty for none; 3 add_dummy_prefix and
+   4 remove_extra_whitespaces, both true by default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core import log
+from ...core.files import Location
+from ...core.forking import cached_property
+from ...core.json_file import MAX_JSON, is_missing, parse_json, read_if_there
+from ...core.runtime import needed, read_data
+from ...core.store import read_at
+from ...core.text import encode, plural, show
+from ...errors import FormatError, SafeloadError, UnsupportedError
+from ...formats import gguf
+from ..catalog import Catalog
+from .settings import ModelConfig, text_at
+
+JSON, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+KEPT = "safeload.source."  # prefix of safeload's keys, before the name of a file
+ADDED, TEMPLATE, OLD_TEMPLATE = "added_tokens.json", "chat_template.jinja", "chat_template.json"
+SPACE = "\u2581"  # of SentencePiece
+_PADDING_SCORE, _ADDED_SCORE = -10000.0, -1000.0
+# Texts of tokens that are control tokens although their tokenizer does not say so.
+_CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+# GPT-2 writes a space as this character.
+_BYTE_SPACE = "\u0120"
+# Steps of published pre-tokenizers are at most this many.
+_MOST_STEPS = 16
+_ADVICE = "raw=True writes the tensors without a tokenizer"
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+UNIGRAM, BPE = 1, 2
+# Ids that llama.cpp assumes in a file without them.
+USUAL_IDS = {"unk": 0, "bos": 1, "eos": 2}
+# Published vocabularies have up to 262,208 pieces.
+MAX_PIECES = 4 << 20
+# Largest file in bytes; published ones have up to 5 MB.
+MAX_BYTES = 256 << 20
+# Characters of a token that merges form; published ones have up to 48. Looking for its parts takes time that grows with
+# the square of its length.
+MAX_MERGED = 1024
+_F32 = struct.Struct("<f")
+_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+_LONGEST_VARINT = 10
+
+
+class AddedToken(NamedTuple):
+    """A token outside the base vocabulary, or with another treatment."""
+
+    id: int
+    text: str
+    special: bool
+    normalized: bool = True
+
+
+class TokenizerFiles:
+    """The tokenizer's files in a folder."""
+
+    def __init__(self, folder: Location) -> None:
+        self.folder = folder
+
+    @cached_property
+    def json(self) -> dict[str, Any] | None:
+        """The parsed ``tokenizer.json``."""
+        return self._read(JSON)
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """The parsed ``tokenizer_config.json``."""
+        return self._read(CONFIG)
+
+    @cached_property
+    def model(self) -> SentencePieceModel | None:
+        """The parsed ``tokenizer.model``; None without one."""
+        content = self.content(MODEL, MAX_BYTES)
+        return None if content is None else parse_model(content, (self.folder / MODEL).shown)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        return read_if_there((self.folder / name).path, name, self.folder.files)
+
+    def content(self, name: str, limit: int = MAX_JSON) -> bytes | None:
+        """Return the bytes of a file, or None if there is none."""
+        place = self.folder / name
+        if is_missing(place.path, place.files):
+            return None
+        try:
+            store = place.files.open(place.path)
+        except FileNotFoundError:
+            return None
+        except PermissionError:
+            if place.files.remote:
+                return None
+            raise
+        with closing(store):
+            if store.size > limit:
+                raise FormatError(f"{name} has {store.size:,} bytes, but the limit is {limit:,}", place.shown)
+            return read_at(store, 0, store.size)
+
+    @cached_property
+    def added_in_json(self) -> list[AddedToken]:
+        """The added tokens of ``tokenizer.json``."""
+        items = (self.json or {}).get("added_tokens") or []
+        if not isinstance(items, list):
+            raise self.fault(JSON, "added_tokens must be a list")
+        return [self._added(JSON, item.get("id") if isinstance(item, dict) else None, item) for item in items]
+
+    @cached_property
+    def added_elsewhere(self) -> list[AddedToken]:
+        """The added tokens of ``added_tokens.json``, then the tokens of ``tokenizer_config.json``."""
+        tokens = []
+        for text, number in (self._read(ADDED) or {}).items():
+            tokens.append(self._added(ADDED, number, {"content": text}))
+        decoder = (self.config or {}).get("added_tokens_decoder") or {}
+        if not isinstance(decoder, dict):
+            raise self.fault(CONFIG, "added_tokens_decoder must be an object")
+        for key, item in decoder.items():
+            number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
+            tokens.append(self._added(CONFIG, number, item))
+        return tokens
+
+    def _added(self, name: str, number: Any, item: Any) -> AddedToken:
+        text = item.get("content") if isinstance(item, dict) else None
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0 or not isinstance(text, str):
+            raise self.fault(name, f"invalid added token {show(item)}")
+        return AddedToken(number, text, item.get("special") is True, item.get("normalized") is not False)
+
+    def fault(self, name: str, text: str) -> FormatError:
+        """Return an error about a file."""
+        return FormatError(f"{name}: {text}", self.folder.shown)
+
+    def unsupported(self, text: str) -> UnsupportedError:
+        """Return an error about a tokenizer that llama.cpp does not have."""
+        return UnsupportedError(f"{self.folder.shown}: {text}; {_ADVICE}")
+
+
+class Vocabulary:
+    """The tokens of a model in llama.cpp's form, with ids up to the ``rows`` of the embedding filled up."""
+
+    def __init__(self, kind: str, rows: int) -> None:
+        self.kind, self.pre = kind, "default"  # "llama" or "gpt2"
+        self.texts = [f"[PAD{k}]" for k in range(rows)]
+        self.types = [UNUSED] * rows
+        self.scores = [_PADDING_SCORE] * rows
+        self.merges: list[str] | None = None
+        self.add_space_prefix: bool | None = None  # None leaves the key out
+        self.beyond = 0  # ids beyond the embedding, which are skipped
+
+    def put(self, number: int, text: str, kind: int, score: float = 0.0) -> None:
+        """Set a token."""
+        if number >= len(self.texts):
+            self.beyond += 1
+            return
+        self.texts[number], self.scores[number], self.types[number] = text, score, kind
+
+    def add(self, token: AddedToken) -> None:
+        """Set an added token, which can be a control token by its text."""
+        text, fences = token.text, (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
+        special = token.special or text in _CONTROLS
+        if special or any(text.startswith(begin) and text.endswith(end) for begin, end in fences):
+            self.put(token.id, text, CONTROL, _ADDED_SCORE)
+        else:
+            self.put(token.id, text.replace(SPACE, " "), USER_DEFINED, _ADDED_SCORE)
+
+    def keys(self) -> Iterator[tuple[str, Any]]:
+        """Yield the metadata keys."""
+        yield "tokenizer.ggml.model", self.kind
+        yield "tokenizer.ggml.pre", self.pre
+        yield "tokenizer.ggml.tokens", self.texts
+        if self.merges is None:
+            yield "tokenizer.ggml.scores", np.array(self.scores, np.float32)
+        yield "tokenizer.ggml.token_type", np.array(self.types, np.int32)
+        if self.merges is not None:
+            yield "tokenizer.ggml.merges", self.merges
+        if self.add_space_prefix is not None:
+            yield "tokenizer.ggml.add_space_prefix", self.add_space_prefix
+
+
+def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
+    """Return the vocabulary of a model."""
+    if files.model is not None:
+        return _from_pieces(files, files.model, rows)
+    if files.json is None:
+        raise files.unsupported(f"neither {MODEL} nor {JSON} exists, but llama.cpp needs a tokenizer")
+    model = files.json.get("model")
+    kind = model.get("type") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or kind != "BPE":
+        raise files.unsupported(f"{JSON} has a model of type {show(kind)}, expected 'BPE'")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key) not in (None, "", 0):
+            raise files.unsupported(f"{JSON} has the {key} {show(model[key])}, which llama.cpp does not have")
+    decoder = files.json.get("decoder")
+    decodes = decoder.get("type") if isinstance(decoder, dict) else None
+    if model.get("byte_fallback") is True and decodes == "Sequence":
+        return _from_merges(files, model, rows)
+    if decodes != "ByteLevel":
+        raise files.unsupported(f"{JSON} has a decoder of type {show(decodes)}, expected 'ByteLevel' or 'Sequence'")
+    return _byte_level(files, model, rows)
+
+
+# ---- SentencePiece ----
+
+
+def _from_pieces(files: TokenizerFiles, model: SentencePieceModel, rows: int) -> Vocabulary:
+    """Return the vocabulary of a ``tokenizer.model``."""
+    if model.kind != BPE:
+        algorithm = {UNIGRAM: "unigram"}.get(model.kind, str(model.kind))
+        raise files.unsupported(f"{MODEL} is of type {algorithm}, expected BPE: llama.cpp would cut texts otherwise")
+    if model.maps or model.trims:
+        setting = "replaces characters" if model.maps else "removes spaces"
+        raise files.unsupported(f"{MODEL} {setting} before it cuts a text, which llama.cpp does not do")
+    scored = Vocabulary("llama", rows)
+    for number, piece in enumerate(model.pieces):
+        scored.put(number, piece.text, NORMAL if piece.type == USER_DEFINED else piece.type, piece.score)
+    return _with_added(files, scored, None if model.add_prefix else False)
+
+
+def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> Vocabulary:
+    """Return the vocabulary of a ``tokenizer.json`` that was made from SentencePiece: scores fall with the merge."""
+    vocab, merges = _vocab(files, model), list(_pairs(files, model))
+    scored = Vocabulary("llama", rows)
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    _check_scores(files, vocab, merges, ranks)
+    unknown = model.get("unk_token")
+    for text, number in vocab.items():
+        byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+        kind = BYTE if byte else UNKNOWN if text == unknown else NORMAL
+        scored.put(number, text, kind, 0.0 if text not in ranks else -1.0 - ranks[text])
+    for token in files.added_in_json:
+        if token.text != unknown:
+            scored.add(token)
+    return _with_added(files, scored, _space_prefix(files))
+
+
+def _with_added(files: TokenizerFiles, scored: Vocabulary, space_prefix: bool | None) -> Vocabulary:
+    for token in files.added_elsewhere:
+        scored.add(token)
+    for token in files.added_in_json:  # llama.cpp's converter reads these for some models only
+        beyond = token.id >= len(scored.texts)
+        if beyond or (scored.types[token.id] == UNUSED and scored.texts[token.id] != token.text):
+            scored.add(token)
+    if scored.beyond:
+        log.warning(
+            "%s: %s beyond the %d rows of the embedding left out",
+            files.folder.shown,
+            plural(scored.beyond, "token"),
+            len(scored.texts),
+        )
+    stated = (files.config or {}).get("add_prefix_space")
+    scored.add_space_prefix = stated if space_prefix is None and isinstance(stated, bool) else space_prefix
+    return scored
+
+
+def _check_scores(
+    files: TokenizerFiles, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], ranks: Mapping[str, int]
+) -> None:
+    """Refuse merges that scores cannot express."""
+    pairs, last, seen = set(merges), "", set()
+    for left, right in merges:
+        text = left + right
+        if text != last:
+            if text in seen:
+                raise files.unsupported(f"{JSON}: merges of {show(text)} stand apart, so scores cannot express them")
+            seen.add(text)
+            last = text
+    for text in ranks:
+        if text not in vocab:
+            raise files.fault(JSON, f"a merge forms {show(text)}, which model.vocab does not have")
+        if len(text) > MAX_MERGED:
+            raise files.fault(JSON, f"token {vocab[text]} has {len(text):,} characters, too many to merge")
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            reachable = all(part in vocab and (len(part) == 1 or part in ranks) for part in (left, right))
+            if reachable and (left, right) not in pairs:
+                raise files.unsupported(
+                    f"{JSON}: {show(left)} and {show(right)} form a token without a merge, so scores cannot express "
+                    f"its merges; add {MODEL}"
+                )
+
+
+def _space_prefix(files: TokenizerFiles) -> bool:
+    """Return True if a text begins with a space, and refuse normalizers that llama.cpp does not have."""
+    assert files.json is not None
+    prefix, replaces = False, False
+    for step in _steps(files.json.get("normalizer"), "normalizers"):
+        if step.get("type") == "Prepend" and step.get("prepend") == SPACE:
+            prefix = True
+        elif step.get("type") == "Replace" and step.get("content") == SPACE and _literal(step) == " ":
+            replaces = True
+        else:
+            raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
+    for step in _steps(files.json.get("pre_tokenizer"), "pretokenizers"):
+        if step.get("type") == "Metaspace" and step.get("replacement") == SPACE and not replaces:
+            scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+            if step.get("split", True) is True:
+                raise files.unsupported(f"{JSON} cuts texts at spaces, which llama.cpp does not do")
+            prefix, replaces = prefix or scheme != "never", True
+        elif not (step.get("type") == "Split" and _literal(step) == " " and replaces):  # finds no space any more
+            raise files.unsupported(
+                f"{JSON} has a pre-tokenizer {show(step.get('type'))}, which llama.cpp does not have"
+            )
+    if not replaces:
+        raise files.unsupported(f"{JSON} does not write spaces as {SPACE}")
+    return prefix
+
+
+def _literal(step: Mapping[str, Any]) -> Any:
+    pattern = step.get("pattern")
+    return pattern.get("String") if isinstance(pattern, dict) else None
+
+
+def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a normalizer or pre-tokenizer; a step that is no object has no type."""
+    if step is None:
+        return
+    nested = step.get(inner) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
+    for item in nested if isinstance(nested, list) else [{}]:
+        yield item if isinstance(item, dict) else {}
+
+
+# ---- byte-level BPE ----
+
+
+def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> Vocabulary:
+    assert files.json is not None
+    vocab = _vocab(files, model)
+    for step in _steps(files.json.get("normalizer"), "normalizers"):
+        if step.get("type") != "NFC":
+            raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
+    result = Vocabulary("gpt2", rows)
+    for text, number in (*vocab.items(), *((token.text, token.id) for token in files.added_in_json)):
+        if number >= rows:
+            raise files.fault(JSON, f"token {show(text)} has the id {number}, but the embedding has {rows} rows")
+        result.put(number, text, NORMAL)
+    ids, decoded = _by_library(files, [token.text for token in files.added_in_json if not token.normalized])
+    parts = iter(decoded)
+    for token in files.added_in_json:
+        result.add(token if token.normalized else token._replace(text=next(parts)))
+    pre = _name_of(ids, files.json.get("pre_tokenizer"), model.get("ignore_merges") is True)
+    if pre is None:
+        raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
+    result.pre = pre
+    result.merges = [" ".join(part.replace(" ", _BYTE_SPACE) for part in pair) for pair in _pairs(files, model)]
+    return result
+
+
+def _by_library(files: TokenizerFiles, texts: list[str]) -> tuple[list[int], list[str]]:
+    """Return the ids of the probe text, and texts after they are encoded and decoded, by the library tokenizers."""
+    tokenizers = needed("tokenizers", f"{JSON} needs the library tokenizers")
+    try:
+        library = tokenizers.Tokenizer.from_str((files.content(JSON) or b"").decode())
+        decoded = []
+        for text in texts:
+            ids = library.encode(text, add_special_tokens=False).ids
+            decoded.append(library.decode(ids, skip_special_tokens=False))
+        return library.encode(_pre_tokenizers()["probe_text"], add_special_tokens=True).ids, decoded
+    except (KeyboardInterrupt, SystemExit, MemoryError, SafeloadError, OSError):
+        raise
+    except BaseException as error:  # it is written in Rust, and panics are not Exceptions
+        raise files.fault(JSON, f"the library tokenizers refuses it: {show(str(error))[1:-1]}") from None
+
+
+def _vocab(files: TokenizerFiles, model: Mapping[str, Any]) -> dict[str, int]:
+    vocab = model.get("vocab")
+    if not isinstance(vocab, dict) or not vocab:
+        raise files.fault(JSON, "model.vocab must be an object")
+    for text, number in vocab.items():
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MAX_PIECES:
+            raise files.fault(JSON, f"token {show(text)} has the id {show(number)}")
+    if len(set(vocab.values())) < len(vocab):
+        raise files.fault(JSON, "two tokens of model.vocab have the same id")
+    return vocab
+
+
+def _pairs(files: TokenizerFiles, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    merges = model.get("merges")
+    if not isinstance(merges, list):
+        raise files.fault(JSON, "model.merges must be a list")
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+            raise files.fault(JSON, f"invalid merge {show(merge)}")
+        yield pair[0], pair[1]
+
+
+# ---- pre-tokenizers ----
+
+_pre_tokenizers = partial(read_data, __name__, "pre_tokenizers.json")
+
+
+def _name_of(ids: list[int], pre_tokenizer: Any, ignore_merges: bool) -> str | None:
+    """Return llama.cpp's name by the token ids of the probe text, or else by a ``tokenizer.json``."""
+    name: str | None = _pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
+    if name is not None:
+        return name
+    steps = _cuts(pre_tokenizer)
+    rows = (row for row in _pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
+    return next((row["name"] for row in rows if _cuts({"type": "Sequence", **row}) == steps), None)
+
+
+def pre_tokenizer_named(name: str) -> tuple[dict[str, Any], bool] | None:
+    """Return the pre-tokenizer with this name, and ``ignore_merges``; None if it is unknown."""
+    row = next((row for row in _pre_tokenizers()["by_steps"] if row["name"] == name), None)
+    if row is None:
+        return None
+    return {"type": "Sequence", "pretokenizers": [*row["pretokenizers"]]}, row["ignore_merges"]
+
+
+def _cuts(pre_tokenizer: Any) -> list[tuple[Any, ...] | None]:
+    """Return what decides about words in each step; None for an unknown step."""
+    steps = [pre_tokenizer]
+    if isinstance(pre_tokenizer, Mapping) and pre_tokenizer.get("type") == "Sequence":
+        steps = pre_tokenizer.get("pretokenizers") or [None]
+    return [_cut(step) for step in steps[:_MOST_STEPS]] if isinstance(steps, (list, tuple)) else [None]
+
+
+def _cut(step: Any) -> tuple[Any, ...] | None:
+    kind = step.get("type") if isinstance(step, Mapping) else None
+    if kind == "ByteLevel" and step.get("add_prefix_space") is False:
+        return kind, step.get("use_regex", True) is not False
+    if kind == "Digits" and step.get("individual_digits") is True:
+        return (kind,)
+    if kind == "Split" and isinstance(step.get("pattern"), Mapping):
+        # Matches are words of their own; without gaps, removing the gaps does the same.
+        isolated = step.get("behavior") == "Isolated" and not step.get("invert")
+        if isolated or (step.get("behavior") == "Removed" and step.get("invert") is True):
+            return kind, step["pattern"].get("Regex")
+    return None
+
+
+# ---- tokenizer.model ----
+
+
+class VocabularyPiece(NamedTuple):
+    """A token."""
+
+    text: str
+    score: float
+    type: int
+
+
+class SentencePieceModel(NamedTuple):
+    """The content of a ``tokenizer.model``."""
+
+    pieces: list[VocabularyPiece]
+    kind: int  # UNIGRAM, BPE, ...
+    add_prefix: bool  # a text begins with a space
+    trims: bool  # several spaces become one
+    maps: bool  # characters are replaced by others
+
+
+def parse_model(content: bytes, path: str) -> SentencePieceModel:
+    """Parse a ``tokenizer.model``."""
+    pieces: list[VocabularyPiece] = []
+    kind, prefix, trims, maps = UNIGRAM, True, True, False
+    for number, value, at in _fields(content, path, 0):
+        if number == 1 and isinstance(value, bytes):
+            if len(pieces) >= MAX_PIECES:
+                raise FormatError(f"more than {MAX_PIECES:,} pieces", path, at)
+            pieces.append(_piece(value, path, at))
+        elif number in (2, 3) and isinstance(value, bytes):
+            settings: dict[int, Any] = {key: inner for key, inner, _ in _fields(value, path, at)}
+            if number == 2:
+                kind = settings.get(3, UNIGRAM)
+                kind = kind if isinstance(kind, int) else 0
+            else:
+                prefix, trims, maps = bool(settings.get(3, 1)), bool(settings.get(4, 1)), bool(settings.get(2))
+    if not pieces:
+        raise FormatError("not a model of SentencePiece: it has no pieces", path)
+    return SentencePieceModel(pieces, kind, prefix, trims, maps)
+
+
+def _piece(content: bytes, path: str, base: int) -> VocabularyPiece:
+    text, score, kind = "", 0.0, NORMAL
+    for number, value, at in _fields(content, path, base):
+        if number == 1 and isinstance(value, bytes):
+            try:
+                text = value.decode()
+            except UnicodeDecodeError:
+                raise FormatError("a piece is not UTF-8", path, at) from None
+        elif number == 2 and isinstance(value, float):
+            score = value
+        elif number == 3 and isinstance(value, int):
+            kind = value
+    if not NORMAL <= kind <= BYTE:
+        raise FormatError(f"a piece has the unknown type {kind}", path, base)
+    if not math.isfinite(score):
+        raise FormatError(f"a piece has the score {score}", path, base)
+    return VocabularyPiece(text, score, kind)
+
+
+def _fields(content: bytes, path: str, base: int) -> Iterator[tuple[int, int | float | bytes, int]]:
+    """Yield number, value and position of each field in the message at ``base``; 8 bytes are skipped, 4 are a float."""
+    at = 0
+    while at < len(content):
+        begin = at
+        key, at = _varint(content, at, path, base)
+        kind = key & 7
+        if kind not in (_VARINT, _BYTES, _EIGHT, _FOUR):
+            raise FormatError(f"wire type {kind} is unknown: not a model of SentencePiece", path, base + begin)
+        number, size = 0, {_EIGHT: 8, _FOUR: 4}.get(kind, 0)
+        if kind in (_VARINT, _BYTES):
+            number, at = _varint(content, at, path, base)
+            size = number if kind == _BYTES else 0
+        if size > len(content) - at:
+            field = f"a field of {size} bytes" if kind == _BYTES else "a field"
+            raise FormatError(f"{field} exceeds the message", path, base + begin)
+        data = content[at : at + size]
+        at += size
+        yield key >> 3, data if kind == _BYTES else _F32.unpack(data)[0] if kind == _FOUR else number, base + begin
+
+
+def _varint(content: bytes, at: int, path: str, base: int) -> tuple[int, int]:
+    value = 0
+    for k in range(_LONGEST_VARINT):
+        if at + k >= len(content):
+            break
+        byte = content[at + k]
+        value |= (byte & 0x7F) << (7 * k)
+        if byte < 0x80:
+            return value, at + k + 1
+    raise FormatError("a number is cut off or too long: not a model of SentencePiece", path, base + at)
+
+
+# Fields of the trainer's settings: ids of special tokens, and whether bytes stand for unknown characters.
+_ID_FIELDS = {"unk": 40, "bos": 41, "eos": 42, "pad": 43}
+_NO_ID = (1 << 64) - 1  # -1
+_BYTE_FALLBACK = 35
+
+
+def serialized(pieces: Sequence[VocabularyPiece], add_prefix: bool, ids: Mapping[str, int]) -> bytes:
+    """Return a ``tokenizer.model`` of type BPE; ``ids`` of special tokens have the keys of `_ID_FIELDS`."""
+    result = bytearray()
+    for piece in pieces:
+        text = encode(piece.text, "token")
+        content = _field(1, text) + bytes([2 << 3 | _FOUR]) + _F32.pack(piece.score) + _number(3, piece.type)
+        result += _field(1, content)
+    settings = _number(3, BPE) + _number(4, len(pieces))
+    settings += _number(_BYTE_FALLBACK, int(any(piece.type == BYTE for piece in pieces)))
+    for name, field in _ID_FIELDS.items():
+        settings += _number(field, ids.get(name, _NO_ID))
+    normalizer = _field(1, b"identity") + _number(3, int(add_prefix)) + _number(4, 0) + _number(5, 1)
+    return bytes(result + _field(2, settings) + _field(3, normalizer))
+
+
+def _encoded(number: int) -> bytes:
+    """Return a varint."""
+    parts = bytearray()
+    while number > 0x7F:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    parts.append(number)
+    return bytes(parts)
+
+
+def _number(field: int, value: int) -> bytes:
+    return _encoded(field << 3 | _VARINT) + _encoded(value)
+
+
+def _field(field: int, content: bytes) -> bytes:
+    return _encoded(field << 3 | _BYTES) + _encoded(len(content)) + content
+
+
+# ---- special tokens ----
+
+# Types of special tokens, with the words of llama.cpp's keys.
+TYPES = {
+    "bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "cls": "cls", "mask": "mask",
+    "eot": "eot", "eom": "eom",
+}  # fmt: skip
+USUAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Flags of llama.cpp: whether a text gets this token.
+_FLAGS = ("bos", "eos", "sep")
+_MOST_PROCESSORS = 16
+
+
+class SpecialTokens:
+    """The ids and flags of special tokens."""
+
+    def __init__(self, files: TokenizerFiles, config: ModelConfig, vocabulary: Vocabulary) -> None:
+        self._files = files
+        self._size = len(vocabulary.texts)
+        self._ids: dict[str, int] = {}
+        self._adds: dict[str, bool] = {}
+        self._types = list(USUAL)
+        self._config = dict(files.config or {})
+        if files.json is not None:
+            self._read_processor(files.json.get("post_processor"))
+        if files.config is not None:
+            numbers: dict[str | None, int] = {token.text: token.id for token in reversed(files.added_in_json)}
+            for kind in self._types:
+                flag = self._config.get(f"add_{kind}_token")
+                if isinstance(flag, bool):
+                    self._adds.setdefault(kind, flag)
+                self._set(kind, numbers.get(_text(self._config.get(f"{kind}_token"))))
+        for kind in self._types:
+            self._set(kind, config.values.get(f"{kind}_token_id"))
+        if files.json is None:
+            numbers = {text: number for number, text in enumerate(vocabulary.texts)}
+            for kind in USUAL:
+                number = numbers.get(_text(self._config.get(f"{kind}_token")))
+                if number != USUAL_IDS.get(kind):  # llama.cpp assumes that one
+                    self._set(kind, number)
+
+    def keys(self) -> Iterator[tuple[str, Any]]:
+        """Yield the metadata keys."""
+        for kind, number in self._ids.items():
+            yield f"tokenizer.ggml.{TYPES[kind]}_token_id", gguf.U32(number)
+        for kind, flag in self._adds.items():
+            if kind in _FLAGS:
+                yield f"tokenizer.ggml.add_{kind}_token", flag
+        yield from self._templates()
+
+    def _set(self, kind: str, number: Any) -> None:
+        whole = isinstance(number, int) and not isinstance(number, bool)
+        if whole and kind not in self._ids and 0 <= number < self._size:
+            self._ids[kind] = number
+
+    def _read_processor(self, processor: Any) -> None:
+        """Read which tokens the post-processor of ``tokenizer.json`` adds to a text."""
+        tokens = self._config
+        for kind, other in (("bos", "cls"), ("eos", "sep")):
+            if not tokens.get(f"{kind}_token") and tokens.get(f"{other}_token"):
+                tokens[f"{kind}_token"] = tokens[f"{other}_token"]
+        if processor is None:
+            return
+        if not isinstance(processor, dict):
+            raise self._files.fault(JSON, f"post_processor must be an object, got {show(processor)}")
+        inner = processor.get("processors", [processor])
+        for step in inner[:_MOST_PROCESSORS] if isinstance(inner, list) else [None]:
+            name = step.get("type") if isinstance(step, dict) else None
+            if name == "ByteLevel":
+                self._adds.setdefault("bos", False)
+                self._adds.setdefault("eos", False)
+            elif name == "TemplateProcessing":
+                assert isinstance(step, dict)
+                self._read_template(_pieces(step.get("single")), _pieces(step.get("pair")))
+            else:
+                raise self._files.unsupported(f"{JSON} has a post-processor {show(name)}, which is unknown")
+
+    def _read_template(self, single: list[tuple[str, str]], pair: list[tuple[str, str]]) -> None:
+        """Read the tokens before and after a text, and between two texts."""
+        tokens = self._config
+        known = self._files.config is not None
+        bos, eos, first, last = _text(tokens.get("bos_token")), _text(tokens.get("eos_token")), None, None
+        cls, sep = _text(tokens.get("cls_token")), _text(tokens.get("sep_token"))
+        if len(single) > 1 and single[0][0] == "SpecialToken":
+            first = single[0][1]
+            if not known:
+                bos = first
+            elif first not in (bos, cls):
+                bos, cls = bos or first, cls or first
+                tokens["bos_token"], tokens["cls_token"] = bos, cls
+            self._adds["bos"] = first in (bos, cls)
+        if len(single) > 1 and single[-1][0] == "SpecialToken":
+            last = single[-1][1]
+            if known and last != eos:
+                for kind in [kind for kind in ("eot", "eom") if kind not in self._types][:1]:
+                    self._types.append(kind)
+                    tokens[f"{kind}_token"] = eos
+                tokens["eos_token"] = last
+            eos = last
+            self._adds["eos"] = True
+        begin = 1 if first is not None and pair[:1] == [("SpecialToken", first)] else 0
+        end = len(pair) - 1 if last is not None and pair[-1:] == [("SpecialToken", last)] else len(pair)
+        inner = pair[begin:end]
+        if len(inner) < 3 or inner[0] != ("Sequence", "A") or inner[-1] != ("Sequence", "B"):
+            return
+        middle = inner[1:-1]
+        separates = [kind == "SpecialToken" and text in (sep, eos) for kind, text in middle[:2]]
+        add = (separates[0] and last is None) or (len(middle) == 2 and separates[1])
+        self._adds["sep"] = add
+        if add and not tokens.get("sep_token") and known:
+            tokens["sep_token"] = eos
+
+    def _templates(self) -> Iterator[tuple[str, Any]]:
+        """Yield the chat template, or several by name."""
+        content = self._files.content(TEMPLATE)
+        template: Any = None
+        if content is not None:
+            try:
+                template = content.decode()
+            except UnicodeDecodeError as error:
+                raise FormatError(f"{TEMPLATE} is not UTF-8: {error.reason}", self._files.folder.shown) from None
+        elif (old := self._files.content(OLD_TEMPLATE)) is not None:
+            template = parse_json(old, OLD_TEMPLATE, self._files.folder.shown).get("chat_template")
+        template = self._config.get("chat_template", template)
+        if isinstance(template, str):
+            yield "tokenizer.chat_template", template
+        elif isinstance(template, list):
+            named = {}
+            for item in template:
+                name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+                if not isinstance(name, str) or not isinstance(text, str):
+                    raise self._files.fault(CONFIG, f"invalid chat_template {show(item)}")
+                named["".join(c if c.isascii() and (c.isalnum() or c in "_") else "" for c in name)] = text
+            if "default" in named:
+                yield "tokenizer.chat_template", named.pop("default")
+            if named:
+                yield "tokenizer.chat_templates", list(named)
+            for name, text in named.items():
+                yield f"tokenizer.chat_template.{name}", text
+
+
+def _text(entry: Any) -> str | None:
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) and text else None
+
+
+def _pieces(template: Any) -> list[tuple[str, str]]:
+    """Return kind and id of the pieces of a template."""
+    pieces = []
+    for item in template if isinstance(template, list) else []:
+        for kind in ("SpecialToken", "Sequence"):
+            inner = item.get(kind) if isinstance(item, Mapping) else None
+            if isinstance(inner, Mapping) and isinstance(inner.get("id"), str):
+                pieces.append((kind, inner["id"]))
+    return pieces
+
+
+def skeleton(files: TokenizerFiles) -> dict[str, str]:
+    """Return the settings that the way back needs and the metadata lacks: JSON by file of the tokenizer."""
+    parts: dict[str, str] = {}
+    if files.json is not None:
+        model = files.json.get("model")
+        model = model if isinstance(model, dict) else {}
+        vocab = model.get("vocab")
+        added = {token.text for token in files.added_in_json}
+        inner = {key: value for key, value in model.items() if key != "merges"}
+        inner["vocab"] = {text: k for text, k in vocab.items() if text in added} if isinstance(vocab, dict) else {}
+        parts[JSON] = json.dumps({**files.json, "model": inner}, ensure_ascii=False)
+    if files.config is not None:
+        parts[CONFIG] = json.dumps(files.config, ensure_ascii=False)
+    return parts
+
+
+# ---- the way back: the files of a tokenizer ----
+
+_PREFIX = "tokenizer.ggml."
+_MOST_SCORE = 1 << 127  # scores are f32
+
+
+def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list[str]]:
+    """Return the files of a model's tokenizer, by name, and the settings that are not recovered."""
+    kind = text_at(catalog, f"{_PREFIX}model")
+    if kind not in ("llama", "gpt2"):
+        return {}, [f"the tokenizer, of type {show(kind)}"]
+    tokens = _Tokens(catalog, scored=kind == "llama")
+    kept, config = kept_json(catalog, JSON), kept_json(catalog, CONFIG)
+    files: dict[str, bytes] = {}
+    notes: list[str] = []
+    if tokens.scored and kept is None:
+        files[MODEL] = tokens.model()
+    else:
+        content = tokens.json(kept)
+        if content is None:
+            return {}, [f"the tokenizer, whose pre-tokenizer is {show(tokens.pre)}"]
+        files[JSON] = _json_bytes(JSON, content)
+    template = text_at(catalog, "tokenizer.chat_template")
+    if config is None:
+        notes.append("settings of the tokenizer that llama.cpp has no key for")
+        config = tokens.config(name)
+        if template is not None:
+            config["chat_template"] = template
+    elif template is not None and config.get("chat_template") != template:
+        files[TEMPLATE] = encode(template, TEMPLATE)
+    files[CONFIG] = _json_bytes(CONFIG, config)
+    return files, notes
+
+
+def kept_json(catalog: Catalog, name: str) -> dict[str, Any] | None:
+    """Return settings that `llama_cpp` has kept in metadata, or None in a foreign file."""
+    key = f"{KEPT}{name}"
+    text = catalog.metadata.get(key)
+    return parse_json(text.encode("utf-8", "surrogateescape"), key, catalog.title) if isinstance(text, str) else None
+
+
+def _json_bytes(name: str, content: Mapping[str, Any]) -> bytes:
+    return encode(json.dumps(content, ensure_ascii=False, indent=2) + "\n", name)
+
+
+class _Tokens:
+    """The vocabulary of a file."""
+
+    def __init__(self, catalog: Catalog, *, scored: bool) -> None:
+        self._metadata, self._title = catalog.metadata, catalog.title
+        self.scored = scored  # a vocabulary of SentencePiece
+        self.pre = text_at(catalog, f"{_PREFIX}pre")
+        texts = self._metadata.get(f"{_PREFIX}tokens")
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise FormatError(f"key {_PREFIX}tokens must be an array of strings", self._title)
+        self.texts: list[str] = texts
+        self.types: list[int] = self._numbers("token_type", NORMAL, "iu")
+        usual = USUAL_IDS.items() if scored else ()
+        self.ids = {name: number for name, number in usual if number < len(texts)}
+        for kind, word in TYPES.items():
+            number = self._metadata.get(f"{_PREFIX}{word}_token_id")
+            if kind in USUAL and isinstance(number, int) and 0 <= number < len(texts):
+                self.ids[kind] = int(number)
+
+    def _numbers(self, key: str, default: float, kinds: str) -> list[Any]:
+        array = self._metadata.get(f"{_PREFIX}{key}")
+        if array is None:
+            return [default] * len(self.texts)
+        if not isinstance(array, np.ndarray) or len(array) != len(self.texts) or array.dtype.kind not in kinds:
+            expected = f"{len(self.texts)} {'floats' if kinds == 'f' else 'integers'}"
+            raise FormatError(f"key {_PREFIX}{key} must have {expected}", self._title)
+        numbers: list[Any] = array.tolist()
+        return numbers
+
+    def _scores(self) -> list[float]:
+        scores = self._numbers("scores", 0.0, "f")
+        bad = next((k for k, score in enumerate(scores) if not abs(score) < _MOST_SCORE), None)
+        if bad is not None:
+            raise FormatError(f"key {_PREFIX}scores: score {bad} is {scores[bad]}, expected a finite f32", self._title)
+        return scores
+
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self._metadata.get(f"{_PREFIX}{key}", default)
+        return value if isinstance(value, bool) else default
+
+    def _pads(self, number: int) -> bool:
+        """Return True for the filler of an id without a token."""
+        return self.types[number] == UNUSED and self.texts[number] == f"[PAD{number}]"
+
+    def _added(self) -> list[int]:
+        return [k for k, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED)]
+
+    def model(self) -> bytes:
+        """Return the vocabulary as a ``tokenizer.model``, without fillers at its end."""
+        scores, count = self._scores(), len(self.texts)
+        while count and self._pads(count - 1):
+            count -= 1
+        pieces = []
+        for text, score, kind in zip(self.texts[:count], scores, self.types, strict=False):
+            text = text.replace(" ", "\u2581") if kind == USER_DEFINED else text
+            kind = kind if NORMAL <= kind <= BYTE else NORMAL
+            pieces.append(VocabularyPiece(text, score, kind))
+        return serialized(pieces, self._flag("add_space_prefix", True), self.ids)
+
+    def json(self, kept: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return a ``tokenizer.json``; None if its pre-tokenizer is unknown."""
+        content = self._template() if kept is None else kept  # our own metadata keep all but vocabulary and merges
+        if content is None:
+            return None
+        model = content.get("model")
+        model = model if isinstance(model, dict) else {}
+        listed = content.get("added_tokens")
+        items = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+        added = {number for item in items if isinstance(number := item.get("id"), int)}
+        vocab = {text: k for k, text in enumerate(self.texts) if k not in added and not self._pads(k)}
+        own = model.get("vocab")
+        if isinstance(own, dict):  # added tokens that the vocabulary has too
+            bad = next((text for text, k in own.items() if type(k) is not int or not 0 <= k < len(self.texts)), None)
+            if bad is not None:
+                raise FormatError(f"key {KEPT}{JSON}: token {show(bad)} has the id {show(own[bad])}", self._title)
+            vocab.update(own)
+        vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
+        if self.scored:
+            pairs = self._scored_merges(vocab)
+        else:
+            merges = self._metadata.get(f"{_PREFIX}merges")
+            if not isinstance(merges, list):
+                raise FormatError(f"key {_PREFIX}merges is missing", self._title)
+            pairs = [merge.split(" ") if isinstance(merge, str) else [] for merge in merges]
+            if any(len(pair) != 2 for pair in pairs):
+                raise FormatError(f"key {_PREFIX}merges must have pairs of tokens", self._title)
+        return {**content, "model": {**model, "vocab": vocab, "merges": pairs}}
+
+    def _scored_merges(self, vocab: Mapping[str, int]) -> list[list[str]]:
+        """Return the merges that form tokens, those of the highest score first."""
+        scores = self._scores()
+        formed = [text for text, k in vocab.items() if self.types[k] == NORMAL and scores[k] < 0]
+        formed.sort(key=lambda text: -scores[vocab[text]])
+        merges = []
+        for text in formed:
+            if len(text) > MAX_MERGED:
+                raise FormatError(f"token {vocab[text]} has {len(text):,} characters, too many to merge", self._title)
+            cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+            pairs = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
+            merges += [list(pair) for pair in sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))]
+        return merges
+
+    def _template(self) -> dict[str, Any] | None:
+        """Return a ``tokenizer.json`` without vocabulary for a foreign file."""
+        steps = pre_tokenizer_named(self.pre or "")
+        if steps is None:
+            return None
+        pre_tokenizer, ignore_merges = steps
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [self._entry(k) for k in self._added()],
+            "normalizer": None,
+            "pre_tokenizer": pre_tokenizer,
+            "post_processor": self._processor(byte_level),
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": {
+                "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": ignore_merges,
+            },
+        }  # fmt: skip
+
+    def _entry(self, number: int) -> dict[str, Any]:
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        special = self.types[number] == CONTROL
+        return {"id": number, "content": self.texts[number], **flags, "special": special}
+
+    def _processor(self, byte_level: dict[str, Any]) -> dict[str, Any]:
+        """Return the post-processor, which puts the first token before a text."""
+        bos, usual = self.ids.get("bos"), self.pre in ("llama-bpe", "tekken")  # llama.cpp adds it even without the key
+        if bos is None or not self._flag("add_bos_token", usual):
+            return byte_level
+        text = self.texts[bos]
+        first = {"SpecialToken": {"id": text, "type_id": 0}}
+        a, b = ({"Sequence": {"id": name, "type_id": k}} for k, name in enumerate("AB"))
+        template = {
+            "type": "TemplateProcessing",
+            "single": [first, a],
+            "pair": [first, a, {"SpecialToken": {"id": text, "type_id": 1}}, b],
+            "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
+        }
+        return {"type": "Sequence", "processors": [byte_level, template]}
+
+    def config(self, name: str) -> dict[str, Any]:
+        """Return a ``tokenizer_config.json`` for a foreign file."""
+        own = "GemmaTokenizer" if name.startswith("Gemma") else "LlamaTokenizer"
+        config: dict[str, Any] = {"tokenizer_class": own if self.scored else "PreTrainedTokenizerFast"}
+        config.update((f"{kind}_token", self.texts[number]) for kind, number in self.ids.items())
+        config["clean_up_tokenization_spaces"] = False
+        if self.scored:
+            config.update(
+                add_bos_token=self._flag("add_bos_token", True), add_eos_token=self._flag("add_eos_token", False)
+            )
+            config["legacy"] = False
+            config["added_tokens_decoder"] = {
+                str(k): {key: value for key, value in self._entry(k).items() if key != "id"} for k in self._added()
+            }
+        return config

@@ -1,0 +1,855 @@
+"""The tensors of a result: how each is made, in columns, when a writer reaches it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..adapters.adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, heads_of, listed, opened
+from ..adapters.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
+from ..core import dtypes, jobs, log, packing
+from ..core.arrays import Array, foreign_order
+from ..core.atomic_file import AtomicFile
+from ..core.described import texts_with
+from ..core.jobs import JobGrid
+from ..core.local import check_unchanged, identity_of
+from ..core.memory import private_array
+from ..core.metadata import as_texts
+from ..core.names import Renames, renamed
+from ..core.packing import INT8, SCHEMES, Part, usual_axis
+from ..core.paths import absolute
+from ..core.progress import Progress
+from ..core.quantized_tensor import PartRows, QuantizedTensor, storage_of
+from ..core.registry import SAFETENSORS, row_of
+from ..core.runtime import paused
+from ..core.safetensors import ROOM, Header
+from ..core.source import Source, of_array
+from ..core.staging import Spans
+from ..core.tensors import Entry, Lazy, LazyParts, Staged, Tensors
+from ..core.text import error_about, show
+from ..errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
+from ..formats.mixtures import ImportanceMatrix
+from ..models.choosing import untied as without_ties
+from ..models.layout import LAYER, Layout, StackedTensor
+from ..quant.families import presets
+from .catalog import Catalog, Made, TensorDescription, read_values
+from .destinations import AnyTensor, ShardWriter, shard_bounds, writer_of
+from .destinations import weight_map as stored_in
+from .executors import in_memory
+from .quantize import (
+    Encoding,
+    Request,
+    Rounding,
+    Scratch,
+    ScratchBuffers,
+    Weights,
+    encode,
+    global_scale,
+    largest_in,
+    maxima_of,
+    new_tensor,
+    quantize_source,
+    run_requests,
+    scales_of,
+    weights_in,
+)
+from .rules import vectors_for
+
+_BYTES = dtypes.BY_CODE["U8"]
+# Stands for the dtype number of a tensor that is copied.
+AS_STORED = -1
+_SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
+# A group of small tensors fits into the caches, and is large enough that a tensor takes little time beside its bytes.
+_GROUP_TENSORS, _GROUP_BYTES = 256, 1 << 20
+_KEPT_BYTES = 16 << 20  # of scales that are kept until they are written
+_MAX_DIGITS = 18  # of a layer number, because ``int`` refuses more than 4300
+# Bytes of the widest integers that GPTQ and AWQ pack codes into.
+_WIDEST_CODES = 4
+
+
+class Decision(NamedTuple):
+    """How a tensor of the result is made."""
+
+    dtype: str | None = None  # code of the dtype to convert to; None leaves the tensor as stored
+    scheme: str | None = None  # scheme to quantize to
+    sources: tuple[str, ...] = ()  # other names in the source: of the embedding of a head, or of the layers to stack
+    stack: tuple[Any, ...] = ()  # fields of the entry of the layout; `dtype` is never None with it
+    partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
+
+    @property
+    def target(self) -> int | None:
+        """The dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
+        if self.sources or self.stack or self.partners:
+            return None
+        if self.scheme is None:
+            return AS_STORED if self.dtype is None else dtypes.BY_CODE[self.dtype].number
+        return SCHEMES[self.scheme].target(None) if self.scheme in SCHEMES and self.scheme != INT8 else None
+
+
+class Outputs(NamedTuple):
+    """Tensors to write, in columns. The core converts all tensors as it reads, or each is made by itself."""
+
+    catalog: Catalog
+    format: str
+    threads: int | None
+    reads: Sequence[str]  # names before ``rename``
+    names: Sequence[str]  # in the result
+    decided: Sequence[Decision]  # () if all tensors are only copied or cast
+    shapes: Sequence[tuple[int, ...]] = ()  # with spans
+    spans: Spans | None = None  # None if each tensor is made by itself
+    made: Sequence[AnyTensor] = ()  # without spans
+    maker: Maker | None = None  # without spans
+    metadata: Mapping[Any, Any] = {}
+    editable: bool = True  # False for the headers of engines, which have no room for changes
+
+    @property
+    def sizes(self) -> Sequence[int] | Array:
+        """Bytes of each tensor."""
+        return [output.nbytes for output in self.made] if self.spans is None else self.spans.lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return int(sum(self.sizes)) if self.spans is None else int(self.spans.lengths.sum())
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """The decision about each tensor."""
+        if self.decided or self.spans is None:
+            return self.decided
+        sources, numbers = self.spans.sources, self.spans.targets
+        targets = np.where(sources == numbers, AS_STORED, numbers.astype(np.int16)).tolist()
+        kinds = {k: Decision(None if k == AS_STORED else dtypes.BY_NUMBER[k].code) for k in {*targets}}
+        return [kinds[target] for target in targets]
+
+    @property
+    def tensors(self) -> dict[str, AnyTensor]:
+        """The tensors that are made by themselves, by name."""
+        return dict(zip(self.names, self.made, strict=True))
+
+    @property
+    def texts(self) -> dict[str, str] | None:
+        """The metadata as text."""
+        return (as_texts(self.metadata) or None) if self.metadata else None
+
+    @property
+    def in_blocks(self) -> list[int]:
+        """With spans: positions of the tensors that are stored in blocks."""
+        assert self.spans is not None
+        positions: list[int] = np.flatnonzero(self.spans.targets >= len(dtypes.TABLE)).tolist()
+        return positions
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """Safeload's schemes of quantized tensors."""
+        if self.spans is None:
+            return tuple(sorted({value.scheme for value in self.made if isinstance(value, LazyParts) and value.ours}))
+        return tuple(sorted({dtypes.of_number(k).name for k in {*self.spans.targets[self.in_blocks].tolist()}}))
+
+    @property
+    def may_hold_codes(self) -> bool:
+        """True if tensors can be codes that a ``config.json`` describes."""
+        if self.spans is not None:
+            numbers = [number for number in {*self.spans.targets.tobytes()} if number < len(dtypes.TABLE)]
+            kinds = {*map(dtypes.array_dtype, numbers)}
+        elif any(isinstance(output, LazyParts) and not output.ours for output in self.made):
+            return True
+        else:
+            kinds = {output.dtype for output in self.made if isinstance(output, Lazy)}
+        integers = [kind for kind in kinds if kind.kind in "iu" and kind.itemsize <= _WIDEST_CODES]
+        return bool(integers) or any(kind.itemsize == 1 and kind.kind != "b" for kind in kinds)
+
+    def divided(self, limit: int) -> dict[str, Outputs]:
+        """Return the shards of a folder by file name, each at most ``limit`` bytes."""
+        return {
+            file: self._replace(
+                reads=self.reads[rows],
+                names=self.names[rows],
+                decided=self.decided[rows],
+                shapes=self.shapes[rows],
+                spans=None if self.spans is None else self.spans.pick(rows),
+                made=self.made[rows],
+            )
+            for file, rows in shard_bounds(self.sizes, limit).items()
+        }
+
+    def writer(self, written: Callable[[int], object]) -> ShardWriter:
+        """Return the writer of a shard; it calls ``written`` with the bytes of tensors since the last call."""
+        if self.spans is not None:
+            return _CopyWriter(self, self.spans, written)
+        with paused(len(self.names)):
+            return writer_of(self._begun(written), self.texts, editable=self.editable)
+
+    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
+        """Write a file in the format of the result and return its size."""
+        if self.spans is None:
+            row_of(self.format).write(self._begun(written), self.metadata, path, overwrite=overwrite)
+            return os.path.getsize(path)
+        writer = _CopyWriter(self, self.spans, written)
+        with AtomicFile(path, writer.size, overwrite=overwrite) as file:
+            writer.write_to(file)
+        return writer.size
+
+    def _begun(self, written: Callable[[int], object]) -> dict[str, AnyTensor]:
+        """Return the tensors for a new writer, which reports the bytes that it has written."""
+        assert self.maker is not None
+        reads = dict(zip(self.names, self.reads, strict=True))
+        self.maker.begin(map(reads.__getitem__, sorted(reads) if self.format == SAFETENSORS else reads))
+        for output in self.made:
+            output.report_to(written)
+        return self.tensors
+
+
+def outputs_of(
+    catalog: Catalog,
+    decisions: Mapping[str, Decision],
+    format: str,
+    *,
+    rename: Renames = None,
+    threads: int | None = None,
+    tensors: Tensors | None = None,  # plain or in blocks, as far as they are known already
+    descriptions: Mapping[str, TensorDescription] | None = None,  # available already
+    matrix: ImportanceMatrix | None = None,  # by names in the source
+) -> Outputs:
+    """Return the tensors as decided."""
+    reads, decided = [*decisions], [*decisions.values()]
+    names = [*renamed(reads, rename).values()] if rename else reads
+    if format == SAFETENSORS and matrix is None and not catalog.makes:
+        targets = {decision: decision.target for decision in {*decided}}
+        if None not in targets.values():
+            tensors = catalog.plain(reads, blocks=True) if tensors is None else tensors.named(reads)
+            numbers = np.array([targets[decision] for decision in decided], np.int16)
+            spans = None if tensors is None else spans_of(tensors, numbers)
+            if tensors is not None and spans is not None:
+                return Outputs(catalog, format, threads, reads, names, decided, tensors.columns.shapes, spans)
+    maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
+    outputs = [maker.output(name, decision) for name, decision in decisions.items()]
+    return Outputs(catalog, format, threads, reads, names, decided, made=outputs, maker=maker)
+
+
+def weight_map(shards: Mapping[str, Outputs]) -> dict[str, str]:
+    """Return the shard of each stored tensor, and refuse two tensors with the same name."""
+    files = {name: file for file, shard in shards.items() if shard.spans is not None for name in shard.names}
+    return files or stored_in({file: shard.tensors for file, shard in shards.items()})
+
+
+def reads_of(names: Sequence[str], decided: Sequence[Decision]) -> Sequence[str]:
+    """Return the names in the source of all tensors that these tensors depend on."""
+    if not any(decision.sources or decision.partners for decision in {*decided}):
+        return names
+    pairs = zip(names, decided, strict=True)
+    return [*dict.fromkeys(read for name, each in pairs for read in (*(each.sources or (name,)), *each.partners))]
+
+
+def runs_of(outputs: Outputs) -> list[dict[str, Any]]:
+    """Return the decisions as plain data, with a single run for neighbours with equal decisions."""
+    runs = []
+    for decision, group in groupby(zip(outputs.decisions, outputs.reads, strict=True), itemgetter(0)):
+        run = {key: value for key, value in zip(Decision._fields, decision, strict=True) if value}
+        runs.append({"names": [name for _, name in group], **run})
+    return runs
+
+
+def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
+    """Return the decisions of `runs_of`."""
+    decisions: dict[str, Decision] = {}
+    for run in runs:
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in run.items() if k != "names"}
+        decisions.update(dict.fromkeys(run["names"], Decision(**fields)))
+    return decisions
+
+
+# ---- in columns ----
+
+
+def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
+    """Return the spans of tensors, or None if the core does not convert each in one step."""
+    numbers = tensors.ranges.numbers
+    targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
+    for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
+        row, to = map(dtypes.of_number, divmod(pair, 256))
+        if row is to:
+            continue
+        converts = (to.floating and (row.floating or row.blocked)) or (to.blocked and row.floating)
+        if not (converts and row.converts_to(to)):
+            return None
+    for to in map(dtypes.of_number, set(targets.tolist())):
+        if to in dtypes.TABLE and to not in dtypes.SAFETENSORS:
+            return None  # the writer refuses it by name
+        if to.blocked:
+            shapes = tensors.columns.shapes
+            rows = {shapes[k][-1:] for k in np.flatnonzero(targets == to.number).tolist()}
+            if () in rows or any(length % to.block for (length,) in rows):
+                return None
+    return Spans.of(tensors, targets)
+
+
+class _CopyWriter:
+    """The writer of a file with spans."""
+
+    def __init__(self, outputs: Outputs, spans: Spans, written: Callable[[int], object]) -> None:
+        numbers, shapes, described = spans.targets.copy(), [*outputs.shapes], {}
+        for k in outputs.in_blocks:
+            row, shape = dtypes.of_number(int(numbers[k])), shapes[k]
+            described[outputs.names[k]] = {"scheme": row.name, "shape": list(shape), "axis": None}
+            numbers[k], shapes[k] = _BYTES.number, dtypes.array_shape(row, shape, 0)
+        texts: Mapping[str, str] | None = outputs.texts
+        texts, room = texts_with(texts, described) if texts or described else None, ROOM if outputs.editable else 0
+        self._header = Header(outputs.names, numbers.tobytes(), shapes, texts, room=room)
+        self._outputs = outputs
+        self._spans = spans
+        self._written = written
+        self.size: int = self._header.nbytes + int(spans.lengths.sum())
+
+    def write_to(self, file: AtomicFile) -> None:
+        header, outputs = [(self._header.address, self._header.nbytes)], self._outputs
+        try:
+            with closing(self._spans.pick(self._header.order).read(outputs.threads)) as chunks:
+                for chunk in chunks:  # the first chunk goes out together with the header
+                    file.write([*header, chunk])
+                    header = []
+                    self._written(chunk[1])
+            if header:
+                file.write(header)
+            return
+        except RangeError as error:
+            refused = error
+        try:  # of a range of several tensors: quantize one by one, in the order of the file, to get the first error
+            blocks = {*outputs.in_blocks}
+            for k in self._header.order.tolist():
+                source, target = (int(column[k]) for column in self._spans[4:])
+                if k in blocks and source != target:
+                    values, scheme = outputs.catalog.source(outputs.reads[k]), dtypes.of_number(target).name
+                    quantize_source(values, scheme, axis=None, rounding=None, threads=outputs.threads)
+            raise refused
+        finally:
+            del refused  # it refers to this frame
+
+
+# ---- tensor by tensor ----
+
+
+class Maker:
+    """Turns decisions into lazy outputs.
+
+    Small tensors are quantized in groups, which follow each other as a writer asks for tensors.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        decisions: Mapping[str, Decision],  # by the names for messages
+        format: str,
+        *,
+        threads: int | None,
+        descriptions: Mapping[str, TensorDescription] | None = None,  # available already
+        matrix: ImportanceMatrix | None = None,  # by names in the source
+    ) -> None:
+        self._importance: dict[str, Array] = {}
+        self._catalog = catalog
+        self._decisions = decisions
+        self._descriptions = {} if descriptions is None else descriptions
+        self._format = format
+        self._rounding: Rounding | None = "ggml" if format == "gguf" else None
+        self._threads = threads
+        self._scratch, self._codes = Scratch(), Scratch()
+        self._buffers = ScratchBuffers()
+        self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
+        self._kept_bytes = 0
+        self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
+        self._entries: dict[str | None, dict[str, Entry]] = {}
+        self._small: dict[str, tuple[LazyParts, int, Callable[[], Source]]] = {}  # with bytes and values as stored
+        self._groups: dict[tuple[str, str], list[str]] = {}  # of small tensors, by part and name
+        self._grouped: dict[tuple[str, str], Array] = {}  # of a group, by part and name
+        if matrix is not None:
+            quantized = [name for name, decision in decisions.items() if decision.scheme is not None]
+            self._importance = vectors_for(matrix, {name: self._about(name).shape for name in quantized})
+
+    def output(self, name: str, decision: Decision) -> AnyTensor:
+        """Return a tensor of the result."""
+        if decision.stack:
+            return self._stacked(name, decision)
+        (source,) = decision.sources or (name,)
+        if source not in self._catalog:
+            return _stored(self._catalog.ignored[source], self._threads)
+        tensor, scheme, importance = self._about(source), decision.scheme, self._importance.get(name)
+        if scheme in presets():
+            return self._encoded(source, decision, tensor)
+        if scheme is not None and importance is None and self._is_small(source, tensor):
+            codes, scale = partial(self._in_group, "codes", name), partial(self._in_group, "scale", name)
+            output = _quantized_later(scheme, tensor.shape, usual_axis(scheme, tensor.shape), codes, scale)
+            values: Any = partial(self._catalog.values, source, name)
+            self._small[name] = output, tensor.nbytes, values
+            return output
+        if scheme is not None:
+            return self._quantized(scheme, tensor.shape, partial(self._catalog.values, source, name), importance)
+        if decision.dtype is None and tensor.packed:
+            return self._packed(source, tensor)
+        if decision.dtype is None and tensor.scheme is not None:
+            stored: Any = partial(self._catalog.source, source)
+            return _quantized_later(
+                tensor.scheme, tensor.shape, tensor.axis, lambda: stored().data, lambda: stored().scale
+            )
+        row = tensor.row if decision.dtype is None else dtypes.BY_CODE[decision.dtype]
+        if row.packed:
+            text = f"is {row.code}, which NumPy does not support: pass dtype="
+            raise error_about(UnsupportedError, text, tensor=source)
+        dtype, shape = dtypes.array_dtype(row.number), tensor.shape
+
+        def read() -> Array:
+            array = self._scratch.array(shape, dtype)
+            self._catalog.read_into(source, row, array, self._threads)
+            return array
+
+        return Lazy(dtype, shape, read, self._staged(source, decision.dtype, row))
+
+    def _about(self, source: str) -> TensorDescription:
+        return self._descriptions.get(source) or self._catalog.about(source)
+
+    def _staged(self, source: str, code: str | None, row: dtypes.Dtype) -> Staged | None:
+        """Return the staged read for the safetensors writer, or None if the tensor must be built in memory."""
+        if self._format != SAFETENSORS:
+            return None
+        if code not in self._entries:  # single lookups take longer than reading small tensors
+            plain = [
+                (each.sources or (name,))[0]
+                for name, each in self._decisions.items()
+                if each.scheme is None and not each.stack and each.dtype == code
+            ]
+            names = [each for each in plain if each in self._catalog]
+            self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
+        entry = self._entries[code].get(source)
+        return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
+
+    def _stacked(self, name: str, decision: Decision) -> AnyTensor:
+        assert decision.dtype is not None
+        layers = {source: self._about(source) for source in decision.sources}
+        layout = Layout(name, [StackedTensor(*decision.stack)])
+        (stack,) = plan(layers, layout, dtypes.BY_CODE[decision.dtype])
+
+        def make() -> Array:
+            array = self._scratch.array(stack.shape, dtypes.array_dtype(stack.row.number))
+            fill(self._catalog, [(stack, array)], threads=self._threads)
+            return array
+
+        if decision.scheme is not None:
+            return self._quantized(decision.scheme, stack.shape, make)
+        return Lazy(dtypes.array_dtype(stack.row.number), stack.shape, make)
+
+    def _quantized(
+        self, scheme: str, shape: tuple[int, ...], read: Callable[[], Any], importance: Array | None = None
+    ) -> LazyParts:
+        """Return a tensor to quantize when it is written."""
+        axis = usual_axis(scheme, shape)
+        (dtype, stored), _ = storage_of(scheme, shape, axis)
+
+        def make() -> QuantizedTensor:
+            value = read()
+            stacked = isinstance(value, np.ndarray)  # occupies the scratch memory itself
+            data = private_array(stored, dtype) if stacked else self._scratch.array(stored, dtype)
+            rounding, threads = self._rounding if scheme == "q4_0" else None, self._threads
+            return quantize_source(
+                value, scheme, axis=axis, rounding=rounding, data=data, threads=threads, importance=importance
+            )
+
+        return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
+
+    def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyParts:
+        """Return a weight to quantize for an engine when it is written."""
+        encoding = self._encoding(source, decision, tensor.shape)
+        constants = encoding.constants()
+        parts = {}
+        for role, part in encoding.preset.parts.items():
+            if role in constants:
+                make = partial(constants.__getitem__, role)
+            else:
+                make = partial(self._part_of, encoding, decision.partners, role)
+            parts[part.suffix] = Lazy(*encoding.stored(role), make)
+        return LazyParts(encoding.preset.name, tensor.shape, parts, encoded=True)
+
+    def _encoding(self, source: str, decision: Decision, shape: tuple[int, ...]) -> Encoding:
+        assert decision.scheme is not None
+        assert decision.dtype is not None
+        return Encoding(source, presets()[decision.scheme], shape, dtypes.BY_CODE[decision.dtype])
+
+    def encoded(self, source: str, decision: Decision) -> tuple[Encoding, dict[str, Array]]:
+        """Quantize a weight for an engine at once: its parts that depend on values, by role."""
+        encoding = self._encoding(source, decision, self._about(source).shape)
+        largest, weights = self._largest(encoding, decision.partners), self._weights(source, encoding.row)
+        return encoding, encode(encoding, weights, largest=largest, threads=self._threads)
+
+    def _largest(self, encoding: Encoding, partners: tuple[str, ...]) -> float | None:
+        """Return the largest magnitude of the weights that share a global scale; None without such a scale."""
+        if packing.GLOBAL not in encoding.preset.parts:
+            return None
+        names = partners or (encoding.name,)
+        if names not in self._maxima:
+            sharing = (encoding._replace(name=other, shape=self._about(other).shape) for other in names)
+            weights = ((each, self._weights(each.name, each.row)) for each in sharing)
+            self._maxima[names] = max(largest_in(each, values, self._threads) for each, values in weights)
+        return self._maxima[names]
+
+    def _part_of(self, encoding: Encoding, partners: tuple[str, ...], role: str) -> Array:
+        """Return a part of a quantized weight."""
+        name = encoding.name
+        kept = self._kept_parts.get(name, {}).pop(role, None)
+        if kept is not None:
+            self._kept_bytes -= kept.nbytes
+            return kept
+        largest = self._largest(encoding, partners)
+        if largest is not None and role == packing.GLOBAL:
+            return jobs.native_order(np.array([global_scale(largest, encoding.row)]))
+        codes = None
+        if role == packing.CODES:
+            dtype, shape = encoding.stored(role)
+            codes = self._codes.array(shape, dtype)
+        parts = encode(
+            encoding,
+            self._weights(name, encoding.row),
+            largest=largest,
+            codes=codes,
+            only_scales=role != packing.CODES,
+            threads=self._threads,
+        )
+        # Files hold all codes before or after all scales: small parts are kept until then, large ones are made again.
+        scales = {other: part for other, part in parts.items() if other not in (role, packing.CODES)}
+        nbytes = sum(part.nbytes for part in scales.values())
+        if self._kept_bytes + nbytes <= _KEPT_BYTES:
+            self._kept_parts[name] = scales
+            self._kept_bytes += nbytes
+        return parts[role]
+
+    def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
+        return weights_in(self._catalog, name, row, self._buffers, self._scratch.array, threads=self._threads)
+
+    def _packed(self, name: str, tensor: TensorDescription) -> LazyParts:
+        """Return a packed tensor as stored."""
+        _, file, number = self._catalog.place(name)
+        packed = None if file is None else file.table.packed.get(number)
+        if packed is not None:  # read in chunks, never mapped
+            parts = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
+            described, names = packed.packing, packed.names(name)
+        else:
+            value = self._catalog.value(name)
+            roles = value.roles.items()
+            parts = {role: Lazy(part.dtype, part.shape, partial(np.ascontiguousarray, part)) for role, part in roles}
+            described, names = value.packing, value.names
+        if self._format != SAFETENSORS and (self._format, described.family) != ("gguf", packing.GGUF):
+            text = f"is {tensor.scheme}, which {self._format} files cannot store: pass dtype="
+            raise error_about(UnsupportedError, text, tensor=name)
+        return LazyParts(described.label, described.shape, parts, packing=described, names=names)
+
+    # ---- small tensors ----
+
+    def _is_small(self, source: str, tensor: TensorDescription) -> bool:
+        """Return True if a tensor is quantized together with others: it is small, plain, and in a local file."""
+        if tensor.nbytes > _SMALL or not tensor.floating or tensor.scheme is not None:
+            return False
+        file = self._catalog.place(source).file if not self._catalog.makes else None
+        return file is not None and not file.remote
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Divide small tensors into groups, in the order in which a writer asks for them; else each is alone."""
+        self._groups = {}
+        last: dict[str, tuple[list[str], int]] = {}  # group and its bytes by scheme
+        for name in filter(self._small.__contains__, names):
+            output, size, _ = self._small[name]
+            group, used = last.get(output.scheme, ([], 0))
+            if len(group) == _GROUP_TENSORS or used + size > _GROUP_BYTES:
+                group, used = [], 0
+            group.append(name)
+            last[output.scheme] = group, used + size
+            self._groups["codes", name] = self._groups["scale", name] = group
+
+    def _in_group(self, part: str, name: str) -> Array:
+        """Return codes or scales of a small tensor, made with its group, or alone if the group fails."""
+        if (part, name) not in self._grouped:
+            group, arrays = self._groups.get((part, name), [name]), {}
+            for other in group:
+                self._groups.pop((part, other), None)
+            make = self._codes_of if part == "codes" else self._scales_of
+            if len(group) > 1:
+                try:
+                    arrays = make(group)
+                except Exception as error:
+                    log.debug("a group of %d small tensors failed: %s", len(group), error)
+                    self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
+            self._grouped.update({(part, other): array for other, array in (arrays or make([name])).items()})
+        return self._grouped.pop((part, name))
+
+    def _scales_of(self, group: Sequence[str]) -> dict[str, Array]:
+        tensors = [self._small[name] for name in group]
+        maxima = maxima_of([(source(), output.axis) for output, _, source in tensors], self._threads)
+        return {
+            name: scales_of(bits)[0].reshape(output.scale.shape)
+            for name, bits, (output, _, _) in zip(group, maxima, tensors, strict=True)
+            if output.scale is not None
+        }
+
+    def _codes_of(self, group: Sequence[str]) -> dict[str, Array]:
+        requests, results = [], {}
+        for name in group:
+            output, _, source = self._small[name]
+            values = source()
+            results[name] = new_tensor(values, output.scheme, output.axis)
+            target = SCHEMES[output.scheme].target(self._rounding if output.scheme == "q4_0" else None)
+            requests.append(Request(values, results[name], target))
+        run_requests(requests, threads=self._threads, progress=None)
+        return {name: result.data for name, result in results.items()}
+
+
+def _quantized_later(
+    scheme: str, shape: tuple[int, ...], axis: int | None, codes: Callable[[], Array], scale: Callable[[], Any]
+) -> LazyParts:
+    """Return a quantized tensor whose codes and scale are made when they are written."""
+    data, scales = storage_of(scheme, shape, axis)
+    roles = {packing.CODES: Lazy(*data, codes)}
+    if scales is not None:
+        roles[packing.SCALE] = Lazy(*scales, scale)
+    return LazyParts(scheme, shape, roles, axis=axis)
+
+
+def _stored(part: Part, threads: int | None) -> Lazy:
+    """Return a stored tensor of a file, unchanged."""
+    number = part.row.number
+    dtype, shape = dtypes.array_dtype(number), dtypes.array_shape(part.row, part.shape, part.end - part.begin)
+    staged = None
+    if not foreign_order(False):
+        staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
+    return Lazy(dtype, shape, lambda: PartRows(part).whole(), staged)
+
+
+# ---- layouts ----
+
+
+class Stack(NamedTuple):
+    """A planned tensor of the result."""
+
+    entry: StackedTensor
+    names: list[str]  # the layers in order; a single tensor if there is no layer axis
+    layer: tuple[int, ...]  # shape of a layer in the source
+    shape: tuple[int, ...]  # shape of the result
+    row: dtypes.Dtype  # dtype of the result
+
+
+def plan(tensors: Mapping[str, TensorDescription], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
+    """Plan the tensors of a layout, checking every name and shape."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a safeload.Layout, got {type(layout).__name__}")
+    layers = {entry.source: _layers_of(tensors, entry) for entry in layout.tensors if entry.stacked}
+    counts: dict[str, int] = {}
+    for source, numbers in layers.items():
+        prefix = source.split(LAYER)[0]
+        counts[prefix] = max(counts.get(prefix, 0), 1 + max(numbers, default=-1))
+    return [_plan_entry(entry, tensors, layers.get(entry.source), counts, target) for entry in layout.tensors]
+
+
+def _layers_of(tensors: Mapping[str, TensorDescription], entry: StackedTensor) -> set[int]:
+    """Return the numbers of the layers that match an entry."""
+    prefix, suffix = entry.source.split(LAYER)
+    pattern = re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}", re.ASCII)
+    layers = set()
+    for name, digits in ((match[0], match[1]) for match in map(pattern.fullmatch, tensors) if match is not None):
+        if len(digits) > _MAX_DIGITS:
+            shown = repr(name if len(name) <= 40 else f"{name[:40]}...")
+            raise SafeloadError(f"{show(entry.name)}: {shown} has a layer number with {len(digits)} digits")
+        if digits != str(int(digits)):
+            text = f"{show(name)} has a layer number with leading zeros: {show(digits)}"
+            raise SafeloadError(f"{show(entry.name)}: {text}")
+        layers.add(int(digits))
+    return layers
+
+
+def _plan_entry(
+    entry: StackedTensor,
+    tensors: Mapping[str, TensorDescription],
+    layers: set[int] | None,  # that match the entry; None if it has no layer axis
+    counts: Mapping[str, int],  # of layers, by the prefix of their names, over all entries
+    target: dtypes.Dtype | None,
+) -> Stack:
+    """Plan an entry of a layout."""
+    names, at = [entry.source], f"{show(entry.name)}: "
+    if layers is not None:
+        prefix, suffix = entry.source.split(LAYER)
+        if not layers:
+            raise TensorNotFoundError(f"{at}no tensor matches {show(entry.source)} with a layer number")
+        count = counts[prefix]
+        if len(layers) < count:  # checked before the names are built, because a large number can imply any count
+            missing = next(k for k in range(count) if k not in layers)
+            name = show(f"{prefix}{missing}{suffix}")
+            raise TensorNotFoundError(f"{at}layer {missing} of {count} is missing: no tensor {name}")
+        names = [f"{prefix}{k}{suffix}" for k in range(count)]
+    elif entry.source not in tensors:
+        raise TensorNotFoundError(f"{at}no tensor {show(entry.source)}")
+    shape, shown = tensors[names[0]].shape, show(names[0])
+    for name in names[1:]:
+        if tensors[name].shape != shape:
+            text = f"{shown} has shape {list(shape)}, but {show(name)} has {list(tensors[name].shape)}"
+            raise SafeloadError(at + text, tensor=name)
+    rows = [_result_row(name, tensors[name], target) for name in names]
+    for name, row in zip(names, rows, strict=True):
+        if row is not rows[0]:
+            text = f"{shown} is {rows[0].name}, but {show(name)} is {row.name}: pass dtype="
+            raise SafeloadError(at + text, tensor=name)
+    if entry.transpose and len(shape) != 2:
+        text = f"{shown} has shape {list(shape)}: only matrices can be transposed"
+        raise UnsupportedError(at + text, tensor=names[0])
+    layer = shape[::-1] if entry.transpose else shape
+    return Stack(entry, names, shape, (len(names), *layer) if entry.stacked else layer, rows[0])
+
+
+def _result_row(name: str, tensor: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
+    if target is not None and (tensor.row.floating or tensor.scheme is not None):
+        return target
+    if tensor.scheme is not None or tensor.row.packed:
+        text = f"is {tensor.scheme or tensor.row.name}: pass dtype= to stack its values"
+        raise error_about(UnsupportedError, text, tensor=name)
+    return tensor.row
+
+
+def fill(
+    catalog: Catalog,
+    targets: Sequence[tuple[Stack, Array]],
+    *,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> None:
+    """Fill C-contiguous arrays as planned, all in one run."""
+    batch = jobs.Batch()
+    for stack, array in targets:
+        size = math.prod(stack.layer) * array.dtype.itemsize
+        begin = batch.into(array)
+        grid: JobGrid | None = None
+        for k, name in enumerate(stack.names):
+            origin = catalog.source(name)
+            if isinstance(origin, QuantizedTensor) or origin.row.packed:  # a strided copy needs whole-byte elements
+                decoded = private_array(origin.shape, array.dtype)
+                origin = of_array("", read_values(origin, stack.row, decoded, threads))
+            if origin.size == 0:
+                continue
+            element, item = origin.row.block_bytes, array.dtype.itemsize
+            if stack.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
+                rows, columns = stack.layer
+                grid = JobGrid(rows, columns, (columns * element, element, item, rows * item))
+            batch.add(origin.job(begin + k * size, stack.row.number, grid=grid))
+    batch.run(threads=threads, progress=progress)
+
+
+# ---- adapters ----
+
+
+def _target(catalog: Catalog, name: str) -> AdapterTarget:
+    origin, file, _ = catalog.place(name)
+    if file is not None:
+        owner: Any = origin  # tensors of a dict have no file
+        return target_of(owner, name)
+    about = catalog.about(name)
+    if not about.quantized:
+        check_floating(name, about.row, None)
+    work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
+
+    def rows(at: Any) -> Array:
+        values: Array = catalog.array(name)[at].astype(work)
+        return values
+
+    source = None if about.quantized else in_rows(catalog.in_place(name), work)
+    row = None if about.quantized else about.row
+    return AdapterTarget(name, about.shape, row, work, rows, about.quantized, source)
+
+
+def _merged(
+    catalog: Catalog,
+    adapters: Sequence[Adapter],
+    heads: Heads,
+    fits: Sequence[Fit] | None = None,
+    places: Mapping[str, Any] | None = None,
+) -> Catalog:
+    """Return a catalog with adapters merged into its tensors, in float32, when a tensor is read."""
+    # The embedding of each untied head that is not stored.
+    aliases = {head: embedding for head, embedding in heads.untied.items() if head not in catalog}
+    whole = catalog.with_aliases(aliases)
+    names = {**dict.fromkeys(catalog), **aliases}  # a piece has more in its files
+    target = partial(_target, whole)
+    base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, target, places=places)
+    result, merge = Catalog.of(whole), Merge(base, adapters, heads, fits=fits)
+    result.makes, result.merge, result.aliases = True, merge, aliases
+    for name in merge.changes:
+        about = whole.about(name)
+        work = dtypes.BY_CODE["F64" if about.row.code == "F64" else "F32"]
+        if not about.packed and (about.quantized or about.row.packed):  # merging turns blocks into numbers
+            about = TensorDescription(name, work.name, about.shape, work.nbytes(math.prod(about.shape)), work, True)
+        result.rows[name] = Made(partial(merge.values, name), work, about)
+    if heads.untied and result.config is not None:
+        result.config = without_ties(result.config)
+    return result
+
+
+def merged(
+    stack: ExitStack,  # closes the adapters
+    catalog: Catalog,
+    adapters: Any,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    with_config: bool = False,  # True if the result has a config.json, which can untie the head
+) -> Catalog:
+    """Return a catalog with adapters merged, or the catalog itself if there are no adapters."""
+    weighted = listed(adapters)
+    if not weighted:
+        return catalog
+    opened_adapters = opened(stack, weighted, storage_options)
+    heads = heads_of(opened_adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
+    result = _merged(catalog, opened_adapters, heads)
+    if not with_config or catalog.config is None:
+        warn_of_untied(heads, catalog.config)
+    return result
+
+
+def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
+    """Return the adapters of a catalog as plain data: a piece has too few tensors to fit them again."""
+    if catalog.merge is None:
+        return []
+    merge, adapters = catalog.merge, []
+    apart = {name: place for name, place in merge.base.places.items() if isinstance(place, Apart)}
+    renamed = {name: place for name, place in merge.base.places.items() if isinstance(place, str)}
+    for adapter, fit in zip(merge.adapters, merge.fits, strict=True):
+        if adapter.checkpoint.weight_files[0].files.remote:
+            raise in_memory("an adapter from a URL is open", "a conversion in pieces")
+        paths = [*(file.place for file in adapter.checkpoint.weight_files), adapter.config_at.path]
+        adapters.append(
+            {
+                "files": [[absolute(path), *identity_of(os.stat(path))[:2]] for path in paths],  # the config comes last
+                "weight": adapter.weight,
+                "parameters": fit.parameters,
+                "transposed": sorted(fit.transposed),
+                "apart": apart,
+                "renamed": renamed,
+                "tied": merge.heads.pairs,
+                "untied": catalog.aliases,
+            }
+        )
+    return adapters
+
+
+def reopened(
+    stack: ExitStack, catalog: Catalog, adapters: Sequence[Mapping[str, Any]], untied: Mapping[str, str]
+) -> Catalog:
+    """Return a catalog with the adapters of a piece merged; ``untied`` are its untied heads, with their embeddings."""
+    weighted, fits = [], []
+    for adapter in adapters:
+        for path, size, version in adapter["files"]:
+            check_unchanged(path, (size, version))
+        paths = [path for path, _, _ in adapter["files"]]
+        weighted.append((paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
+        fits.append(Fit(adapter["parameters"], frozenset(adapter["transposed"]), {}))
+    base = adapters[0]  # all were fitted to one base
+    places = {**base["renamed"], **{name: Apart(*fields) for name, fields in base["apart"].items()}}
+    return _merged(catalog, opened(stack, weighted), Heads(base["tied"], untied), fits, places)

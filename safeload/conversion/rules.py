@@ -1,0 +1,751 @@
+"""The rules that select a scheme for each tensor: as requested, as llama.cpp or an engine's tool chooses, or as kept.
+
+A model is presented to an engine as the engine loads it. Transformers stores experts one by one, or fused:
+``gate_up_proj`` [experts, 2 * width, columns] and ``down_proj``. llm-compressor divides fused experts; mlx-lm stacks
+separate experts. Source: mlx-lm ``models/*.py``, ``sanitize``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ..core import dtypes, packing
+from ..core.arrays import Array
+from ..core.entry import open as open_checkpoint
+from ..core.files import LOCAL
+from ..core.names import check_matches
+from ..core.packing import SCHEMES, parse_scheme, scheme_row
+from ..core.paths import PathLike
+from ..core.showing import Result
+from ..core.store import read_at
+from ..core.text import error_about, plural, show, subject
+from ..errors import FormatError, TensorNotFoundError, UnsupportedError, exported
+from ..formats import mixtures
+from ..formats.mixtures import EMBEDDINGS, FLOAT16, ImportanceMatrix, ModelSizes, TensorType
+from ..models.choosing import STACK, TIE, absent_heads, choose, dtype_in
+from ..models.choosing import tied_heads as heads_tied_in
+from ..models.diffusion import ARCHITECTURE, diffusion_models, quantized_models
+from ..models.family import MlxExperts, changed_by_mlx, engine_model_types, mlx_experts_of
+from ..models.schema import MAX_EXPERTS, Schema
+from ..quant.families import IS_EXPERT, IS_HEAD, Preset, presets
+from ..quant.finder import conv1d_model, is_named_conv1d
+from ..quant.quantization import Quantization, quantization_of
+from ..remote.url import is_url
+from .catalog import Catalog, Move, RestructuredCatalog, TensorDescription, TensorRecipe, TensorView
+from .quantize import WEIGHTS, SchemeName, check_importance
+
+#: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
+#: Used for models without a schema; a schema gives the role of each tensor.
+KEPT_NAMES = ("*embed*", "*_embd*", "*wte*", "*wpe*", "*pos_emb*", "*norm*", "*ln_*", "*bias")
+
+_KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is a bias", "buffer": "is a buffer"}
+
+# Occurs in the architecture names of embedding models in GGUF files, which have a final norm but no head.
+_HEADLESS = "embedding"
+
+# The names in `presets`; MLX's formats have groups of 64 by default.
+EngineFormat: TypeAlias = Literal[
+    "w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8",
+    "mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8", "mlx2-g32", "mlx2-g64", "mlx2-g128", "mlx3-g32", "mlx3-g64",
+    "mlx3-g128", "mlx4-g32", "mlx4-g64", "mlx4-g128", "mlx5-g32", "mlx5-g64", "mlx5-g128", "mlx6-g32", "mlx6-g64",
+    "mlx6-g128", "mlx8-g32", "mlx8-g64", "mlx8-g128", "mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4",
+]  # fmt: skip
+Scheme: TypeAlias = SchemeName | EngineFormat | Mapping[str, SchemeName | None]
+FileTypeName: TypeAlias = Literal[
+    "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "mxfp4_moe"
+]  # fmt: skip
+ConvertScheme: TypeAlias = SchemeName | FileTypeName | EngineFormat | Mapping[str, SchemeName | FileTypeName | None]
+
+_ALL = "*"  # the pattern for all other tensors
+
+Keep = str | Iterable[str] | Callable[[str], object] | None
+
+# Begins a regular expression, which must match a name from its start, as in compressed-tensors.
+_EXPRESSION = "re:"
+_F32 = dtypes.BY_CODE["F32"]
+
+
+class Planned(NamedTuple):
+    """The decision about one tensor."""
+
+    scheme: str | None  # None leaves the tensor unquantized
+    reason: str = ""  # why it is left unquantized
+    already: bool = False  # True if it has the requested scheme already
+    requested: str | None = None  # the requested scheme, if the rows of the tensor need its fallback
+    dtype: str | None = None  # code of the dtype to convert to instead
+
+
+class _SummaryFields(NamedTuple):
+    bytes_before: int
+    bytes_after: int
+    quantized: dict[str, str]
+    kept: dict[str, str]
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] | None = None
+
+
+@exported()
+class Summary(Result, _SummaryFields):
+    """Summary of `load_quantized`; prints as a table.
+
+    It has a row for each tensor; ``scheme`` is "" for tensors that were kept, for the reason in ``kept``.
+
+    Attributes:
+        bytes_before: bytes of all tensors as stored in the source.
+        bytes_after: bytes of the result.
+        quantized: the scheme of each quantized tensor, by name.
+        kept: the reason for each unquantized tensor, by name.
+        tensors: dtype, shape and bytes of each tensor in the source, by name. Unknown after a conversion in pieces.
+    """
+
+    __slots__ = ()
+
+    _columns = ("name", "dtype", "shape", "nbytes", "scheme", "kept")
+    _json = (*_SummaryFields._fields[:-1], ("tensors", Result.rows))
+
+    def _values(self) -> Iterable[Any]:
+        tensors = self.tensors or {}
+        for name in {**dict.fromkeys(tensors), **dict.fromkeys(self.quantized), **dict.fromkeys(self.kept)}:
+            dtype, shape, nbytes = tensors.get(name, ("", (), 0))
+            yield name, dtype, [*shape], nbytes, self.quantized.get(name, ""), self.kept.get(name, "")
+
+    def _about(self) -> Sequence[str]:
+        return [line.strip() for line in str(self).splitlines()]
+
+    def __str__(self) -> str:
+        ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
+        times = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
+        lines = [f"{self.bytes_before:,} bytes became {self.bytes_after:,} ({times})"]
+        for verb, groups in (("quantized to", self.quantized), ("kept:", self.kept)):
+            counts: dict[str, list[str]] = {}
+            for name, label in groups.items():
+                counts.setdefault(label, []).append(name)
+            for label, names in counts.items():
+                lines.append(f"{len(names):6,} {verb} {label}: {names[0]}{', ...' if len(names) > 1 else ''}")
+        return "\n".join(lines)
+
+
+def described(tensors: Mapping[str, TensorDescription]) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return ``tensors`` of a summary."""
+    return {name: (about.code, about.shape, about.nbytes) for name, about in tensors.items()}
+
+
+class Kept:
+    """The tensors to leave unquantized, by patterns of tensor or module names or by a function.
+
+    They may also select all tensors of the source that an engine stores as one: ``sources_of`` returns their names.
+    """
+
+    def __init__(self, keep: Keep, sources_of: Callable[[str], Sequence[str]] = lambda name: ()) -> None:
+        self._sources_of = sources_of
+        patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
+        self._tests = {pattern: _test_of(pattern) for pattern in patterns}
+        self._function = keep if callable(keep) else None
+
+    def reason(self, name: str) -> str | None:
+        """Return why a tensor is kept, or None."""
+        for pattern, test in self._tests.items():
+            if self._selects(test, name):
+                return f"keep={show(pattern)}"
+        return "excluded by keep=" if self._function is not None and self._selects(self._function, name) else None
+
+    def _selects(self, test: Callable[[str], object], name: str) -> bool:
+        """Return True if a test selects a name, or all of its sources."""
+        if test(name):
+            return True
+        sources = self._sources_of(name)
+        left = [source for source in sources if not test(source)]
+        if left and len(left) < len(sources):
+            text = f"keep= selects {show(next(s for s in sources if s not in left))} and not {show(left[0])}, but "
+            text += f"the engine stores both in {show(name)}: select all or none"
+            raise UnsupportedError(text, tensor=name)
+        return bool(sources) and not left
+
+    def check(self, names: Collection[Any]) -> None:
+        """Refuse patterns that match neither a tensor nor a module."""
+        texts = [text for name in names if isinstance(name, str) for text in (name, *self._sources_of(name))]
+        both = {*texts, *(text.removesuffix(".weight") for text in texts)} if self._tests else ()
+        expressions = [pattern for pattern in self._tests if _is_expression(pattern)]
+        check_matches("keep", [pattern for pattern in self._tests if pattern not in expressions], both)
+        for pattern in expressions:
+            if not any(map(self._tests[pattern], both)):
+                raise TensorNotFoundError(f"keep={show(pattern)} matches no tensor")
+
+
+def _is_expression(pattern: object) -> bool:
+    return isinstance(pattern, str) and pattern.startswith(_EXPRESSION)
+
+
+def _test_of(pattern: str) -> Callable[[str], bool]:
+    """Return the function that tells if a pattern matches the name of a tensor, or of its module."""
+    if not _is_expression(pattern):
+        return lambda name: fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
+    try:
+        match = re.compile(pattern.removeprefix(_EXPRESSION)).match
+    except re.error as error:
+        raise ValueError(f"keep={show(pattern)} is not a regular expression: {error}") from None
+    return lambda name: match(name) is not None or match(name.removesuffix(".weight")) is not None
+
+
+# ---- the schemes of a call ----
+
+
+def schema_of(catalog: Catalog) -> Schema | None:
+    """Return the schema of a model's architecture, which gives the roles of its tensors, such as embedding and norm."""
+    choice = choose(catalog.config, catalog.format, dict.fromkeys(catalog).keys())
+    return None if choice is None else choice.schema
+
+
+def tied_heads(catalog: Catalog, schema: Schema | None) -> dict[str, str]:
+    """Return the embedding that each absent head is tied to, by the name of the head."""
+    if schema is None and _HEADLESS in str(catalog.metadata.get(ARCHITECTURE, "")):
+        return {}
+    return absent_heads(schema, dict.fromkeys(catalog).keys(), catalog.config)
+
+
+def check_restorable(name: str, scheme: str) -> None:
+    """Refuse to requantize a tensor that cannot be dequantized."""
+    try:
+        readable = scheme_row(scheme).converts_to(_F32)
+    except ValueError:  # an unknown ggml type
+        readable = False
+    if not readable:
+        raise error_about(UnsupportedError, f"is {scheme}, which this version does not dequantize", tensor=name)
+
+
+class Rules:
+    """Selects a scheme for each tensor."""
+
+    def __init__(self, scheme: Scheme, keep: Keep) -> None:
+        self.schema: Schema | None = None  # gives the roles of tensors; None falls back to `KEPT_NAMES`
+        schemes = scheme if isinstance(scheme, Mapping) else {"*": parse_scheme(scheme)}
+        self._schemes = {pattern: None if value is None else parse_scheme(value) for pattern, value in schemes.items()}
+        self.kept = Kept(keep)
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of ``scheme``, except "*"."""
+        return [pattern for pattern in self._schemes if pattern != "*"]
+
+    def plan(self, name: str, about: TensorDescription) -> Planned:
+        """Decide about a tensor; the first reason to keep it wins."""
+        shape, scheme = about.shape, about.scheme
+        if not about.floating and scheme is None:
+            return Planned(None, f"is {about.dtype}, not floating")
+        if len(shape) not in (2, 3):
+            return Planned(None, f"is {len(shape)}-D, not 2-D or 3-D")
+        chosen = "is empty" if 0 in shape else self._choose(name, shape)
+        if isinstance(chosen, str):
+            return Planned(None, chosen)
+        planned, usual = chosen
+        if scheme is not None and scheme in (planned.scheme, planned.requested):
+            return Planned(None, f"is already {scheme}", already=True)
+        kept = self.kept.reason(name) or usual
+        if kept is not None:
+            return Planned(None, kept)
+        if scheme is not None and not about.packed:
+            check_restorable(name, scheme)
+        return planned
+
+    def _choose(self, name: str, shape: tuple[int, ...]) -> str | tuple[Planned, str | None]:
+        """Return why a matrix is left unquantized; or its scheme, and a reason against it that ``keep`` precedes."""
+        matches = ((pattern, to) for pattern, to in self._schemes.items() if fnmatchcase(name, pattern))
+        pattern, requested = next(matches, (None, None))
+        if pattern is None:
+            return "no pattern of scheme= matches"
+        if requested is None:
+            return f"scheme={{{show(pattern)}: None}}"
+        result = SCHEMES[requested].of_rows(shape[-1])
+        usual = self.usual(name) if pattern == _ALL else None  # an explicit pattern overrides the defaults
+        if result is None:
+            usual = usual or f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[requested].block}"
+        return Planned(result or requested, requested=None if result == requested else requested), usual
+
+    def usual(self, name: str) -> str | None:
+        """Return why a matrix of this name is kept by default, or None if it is quantized."""
+        role = None if self.schema is None else self.schema.role(name)
+        if role is not None:
+            return _KEPT_ROLES.get(role)
+        pattern = next((p for p in KEPT_NAMES if fnmatchcase(name, p)), None)
+        return None if pattern is None else f"matches {pattern}"
+
+
+# ---- llama.cpp's file types ----
+
+
+class FileTypeRules(Rules):
+    """The types that llama-quantize chooses for a file type, except for tensors whose names match a pattern."""
+
+    def __init__(
+        self,
+        patterns: Mapping[str, Any],
+        keep: Keep,
+        file_type: str,
+        sizes: ModelSizes,
+        matrix: ImportanceMatrix | None,
+    ) -> None:
+        super().__init__(patterns, keep)
+        self.file_type, self._sizes, self._matrix = file_type, sizes, matrix
+        self._types: Mapping[str, TensorType] = {}
+
+    def prepare(self, tensors: Mapping[str, TensorDescription]) -> None:
+        """Choose the types of all tensors of the result."""
+        shapes = {name: about.shape for name, about in tensors.items()}
+        if self._sizes.architecture in diffusion_models():
+            self._types = mixtures.choose_for_image(self.file_type, shapes, self._sizes.architecture)
+        else:
+            self._types = mixtures.choose(self.file_type, shapes, self._sizes, imatrix=self._matrix is not None)
+        for name, chosen in self._types.items():
+            has_entry = self._matrix is not None and name in self._matrix.vectors
+            if chosen.requires_imatrix and not has_entry and self.plan(name, tensors[name]).scheme == chosen.type:
+                missing = "pass imatrix=" if self._matrix is None else f"{show(self._matrix.path)} has no entry for it"
+                text = f"becomes {chosen.type}, which file type {self.file_type} requires an importance matrix for"
+                raise error_about(UnsupportedError, f"{text}: {missing}", tensor=name)
+
+    def ordered(self, names: Iterable[str]) -> Iterable[str]:
+        """Return the names in llama-quantize's order."""
+        return names if self._sizes.architecture in diffusion_models() else sorted(names, key=mixtures.sort_key)
+
+    def _choose(self, name: str, shape: tuple[int, ...]) -> str | tuple[Planned, str | None]:
+        if any(fnmatchcase(name, pattern) for pattern in self.patterns):
+            return super()._choose(name, shape)
+        chosen = self._types[name]
+        if chosen.type is None:
+            return f"stays as it is in file type {self.file_type}"
+        if chosen.type == FLOAT16:
+            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks: float16", dtype="F16"), None
+        return Planned(chosen.type, requested=chosen.requested), None
+
+
+def rules_for(
+    catalog: Catalog, scheme: ConvertScheme, keep: Keep, matrix: ImportanceMatrix | None, *, model: bool
+) -> Rules:
+    """Return the rules for ``quantize=``.
+
+    In a ``model``, a file for llama.cpp, a bare name is a file type. In a dict the names of block types are block
+    types; the pattern "*" can also have a mixture such as "q4_k_m".
+    """
+    sizes = ModelSizes.of(catalog.metadata) if model else None
+    if sizes is not None and sizes.architecture in diffusion_models() and sizes.architecture not in quantized_models():
+        raise UnsupportedError(
+            f"{catalog.title}: safeload quantizes the diffusion models {', '.join(quantized_models())}, not "
+            f'{sizes.architecture}: pass dtype="float16" or "bfloat16" instead of quantize=, and llama-quantize of '
+            "ComfyUI-GGUF quantizes the result"
+        )
+    patterns = {name: to for name, to in scheme.items() if name != _ALL} if isinstance(scheme, Mapping) else {}
+    name = scheme.get(_ALL) if isinstance(scheme, Mapping) else scheme
+    lower = name.lower() if isinstance(name, str) else ""
+    named = lower in mixtures.mixtures() if isinstance(scheme, Mapping) else mixtures.is_known(lower)
+    if not named or sizes is None:
+        return Rules(scheme, keep)  # type: ignore[arg-type]  # refuses file types
+    return FileTypeRules(patterns, keep, mixtures.parse(lower), sizes, matrix)
+
+
+# ---- importance ----
+
+_MAGIC = b"GGUF"
+# A file of the older format is read at once: 70B models have 30 MB.
+MAX_FILE = 4 << 30
+
+
+def read_importance(path: PathLike) -> ImportanceMatrix:
+    """Read an importance matrix of llama.cpp's, in GGUF or in the older format."""
+    shown = os.fspath(path)
+    if not is_url(shown):
+        with closing(LOCAL.open(shown)) as store:  # refuses pipes, which could block
+            if read_at(store, 0, min(len(_MAGIC), store.size)) != _MAGIC:
+                if store.size > MAX_FILE:
+                    raise FormatError(f"{store.size:,} bytes are too large for an importance matrix", shown)
+                return mixtures.of_dat(shown, read_at(store, 0, store.size))
+    with open_checkpoint(shown) as checkpoint:
+        names = [name for name in checkpoint if name.endswith((mixtures.SUMS, mixtures.COUNTS))]
+        return mixtures.of_gguf(shown, checkpoint.load(names=names), checkpoint.metadata)
+
+
+def importance_by_name(
+    importance: PathLike | Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Array]:
+    """Return the importance for each tensor to quantize that has one; see `check_importance`."""
+    if isinstance(importance, Mapping):
+        for name in importance:
+            if name not in shapes:
+                raise ValueError(f"imatrix= has importance for {show(name)}, which is not quantized to a type of ggml")
+        return {name: check_importance(vector, shapes[name], name) for name, vector in importance.items()}
+    return vectors_for(read_importance(importance), shapes)
+
+
+def vectors_for(matrix: ImportanceMatrix, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Return the importance of a matrix for each tensor to quantize that has one."""
+    vectors = {name: vector_for(matrix, name, shape) for name, shape in shapes.items()}
+    importance = {name: vector for name, vector in vectors.items() if vector is not None}
+    if shapes and not importance:
+        text = f"imatrix= {show(matrix.path)} has no entry for any of {plural(len(shapes), 'tensor')} to quantize"
+        raise ValueError(f"{text}, such as {show(next(iter(shapes)))}")
+    return importance
+
+
+def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> Array | None:
+    """Return the importance of a tensor's columns, or None if the matrix has no entry for it."""
+    vector = matrix.vectors.get(name)
+    if vector is None:
+        return None
+    columns, matrices = shape[-1], math.prod(shape[:-2])
+    if vector.size == columns * matrices:
+        return vector.reshape(matrices, columns)
+    if name in EMBEDDINGS:
+        return None  # llama-quantize ignores such an entry
+    text = f"importance of {show(name)} has {vector.size:,} numbers, but the tensor has {columns:,} columns"
+    raise FormatError(text + (f" in {matrices:,} matrices" if matrices > 1 else ""), matrix.path)
+
+
+# ---- rules of engines ----
+
+
+_WEIGHT = ".weight"
+# Why a linear module stays unquantized, so that the config must name it.
+_IS_CONV1D = "is a Conv1D, stored as [in, out]"
+_LINEAR = (IS_HEAD, "is a router", IS_EXPERT, _IS_CONV1D, "keep=", "excluded by keep=", "has a side")
+# Modules that choose experts. Engines compute these in full precision, although they are linear.
+_ROUTER = re.compile(r"\.(?:gate|router|shared_expert_gate)\.weight\Z")
+# Experts, which transformers holds as 3-D parameters; bitsandbytes quantizes only linear modules.
+_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+_FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)\Z")
+# Weights of several matrices, as mlx-lm names them.
+_STACKED = re.compile(r"\.(?:switch_mlp\.[a-z_]+|self_attn\.embed_q|self_attn\.unembed_out)\.weight\Z")
+# Modules that engines merge into a single matrix, so that they must share NVFP4's global scale. Source: llmcompressor
+# 0.14 ``entrypoints/model_free``.
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq_a", "wkv_a_with_mqa"),
+)
+
+
+class EngineRules:
+    """Select the weights that an engine's tool would quantize."""
+
+    def __init__(
+        self,
+        preset: Preset,
+        keep: Keep,
+        catalog: Catalog,  # the model, arranged for the engine
+        schema: Schema | None,
+        *,
+        chosen: bool,  # True if the caller has chosen the tensors: any model is supported
+    ) -> None:
+        self.preset, self.engine = preset, preset.engine
+        self._config = config = catalog.config
+        self.kept = Kept(keep)
+        if isinstance(catalog, RestructuredCatalog) and catalog.for_engine:
+            self.kept = Kept(keep, catalog.sources_of)
+        model_type = None if config is None else config.get("model_type")
+        supported = schema is not None and model_type in engine_model_types()
+        if not supported and not chosen:
+            known = ", ".join(sorted(engine_model_types()))
+            fault = f"does not support model_type {show(model_type)} (supported: {known}): "
+            if model_type is None:
+                fault = "needs a config.json with a model_type: pass the folder that has it, or "
+            advice = "choose the tensors to convert with only=, and pass ignore= for those to leave unquantized"
+            raise UnsupportedError(f"{preset.name} {fault}{advice}")
+        if self.engine.stacks_experts and changed_by_mlx(config):
+            raise UnsupportedError(f"{self.preset.name}: {not_as_in_mlx(model_type)}")
+        self.schema = schema if supported else None
+        self._tied = heads_tied_in(config, dict.fromkeys(catalog).keys())
+        self._experts = mlx_experts_of(model_type) if self.engine.stacks_experts and supported else None
+
+    def plan(self, name: str, about: TensorDescription) -> Planned:
+        """Decide about a tensor."""
+        if not about.floating and about.scheme is None:
+            return Planned(None, f"is {about.dtype}, not floating")
+        reason = self._reason(name, about.shape)
+        if reason is not None:
+            return Planned(None, reason)
+        preset, shape = self.preset, about.shape
+        stacked = self._experts is not None and _STACKED.search(name) is not None
+        if len(shape) != 2 + stacked or not name.endswith(_WEIGHT):
+            what = f"is {len(shape)}-D" if len(shape) != 2 else f"has a name that does not end in {_WEIGHT}"
+            text = f"{what}, and {preset.name} quantizes the 2-D weights of linear modules: "
+            text += "pass ignore= with its name to leave it unquantized"
+            raise error_about(UnsupportedError, text, tensor=name)
+        if any(side % preset.sides for side in shape):
+            return Planned(None, f"has a side that is not a multiple of {preset.sides}")
+        if self.engine.stacks_experts and preset.group is not None and shape[-1] % preset.group:
+            return Planned(None, f"has rows of {shape[-1]} elements, not whole groups of {preset.group}")
+        if self._experts is not None and self._experts.router is not None and _ROUTER.search(name):
+            preset = presets()[self._experts.router]
+        group = preset.group
+        if group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % group:
+            text = f"{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole blocks: "
+            text += "pass ignore= with its name to leave it unquantized"
+            raise UnsupportedError(subject(name) + text, tensor=name)  # the engine's kernels do not support them
+        return Planned(preset.name)
+
+    def _reason(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """Return why a floating tensor stays unquantized, or None."""
+        if 0 in shape:
+            return "is empty"
+        kept = self.kept.reason(name)
+        if kept is not None:
+            return kept
+        if is_named_conv1d(name) and conv1d_model(self._config) is not None:
+            return _IS_CONV1D  # engines quantize linear modules, or these as [out, in]
+        role = "weight" if self.schema is None else self.schema.role(name)
+        ends = {"embedding": "is an embedding", "head": IS_HEAD}
+        if role in ends and not self.engine.quantizes_ends:
+            return ends[role]
+        if role in ("norm", "bias", "buffer"):
+            return f"is a {role}"
+        fused = _FUSED_EXPERTS.search(name) is not None
+        if not self.engine.quantizes_experts and (fused or _EXPERT.search(name)):
+            return IS_EXPERT
+        if role is None:
+            return None if fused else "is not in the schema of the model"  # `plan` refuses the axes of fused experts
+        if self.schema is not None and len(shape) == 1:
+            return "is 1-D, not 2-D"
+        quantizes_routers = self._experts is not None and not self._experts.keeps_routers
+        return "is a router" if _ROUTER.search(name) and not quantizes_routers else None
+
+    def drops(self, name: str) -> bool:
+        """Return True for a stored tensor that the engine's tool leaves out."""
+        tied = self.engine.stacks_experts and name in self._tied
+        return tied or name.endswith(self.engine.dropped or "\0")
+
+    def weight_dtype(self, about: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
+        """Return the dtype of a weight before it is quantized: as requested, else the config's, else its own."""
+        row = target or self._usual_dtype() or (about.row if about.scheme is None else _F32)
+        return row if row.code in WEIGHTS else _F32
+
+    def kept_dtype(self, about: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype | None:
+        """Return the dtype for an unquantized tensor; None leaves it as it is."""
+        if self._experts is not None and about.name.endswith(self._experts.uncast or "\0") and about.scheme is None:
+            return None
+        if target is None and (about.scheme is not None or self.engine.casts):
+            return self._usual_dtype() or (None if about.scheme is None else _F32)
+        return target
+
+    def _usual_dtype(self) -> dtypes.Dtype | None:
+        """Return the dtype of weights in the config, or None if engines do not quantize from it."""
+        row = dtype_in(self._config)
+        return row if row is not None and row.code in WEIGHTS else None
+
+    def partners(self, name: str, quantized: Collection[str]) -> tuple[str, ...]:
+        """Return the weights that share a global scale with a quantized weight, itself included; () for none."""
+        if packing.GLOBAL not in self.preset.parts:
+            return ()
+        parent, _, module = name.removesuffix(_WEIGHT).rpartition(".")
+        fused = next((modules for modules in _FUSED if module in modules), (module,))
+        partners = (f"{parent}.{other}{_WEIGHT}" for other in fused) if len(fused) > 1 else (name,)
+        return tuple(other for other in partners if other in quantized)
+
+    def config(
+        self,
+        config: Mapping[str, Any] | None,  # of the source, with the dtype of the result
+        quantized: Mapping[str, str],  # format of each quantized tensor, by name before `rename`
+        kept: Mapping[str, str],  # why each other tensor was kept, by name before `rename`
+        names: Mapping[str, str],  # in the result, by name before `rename`
+    ) -> dict[str, Any]:
+        """Return the ``config.json`` of the folder."""
+        left = {
+            names.get(name, name).removesuffix(_WEIGHT): reason
+            for name, reason in kept.items()
+            if reason.startswith(_LINEAR) and name.endswith(_WEIGHT)
+        }
+        for head in self._tied:
+            if head not in kept:
+                module = head.removesuffix(_WEIGHT)  # transformers has the head beside the model
+                left |= {module: IS_HEAD, module.rpartition(".")[2]: IS_HEAD}
+        if self.engine.stacks_experts and self.schema is not None and TIE not in (config or {}):
+            has_head = any(self.schema.role(name) == "head" for name in (*quantized, *kept))
+            config = {**(config or {}), TIE: not has_head}  # mlx-lm's default is not that of transformers
+        return self.preset.lay_out(self.preset, config or {}, left, self._exceptions(quantized, names))
+
+    def quantization(self, quantized: Mapping[str, str]) -> Quantization:
+        """Return the quantization of a folder with these formats by name, as its reader would parse it."""
+        quantization = quantization_of(self.preset.lay_out(self.preset, {}, {}, self._exceptions(quantized, {})))
+        assert quantization is not None
+        return quantization
+
+    def _exceptions(self, quantized: Mapping[str, str], names: Mapping[str, str]) -> dict[str, Preset]:
+        """Return the modules with another format than the usual one."""
+        return {
+            names.get(name, name).removesuffix(_WEIGHT): presets()[scheme]
+            for name, scheme in quantized.items()
+            if scheme != self.preset.name
+        }
+
+
+def not_as_in_mlx(model_type: object) -> str:
+    """Return why a model's tensors of MLX are not those of transformers."""
+    return (
+        f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names), and "
+        "safeload does not know the differences"
+    )
+
+
+def nothing_left(preset: Preset, kept: Mapping[str, str]) -> UnsupportedError:
+    """Return the error for a conversion that quantizes nothing."""
+    name, reason = next(iter(kept.items()), ("", ""))
+    why = f": tensor {show(name)} {'is kept by ' if reason.startswith('keep=') else ''}{reason}" if reason else ""
+    return UnsupportedError(f"{preset.name}: no tensor is left to quantize{why}")
+
+
+# ---- tensors as an engine loads them ----
+
+_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)
+# Fused experts of a layer, and the separate experts in it.
+_FUSED_WEIGHT = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)", re.ASCII)
+_FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_FUSED_TYPES = frozenset(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
+
+
+def arranged(catalog: Catalog, preset: Preset, *, whole: bool = True) -> Catalog:
+    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay.
+
+    The layers are complete only if the catalog has the ``whole`` model.
+    """
+    model_type = None if catalog.config is None else catalog.config.get("model_type")
+    if not isinstance(model_type, str):
+        return catalog
+    experts = mlx_experts_of(model_type) if preset.engine.stacks_experts else None
+    divides = preset.engine.quantizes_experts and model_type in _FUSED_TYPES
+    if experts is None and not (divides and any(map(_FUSED_WEIGHT.fullmatch, catalog))):
+        return catalog
+    catalog.refuse_codes(catalog, f"convert to {preset.name}")
+    parts = _parts(catalog, divides=divides)
+    recipes = parts if experts is None else _stacked(catalog, preset, experts, parts)
+    if whole and experts is not None:
+        _check_layers(recipes, _size(catalog, "num_hidden_layers"), preset, experts)
+    return RestructuredCatalog(
+        catalog, recipes, metadata=catalog.metadata, config=catalog.config, format=catalog.format, for_engine=True
+    )
+
+
+def like(catalog: Catalog, other: Catalog) -> Catalog:
+    """Return the tensors with experts as the other catalog stores them: stacked or separate."""
+    names, theirs = ([name for name in each if isinstance(name, str)] for each in (catalog, other))
+    if any(STACK in name for name in theirs) and not any(STACK in name for name in names):
+        return arranged(catalog, presets()["mlx4"])
+    if any(map(_FUSED_WEIGHT.fullmatch, names)) and not any(map(_FUSED_WEIGHT.fullmatch, theirs)):
+        return arranged(catalog, presets()["w4a16"])
+    return catalog
+
+
+def _parts(catalog: Catalog, *, divides: bool) -> dict[str, TensorRecipe]:
+    """Return all tensors of a model, with separate experts."""
+    parts = {}
+    for name in catalog:
+        shape = tuple(catalog.about(name).shape)
+        match = _FUSED_WEIGHT.fullmatch(name) if divides else None
+        if match is None or len(shape) != 3:
+            parts[name] = TensorRecipe(shape, (Move(name),))
+            continue
+        modules = _FUSED_PARTS[match[2]]
+        if shape[1] % len(modules) or not 0 < shape[0] <= MAX_EXPERTS:
+            raise error_about(FormatError, f"{list(shape)} does not hold experts", tensor=name)
+        rows = shape[1] // len(modules)
+        for expert in range(shape[0]):
+            for k, module in enumerate(modules):
+                part = slice(None) if len(modules) == 1 else slice(k * rows, (k + 1) * rows)
+                full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
+                if full in catalog:
+                    raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
+                parts[full] = TensorRecipe((rows, shape[2]), (Move(name, TensorView(expert, part)),))
+    return parts
+
+
+# ---- mlx-lm ----
+
+
+def _stacked(
+    catalog: Catalog, preset: Preset, experts: MlxExperts, parts: Mapping[str, TensorRecipe]
+) -> dict[str, TensorRecipe]:
+    """Return the recipes of a model for mlx-lm, in the order of their first source."""
+    names = "|".join(map(re.escape, experts.modules))
+    expert = re.compile(
+        rf"(model\.layers\.[0-9]+\.{re.escape(experts.block)})\.experts\.(0|[1-9][0-9]{{0,9}})\.({names})\.weight",
+        re.ASCII,
+    )
+    recipes: dict[str, TensorRecipe] = {}
+    stacks: dict[str, dict[int, TensorRecipe]] = {}
+    for name, part in parts.items():
+        match, layer = expert.fullmatch(name), _LAYER.match(name)
+        dropped = layer is not None and experts.dropped is not None and name.startswith(experts.dropped)
+        if dropped and layer is not None and int(layer[1]) >= _size(catalog, "num_hidden_layers"):
+            continue  # mlx-lm leaves out layers beyond the last
+        if match is not None:
+            stack = f"{match[1]}{STACK}{experts.modules[match[3]]}{_WEIGHT}"
+            recipes.setdefault(stack, TensorRecipe((), ()))
+            stacks.setdefault(stack, {})[int(match[2])] = part
+        elif experts.split_heads and name.endswith(".self_attn.kv_b_proj.weight"):
+            recipes.update(_heads(catalog, name, part))
+        elif ".experts." in name:
+            raise UnsupportedError(f"{preset.name}: mlx-lm has no tensor {show(name)}", tensor=name)
+        else:
+            recipes[name] = part
+    renamed = experts.renamed
+    key = renamed if renamed is not None and renamed in (catalog.config or {}) else experts.experts
+    recipes.update((stack, stack_of(catalog, stack, _size(catalog, key), each)) for stack, each in stacks.items())
+    return recipes
+
+
+def stack_of(catalog: Catalog, name: str, count: int, members: Mapping[int, TensorRecipe]) -> TensorRecipe:
+    """Return the recipe of a stack of this many experts."""
+    missing = next((k for k in range(count) if k not in members), None)
+    if missing is not None or len(members) != count:
+        fault = f"expert {missing} is missing" if missing is not None else f"it has {len(members)} experts"
+        raise error_about(FormatError, f"needs {count} experts, but {fault}", path=catalog.title, tensor=name)
+    shapes = {part.shape for part in members.values()}
+    if len(shapes) > 1:
+        text = "is a stack of experts, but these have different shapes"
+        raise error_about(FormatError, text, path=catalog.title, tensor=name)
+    moves = (members[k].moves[0]._replace(written=TensorView(k)) for k in range(count))
+    return TensorRecipe((count, *shapes.pop()), tuple(moves))
+
+
+def _heads(catalog: Catalog, name: str, part: TensorRecipe) -> dict[str, TensorRecipe]:
+    """Divide the up-projection of latent attention by heads."""
+    sizes = ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
+    heads, keys, values = (_size(catalog, key) for key in sizes)
+    if len(part.shape) != 2 or heads > MAX_EXPERTS or part.shape[0] != heads * (keys + values):
+        text = f"{list(part.shape)} does not have {heads} heads of {keys} + {values} rows"
+        raise error_about(FormatError, text, tensor=name)
+    module, columns, source = name.removesuffix("kv_b_proj.weight"), part.shape[1], part.moves[0].source
+    embed, unembed = [], []
+    for k in range(heads):
+        begin = k * (keys + values)
+        middle, end = begin + keys, begin + keys + values
+        embed.append(Move(source, TensorView(rows=slice(begin, middle)), TensorView(k, transposed=True)))
+        unembed.append(Move(source, TensorView(rows=slice(middle, end)), TensorView(k)))
+    return {
+        f"{module}embed_q.weight": TensorRecipe((heads, columns, keys), tuple(embed)),
+        f"{module}unembed_out.weight": TensorRecipe((heads, values, columns), tuple(unembed)),
+    }
+
+
+def _check_layers(recipes: Iterable[str], count: int, preset: Preset, experts: MlxExperts) -> None:
+    """Refuse layers that mlx-lm's model does not have."""
+    layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
+    beyond = next((layer for layer in sorted(layers) if layer >= count), None)
+    if beyond is not None:
+        text = f"{preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
+        text += f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*"
+        raise UnsupportedError(text, tensor=layers[beyond])
+    sparse = {int(match[1]) for name in recipes if STACK in name and (match := _LAYER.match(name))}
+    dense = next((layer for layer in sorted(layers) if layer not in sparse), None)
+    if experts.in_every_layer and dense is not None:
+        text = f"{preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer"
+        raise UnsupportedError(text, tensor=layers[dense])
+
+
+def _size(catalog: Catalog, key: str) -> int:
+    value = (catalog.config or {}).get(key)
+    if type(value) is not int or value <= 0:
+        raise FormatError(f"config.json: {key} must be a positive integer, got {show(value)}", catalog.title)
+    return value

@@ -1,0 +1,725 @@
+"""An open checkpoint of any format: a mapping from names to arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+
+from ..errors import FormatError, UnsupportedError, exported, public
+from . import described, dtypes, log
+from .arrays import Array, TensorLike
+from .cast import astype
+from .files import LOCAL, Location
+from .forking import cached_property
+from .load import Backend, DtypeLike, LoadOptions, LoadStats, Views, load_tensors, parse_target
+from .names import Patterns, choose
+from .opening import Seen, pickled, reopen, seen_of
+from .packing import CONFIG_KEY, KEY, Packed
+from .packing import Part as StoredPart
+from .progress import Progress
+from .quantized_tensor import dequantize_index, read_index
+from .registry import GGUF, KERAS, SAFETENSORS, TORCH_LEGACY, TORCH_ZIP, Opened, OpenRequest, Recipe, part, reopen_file
+from .runtime import paused
+from .showing import TensorInfos, as_html
+from .slice import TAKE, read_slice
+from .table import TensorInfo, distinct, hidden, missing
+from .tensors import FileTensor, Tensors
+from .text import error_about, plural, show
+from .weight_file import WeightFile, infos_of, quantization_in
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .stream import LayerStream, Order, Out, StreamOptions, TensorStream
+
+# Indices of rows: integers, or a boolean mask.
+Rows: TypeAlias = Sequence[int] | Array
+
+__all__ = ["Checkpoint", "LayerStream", "TensorLike", "TensorSlice", "TensorStream"]
+
+# What shows quantized tensors under their logical names: imported here, because a child forked during a later import
+# would hang.
+_codes, _quantization = map(part, ("codes", "quantization"))
+
+# Formats that can come with a config.json.
+_WITH_CONFIG = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
+
+
+# ---- a tensor, read when it is indexed ----
+
+
+@exported()
+class TensorSlice:
+    """A tensor of a file, not read yet. Basic NumPy indexing reads only the selected elements.
+
+    Pickling stores the path of the file, as for a `Checkpoint`.
+
+    Attributes:
+        shape: of the loaded tensor.
+        dtype: of the loaded tensor.
+
+    Example:
+        >>> import safeload
+        >>> head = safeload.open("tiny-llama").get_slice("lm_head.weight")
+        >>> head.shape, head[-2:, ::16].shape
+        ((96, 64), (2, 4))
+    """
+
+    def __init__(self, file: WeightFile, index: int, request: OpenRequest, target: dtypes.Dtype | None = None) -> None:
+        self._file = file
+        self._index = index
+        self._request = request
+        self._target = target
+        self.dtype, self.shape, *_ = file.table.layout(index)
+        if target is not None:
+            self.dtype = dtypes.array_dtype(target.number)
+
+    def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...], str | None]:
+        self._file.check_open()
+        dtype = None if self._target is None else self._target.name
+        return self._file.place, tuple(self._request), self._file.table.names[self._index], seen, dtype
+
+    @classmethod
+    @public
+    def _reopen(
+        cls, path: str, request: tuple[Any, ...], name: str, seen: tuple[int, ...], dtype: str | None
+    ) -> TensorSlice:
+        options = OpenRequest(*request)
+        files = reopen_file(path, seen, options).files
+        file = next((file for file in files if file.table.find(name) >= 0), files[0])
+        return cls(file, file.table.index(name), options, parse_target(dtype))
+
+    @classmethod
+    @public
+    def _of(cls, checkpoint: Any, name: str, dtype: str) -> TensorSlice:
+        tensor: TensorSlice = checkpoint.get_slice(name, dtype=dtype)
+        return tensor
+
+    @public
+    def __reduce__(self) -> tuple[Any, ...]:
+        place, *arguments = self._copied(tuple(self._file.identity[:2]))
+        return TensorSlice._reopen, (self._file.files.public(place), *arguments)
+
+    @public
+    def __copy__(self) -> TensorSlice:
+        return TensorSlice._reopen(*self._copied(self._file.identity))
+
+    @public
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorSlice:
+        return self.__copy__()
+
+    @public
+    def __getitem__(self, index: Any) -> Array:
+        indices = index if isinstance(index, tuple) else (index,)
+        values = read_slice(self._file, self._index, indices, TAKE)
+        return values if self._target is None else astype(values, self.dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<TensorSlice {self.dtype} {list(self.shape)}>"
+
+
+def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
+    """Return a lazy tensor; ``dtype`` converts floating and packed tensors, and packed tensors default to float32."""
+    file.table.refuse_unknown([index], file.path)
+    name, packed, target = file.table.names[index], file.table.packed.get(index), parse_target(dtype)
+    if packed is not None or file.table.is_quantized(index):
+        shape = file.table.shape(index) if packed is None else packed.packing.shape
+        return QuantizedSlice(name, shape, packed, target or parse_target("float32"), checkpoint)
+    row = file.table.row(index)
+    if target is not None and row.packed:
+        text = f"is {row.code}, whose elements share bytes: load it with dtype= and slice the array"
+        raise error_about(UnsupportedError, text, path=file.path, tensor=name)
+    return TensorSlice(file, index, request, target if row.floating else None)
+
+
+class QuantizedSlice(TensorSlice):
+    """A lazy quantized tensor: indexing it dequantizes the rows of the first index."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], packed: Packed | None, row: dtypes.Dtype | None, checkpoint: Any
+    ) -> None:
+        assert row is not None
+        # `packed` is None for int8 and blocks; the checkpoint is pickled with the slice.
+        self._name, self._packed, self._row, self._checkpoint = name, packed, row, checkpoint
+        self.shape = shape
+        self.dtype = dtypes.array_dtype(row.number)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorSlice._of, (self._checkpoint, self._name, self._row.name)
+
+    def __copy__(self) -> QuantizedSlice:
+        return QuantizedSlice(self._name, self.shape, self._packed, self._row, self._checkpoint)
+
+    @public
+    def __getitem__(self, index: Any) -> Array:
+        indices = index if isinstance(index, tuple) else (index,)
+        if self._packed is None:
+            return dequantize_index(self._checkpoint[self._name], indices, self.dtype)
+        return read_index(self._packed, indices, self.dtype, self._name)
+
+
+# ---- a checkpoint ----
+
+
+@exported()
+class Checkpoint(Mapping[str, TensorLike]):
+    """The tensors of a file or a folder, by name. `safeload.open` returns it.
+
+    ``ckpt[name]`` is a writable copy-on-write view of the mapped file, always over the same memory, like
+    ``numpy.memmap`` with mode "c": writing to it does not change the file. From a URL, an array is fetched once. Views
+    stay valid after `close`. A checkpoint can be used from any thread.
+
+    A mapping shows the file itself: if another program truncates the file in place, touching a lost page kills the
+    process (SIGBUS). ``load(backend="pread")`` does not have this hazard.
+
+    A checkpoint pickles as its absolute path or URL and the arguments of `open`. Unpickling opens it again, in any
+    process, and raises FormatError if the files have changed. So does ``copy.copy``. Both raise ValueError if the
+    checkpoint is closed.
+
+    Attributes:
+        format: such as "safetensors", "torch zip", "torch legacy" or "gguf"; `open` accepts it as ``format=``.
+        files: paths of the files that hold the tensors.
+        metadata: text from the header. For a torch checkpoint, everything but the tensors, nested; with ``root``,
+            everything below it. For a GGUF file, a mapping that decodes values on access. For shards, the merged
+            metadata of shards and index.
+        config: parsed ``config.json`` of a folder, else None.
+        index: path of the ``index.json`` if the checkpoint was opened through one, else None.
+        notes: the kind of a folder (an adapter, a pipeline), and the weight files in it that were not opened.
+        last_load: `LoadStats` of the last `load`, else None.
+    """
+
+    path: str  # as messages show it; internal
+    weight_files: Sequence[WeightFile]  # internal
+    ignored: Mapping[str, StoredPart]  # internal
+
+    def __init__(self, opened: Opened) -> None:
+        title, kind, files, where, metadata, config, index_file, notes, recipe, complete = opened
+        stored = recipe is not None and recipe.stored
+        self._hidden: Mapping[str, str] = {}
+        self.ignored = {}
+        self._refused: Mapping[str, str] = {}
+        self._quantization: Any = None
+        self._searched = False  # for a quantization in the config, in the files and beside the files
+        if kind == SAFETENSORS and not stored:
+            if where is not None or KEY in metadata:
+                with paused(sum(file.table.count for file in files)):
+                    where = described.unpack_all(files, where)
+            metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
+        if not stored and kind in (SAFETENSORS, GGUF) and any(file.table.may_be_packed() for file in files):
+            with paused(sum(file.table.count for file in files)):
+                shapes: dict[str, tuple[int, ...]] = {}
+                if kind == GGUF:
+                    for file in files:
+                        shapes.update(part("diffusion").original_shapes(file.table))
+                logical = _codes.make_logical(
+                    files,
+                    where,
+                    _quantization.quantization_of(config),
+                    title=title,
+                    complete=complete,
+                    in_gguf=kind == GGUF,
+                    config=config,
+                    shapes=shapes,
+                )
+            where, self._hidden, self.ignored, self._refused, self._quantization = logical
+            self._searched = True
+        self.path = title
+        self.weight_files = files
+        self._where = where
+        self._views = Views()
+        self._tensors: Mapping[str, TensorInfo] | None = None
+        self._codes: Mapping[str, Any] | None = None
+        self._closed = False
+        self._recipe = recipe
+        self._index = index_file
+        index = None if index_file is None else index_of(self)
+        self.index = None if index is None else index.shown
+        self._notes = notes
+        self.format = kind
+        self.files = list(dict.fromkeys([file.path for file in files]))
+        self.metadata = metadata
+        self.config = config
+        self.last_load: LoadStats | None = None
+
+    def _locate(self, name: str) -> tuple[WeightFile, int]:
+        if self._hidden and name in self._hidden and name not in self:
+            raise hidden(name, self._hidden[name], self.path)
+        if self._where is None:
+            return self.weight_files[0], self.weight_files[0].table.index(name)
+        place = self._where.get(name)
+        if place is None:
+            raise missing(name, list(self._where))
+        return place
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self.path} is closed")
+
+    @public
+    def __getitem__(self, name: str) -> TensorLike:
+        self._check_open()
+        array: TensorLike | None = self._views.find(name)
+        return self._views.make(name, self._aliases(name)) if array is None else array
+
+    def _aliases(self, name: str) -> list[FileTensor]:
+        """Return the tensors that share bytes with a tensor, including itself: they can share a single copy."""
+        file, index = self._locate(name)
+        if not file.table.shaped:
+            return [(name, file, index)]
+        sharing = ((file.table.names[k], file, k) for k in file.table.together(index))
+        return [part for part in sharing if self._where is None or self._where.get(part[0]) == part[1:]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weight_files[0].table.names if self._where is None else self._where)
+
+    def __len__(self) -> int:
+        return self.weight_files[0].table.count if self._where is None else len(self._where)
+
+    def __contains__(self, name: object) -> bool:
+        if self._where is not None:
+            return name in self._where
+        return isinstance(name, str) and self.weight_files[0].table.find(name) >= 0
+
+    def __repr__(self) -> str:
+        tensors, state = plural(len(self), "tensor"), ", closed" if self._closed else ""
+        return f"<Checkpoint {show(self.path)}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self)[1:-1], self.tensors.values(), len(self))
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """The kind of a folder or file (an adapter, a pipeline), and its unopened weight files."""
+        adapters = part("adapters")
+        kind = adapters.adapter_kind(self) if adapters and not any("adapter" in note for note in self._notes) else None
+        return [*self._notes, *([] if kind is None else [adapters.adapter_note(kind)])]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes, as stored."""
+        sizes = {file: file.table.sizes() for file in self.weight_files}
+        return sum(sizes[file][index] for _, file, index in tensors_of(self))
+
+    @property
+    def named_globals(self) -> dict[str, bool]:
+        """Classes and functions named in the pickles of a torch checkpoint: True if they are on the allowlist.
+
+        Empty for other formats. Values can be False only with ``unknown_globals="inert"``.
+        """
+        return {name: allowed for file in self.weight_files for name, allowed in file.table.named_globals.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Descriptions of the tensors by name: dtype, shape, file, byte range."""
+        if self._tensors is None:
+            self._tensors = TensorInfos(infos_of(self.weight_files, self._where))
+        return self._tensors
+
+    @public
+    def get_slice(self, name: str, *, dtype: Any = None) -> TensorSlice:
+        """Return a lazy tensor: indexing it reads only the selected part, as in ``ckpt.get_slice("h.0.w")[:128]``.
+
+        Args:
+            name: of the tensor.
+            dtype: floating dtype to convert a floating tensor, or dequantize a quantized tensor, to. None converts
+                nothing, and dequantizes to float32.
+
+        Returns:
+            The slice. Of a quantized tensor it reads the selected range of the first axis, in whole blocks.
+
+        Raises:
+            TensorNotFoundError: the name does not exist.
+            UnsupportedError: ``dtype`` is given for codes of a scheme without dequantization, or for elements smaller
+                than a byte.
+        """
+        self._check_open()
+        file, index = self._locate(name)
+        if dtype is not None:
+            refuse_codes(self, [name], "dtype=")
+        options = OpenRequest() if self._recipe is None else self._recipe.options
+        return slice_of(file, index, options._replace(formats=(self.format,)), dtype, self)
+
+    @overload
+    def take(self, name: str, rows: Rows, dtype: None = None) -> Any: ...
+    @overload
+    def take(self, name: str, rows: Rows, dtype: DtypeLike) -> Array: ...
+    @public
+    def take(self, name: str, rows: Rows, dtype: Any = None) -> Any:
+        """Return rows of a tensor by index: ``ckpt.take("model.embed_tokens.weight", [5, 2, -1])``.
+
+        Only these rows are read, in few reads if the rows are close together. Of a quantized tensor, the blocks of
+        these rows are read; of layouts that store rows of values as columns (GPTQ, AWQ), all codes.
+
+        Args:
+            name: of the tensor, which must have an axis.
+            rows: indices of the first axis as a list, a range or an integer array, in any order, possibly repeated;
+                negative indices count from the end. Or a boolean mask with an element per row.
+            dtype: dtype to convert floating rows, and dequantize quantized rows, to; see `load`. None converts nothing.
+
+        Returns:
+            The rows, in new memory of shape ``[rows, *shape[1:]]``. Rows of a quantized tensor are a
+            `QuantizedTensor` unless ``dtype`` dequantizes these rows.
+
+        Raises:
+            TensorNotFoundError: the name does not exist.
+            IndexError: an index is out of range, or the mask has another length than the first axis.
+            TypeError: ``rows`` is neither integers nor a mask.
+            UnsupportedError: the tensor has no axes; or the rows of a quantized tensor are not whole blocks, and
+                ``dtype`` is None.
+            FormatError, OSError: the file ends too early, or cannot be read.
+
+        Example:
+            >>> import safeload
+            >>> with safeload.open("tiny-llama") as checkpoint:
+            ...     checkpoint.take("model.embed_tokens.weight", [5, 2, 5], dtype="float32").shape
+            (3, 64)
+        """
+        from .take import take_rows  # only here: most programs take no rows
+
+        self._check_open()
+        file, index = self._locate(name)
+        if dtype is not None:
+            refuse_codes(self, [name], "dtype=")
+        return take_rows(file, index, rows, dtype, name)
+
+    @overload
+    def load(
+        self, names: Iterable[str] | None = None, *, dtype: None = None, **options: Unpack[LoadOptions]
+    ) -> dict[str, Any]: ...
+    @overload
+    def load(
+        self, names: Iterable[str] | None = None, *, dtype: DtypeLike, **options: Unpack[LoadOptions]
+    ) -> dict[str, Array]: ...
+    @public
+    def load(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        only: Patterns = None,
+        drop: Patterns = None,
+        dtype: Any = None,
+        backend: Backend = "mmap",
+        out: Mapping[str, Array] | None = None,
+        threads: int | None = None,
+        progress: Progress = None,
+    ) -> dict[str, Any]:
+        """Load tensors into a dict, in the order of ``names`` or of the file (for torch files, of the pickle).
+
+        Args:
+            names: exact names of the tensors to load; None loads all.
+            only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``. Cannot be combined
+                with ``names``.
+            drop: shell pattern, or several, of the names to skip.
+            dtype: dtype to convert floating tensors and dequantize quantized tensors to, in the pass that reads them:
+                float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, as a name ("bf16"), a code or a type
+                of NumPy, ml_dtypes, torch or JAX. F4 and F6 tensors are decoded. Integer, bool and complex tensors keep
+                their dtype.
+            backend: "mmap" returns new copy-on-write views of tensors that are not converted. "pread" reads into
+                private memory on all cores, and should be used if another program may truncate the file. "direct" also
+                bypasses the page cache. URLs are always read.
+            out: arrays to fill, by name. Each must be C-contiguous, have its tensor's dtype and shape, and share no
+                memory with another. All are checked before the first byte is written; if reading fails, some may be
+                partly filled.
+            threads: number of reading threads; None chooses it.
+            progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
+
+        Returns:
+            Arrays by name: writable, aligned, and C-contiguous except for strided torch tensors, which are views.
+            Quantized tensors are `QuantizedTensor` unless ``dtype`` dequantizes them. BF16 and F8 tensors have
+            ml_dtypes dtypes. F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
+
+        Raises:
+            TensorNotFoundError: a name does not exist, or a pattern matches none.
+            UnsupportedError: the conversion is not supported, or ``dtype`` is given for stored codes or for codes of a
+                scheme without dequantization, such as EXL2.
+            ValueError: an array in ``out`` does not fit, or both ``names`` and ``only`` are given.
+            FormatError: a file ends too early; the message has path and byte.
+            OSError: a file cannot be read.
+        """
+        parts = chosen(self, names, only, drop, dtype)
+        arrays, self.last_load = load_tensors(
+            parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
+        )
+        log.debug("loaded %s: %s", self.path, self.last_load)
+        return arrays
+
+    @overload
+    def stream(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: Literal[False] = False,
+        dtype: None = None,
+        **options: Unpack[StreamOptions],
+    ) -> TensorStream[TensorLike]: ...
+    @overload
+    def stream(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: Literal[False] = False,
+        dtype: DtypeLike,
+        **options: Unpack[StreamOptions],
+    ) -> TensorStream[Array]: ...
+    @overload
+    def stream(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: Literal[True],
+        dtype: None = None,
+        **options: Unpack[StreamOptions],
+    ) -> LayerStream[TensorLike]: ...
+    @overload
+    def stream(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: Literal[True],
+        dtype: DtypeLike,
+        **options: Unpack[StreamOptions],
+    ) -> LayerStream[Array]: ...
+    @overload
+    def stream(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: bool,
+        dtype: None = None,
+        **options: Unpack[StreamOptions],
+    ) -> TensorStream[TensorLike] | LayerStream[TensorLike]: ...
+    @overload
+    def stream(
+        self, names: Iterable[str] | None = None, *, by_layer: bool, dtype: DtypeLike, **options: Unpack[StreamOptions]
+    ) -> TensorStream[Array] | LayerStream[Array]: ...
+    @public
+    def stream(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        by_layer: bool = False,
+        only: Patterns = None,
+        drop: Patterns = None,
+        dtype: Any = None,
+        ahead: int | str = 256 << 20,
+        order: Order = "file",
+        out: Out = None,
+        threads: int | None = None,
+        progress: Progress = None,
+    ) -> TensorStream[Any] | LayerStream[Any]:
+        """Iterate over tensors while the next ones are read: ``for name, array in ckpt.stream(): ...``.
+
+        Reading starts when the first tensor is requested, and stops after an error or the iterator's ``close()``.
+
+        Args:
+            names: exact names of the tensors to stream; None streams all.
+            by_layer: True yields (layer, {name: array}). A layer is the prefix of its tensors, such as
+                "model.layers.0"; all tensors outside layers come together, as layer "". A layer is whole, even if its
+                tensors are in several files, and comes at the place of its first tensor in ``order``. It needs the
+                memory of a layer besides ``ahead``.
+            only: shell pattern, or several, of the names to stream. Cannot be combined with ``names``.
+            drop: shell pattern, or several, of the names to skip.
+            dtype: dtype to convert floating tensors and dequantize quantized tensors to, see `load`.
+            ahead: limit on bytes of tensors that were read and not yet taken, as a number or text such as "1GiB". A
+                larger tensor is read alone.
+            order: "file" follows the bytes, file after file; "given" follows the order of `load`; "ready" yields the
+                first tensor that arrives, which for local files is file order, and cannot be combined with
+                ``by_layer``.
+            out: arrays to fill, by name, or a function from names to arrays. Each array must be C-contiguous and have
+                its tensor's dtype and shape. The function is called in the caller's thread, ahead of time: it may
+                return an array again only after that array's tensor was taken.
+            threads: number of reading threads; None chooses it.
+            progress: True shows a progress bar of the tensors taken. A callable gets (bytes_done, bytes_total).
+
+        Returns:
+            Iterator of (name, array), or of (layer, {name: array}). Each array is new memory: writable, C-contiguous
+            and aligned to 64 bytes (repeated elements of a torch tensor stay repeated). Memory of dropped arrays is
+            reused, so a loop should drop each array before it takes the next. Quantized tensors are `QuantizedTensor`
+            unless ``dtype`` dequantizes them.
+
+        Raises:
+            TensorNotFoundError, UnsupportedError, ValueError: see `load`.
+            FormatError, OSError: a tensor cannot be read; raised at its turn, after all tensors before it.
+            RuntimeError: the iterator was created before a fork.
+
+        Example:
+            >>> import safeload
+            >>> with safeload.open("tiny-llama") as checkpoint:
+            ...     {name: float(array.max()) for name, array in checkpoint.stream(only="model.norm.*")}
+            {'model.norm.weight': 1.0546875}
+            >>> with safeload.open("tiny-llama") as checkpoint:
+            ...     {layer: len(tensors) for layer, tensors in checkpoint.stream(by_layer=True)}
+            {'': 3, 'model.layers.0': 9, 'model.layers.1': 9, 'model.layers.2': 9}
+        """
+        from .stream import stream  # only here: most programs stream nothing
+
+        parts = chosen(self, names, only, drop, dtype)
+        return stream(
+            parts,
+            self.weight_files,
+            by_layer=by_layer,
+            dtype=dtype,
+            ahead=ahead,
+            order=order,
+            out=out,
+            threads=threads,
+            progress=progress,
+        )
+
+    def close(self) -> None:
+        """Close the files. Arrays stay valid, because a mapping lives as long as its last array."""
+        self._closed = True
+        self._views.clear()
+        for file in self.weight_files:
+            file.close()
+
+    @classmethod
+    @public
+    def _reopen(cls, recipe: Sequence[Any], seen: Seen, quantization: str | None) -> Checkpoint:
+        checkpoint = cls(reopen(Recipe(*recipe), seen))
+        if quantization_in(checkpoint.weight_files) != quantization:
+            checkpoint.close()
+            raise FormatError("the quantization in config.json has changed since it was opened", checkpoint.path)
+        return checkpoint
+
+    @public
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = pickled(recipe_of(self), seen_of(self.weight_files, self._index))
+        return Checkpoint._reopen, (*arguments, quantization_in(self.weight_files))
+
+    @public
+    def __copy__(self) -> Checkpoint:
+        seen = seen_of(self.weight_files, self._index)
+        return Checkpoint._reopen(recipe_of(self), seen, quantization_in(self.weight_files))
+
+    @public
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoint:
+        return self.__copy__()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+# ---- for safeload's own modules ----
+
+
+def file_notes_of(checkpoint: Checkpoint) -> Sequence[str]:
+    """Return the notes about files; `Checkpoint.notes` also looks for an adapter."""
+    return checkpoint._notes
+
+
+def tensors_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> Tensors:
+    """Return the tensors with these names, or all tensors in file order."""
+    where, files = checkpoint._where, checkpoint.weight_files
+    if names is not None and where is not None and not checkpoint._hidden:
+        names = list(distinct(names))  # may be an iterator
+        with suppress(KeyError):
+            return Tensors.located(where, names)
+    if names is not None and (where is not None or checkpoint._hidden):
+        return Tensors.of((name, *checkpoint._locate(name)) for name in distinct(names))
+    return Tensors.in_file(files[0], names) if where is None else Tensors.located(where)
+
+
+def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, drop: Patterns, dtype: Any) -> Tensors:
+    """Return the tensors to load; see `Checkpoint.load` for errors."""
+    checkpoint._check_open()
+    if only is not None or drop is not None:
+        names = choose(checkpoint, names, only, drop)
+    parts = tensors_of(checkpoint, names)
+    if dtype is not None:
+        refuse_codes(checkpoint, (tensor[0] for tensor in parts), "dtype=")
+    return parts
+
+
+def with_aliases(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Checkpoint:
+    """Return a view of a checkpoint with second names for tensors; both share the open files."""
+    view = object.__new__(type(checkpoint))
+    view.__dict__.update(checkpoint.__dict__)
+    where = {name: (file, index) for name, file, index in tensors_of(checkpoint)}
+    view._where = {**where, **{alias: where[name] for alias, name in aliases.items()}}
+    view._views, view._tensors, view._codes = Views(), None, None
+    return view
+
+
+def settings_of(checkpoint: Checkpoint) -> Any:
+    """Return the `Quantization` with which the tensors of a checkpoint are read, or None."""
+    return checkpoint._quantization if checkpoint._searched else _quantization.quantization_of(checkpoint.config)
+
+
+def codes_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the `Codes` of tensors with quantization codes, which mean nothing without their scales."""
+    files = checkpoint.weight_files
+    if not _codes and not any(file.table.may_be_packed() or file.table.quantized for file in files):
+        return {}
+    if checkpoint._codes is None:
+        alone = checkpoint.config is None and checkpoint.format in _WITH_CONFIG
+        checkpoint._codes = _codes.codes_of(
+            files,
+            tensors_of(checkpoint),
+            settings_of(checkpoint),
+            search=alone and not checkpoint._searched,
+            incomplete=alone and checkpoint.index is None,
+            refused=checkpoint._refused,
+        )
+        if checkpoint.format == KERAS:
+            checkpoint._codes = _codes.codes_of_keras(tensors_of(checkpoint))
+    return checkpoint._codes
+
+
+def refuse_codes(checkpoint: Checkpoint, names: Iterable[str], what: str) -> None:
+    """Refuse to treat quantization codes as plain numbers."""
+    codes = codes_of(checkpoint)
+    if codes:
+        _codes.refuse(codes, names, what, checkpoint.path)
+
+
+def index_of(checkpoint: Checkpoint) -> Location | None:
+    """Return the location of the ``index.json`` that the checkpoint was opened through."""
+    files = LOCAL if checkpoint._recipe is None else checkpoint._recipe.files
+    return None if checkpoint._index is None else Location(files, checkpoint._index[0])
+
+
+def folder_of(checkpoint: Checkpoint) -> Location | None:
+    """Return the folder that the checkpoint was opened by, directly or through its index; None for files."""
+    index, recipe = index_of(checkpoint), checkpoint._recipe
+    if index is not None:
+        return Location(index.files, index.files.split(index.path)[0])
+    if recipe is None or recipe.listed:
+        return None
+    files, path = recipe.files, recipe.paths[0]
+    # Remotely, `is_folder` would take a request.
+    file = any(file.place == path for file in checkpoint.weight_files) if files.remote else not files.is_folder(path)
+    return None if file else Location(files, path)
+
+
+def recipe_of(checkpoint: Checkpoint) -> Recipe:
+    """Return how the checkpoint was opened."""
+    checkpoint._check_open()
+    if checkpoint._recipe is None:
+        raise TypeError(f"{checkpoint.path} was not opened by safeload.open, and cannot be copied")
+    return checkpoint._recipe
+
+
+def opened_as_stored(checkpoint: Checkpoint) -> Checkpoint:
+    """Open the files of a checkpoint again, with ``stored=True``."""
+    seen = seen_of(checkpoint.weight_files, checkpoint._index)
+    return Checkpoint(reopen(recipe_of(checkpoint)._replace(stored=True), seen))
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LayerStream", "TensorStream"):  # imported with the first stream
+        return getattr(import_module(".stream", __package__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,461 @@
+"""Describe jobs, operations of the C core on the bytes of a tensor; run them, and name what a failed job read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from ..errors import RangeError
+from .arrays import Array, byteswapped, empty_array, swappable
+from .local import LocalStore, direct_of, none_free
+from .memory import address_of, thread_count
+from .native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
+from .progress import Progress, reporter
+from .text import subject
+from .weight_file import WeightFile, is_remote
+
+# Bytes to plan, or to read, at a time from the network: enough for many requests.
+WINDOW = 64 << 20
+# Length of a time slice in C, after which signals are handled and progress is reported.
+SLICE_MS = 50
+# Direct reads get longer slices, because the disk is idle from the end of a slice until all readers are back.
+DIRECT_SLICE_MS = 200
+# True if this machine is not little-endian like the files.
+_SWAPS = sys.byteorder == "big"
+# A file of up to this size is written without a job, which would take longer than the system call.
+_SHORT_FILE = 1 << 20
+# Memory for the scales of packed codes in a group of jobs.
+_PREPARED_BYTES = 64 << 20
+
+
+class JobGrid(NamedTuple):
+    """An ``sl_grid``: a strided 2-D copy between elements that are not contiguous on both sides."""
+
+    rows: int
+    columns: int  # elements in each row
+    strides: tuple[int, int, int, int]  # in bytes: row and column of the source, row and column of the destination
+
+    def prepare(self) -> dict[str, Any]:
+        """Return the fields of an ``sl_grid``."""
+        return dict(zip(_GRID_FIELDS, (self.rows, self.columns, *self.strides), strict=True))
+
+
+_GRID_FIELDS = [name for name, _ in ffi.typeof("sl_grid").fields]
+
+
+class Channels(NamedTuple):
+    """An ``sl_channels``: per-axis scales, or the channels to compute absmax of."""
+
+    number: int  # of channels
+    inner: int  # consecutive elements (in C order) of a channel
+    factors: Array | None = None  # scales, f32 of shape [number]; None to compute absmax only
+
+    def prepare(self) -> dict[str, Any]:
+        """Return the fields of an ``sl_channels``."""
+        return {"count": self.number, "inner": self.inner, "factors": self.factors}
+
+
+class Update(NamedTuple):
+    """An ``sl_update``: a product of matrices to add to a matrix."""
+
+    left: Array  # f32 [rows, rank]
+    panels: Array  # f32; see `panels_of`
+    scaling: float
+
+
+class Updates(NamedTuple):
+    """An ``sl_merge``: the changes of a matrix, one after another."""
+
+    columns: int  # of the matrix
+    updates: Sequence[Update]
+
+    def prepare(self) -> dict[str, Any]:
+        """Return the fields of an ``sl_merge``."""
+        floats = partial(ffi.from_buffer, "float[]")
+        rows = [(left.shape[1], floats(left), floats(panels), scaling) for left, panels, scaling in self.updates]
+        table = np.frombuffer(ffi.buffer(ffi.new("sl_update[]", rows)), np.uint8) if rows else None
+        return {"columns": self.columns, "count": len(rows), "updates": table}
+
+
+def panels_of(right: Array) -> Array:
+    """Return a matrix [rank, columns] as f32 panels, with zeros in the last panel's unused columns."""
+    rank, columns = right.shape
+    width = int(lib.SL_MERGE_PANEL)
+    panels = np.zeros((-(-columns // width), rank, width), np.float32)
+    whole = columns // width
+    panels[:whole] = right[:, : whole * width].reshape(rank, whole, width).transpose(1, 0, 2)
+    panels[whole:, :, : columns - whole * width] = right[:, whole * width :]
+    return panels
+
+
+class Origin(NamedTuple):
+    """The tensor of a job."""
+
+    tensor: str  # name for errors; "" for a single array
+    shape: tuple[int, ...] = ()  # to report indices in errors
+    owner: Any = None  # keeps the memory of the source alive
+    first: int = 0  # first element of the job in the tensor
+    path: str | None = None  # of the file, if the job reads bytes of it in memory
+
+
+class Job(NamedTuple):
+    """An ``sl_job``."""
+
+    file: WeightFile | int | None  # of the source: None for memory, a handle of the C core if there is no `WeightFile`
+    offset: int  # in the file, or the address of the source
+    memory: int  # address of the destination (of the source of a write)
+    size: int  # bytes of all elements at the source
+    source: int = 0  # dtype number of the source
+    target: int = 0  # dtype number of the destination, if the operation has one
+    op: int = lib.SL_OP_COPY
+    grid: JobGrid | None = None  # for strided 2-D copies
+    channels: Channels | None = None  # for operations with channels
+    origin: Origin | None = None  # None if the file can find the tensor by the failing byte
+    packed: Any = None  # a `CodeReader` for operations on packed codes: `source` is F32, `size` counts values
+    merge: Updates | None = None  # for `lib.SL_OP_MERGE`
+
+
+_FILE, _SIZE, _CODES = map(attrgetter, ("file", "size", "packed"))
+
+
+def moving(source: int, target: int, grid: JobGrid | None = None) -> int:
+    """Return the operation that moves values from one dtype to another."""
+    if grid is not None:
+        return int(lib.SL_OP_GRID)
+    return int(lib.SL_OP_COPY if source == target else lib.SL_OP_CONVERT)
+
+
+# ---- running ----
+
+
+def struct_dtype(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype of a struct of the C core, with the compiler's offsets; pointers are uint64."""
+    kind = ffi.typeof(name)
+    fields = [(field, info.offset, info.type) for field, info in kind.fields]
+    codes = {"int32_t": "i4", "uint32_t": "u4", "int64_t": "i8", "uint64_t": "u8", "float": "f4", "double": "f8"}
+    return np.dtype(
+        {
+            "names": [field for field, _, _ in fields],
+            "formats": ["u8" if of.kind == "pointer" else codes[of.cname] for _, _, of in fields],
+            "offsets": [offset for _, offset, _ in fields],
+            "itemsize": ffi.sizeof(kind),
+        }
+    )
+
+
+# A job, with its fields in the order of `Job`.
+JOB = struct_dtype("sl_job")[
+    ["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct", "merge"]
+]
+_GRID = struct_dtype("sl_grid")
+_CHANNELS = struct_dtype("sl_channels")
+_PACKED = struct_dtype("sl_packed")
+_MERGE = struct_dtype("sl_merge")
+
+# The source of a job: a file, a handle kept open by the caller, or None for memory.
+JobFile = WeightFile | int | None
+
+
+def run_jobs(
+    table: Array,
+    files: Sequence[JobFile],
+    total: int,
+    threads: int | None,
+    *,
+    report: Callable[[int], object],
+    fail: Callable[[int, Any, int], None],
+    packed: Sequence[Any] = (),
+    done: int = 0,
+    direct: bool = False,
+) -> bool:
+    """Run jobs in groups with few open files and scales; return True if the system refused a direct read.
+
+    ``fail`` raises the error of the job at an index; ``done`` of the ``total`` bytes were moved before.
+    """
+    refused, room, begin = False, None, 0
+    while True:
+        end = _affordable(packed, begin) if packed else len(table)
+        prepared = _describe(packed[begin:end], table["packed"][begin:end], _PACKED) if packed else None
+        handles: dict[JobFile, int] = {}
+        unbuffered: dict[JobFile, int] = {}  # handles for direct reads
+        try:
+            end = begin + _open(files[begin:end], handles, 2 if direct else 1)
+            group, ours = table[begin:end], files[begin:end]
+            group["file"] = list(map(handles.__getitem__, ours))
+            if direct:
+                refused |= not _open_direct(ours, handles, group, unbuffered)
+            count = thread_count(total, threads, direct=bool(unbuffered))
+            cursor, error = ffi.new("sl_cursor *"), Error()
+            if unbuffered:
+                group["direct"] = [unbuffered.get(file, 0) for file in ours]
+                room = room or ffi.from_buffer(private_buffer(count * lib.SL_DIRECT_ROOM))
+                cursor.room, cursor.rooms = room, count
+            described, slice_ms = ffi.from_buffer("sl_job[]", group), DIRECT_SLICE_MS if unbuffered else SLICE_MS
+            while not cursor.finished:
+                status = lib.sl_jobs_run(described, len(group), TIER, count, slice_ms, cursor, error)
+                if status != lib.SL_OK:
+                    fail(status, error, begin + cursor.failed_job)
+                report(done + cursor.bytes_done)
+        finally:
+            for handle in unbuffered.values():
+                short.sl_file_close(handle)
+            for file in handles:
+                if isinstance(file, WeightFile):
+                    file.local.end_use()
+        del prepared
+        done, begin = done + int(cursor.bytes_done), end
+        if begin == len(table):
+            return refused
+
+
+def _open(files: Sequence[JobFile], handles: dict[JobFile, int], each: int) -> int:
+    """Open files, at least one, of the first jobs that the budget and the system allow; return how many jobs.
+
+    ``each`` is the number of descriptors for a file: for direct reads it has a second handle.
+    """
+    for file in dict.fromkeys(files):
+        if not isinstance(file, WeightFile):
+            handles[file] = int(lib.SL_MEMORY) if file is None else file
+            continue
+        try:
+            handles[file] = file.local.begin_use(each if handles else 0)
+        except OSError as error:
+            if not handles or not none_free(error.errno):
+                raise
+            return next(k for k, other in enumerate(files) if other not in handles)
+    return len(files)
+
+
+def _open_direct(
+    files: Sequence[JobFile], handles: Mapping[JobFile, int], group: Array, unbuffered: dict[JobFile, int]
+) -> bool:
+    """Open handles for direct reads, by file, which the caller closes; return False if the system refuses one."""
+    plain = (group["grid"] == 0) & (group["packed"] == 0) & (group["size"] > 0)
+    usable = {file for file, reads in zip(files, plain.tolist(), strict=True) if reads and isinstance(file, WeightFile)}
+    for file in usable:
+        handle = direct_of(handles[file])
+        if handle is not None:
+            unbuffered[file] = handle
+    return len(unbuffered) == len(usable)
+
+
+class Batch:
+    """Jobs to run together. Their memory must stay alive until they have run.
+
+    ``Origin.owner`` keeps the memory of a source alive; the caller keeps the rest.
+    """
+
+    # Runs the jobs on remote files, and returns the other jobs. `fetch` sets it: who opens a remote file imports that.
+    run_remote: ClassVar[Callable[[Sequence[Job], int, Callable[[int], object]], list[Job]]]
+
+    def __init__(self, jobs: Iterable[Job] = (), *, direct: bool = False) -> None:
+        self.jobs = list(jobs)
+        self.refused = False  # True if the system refused a direct read
+        self._direct = direct
+        self._results: list[Array] = []
+
+    def add(self, job: Job) -> None:
+        """Add a job."""
+        self.jobs.append(job)
+
+    def into(self, array: Array) -> int:
+        """Return the address of an array for jobs to fill; `run` leaves its values in this machine's byte order."""
+        if _SWAPS:
+            self.results((array,))
+        return address_of(array)
+
+    def results(self, arrays: Iterable[Array]) -> None:
+        """Register arrays over memory of jobs for `run`, which swaps bytes if this machine is not little-endian."""
+        self._results += (array for array in arrays if _SWAPS and array.dtype.itemsize > 1)
+
+    def run(self, *, threads: int | None = None, progress: Progress = None) -> int:
+        """Run all jobs and return the number of bytes moved.
+
+        Files are opened if their descriptors were closed. If the process may not have enough descriptors, the jobs run
+        in groups with fewer files.
+        """
+        jobs = self.jobs
+        left = total = int(sum(map(_SIZE, jobs)))
+        with reporter(progress, total) as report:
+            if _reads_remote(jobs):
+                jobs = Batch.run_remote(jobs, thread_count(total, threads), report)
+                left = sum(map(_SIZE, jobs))
+            table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
+            files, *_, grids, channels, _, packed, merges = zip(*jobs, strict=True) if jobs else [()] * len(Job._fields)
+            columns = ("grid", grids, _GRID), ("channels", channels, _CHANNELS), ("merge", merges, _MERGE)
+            descriptions = [_describe(values, table[name], dtype) for name, values, dtype in columns if any(values)]
+
+            def fail(status: int, error: Any, index: int) -> None:
+                _fail(status, error, jobs[index] if jobs else None)
+
+            self.refused |= run_jobs(
+                table,
+                files,
+                total,
+                threads,
+                report=report,
+                fail=fail,
+                packed=packed if any(packed) else (),
+                done=total - left,
+                direct=self._direct,
+            )
+            del descriptions  # alive until the jobs have run
+        for result in self._results:
+            swappable(result).byteswap(inplace=True)
+        return total
+
+
+def _reads_remote(jobs: Iterable[Job]) -> bool:
+    """Return True if a job reads a remote file, also for the scales of its codes."""
+    files = set(map(_FILE, jobs))
+    for codes in set(map(_CODES, jobs)) - {None}:
+        files.update(map(itemgetter(0), codes.stored().values()))
+    return any(map(is_remote, files))
+
+
+def _fail(status: int, error: Any, job: Job | None) -> None:
+    """Raise the core's error with the file and the tensor of the failed job."""
+    if status == lib.SL_E_MEMORY or job is None:  # not the error of a single job
+        check(status, error)
+        return
+    file, origin = job.file if isinstance(job.file, WeightFile) else None, job.origin
+    path = file.path if file is not None else origin.path if origin is not None else None
+    if origin is not None:
+        tensor = origin.tensor or None
+    else:
+        tensor = file.tensor_at(error.position) if file is not None else None
+    if status == lib.SL_E_RANGE:
+        at = error.position
+        if origin is not None:
+            at = [int(k) for k in np.unravel_index(at + origin.first, origin.shape)]
+        message = f"{subject(tensor)}element {at} {ffi.string(error.message).decode()}"
+        raise RangeError(message, path=path, tensor=tensor)
+    check(status, error, path, tensor=tensor)
+
+
+def run_columns(
+    files: Sequence[WeightFile | None],
+    file: Array,
+    *,
+    offsets: Array,
+    memory: Array,
+    sizes: Array,
+    sources: Array,
+    targets: Array,
+    report: Callable[[int], object],
+    op: int | None = None,
+    origin: Callable[[int], Origin | None] = lambda row: None,
+    threads: int | None = None,
+) -> None:
+    """Run an operation, by default a move, on ranges of local files: faster than a `Batch` if there are many.
+
+    Without ``origin``, the error of a value that cannot be quantized names no tensor.
+    """
+    order = np.lexsort((offsets, file))
+    table = np.zeros(len(order), JOB)
+    ops = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT) if op is None else np.full(len(order), op)
+    for field, column in zip(JOB.names[1:7], (offsets, memory, sizes, sources, targets, ops), strict=True):  # type: ignore[index]
+        table[field] = column[order]
+    ordered = [files[k] for k in file[order].tolist()]
+
+    def fail(status: int, error: Any, index: int) -> None:
+        place = int(table["offset"][index]), 0, int(table["size"][index])
+        _fail(status, error, Job(ordered[index], *place, origin=origin(int(order[index]))))
+
+    run_jobs(table, ordered, int(sizes.sum()), threads, report=report, fail=fail)
+
+
+def write(
+    handle: int,
+    position: int,
+    pieces: Sequence[tuple[int, int]],
+    *,
+    path: str,
+    in_order: bool,
+    durable: bool,
+) -> int:
+    """Write memory to an open file, and return the position after it.
+
+    Devices and pipes have no positions and need ``in_order``; ``durable`` lets the system begin to write to the disk at
+    once.
+    """
+    if len(pieces) == 1 and position + pieces[0][1] <= _SHORT_FILE and not in_order:
+        address, size = pieces[0]
+        error = Error()
+        check(lib.sl_file_write(handle, position, ffi.cast("void *", address), size, error), error, path)
+        return position + size
+    op = lib.SL_OP_APPEND if in_order else lib.SL_OP_WRITE_BACK if durable else lib.SL_OP_WRITE
+    rows, begin = [], position
+    for address, size in pieces:
+        rows.append((handle, position, address, size, 0, 0, op, 0, 0, 0, 0, 0))
+        position += size
+
+    def fail(status: int, error: Any, index: int) -> None:
+        check(status, error, None if status == lib.SL_E_MEMORY else path)
+
+    # A single thread is enough: ext4 and xfs serialize buffered writes to a file by its lock.
+    files = [handle] * len(rows)
+    run_jobs(np.array(rows, dtype=JOB), files, position - begin, 1, report=lambda done: None, fail=fail)
+    return position
+
+
+def _affordable(packed: Sequence[Any], begin: int) -> int:
+    """Return the end of the jobs from ``begin`` on with little memory for scales of packed codes."""
+    cost = 0
+    for k in range(begin, len(packed)):
+        codes = packed[k]
+        if codes is not None:
+            if cost and cost + codes.cost > _PREPARED_BYTES:
+                return k
+            cost += codes.cost
+    return len(packed)
+
+
+def _describe(values: Sequence[Any], column: Array, dtype: np.dtype[Any]) -> Any:
+    """Fill a column of jobs with the addresses of their descriptions, and return what must live until they have run.
+
+    ``prepare`` of a value returns the fields of its struct; arrays stand for the addresses of their memory.
+    """
+    distinct = {id(value): value.prepare() for value in values if value is not None}
+    if not distinct:
+        return None
+    table = np.zeros(len(distinct), dtype)
+    for row, fields in zip(table, distinct.values(), strict=True):
+        for name, value in fields.items():
+            row[name] = address_of(value) if isinstance(value, np.ndarray) else 0 if value is None else value
+    places = dict(zip(distinct, range(address_of(table), 1 << 64, table.itemsize), strict=False))
+    column[...] = [0 if value is None else places[id(value)] for value in values]
+    return table, distinct
+
+
+# ---- small tensors ----
+
+
+def read_small(
+    file: WeightFile,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    begin: int,
+    end: int,
+    *,
+    origin: Origin | None = None,
+) -> Array:
+    """Read a small tensor into private memory, without releasing the GIL and without converting it."""
+    array, size, store = empty_array(shape, dtype), end - begin, file.store
+    if size:
+        address = pointer(ffi.from_buffer(array))
+        if not isinstance(store, LocalStore) or store.use(short.sl_file_read, begin, address, size, None) != lib.SL_OK:
+            Batch([Job(file, begin, address, size, origin=origin)]).run()  # a failed read fails again, with a message
+    return native_order(array) if _SWAPS or not array.flags.aligned else array
+
+
+def native_order(array: Array) -> Array:
+    """Return a little-endian array in this machine's byte order, copied if it is not aligned."""
+    if _SWAPS and array.dtype.itemsize > 1:
+        array = byteswapped(array)
+    return array if array.flags.aligned else array.copy()

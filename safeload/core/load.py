@@ -1,0 +1,801 @@
+"""Load tensors of open files: views of mapped files, and a batch that reads and converts all other tensors."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, repeat
+from operator import attrgetter, eq
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
+
+import numpy as np
+
+from ..errors import SafeloadError, UnsupportedError, exported
+from . import dtypes, jobs
+from .arrays import Array, ArraySpec, array_over, array_spec, check_mapping, foreign_order, not_an_array, refuse_masked
+from .jobs import Batch, Job, moving, read_small
+from .local import LocalStore, mapping_of
+from .memory import (
+    ALIGNMENT,
+    HUGE_FROM,
+    POOLED_BELOW,
+    address_of,
+    aligned_bytes,
+    check_disjoint,
+    check_threads,
+    private_array,
+    thread_count,
+)
+from .native import ffi, lib, pointer, short
+from .packing import INT8, Packed, Part, advice_for
+from .progress import Progress, reporter
+from .runtime import paused
+from .table import Entry, Scale, Table
+from .tensors import (
+    CONVERT,
+    DEQUANTIZE,
+    EMPTY,
+    READ,
+    STRIDED,
+    VIEW,
+    FileTensor,
+    ReadPlan,
+    Tensors,
+    decide,
+    packed_of,
+    viewable,
+)
+from .text import show
+from .weight_file import WeightFile, is_remote
+
+if TYPE_CHECKING:
+    from .names import Patterns
+    from .quantized_tensor import QuantizedTensor
+
+Backend = Literal["mmap", "pread", "direct"]
+_BACKENDS: tuple[str, ...] = get_args(Backend)
+
+_F64 = dtypes.BY_CODE["F64"]
+# Target dtypes of loading, in the order of messages.
+_TARGETS = tuple(row for row in reversed(dtypes.TABLE) if _F64.converts_to(row))
+
+# `safe_open` reads smaller tensors and slices with any backend: a view would save less than the mapping costs, and a
+# system call costs less than a batch of jobs.
+VIEWED_FROM = {"mmap": 127 << 10, "pread": HUGE_FROM, "direct": HUGE_FROM}
+
+# Dtypes for `parse_target`.
+DtypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of every function that loads; see `Checkpoint.load`."""
+
+    only: Patterns
+    drop: Patterns
+    backend: Backend
+    out: Mapping[str, Array] | None
+    threads: int | None
+    progress: Progress
+
+
+@exported()
+class LoadStats(NamedTuple):
+    """Statistics of the last load.
+
+    Attributes:
+        bytes: size of the arrays.
+        tensors: number of tensors.
+        seconds: wall-clock time.
+        backend: "mmap", "pread" or "direct"; "pread" also if the system refused the requested mapping or direct reads;
+            "remote" if a file came over the network.
+
+    Example:
+        >>> import safeload
+        >>> with safeload.open("tiny-llama") as checkpoint:
+        ...     _ = checkpoint.load(backend="pread")
+        >>> checkpoint.last_load.tensors, checkpoint.last_load.bytes, checkpoint.last_load.backend
+        (30, 246656, 'pread')
+    """
+
+    bytes: int
+    tensors: int
+    seconds: float
+    backend: str
+
+
+def check_backend(backend: object) -> None:
+    """Refuse unknown backends."""
+    if backend not in _BACKENDS:
+        expected = ", ".join(f'"{name}"' for name in _BACKENDS)
+        raise SafeloadError(f"backend {show(backend)} is invalid (expected one of: {expected})")
+
+
+def parse_target(dtype: Any) -> dtypes.Dtype | None:
+    """Return the target dtype of a load; None to convert nothing."""
+    if dtype is None:
+        return None
+    try:
+        row = dtypes.parse(dtype, _TARGETS)
+    except TypeError:
+        if (advice := advice_for(dtype)) is None:
+            raise
+        raise TypeError(f"unknown dtype {show(dtype)}: it is a quantization scheme, {advice}") from None
+    if row not in _TARGETS:
+        advice = advice_for(row.name)
+        quantized = "" if advice is None else f"; to quantize, {advice}"
+        raise UnsupportedError(f"cannot load as {row.name}; supported: {', '.join(targets())}{quantized}")
+    return row
+
+
+def targets() -> list[str]:
+    """Return the dtype names that `parse_target` accepts."""
+    return [row.name for row in _TARGETS]
+
+
+def load_tensors(
+    tensors: Tensors,
+    *,
+    backend: str,
+    dtype: Any = None,
+    out: Mapping[str, Array] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+    mappings: dict[WeightFile, Any] | None = None,
+) -> tuple[dict[str, Any], LoadStats]:
+    """Load tensors as arrays (or quantized tensors) by name, in their order.
+
+    "mmap" reads what cannot be a view: converted or unaligned tensors, or a mapping that the system refuses. Tensors
+    that share bytes share memory with every backend, unless they are converted.
+    """
+    check_backend(backend)
+    check_threads(threads)
+    target = parse_target(dtype)
+    started = time.perf_counter()
+    names = tensors.names
+    remote = tensors.remote
+    verified = [file for file in dict.fromkeys(file for _, file, _ in tensors) if file.verified] if remote else []
+    if verified:  # hashed on several threads, before the first tensor is made
+        from .thread_group import each  # only here: few programs verify
+
+        stores: list[Any] = [file.store for file in verified]
+        count = thread_count(sum(file.size for file in verified), threads)
+        each(lambda store: store.verify(alone=len(stores) < count), stores, max(1, count))
+    if out is not None:
+        check_out_names(out, names, "load")
+        backend = "pread" if backend == "mmap" else backend
+    arrays, allowed = deliver(
+        tensors,
+        target=target,
+        view=backend == "mmap",
+        direct=backend == "direct",
+        mappings=mappings,
+        out=out,
+        threads=threads,
+        progress=progress,
+    )
+    if not all(map(eq, arrays, names)):  # views come first, then the tensors that were read, file by file
+        arrays = {name: arrays[name] for name in names}
+    nbytes = sum(map(attrgetter("nbytes"), arrays.values()))
+    if remote and not all(file.verified for file in tensors.files):
+        backend = "remote"
+    elif remote or not allowed:
+        backend = "pread"
+    return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend)
+
+
+def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
+    """Return all tensors of a file without quantized tensors, by name in the order of their bytes."""
+    if backend == "mmap" and file.table.plain:
+        buffer = mapping_of(file.store)
+        if buffer is not None:
+            return views_of(file.table, buffer)
+    arrays: dict[str, Array]
+    arrays, _ = load_tensors(Tensors.in_file(file), backend=backend)
+    return arrays
+
+
+def check_out_names(out: Mapping[str, Array], names: Iterable[str], operation: str) -> None:
+    """Check that ``out`` has arrays only for these tensors."""
+    check_mapping(out, "out")
+    unknown = sorted(set(out) - set(names), key=str)
+    if unknown:
+        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {operation}")
+
+
+class Views:
+    """The accessed arrays of a checkpoint, by name: each access returns the same memory. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._mappings: dict[WeightFile, Any] = {}
+        self._arrays: dict[str, Value] = {}
+        self._groups: dict[str, dict[str, Value]] = {}  # tensors that share bytes, by the name of the first
+
+    def find(self, name: str) -> Value | None:
+        """Return the array of an earlier access, or None."""
+        return self._arrays.get(name)
+
+    def make(self, name: str, aliases: Sequence[FileTensor]) -> Value:
+        """Create the array of a tensor. ``aliases`` are the tensor and all tensors that share bytes with it."""
+        loaded, _ = load_tensors(Tensors.of(aliases), backend="mmap", mappings=self._mappings)
+        if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
+            loaded = self._groups.setdefault(aliases[0][0], loaded)
+            self._arrays.update(loaded)
+        array: Value = self._arrays.setdefault(name, loaded[name])
+        return array
+
+    def clear(self) -> None:
+        """Drop the arrays. Arrays of callers stay valid, because a mapping lives as long as its last array."""
+        self._arrays.clear()
+        self._groups.clear()
+        self._mappings.clear()
+
+
+# ---- single small tensors ----
+
+
+# Bytes of a window, and of the largest tensor to copy from it. A system call takes as long as copying 8 KiB.
+_WINDOW, _COPIED = 64 << 10, 16 << 10
+
+
+class Window:
+    """Small tensors of a file. Any thread may use it.
+
+    If a tensor begins at the end of the last tensor, or near the end of the file, a window of the file is read, and
+    tensors are copied from the window, unless the table is not `Table.plain`. It does not keep the file open.
+    """
+
+    def __init__(self) -> None:
+        # Its first byte in the file, one past the last, and its memory: replaced as a whole, as other threads may read.
+        self._content: tuple[int, int, Any] = 0, 0, None
+        self._next = -1  # end of the last tensor
+
+    def tensor(self, file: WeightFile, index: int, entry: Entry) -> Array:
+        """Return a tensor in its own memory; the file must not change between calls."""
+        if not file.table.plain:
+            return read_small(file, *file.table.layout(index)[:4])
+        number, shape, begin, end = entry
+        dtype, store = dtypes.array_dtype(number), file.store
+        first, last, memory = self._content
+        follows, self._next = begin == self._next, end
+        if not (first <= begin and end <= last):
+            near = follows or end - begin < file.size - begin <= _WINDOW
+            if end - begin > _COPIED or not near or not isinstance(store, LocalStore):
+                return read_small(file, dtype, shape, begin, end)
+            first = begin - begin % ALIGNMENT  # aligned tensors of the file are aligned in the window
+            memory = np.empty(min(_WINDOW, file.size - first), np.uint8)
+            address = pointer(ffi.from_buffer(memory))
+            if store.use(short.sl_file_read, first, address, memory.size, None) != lib.SL_OK:
+                return read_small(file, dtype, shape, begin, end)
+            self._content = first, first + memory.size, memory
+        return np.array(array_over(memory, dtype, shape, begin - first))
+
+
+# ---- one pass: views of mapped files, and a batch of jobs for all other tensors ----
+
+# The value of a loaded tensor.
+Value: TypeAlias = "Array | QuantizedTensor"
+# Allocates arrays.
+Memory: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+
+
+def deliver(
+    tensors: Tensors,
+    *,
+    target: dtypes.Dtype | None = None,
+    view: bool = False,
+    direct: bool = False,
+    mappings: dict[WeightFile, Any] | None = None,
+    out: Mapping[str, Array] | None = None,
+    memory: Memory | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> tuple[dict[str, Any], bool]:
+    """Return arrays (or quantized tensors) by name, in any order, and False if a view or direct read was refused.
+
+    Refused files are read through the page cache.
+
+    All arrays of ``out`` are checked before the first byte is written.
+    """
+    if len(tensors) == 1 and target is None and out is None and progress is None:
+        array = _single(tensors, view, mappings, threads)
+        if array is not None:
+            return {tensors.names[0]: array}, True
+    mappings = {} if mappings is None else mappings
+    known = set(mappings)
+    tensors, packed = tensors.without_packed()
+    plans: list[ReadPlan] = []
+    delivered: dict[str, Any] = {}
+    allowed = True
+    for file_tensors in tensors.by_file():
+        plan = decide(file_tensors, target, view)
+        if VIEW in plan.ways:
+            viewed = sum(plan.ends[k] - plan.begins[k] for k in plan.of_way(VIEW)) if plan.file.verified else 0
+            small = plan.file.verified and 2 * viewed < plan.file.size  # it would stay in memory for this part
+            buffer = None if small else mapping(plan.file, mappings)
+            if buffer is None:
+                allowed &= small
+                plan = decide(file_tensors, target, False)
+            else:
+                delivered.update(_views(plan, buffer))
+        plans.append(plan)
+    if out is not None:
+        _check_out(plans, packed, target, out)
+    to_read = [plan for plan in plans if plan.ways.count(VIEW) < len(plan.ways)]
+    reading = False
+    if to_read or packed:
+        reads = Reads(delivered, out, memory, direct=direct)
+        for plan in to_read:
+            reads.add(plan)
+        for name, tensor in packed.items():
+            if target is not None:
+                reads.restore(name, tensor, target)
+            else:
+                delivered[name] = _parts_of(name, tensor, reads, mappings if view else None)
+        reading = bool(packed) or not view or any(not {*plan.ways} <= {VIEW, EMPTY} for plan in to_read)
+        if reading:
+            reads.run(threads, progress)
+            allowed &= not reads.batch.refused
+    for plan in plans:
+        if plan.file.table.quantized:
+            _wrap(plan, delivered)
+    for file in mappings:
+        if file.verified and file not in known:  # its memory belongs to the views, which their owner may change
+            file.store.forget()  # type: ignore[attr-defined]
+    total = 0 if reading or not progress else sum(array.nbytes for array in delivered.values())
+    if total:
+        with reporter(progress, total) as report:
+            report(total)
+    return delivered, allowed
+
+
+def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile, Any] | None) -> QuantizedTensor:
+    """Return a packed tensor unchanged: views of mapped files, or arrays that ``reads`` fills."""
+    from .quantized_tensor import QuantizedTensor  # imported by whatever read the table
+
+    arrays = {}
+    for role, part in packed.parts.items():
+        dtype = dtypes.array_dtype(part.row.number)
+        known = mappings is not None and (not part.file.verified or part.file in mappings)
+        mapped = known and part.begin < part.end and viewable(dtype, part.begin)
+        buffer = mapping(part.file, mappings) if mapped else None
+        if buffer is None:
+            arrays[role] = reads.stored(part)
+        else:
+            arrays[role] = array_over(
+                buffer, dtype, dtypes.array_shape(part.row, part.shape, part.end - part.begin), part.begin
+            )
+    return QuantizedTensor.of_parts(packed.packing, packed.names(name), arrays)
+
+
+def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
+    """Return a single contiguous tensor without the cost of columns; None if it needs a plan."""
+    _, file, index = tensors[0]
+    if file.table.shaped or file.table.quantized:
+        return None
+    spec = file.table.layout(index)
+    if spec.begin == spec.end:
+        return None
+    size = spec.end - spec.begin
+    if file.verified:
+        return None
+    if not view:
+        # A small read needs no threads, but `thread_count` checks SAFELOAD_NUM_THREADS.
+        return jobs.read_small(file, *spec[:4]) if size < HUGE_FROM and thread_count(size, threads) else None
+    buffer = mapping(file, mappings) if viewable(spec.dtype, spec.begin) else None
+    return None if buffer is None else array_over(buffer, spec.dtype, spec.shape, spec.begin)
+
+
+def mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
+    """Return the mapping of a file; None if its store has none, or the system refuses it."""
+    buffer = None if mappings is None else mappings.get(file)
+    if buffer is None:
+        buffer = mapping_of(file.store)
+        if buffer is not None and mappings is not None:
+            buffer = mappings.setdefault(file, buffer)  # another thread may have been faster
+    return buffer
+
+
+def _views(plan: ReadPlan, buffer: Any) -> Iterable[tuple[str, Array]]:
+    """Return the views of a mapped file with their names."""
+    which = plan.of_way(VIEW)
+    if plan.file.table.shaped:
+        specs = [(plan.names[k], plan.spec(k)) for k in which]
+        return [(name, array_over(buffer, s.dtype, s.shape, s.begin, s.strides)) for name, s in specs]
+    columns: Any = plan.names, dtypes.array_dtypes(plan.sources), plan.shapes, plan.begins
+    if len(which) < len(plan.ways):
+        columns = ([column[k] for k in which] for column in columns)
+    names, kinds, shapes, begins = columns
+    return zip(names, over(buffer, kinds, shapes, begins), strict=True)
+
+
+def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
+    """Wrap the raw data of quantized tensors in `QuantizedTensor` if they are not converted."""
+    from .quantized_tensor import QuantizedTensor  # imported by whatever read the table
+
+    table = plan.file.table
+    for k, (name, index) in enumerate(zip(plan.names, plan.tensors.indices, strict=True)):
+        row, scale = dtypes.BY_NUMBER[plan.sources[k]], table.scales.get(index)
+        if plan.sources[k] != plan.targets[k]:
+            continue
+        if row.blocked:
+            delivered[name] = QuantizedTensor(row.name, table.shape(index), delivered[name])
+        elif scale is not None:
+            factors = read_scale(plan.file, scale)
+            delivered[name] = QuantizedTensor(INT8, plan.shapes[k], delivered[name], factors, scale.axis)
+
+
+def _check_out(
+    plans: Sequence[ReadPlan], packed: Mapping[str, Packed], target: dtypes.Dtype | None, out: Mapping[str, Array]
+) -> None:
+    """Refuse arrays of ``out`` that are missing, do not fit, share memory, or map a file to be read."""
+    for plan in plans:
+        for k, (name, shape) in enumerate(zip(plan.names, plan.shapes, strict=True)):
+            check_fits(name, plan.dtype(k), shape, out)
+    for name, tensor in packed.items():
+        if target is None:
+            raise stored_in_parts(name, tensor)
+        check_fits(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
+
+    def contents() -> dict[str, Any]:
+        return {name: (plan.file, plan.spec(k)) for plan in plans for k, name in enumerate(plan.names)}
+
+    names = list(chain(packed, *(plan.names for plan in plans)))
+    check_disjoint(out if len(out) == len(names) else {name: out[name] for name in names}, contents)
+    parts = (part.file for tensor in packed.values() for part in tensor.parts.values())
+    refuse_own_files(out, [*(plan.file for plan in plans), *parts])
+
+
+def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> None:
+    """Refuse arrays that map a file to be read: filling such an array would change tensors before they are read."""
+    mapped: dict[str, str] = {}
+    for name, array in out.items():
+        path = _mapped_path(array)
+        if path is not None:
+            mapped.setdefault(path, name)
+    places: dict[tuple[int, int], str] = {}  # by device and inode: each file is asked once
+    for place in dict.fromkeys(file.path for file in files if not is_remote(file)) if mapped else ():
+        with suppress(OSError):  # the file was removed
+            status = os.stat(place)
+            places.setdefault((status.st_dev, status.st_ino), place)
+    for path, name in mapped.items():
+        with suppress(OSError):
+            status = os.stat(path)
+            place = places.get((status.st_dev, status.st_ino), "")
+            if place:
+                raise ValueError(f"out: {show(name)} maps {show(place)}, which is being read; pass an array in memory")
+
+
+def _mapped_path(array: Any) -> str | None:
+    """Return the file that a `numpy.memmap` array writes to; None for arrays in memory."""
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap):
+            return None if array.mode == "c" or array.filename is None else os.fspath(array.filename)
+        array = array.base
+    return None
+
+
+def stored_in_parts(name: str, packed: Packed) -> ValueError:
+    """Return the error for an array of ``out`` if its packed tensor is not dequantized."""
+    return ValueError(f"out: tensor {show(name)} is stored as {packed.packing.label}: pass dtype= to dequantize it")
+
+
+def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
+    """Check that ``out`` has an array for a tensor, and that the array fits."""
+    array = out.get(name)
+    if array is None:
+        raise ValueError(f"out: no array for tensor {show(name)}")
+    refuse_masked(array, f"out: {show(name)}")
+    if not isinstance(array, np.ndarray):
+        raise not_an_array(f"out: {show(name)}", array)
+    if array.dtype != dtype or array.shape != shape:
+        raise ValueError(
+            f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {dtype} "
+            f"{show(list(shape))}"
+        )
+    if not array.flags.carray:
+        raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")
+
+
+# ---- reading ----
+
+
+# Size of the largest pool, which a single surviving small tensor can keep alive.
+POOL_SIZE = 16 << 20
+
+
+class Reads:
+    """Collect tensors, then read them in a single batch.
+
+    ``memory`` must return C-contiguous arrays, aligned to `ALIGNMENT` and without shared bytes.
+    """
+
+    def __init__(
+        self,
+        arrays: dict[str, Any],  # gets all added tensors by name; `run` fills them
+        out: Mapping[str, Array] | None,
+        memory: Memory | None = None,
+        *,
+        direct: bool = False,
+    ) -> None:
+        self.batch = Batch(direct=direct)
+        self._arrays, self._out, self._memory, self._direct = arrays, out, memory, direct
+        self._shared: list[tuple[ReadPlan, Block]] = []
+
+    def add(self, plan: ReadPlan) -> None:
+        """Add the tensors of a plan, except views."""
+        for k in plan.of_way(EMPTY):
+            self._arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
+        plain, converted = plan.of_way(READ), plan.of_way(CONVERT)
+        if STRIDED in plan.ways:
+            alone, blocks = group_blocks(plan.file, {k: plan.spec(k) for k in plan.of_way(STRIDED)}, self.batch)
+            self._shared += [(plan, block) for block in blocks]
+            plain = sorted([*plain, *(k for k in alone if plan.sources[k] == plan.targets[k])])
+            converted = sorted([*converted, *(k for k in alone if plan.sources[k] != plan.targets[k])])
+        if self._out is None:
+            self._place(plan, plain, converted=False)
+            self._place(plan, converted, converted=True)
+        else:
+            for k in (*plain, *converted):
+                self._read(plan, k)
+        for k in plan.of_way(DEQUANTIZE):
+            packed = packed_of(plan.file, plan.tensors.indices[k])
+            assert packed is not None
+            self.restore(plan.names[k], packed, dtypes.BY_NUMBER[plan.targets[k]])
+
+    def restore(self, name: str, packed: Packed, target: dtypes.Dtype) -> None:
+        """Add a packed tensor, dequantized to a dtype."""
+        from . import restore  # imported by whatever read the table
+
+        shape, dtype = packed.packing.shape, dtypes.array_dtype(target.number)
+        array = self._arrays[name] = self._array(name, shape, dtype)
+        if array.size:
+            self.batch.jobs += restore.restore_jobs(packed, self.batch.into(array), target.number, name)
+
+    def stored(self, part: Part) -> Array:
+        """Return an aligned array that `run` will fill with the unchanged bytes of a stored tensor."""
+        size, number = part.end - part.begin, part.row.number
+        dtype, shape = dtypes.array_dtype(number), dtypes.array_shape(part.row, part.shape, size)
+        array = array_over(aligned_bytes(size), dtype, shape, 0)
+        if size:
+            self.batch.add(Job(part.file, part.begin, self.batch.into(array), size, number, number))
+        return array
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int = 0) -> Array:
+        """Return the caller's array for a tensor, or a new array; for ``begin`` see `private_array`."""
+        if self._out is not None:
+            return self._out[name]
+        return private_array(shape, dtype, begin) if self._memory is None else self._memory(shape, dtype)
+
+    def _read(self, plan: ReadPlan, k: int) -> None:
+        """Add the job that reads a tensor into its own array."""
+        name, begin, source, target = plan.names[k], plan.begins[k], plan.sources[k], plan.targets[k]
+        at = begin if self._direct and source == target else 0
+        array = self._arrays[name] = self._array(name, plan.shapes[k], dtypes.array_dtype(target), at)
+        place = plan.file, begin, self.batch.into(array), plan.ends[k] - begin
+        self.batch.jobs.append(Job(*place, source, target, moving(source, target)))
+
+    def _place(self, plan: ReadPlan, rows: Sequence[int], *, converted: bool) -> None:
+        """Add jobs that read tensors into new memory: an array per large tensor, pools for small tensors.
+
+        Small tensors that are adjacent in the file are adjacent in the pool and share a job. Converted tensors share a
+        job only if they have the same dtype.
+        """
+        if len(rows) < 2:
+            for k in rows:
+                self._read(plan, k)
+            return
+        sources, begins, ends = plan.sources, plan.begins, plan.ends
+        least = 1 if self._memory is None else ALIGNMENT
+        steps = {source: _step(source, to, least) for source, to in set(zip(sources, plan.targets, strict=True))}
+        members: dict[int, int] = {}  # of the pool: offsets by position in the plan
+        runs: list[list[int]] = []  # per job: first member, first byte in the file, one past the last, offset
+        at, previous, dtype = 0, -1, -1
+        for k in rows:
+            begin, end, source = begins[k], ends[k], sources[k]
+            mask, block_bytes, array_bytes = steps[source]
+            size = (end - begin) // block_bytes * array_bytes
+            if size >= POOLED_BELOW:
+                self._read(plan, k)
+                continue
+            if at + size + 2 * ALIGNMENT > POOL_SIZE:
+                self._fill(plan, members, runs, at)
+                members, runs, at, previous = {}, [], 0, -1
+            if begin != previous or at & mask or (converted and source != dtype):
+                # The same address modulo ALIGNMENT as in the file: tensors aligned in the file stay aligned.
+                at += -at % ALIGNMENT if converted or begin & mask else (begin - at) % ALIGNMENT
+                runs.append([k, begin, end, at])
+            else:
+                runs[-1][2] = end
+            members[k] = at
+            at, previous, dtype = at + size, end, source
+        if members:
+            self._fill(plan, members, runs, at)
+
+    def _fill(self, plan: ReadPlan, members: Mapping[int, int], runs: Iterable[Sequence[int]], size: int) -> None:
+        """Add the jobs that read small tensors into a pool, and the arrays over the pool."""
+        memory = aligned_bytes(size) if self._memory is None else self._memory((size,), np.dtype(np.uint8))
+        base = address_of(memory)
+        file, names, shapes, sources, targets = plan.file, plan.names, plan.shapes, plan.sources, plan.targets
+        for k, begin, end, at in runs:
+            source, target = sources[k], targets[k]
+            self.batch.add(Job(file, begin, base + at, end - begin, source, target, moving(source, target)))
+        kinds = [dtypes.array_dtype(targets[k]) for k in members]
+        arrays = over(memory, kinds, [shapes[k] for k in members], [*members.values()])
+        self.batch.results(arrays)
+        self._arrays.update(zip([names[k] for k in members], arrays, strict=True))
+
+    def run(self, threads: int | None, progress: Progress) -> None:
+        """Read all added tensors."""
+        self.batch.run(threads=threads, progress=progress)
+        for plan, block in self._shared:
+            block.swap()
+            for k, spec in block.members.items():
+                shared = self._out is None and self._memory is None
+                out = None if shared else self._array(plan.names[k], spec.shape, spec.dtype)
+                self._arrays[plan.names[k]] = block.finish(spec, out, threads)
+
+
+def _step(source: int, target: int, least: int) -> tuple[int, int, int]:
+    """Return address bits to be zero in an aligned array, and the bytes of a block in the file and in memory."""
+    dtype = dtypes.array_dtype(target)
+    mask = max(dtype.alignment, least) - 1
+    if source == target:
+        return mask, 1, 1
+    row = dtypes.BY_NUMBER[source]
+    return mask, row.block_bytes, row.block * dtype.itemsize
+
+
+def over(
+    buffer: Any, kinds: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], places: Sequence[int]
+) -> list[Array]:
+    """Return arrays in C order over parts of a buffer, at byte offsets ``places``."""
+    try:
+        return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
+    except ValueError:  # again, to find the array
+        return [array_over(buffer, *place) for place in zip(kinds, shapes, places, strict=True)]
+
+
+def read_scale(file: WeightFile, scale: Scale) -> Array:
+    """Read the scales of an int8 tensor."""
+    return jobs.read_small(file, np.dtype(np.float32), scale.shape, scale.begin, scale.end)
+
+
+# ---- non-contiguous, big-endian and overlapping tensors ----
+
+
+class Block:
+    """A byte range that is read once, for all tensors that share it, into memory in which every member is aligned.
+
+    The member with the largest elements determines the alignment. Each member starts a whole number of its own elements
+    after the start of the storage, so members with equal or smaller elements are aligned too.
+    """
+
+    def __init__(self, file: WeightFile, members: dict[int, ArraySpec], batch: Batch) -> None:
+        self.members = members
+        specs = members.values()
+        self._begin = begin = min(spec.begin for spec in specs)
+        self._swap = _swap(next(iter(specs)))
+        size = max(spec.end for spec in specs) - begin
+        largest = max(specs, key=lambda spec: dtypes.TABLE[spec.source].bits)
+        raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
+        start = -(address_of(raw) + largest.begin - begin) % ALIGNMENT
+        self._memory = raw[start : start + size]
+        batch.add(Job(file, begin, address_of(self._memory), size))
+
+    def swap(self) -> None:
+        """Swap the bytes that were read if their order is not this machine's."""
+        if self._swap > 1:
+            self._memory.view(f"u{self._swap}").byteswap(inplace=True)
+
+    def finish(self, spec: ArraySpec, out: Array | None, threads: int | None) -> Array:
+        """Return the array of a member after reading: a view, a converted array, or ``out``, filled."""
+        offset = spec.begin - self._begin
+        if spec.source != spec.target and spec.strides is None:
+            array = private_array(spec.shape, spec.dtype) if out is None else out
+            batch = Batch()
+            place = None, address_of(self._memory) + offset, batch.into(array), spec.end - spec.begin
+            batch.add(Job(*place, spec.source, spec.target, moving(spec.source, spec.target)))
+            batch.run(threads=threads)
+            return array
+        view = array_over(self._memory, dtypes.array_dtype(spec.source), spec.shape, offset, spec.strides)
+        if spec.source != spec.target:
+            from .cast import astype  # only here: few files have such tensors
+
+            return astype(view, spec.dtype, out=out, threads=threads)
+        if out is not None:
+            out[...] = view
+            return out
+        return view if view.flags.aligned else view.copy()
+
+
+def group_blocks(file: WeightFile, specs: Mapping[int, ArraySpec], batch: Batch) -> tuple[list[int], list[Block]]:
+    """Group tensors of a file into blocks, and add the jobs that read the blocks.
+
+    Tensors that share bytes share memory and keep their strides, unless they are converted. All other tensors become
+    C-contiguous arrays of their own.
+
+    Empty tensors are not allowed; plain ones (contiguous, little-endian, without aliases) are returned apart.
+    """
+    groups: list[list[int]] = []
+    swap, reach = 0, -1
+    for k in sorted(specs, key=lambda k: (_swap(specs[k]), specs[k].begin)):
+        if groups and _swap(specs[k]) == swap and specs[k].begin < reach:
+            groups[-1].append(k)
+            reach = max(reach, specs[k].end)
+        else:
+            groups.append([k])
+            swap, reach = _swap(specs[k]), specs[k].end
+    plain, blocks = [], []
+    for group in groups:
+        first = specs[group[0]]
+        if len(group) == 1 and first.strides is None and not first.big_endian:
+            plain += group
+        else:
+            blocks.append(Block(file, {k: specs[k] for k in group}, batch))
+    return plain, blocks
+
+
+def _swap(layout: ArraySpec) -> int:
+    """Return the size of the numbers to byte-swap; 1 if there is nothing to swap."""
+    return dtypes.TABLE[layout.source].swap if foreign_order(layout.big_endian) else 1
+
+
+# ---- files that are in memory ----
+
+
+def views_of(table: Table, buffer: Any) -> dict[str, Array]:
+    """Return all tensors, by name in the order of their bytes, as views if they are aligned.
+
+    The arrays are writable if the buffer is.
+    """
+    if not table.plain:
+        return dict(_each(table, buffer))
+    if table.count == 1:
+        number, shape, begin, _ = table.entry(0)
+        return {table.names[0]: array_over(buffer, dtypes.array_dtype(number), shape, begin)}
+    with paused(table.count):
+        arrays = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
+        return dict(zip(table.names, arrays, strict=True))
+
+
+def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
+    """Return all tensors, by name in the order of their bytes, as writable copies; tensors of small files share one."""
+    if table.plain and content.nbytes < HUGE_FROM:
+        return views_of(table, _copy(content))
+    arrays = views_of(table, content)
+    with paused(table.count):
+        for name, array in arrays.items():
+            if array.base is not None:
+                arrays[name] = array.copy() if array.nbytes < HUGE_FROM else _large_copy(array)
+    return arrays
+
+
+def lone(content: memoryview, number: int, shape: tuple[int, ...], begin: int, *, copy: bool) -> Array:
+    """Return the only tensor of a file, which would be `Table.plain`, as a writable copy or as a view."""
+    dtype = dtypes.array_dtype(number)
+    if copy and content.nbytes >= HUGE_FROM:
+        return _large_copy(array_over(content, dtype, shape, begin))
+    return array_over(_copy(content) if copy else content, dtype, shape, begin)
+
+
+def _copy(content: memoryview) -> memoryview:
+    """Return a writable copy of a small file, which nobody can resize."""
+    return memoryview(bytearray(content))
+
+
+def _large_copy(array: Array) -> Array:
+    copy = private_array(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def _each(table: Table, buffer: Any) -> Iterator[tuple[str, Array]]:
+    """Yield each tensor as a view, or in its own memory if it cannot be a view."""
+    for name, number, shape, begin, end in zip(table.names, *table.columns(range(table.count)), strict=True):
+        spec = array_spec(dtypes.BY_NUMBER[number], shape, begin, end)
+        if begin == end:
+            yield name, np.empty(spec.shape, spec.dtype)
+        else:
+            yield name, jobs.native_order(array_over(buffer, spec.dtype, spec.shape, begin))

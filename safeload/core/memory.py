@@ -1,0 +1,245 @@
+"""What a load takes of a machine: memory for tensors, and threads."""
+
+from __future__ import annotations
+
+import operator
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from functools import cache
+from operator import attrgetter, itemgetter
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .._version import __version__
+from .arrays import Array, array_over, empty_array
+from .native import TIER, available_tiers, ffi, lib, private_buffer, tier_name
+from .native import address_of as address_of
+from .text import show
+
+_Item = TypeVar("_Item")
+
+# Tensors of at least this size get memory of their own. Smaller tensors share a pool: 100,000 tensors should not
+# take 100,000 allocations and reads.
+POOLED_BELOW = 1 << 20
+# Arrays of at least this size, a huge page, get memory in huge pages. Smaller arrays come from malloc, which reuses
+# pages: new pages take much longer to touch than to fill.
+HUGE_FROM = 2 << 20
+# Alignment of pools: a cache line, more than any dtype needs.
+ALIGNMENT = 64
+# Unit of direct reads: SL_DIRECT_PAGE in the core.
+PAGE = 4096
+
+
+def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[str]:
+    """Return the names of targets overlapping the memory of a source, gaps between elements included."""
+    ends: list[int] = []
+    begins: list[int] = []
+    for begin, end in sorted(map(_bounds, sources)):
+        if ends and begin <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        else:
+            begins.append(begin)
+            ends.append(end)
+    names = set()
+    for name, target in targets.items():
+        begin, end = _bounds(target)
+        at = bisect_right(ends, begin)  # the first merged source with an end behind the target's beginning
+        if target.size and at < len(begins) and begins[at] < end:
+            names.add(name)
+    return names
+
+
+_OWNS_DATA = attrgetter("flags.owndata")
+
+
+def check_disjoint(out: Mapping[str, Array], contents: Callable[[], Mapping[str, Any]] = dict) -> None:
+    """Refuse arrays to fill that share memory, except a single array for tied tensors.
+
+    Tensors of equal bytes have equal ``contents``, and may share memory.
+    """
+    arrays = out.values()
+    if all(map(_OWNS_DATA, arrays)) and len(set(map(id, arrays))) == len(arrays):
+        return
+    spans = {name: (address_of(array), array.nbytes) for name, array in out.items() if array.nbytes}
+    check_spans(spans, spans, contents, "out")
+
+
+def check_spans(
+    spans: Mapping[str, tuple[int, int]],
+    written: Container[str],
+    contents: Callable[[], Mapping[str, Any]] | Mapping[str, Any],
+    argument: str,
+) -> None:
+    """Refuse memory that is written under two names, or written and kept; see `check_disjoint`."""
+    known: Mapping[str, Any] | None = None
+    last = {True: (0, 0, ""), False: (0, 0, "")}  # the span that ends last, among written and among kept spans
+    for name, (following, size) in sorted(spans.items(), key=itemgetter(1)):
+        writes = name in written
+        for begin, nbytes, other in [last[True], *([last[False]] if writes else [])]:
+            if following >= begin + nbytes:
+                continue
+            known = known if known is not None else contents() if callable(contents) else contents
+            if (begin, nbytes) == (following, size) and known.get(other) == known.get(name, other):
+                continue
+            raise ValueError(
+                f"{argument}: {show(other)} and {show(name)} share memory; pass an array of its own for each tensor"
+            )
+        if following + size > sum(last[writes][:2]):
+            last[writes] = (following, size, name)
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """Return the first byte that an array of any strides uses, and one past the last."""
+    begin = end = array.__array_interface__["data"][0]
+    if not array.size:
+        return begin, end
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        reach = (length - 1) * stride
+        begin, end = begin + min(reach, 0), end + max(reach, 0)
+    return begin, end + array.dtype.itemsize
+
+
+def aligned_bytes(size: int) -> Array:
+    """Return new memory aligned to `ALIGNMENT`, in huge pages if it is large."""
+    raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
+    start = -address_of(raw) % ALIGNMENT
+    return raw[start : start + size]
+
+
+def private_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int = 0) -> Array:
+    """Return a new array with undefined values, in huge pages if it is large.
+
+    A direct read fills a large array without a copy if the array begins at the offset within a page at which its tensor
+    begins in the file, which is ``begin`` modulo the page; the dtype's alignment may not allow it.
+    """
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    if size < HUGE_FROM:
+        return empty_array(shape, dtype)
+    at = begin % PAGE if begin % max(dtype.alignment, 1) == 0 else 0
+    return array_over(private_buffer(size + at), dtype, shape, at)
+
+
+def windows(
+    items: Iterable[_Item],
+    limit: int,
+    size: Callable[[_Item], int],
+    kind: Callable[[_Item], object] = lambda item: None,
+) -> Iterator[list[_Item]]:
+    """Divide items into windows of one kind and up to ``limit`` bytes; a larger item has a window of its own."""
+    window: list[_Item] = []
+    total, last = 0, None
+    for item in items:
+        nbytes, its_kind = size(item), kind(item)
+        if window and (total + nbytes > limit or its_kind != last):
+            yield window
+            window, total = [], 0
+        window.append(item)
+        total, last = total + nbytes, its_kind
+    if window:
+        yield window
+
+
+# ---- threads ----
+
+
+# Largest automatic choice: this many threads saturate any memory system or disk.
+MAX_THREADS = 16
+# Largest request: the core starts the requested number of threads on any machine.
+MOST_THREADS = 4096
+# Threads for direct reads, even on fewer processors: a disk is fast only with several large reads in flight, and direct
+# reads have no readahead.
+DIRECT_READERS = 8
+# A thread for fewer bytes costs more to start than it saves.
+BYTES_PER_THREAD = 4 << 20
+# A thread for direct reads waits for the disk, so it pays for fewer bytes.
+BYTES_PER_READER = 2 << 20
+
+
+def _cgroup_cpus() -> float:
+    """Return the CPU quota of this process's cgroup; infinity if it has none.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, file cpu.max; in cgroup v1 cpu.cfs_quota_us.
+    """
+    root = "/sys/fs/cgroup"
+
+    def read(path: str) -> str:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+
+    try:
+        cgroup = os.path.normpath(f"{root}/{read('/proc/self/cgroup').rpartition('::')[2]}")
+        for folder in (cgroup, root):
+            if os.path.exists(f"{folder}/cpu.max"):
+                quota, period = read(f"{folder}/cpu.max").split()
+                return float("inf") if quota == "max" else int(quota) / int(period)
+        quota_v1 = int(read(f"{root}/cpu/cpu.cfs_quota_us"))
+        return quota_v1 / int(read(f"{root}/cpu/cpu.cfs_period_us")) if quota_v1 > 0 else float("inf")
+    except (OSError, ValueError, ZeroDivisionError):
+        return float("inf")
+
+
+@cache
+def available_cpus() -> int:
+    """Return the number of CPUs for this process: its affinity, limited by the quota of its cgroup."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cpus, _cgroup_cpus())))
+
+
+def check_threads(threads: int | None) -> None:
+    """Check a number of threads: TypeError if it is not an integer, ValueError if it is below 1 or too large."""
+    if threads is None:
+        return
+    number = operator.index(threads)
+    if number < 1:
+        raise ValueError(f"threads must be >= 1, got {show(number)}")
+    if number > MOST_THREADS:
+        raise ValueError(f"threads must be <= {MOST_THREADS:,}, got {show(number)}")
+
+
+def thread_count(nbytes: int, threads: int | None, *, direct: bool = False) -> int:
+    """Return the number of threads for a job: as requested, else ``SAFELOAD_NUM_THREADS``, else by its size."""
+    if threads is not None:
+        check_threads(threads)
+        return operator.index(threads)
+    setting = os.environ.get("SAFELOAD_NUM_THREADS")
+    if not setting:
+        if direct:
+            return max(1, min(nbytes // BYTES_PER_READER, max(available_cpus(), DIRECT_READERS), MAX_THREADS))
+        return max(1, min(nbytes // BYTES_PER_THREAD, available_cpus(), MAX_THREADS))
+    # The length is checked first, because int() refuses thousands of digits with its own message.
+    if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
+        raise ValueError(f"SAFELOAD_NUM_THREADS must be a number from 1 to {MOST_THREADS:,}, got {show(setting)}")
+    return int(setting)
+
+
+def show_config() -> None:
+    """Print versions, the instruction set in use, the number of threads and the compiler.
+
+    Example:
+        >>> import safeload
+        >>> safeload.show_config()
+        safeload         ...
+        python           CPython ...
+        numpy            ...
+        instruction set  ...
+        threads          ...
+        compiler         ...
+    """
+    import platform  # only here: few programs ask
+
+    alternatives = ", ".join(tier_name(tier) for tier in available_tiers() if tier != TIER)
+    instructions = f"{tier_name(TIER)} (SAFELOAD_ISA can be {alternatives})" if alternatives else tier_name(TIER)
+    rows = {
+        "safeload": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}, {platform.machine()}",
+        "numpy": np.__version__,
+        "instruction set": instructions,
+        "threads": f"{available_cpus()} at most (SAFELOAD_NUM_THREADS)",
+        "compiler": str(ffi.string(lib.sl_compiler()), "utf-8"),
+    }
+    for name, value in rows.items():
+        print(f"{name:16} {value}")

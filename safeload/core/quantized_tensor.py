@@ -1,0 +1,614 @@
+"""`QuantizedTensor`: a tensor in int8, in ggml blocks or packed by a published checkpoint, as stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedError, exported, public
+from . import dtypes, jobs, packing
+from .arrays import Array, refuse_masked
+from .cast import target_array
+from .jobs import Channels, Job, Origin
+from .memory import address_of, check_threads, private_array
+from .native import lib
+from .packing import CODES, INT8, SCALE, Packed, Packing, Part, Zeros, int8_packing, scheme_row
+from .restore import (
+    Range,
+    by_columns,
+    bytes_before,
+    in_memory,
+    restore_jobs,
+    row_unit,
+    rows_apart,
+    rows_range,
+    settled,
+    values_before,
+    whole,
+)
+from .slice import TAKE, axes_of, read_rows
+
+_F32 = dtypes.BY_CODE["F32"]
+
+# Keys of `QuantizedTensor.parts` without a name in a file.
+_UNNAMED = {CODES: "data"}
+
+
+@exported()
+class QuantizedTensor:
+    """A tensor in int8 with scales, in ggml blocks, or packed by a published checkpoint.
+
+    Two tensors are equal if their schemes, shapes, axes and all bytes are equal. The constructor keeps ``data`` and
+    ``scale`` without copying the arrays. Packed tensors ("fp8 128x128", "int4 g32", "nvfp4") come from `safeload.open`:
+    ``data`` holds their codes, ``parts`` all of their stored tensors.
+
+    ``numpy.asarray`` dequantizes to float32; ``tensor[2:5]`` is a range of the first axis.
+
+    Args:
+        scheme: "int8" or the lower-case name of a ggml type: "q4_0", "q8_0", "q6_k", ...
+        shape: logical shape, outermost axis first.
+        data: int8 of the tensor's shape; or uint8 bytes of blocks along the last axis: [..., K / 32 * 18] for q4_0.
+        scale: float32 factors that dequantize int8: of shape [] or, with ``axis``, [shape[axis]]; None for blocks.
+        axis: axis of per-axis scales; None for a single scale.
+
+    Attributes:
+        nbytes: bytes of data and scale, or of all parts.
+        ndim: number of axes.
+        size: number of elements.
+        parts: arrays by their names in the file, or "data" and "scale"; callers should not modify them.
+
+    Raises:
+        ValueError: an unknown scheme, or arrays that do not fit the shape.
+        TypeError: data or scale is not a NumPy array.
+
+    The block formats are defined in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> q = safeload.quantize(np.ones((2, 64), np.float32), "q8_0")
+        >>> q
+        <QuantizedTensor q8_0 [2, 64], 136 bytes>
+        >>> q.dequantize("float16").dtype, np.asarray(q).dtype
+        (dtype('float16'), dtype('float32'))
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("axis", "data", "names", "packing", "roles", "scale", "scheme", "shape")
+
+    @public
+    def __init__(
+        self, scheme: str, shape: tuple[int, ...], data: Array, scale: Array | None = None, axis: int | None = None
+    ) -> None:
+        self.scheme = scheme
+        self.shape = tuple(int(dim) for dim in shape)
+        self.data = data
+        self.scale = scale
+        self.axis = axis
+        # Internal, of packed tensors: layout and meaning of the codes, and by role names and arrays of the parts.
+        self.packing: Packing | None = None
+        self.names: Mapping[str, str] = {}
+        self.roles: Mapping[str, Array] = {}
+        data_storage, scale_storage = storage_of(scheme, self.shape, axis)
+        _check(f"{scheme} data", data, data_storage)
+        if scale_storage is None:
+            if scale is not None:
+                raise ValueError(f"{scheme} stores its scales in its blocks: scale must be None")
+        else:
+            _check(f"{scheme} scale", scale, scale_storage)
+
+    @classmethod
+    def of_parts(cls, packing: Packing, names: Mapping[str, str], arrays: Mapping[str, Array]) -> QuantizedTensor:
+        """Make a packed tensor of arrays by role, without copying. Internal.
+
+        :meta private:
+
+        Args:
+            names: names of the parts by role, and of the tensor under `NAME`.
+        """
+        tensor = cls.__new__(cls)
+        tensor.scheme, tensor.shape, tensor.data = packing.label, packing.shape, arrays[CODES]
+        tensor.scale, tensor.axis = None, None
+        tensor.packing, tensor.names, tensor.roles = packing, names, arrays
+        return tensor
+
+    @property
+    def parts(self) -> dict[str, Array]:
+        """The stored arrays by name."""
+        if self.packing is not None:
+            return {self.names.get(role, _UNNAMED.get(role, role)): array for role, array in self.roles.items()}
+        return {"data": self.data} if self.scale is None else {"data": self.data, "scale": self.scale}
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of ``np.asarray(tensor)``: float32."""
+        return np.dtype(np.float32)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(array.nbytes for array in self.parts.values())
+
+    @public
+    def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None, threads: int | None = None) -> Array:
+        """Return the values: int8 times scale, or the exact values of ggml's reference implementation for blocks.
+
+        Packed tensors are dequantized in float32, like the library that wrote them.
+
+        Args:
+            dtype: a floating dtype that float32 converts to.
+            out: C-contiguous array of that dtype and of the tensor's shape to fill; it may overlap the tensor's own
+                memory. None for a new array.
+            threads: number of threads; None to choose automatically.
+
+        Returns:
+            An array of ``shape``; ``out`` if given.
+
+        Raises:
+            UnsupportedError: this scheme cannot be dequantized, or not to this dtype.
+            FormatError: a scale of a packed tensor is not finite.
+            ValueError: ``out`` does not fit.
+        """
+        target = dtypes.parse(dtype)
+        row = scheme_row(self.scheme) if self.packing is None and self.scheme != INT8 else _F32
+        if not target.floating or target.packed or not row.converts_to(target):
+            raise UnsupportedError(f"cannot dequantize {self.scheme} to {target.name}")
+        check_threads(threads)
+        result = target_array(self.shape, dtypes.element_dtype(target.number), out)
+        if result.size == 0:
+            return result
+        if out is not None and any(np.may_share_memory(result, part) for part in self.parts.values()):
+            np.copyto(result, self.dequantize(dtype, threads=threads))
+            return result
+        batch = jobs.Batch()
+        restoring = self.restoring()
+        if restoring is None:
+            data = np.ascontiguousarray(self.data)
+            place = None, address_of(data), batch.into(result), data.nbytes, row.number, target.number
+            batch.add(Job(*place, lib.SL_OP_CONVERT))
+        else:
+            packed, owner = restoring
+            name = self.names.get(CODES, "")
+            batch.jobs += restore_jobs(packed, batch.into(result), target.number, name, owner=owner)
+        batch.run(threads=threads)
+        return result
+
+    def restoring(self) -> tuple[Packed, Any] | None:
+        """Return the codes as a source of jobs, and the owner of their memory; None for blocks. Internal.
+
+        :meta private:
+        """
+        if self.packing is not None:
+            return in_memory(self.packing, self.roles)
+        if self.scale is None:
+            return None
+        arrays = {CODES: self.data, SCALE: np.ascontiguousarray(self.scale, np.float32)}
+        return in_memory(int8_packing(self.shape, self.axis), arrays)
+
+    @public
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("a quantized tensor cannot become an array without a copy, because dequantizing makes one")
+        values = self.dequantize()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    @public
+    def __getitem__(self, rows: slice) -> QuantizedTensor:
+        """Return a range of the first axis, which must be rows of whole blocks.
+
+        Raises:
+            TypeError: the index is not a slice.
+            ValueError: a slice with a step, or rows that are not whole blocks.
+        """
+        if not isinstance(rows, slice):
+            raise TypeError("a quantized tensor can only be sliced along its first axis, as in tensor[2:5]")
+        start, stop, step = rows.indices(self.shape[0] if self.shape else 0)
+        if step != 1 or not self.shape:
+            raise ValueError("a quantized tensor can only be sliced along its first axis, with step 1")
+        rows = slice(start, max(start, stop))
+        if self.packing is not None:
+            parts = {role: PartRows(array) for role, array in self.roles.items()}
+            return rows_of(self.packing, self.names, parts, [rows])
+        if self.scheme != INT8 and len(self.shape) == 1:
+            raise ValueError(
+                f"a 1-d {self.scheme} tensor has blocks along its only axis: dequantize it and slice the values"
+            )
+        scale = self.scale[rows] if self.axis == 0 and self.scale is not None else self.scale
+        data = self.data[rows]
+        return QuantizedTensor(self.scheme, (len(data), *self.shape[1:]), data, scale, self.axis)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, QuantizedTensor):
+            return NotImplemented
+        return (
+            (self.scheme, self.shape, self.axis) == (other.scheme, other.shape, other.axis)
+            and self.packing == other.packing
+            and self.parts.keys() == other.parts.keys()
+            and all(
+                (array.dtype, array.shape) == (other.parts[name].dtype, other.parts[name].shape)
+                and np.array_equal(_bytes(array), _bytes(other.parts[name]))
+                for name, array in self.parts.items()
+            )
+        )
+
+    def __repr__(self) -> str:
+        axis = "" if self.axis is None else f", axis={self.axis}"
+        return f"<QuantizedTensor {self.scheme} {list(self.shape)}{axis}, {self.nbytes:,} bytes>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.packing is not None:
+            return QuantizedTensor.of_parts, (self.packing, dict(self.names), dict(self.roles))
+        return type(self), (self.scheme, self.shape, self.data, self.scale, self.axis)
+
+
+def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any]) -> Array:
+    """Return elements of a quantized tensor, dequantizing only the selected rows of the first axis."""
+    axes, after = axes_of(index, tensor.shape, TAKE)
+    start, stop = span_of(axes) if len(axes) > 1 else (0, None)
+    values = (tensor if stop is None else tensor[start:stop]).dequantize(dtype)
+    return part_of(values, axes, after, start)
+
+
+def _bytes(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def storage_of(
+    scheme: str, shape: tuple[int, ...], axis: int | None
+) -> tuple[tuple[np.dtype[Any], tuple[int, ...]], tuple[np.dtype[Any], tuple[int, ...]] | None]:
+    """Return dtype and shape of a quantized tensor's data, and of its scale (None for blocks)."""
+    if scheme == INT8:
+        if axis is not None and not 0 <= axis < len(shape):
+            raise ValueError(f"axis {axis} is out of range for shape {list(shape)}")
+        scales = () if axis is None else (shape[axis],)
+        return (np.dtype(np.int8), shape), (np.dtype(np.float32), scales)
+    row = scheme_row(scheme)
+    if axis is not None:
+        raise ValueError(f"{scheme} has one scale per block: axis= applies only to {INT8}")
+    if not shape or shape[-1] % row.block:
+        reason = f"has rows of {shape[-1]}, which is not a multiple of {row.block}" if shape else "has no axes"
+        raise ValueError(f"{scheme} stores blocks of {row.block} elements, but shape {list(shape)} {reason}")
+    return (np.dtype(np.uint8), (*shape[:-1], row.nbytes(shape[-1]))), None
+
+
+def channels_of(shape: tuple[int, ...], axis: int | None, factors: Array | None) -> Channels:
+    """Return the channels of a tensor of this shape: a channel for each index along the axis, or a single channel."""
+    if axis is None:
+        return Channels(1, 1, factors)
+    return Channels(max(1, shape[axis]), max(1, math.prod(shape[axis + 1 :])), factors)
+
+
+def _check(label: str, array: Any, storage: tuple[np.dtype[Any], tuple[int, ...]]) -> None:
+    refuse_masked(array, label)
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{label} must be a NumPy array, got {type(array).__name__}")
+    if (array.dtype, array.shape) != storage:
+        raise ValueError(f"{label} must be {storage[0]} {list(storage[1])}, got {array.dtype} {list(array.shape)}")
+
+
+# ---- rows of packed tensors along the first axis, in memory and in files ----
+
+# Parts that are shared by the first axis, or divided separately.
+_OF_ALL = frozenset(
+    (
+        packing.GROUPS, packing.FACTORS, packing.SHAPE, packing.TABLE, packing.STATE, packing.NESTED,
+        packing.NESTED_TABLE,
+    )
+)  # fmt: skip
+
+
+def row_block(packed: Packing, parts: Mapping[str, PartRows]) -> int:
+    """Return the rows of the first axis that must be sliced together; 0 if the tensor cannot be sliced."""
+    if packed.flat:
+        assert packed.grid is not None
+        unit = packed.grid.column_block * (packed.nested_block if packing.NESTED in parts else 1)
+        return unit // math.gcd(unit, math.prod(packed.shape[1:]))
+    stacked, shared = len(packed.shape) > 2, _rows_in_word(packed.zeros)
+    apart = rows_apart(packed) and len(packed.shape) == 2 and shared > 0
+    global_per_rows = packing.GLOBAL in parts and parts[packing.GLOBAL].size > 1
+    if not stacked and (not apart or global_per_rows):
+        return 0
+    unit = 1 if stacked else row_unit(packed) * shared
+    if packing.ZERO in parts and packed.zeros is not None and by_columns(packed):
+        unit = 32 // math.gcd(packed.zeros.bits, 32)  # whole words
+    if packing.NESTED in parts:
+        unit = math.lcm(unit, packed.nested_block // math.gcd(packed.nested_block, _scales_per_row(packed)))
+    return unit
+
+
+def _scales_per_row(packed: Packing) -> int:
+    grid = packed.grid
+    return 0 if grid is None else packed.matrices * grid.rows * grid.columns // max(1, packed.shape[0])
+
+
+def rows_of(
+    packed: Packing, names: Mapping[str, str], parts: Mapping[str, PartRows], runs: Sequence[slice]
+) -> QuantizedTensor:
+    """Select runs of rows of a packed tensor along the first axis; parts in memory are views if it is a single run."""
+    unit, rows, grid = row_block(packed, parts), packed.shape[0], packed.grid
+    if not unit:
+        raise ValueError(f"{packed.label} {list(packed.shape)} cannot be sliced: dequantize it and slice the values")
+    run = cut_run(runs, unit, rows)
+    if run is not None:
+        raise ValueError(
+            f"rows {run.start} to {run.stop} of {packed.label} are not whole blocks of {unit} rows: dequantize it "
+            "and slice the values"
+        )
+    shape = (sum(run.stop - run.start for run in runs), *packed.shape[1:])
+    changed, scales = packed._replace(shape=shape), _times(runs, _scales_per_row(packed))
+    sliced: dict[str, Array] = {}
+    if packed.flat:
+        changed, scales = _rows_of_flat(changed, parts, runs, sliced)
+    elif len(shape) > 2:
+        changed = changed._replace(matrices=shape[0] * (packed.matrices // max(1, rows)))
+        for role, part in parts.items():
+            shared = role in _OF_ALL or (grid is not None and grid.shared) or part.size == 1
+            if role == packing.CODES or not shared:
+                sliced[role] = part.along(runs, rows)
+    elif by_columns(packed):
+        changed = _rows_by_columns(changed, parts, runs, sliced)
+    else:
+        changed = _rows_of_matrix(changed, parts, runs, sliced)
+    if packing.SHAPE in parts:
+        sliced[packing.SHAPE] = parts[packing.SHAPE].whole().copy()
+        if len(sliced[packing.SHAPE]) == len(shape):  # else without the first axis
+            sliced[packing.SHAPE][0] = shape[0]
+    if packing.STATE in parts:
+        import json  # as in stores/json_file
+
+        state = {**json.loads(parts[packing.STATE].whole().tobytes()), "shape": list(shape)}
+        sliced[packing.STATE] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    if packing.NESTED in parts:
+        sliced[packing.NESTED] = parts[packing.NESTED].ranges(_over(scales, packed.nested_block))
+    arrays = {role: sliced[role] if role in sliced else part.whole() for role, part in parts.items()}
+    return QuantizedTensor.of_parts(changed, names, arrays)
+
+
+def cut_run(runs: Sequence[slice], unit: int, rows: int) -> slice | None:
+    """Return the first run that is not whole blocks of rows, or None; the last run may end within the last block."""
+    cut = (run for run in runs if run.start % unit or (run.stop % unit and (run is not runs[-1] or run.stop != rows)))
+    return next(cut, None)
+
+
+def _rows_by_columns(
+    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
+) -> Packing:
+    """`rows_of` for a matrix with codes in columns; ``sliced`` is extended."""
+    count, length, zeros = packed.shape[0], max(1, packed.columns), packed.zeros
+    for role in (packing.CODES, packing.SCALE, packing.ZERO):
+        if role in parts:  # columns of the part, or words for this many codes
+            array = parts[role].whole()
+            width = array.shape[-1]
+            places = [slice(run.start * width // length, -(-run.stop * width // length)) for run in runs]
+            sliced[role] = array[:, places[0] if len(places) == 1 else positions_of(places)]
+    assert packed.grid is not None
+    if zeros is not None:  # resolved by all codes of the tensor, because a few could be ambiguous
+        stored, _owner = in_memory(packed, {packing.ZERO: parts[packing.ZERO].whole()})
+        zeros, _ = settled(zeros, packed.grid, stored.parts[packing.ZERO], 1)
+    grid = packed.grid._replace(columns=count)
+    return packed._replace(
+        shape=(count, packed.rows), columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros
+    )
+
+
+def _rows_of_matrix(
+    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
+) -> Packing:
+    """`rows_of` for a matrix with codes in rows; ``sliced`` is extended."""
+    count, grid, block = packed.shape[0], packed.grid, row_unit(packed)
+    if packed.layout == packing.MASKED:
+        sliced.update(_rows_of_masked(packed, parts, runs))
+    else:
+        sliced[packing.CODES] = parts[packing.CODES].along(runs, packed.rows)
+    if grid is not None and grid.rows > 1:
+        for role in (packing.SCALE, packing.ZERO, packing.BIAS):
+            if role in parts:
+                shared = _rows_in_word(packed.zeros) if role == packing.ZERO else 1
+                sliced[role] = parts[role].along(_over(runs, block * shared), -(-grid.rows // shared))
+        grid = grid._replace(rows=sum(run.stop - run.start for run in _over(runs, block)))
+    elif grid is not None:
+        grid = grid._replace(row_block=max(1, count))
+    return packed._replace(rows=count, grid=grid)
+
+
+def _rows_of_masked(packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice]) -> dict[str, Array]:
+    """Return runs of rows of the mask and of the values."""
+    mask = {packing.MASK: parts[packing.MASK].along(runs, packed.rows)}
+    codes = parts[packing.CODES]
+    if packing.OFFSETS not in parts:
+        return {**mask, packing.CODES: codes.along(runs, packed.rows)}
+    offsets = parts[packing.OFFSETS].whole()
+    values, moved, before = [], [], 0
+    for run in runs:
+        begin, end = (int(offsets[k]) if k < packed.rows else codes.size for k in (run.start, run.stop))
+        if not 0 <= begin <= end <= codes.size or (run.start == 0 != begin):
+            raise ValueError(
+                f"row_offsets: rows {run.start} to {run.stop} would be values {begin} to {end} of {codes.size}"
+            )
+        values.append(slice(begin, end))
+        moved.append(offsets[run] - offsets[run][:1] + offsets.dtype.type(before))
+        before += end - begin
+    changed = moved[0] if len(moved) == 1 else np.concatenate([offsets[:0], *moved])
+    return {**mask, packing.CODES: codes.ranges(values), packing.OFFSETS: changed}
+
+
+def _over(runs: Sequence[slice], unit: int) -> list[slice]:
+    """Return the runs of blocks that hold runs of rows."""
+    return [slice(run.start // unit, -(-run.stop // unit)) for run in runs]
+
+
+def _times(runs: Sequence[slice], factor: int) -> list[slice]:
+    return [slice(run.start * factor, run.stop * factor) for run in runs]
+
+
+def _rows_in_word(zeros: Zeros | None) -> int:
+    """Return the number of grid rows in a word of zero points; 0 if zero points straddle words."""
+    if zeros is None or zeros.layout != packing.COLUMNS:
+        return 1
+    return zeros.word_codes or (0 if 32 % zeros.bits else 32 // zeros.bits)
+
+
+def _rows_of_flat(
+    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
+) -> tuple[Packing, list[slice]]:
+    """`rows_of` for a flat tensor with blocks across rows; also returns the runs of its scales."""
+    grid, inner, codes = packed.grid, math.prod(packed.shape[1:]), parts[packing.CODES]
+    assert grid is not None
+    columns, values = packed.shape[0] * inner, _times(runs, inner)
+    blocks, size = _over(values, grid.column_block), codes.dtype.itemsize
+    if packed.layout == packing.BLOCKS:
+        stored = [slice(bytes_before(packed, run.start), bytes_before(packed, run.stop)) for run in values]
+        sliced[packing.CODES] = codes.ranges(stored)
+    else:  # the last byte of an odd number of values is half used
+        last = codes.size * size
+        halves = [
+            slice(run.start // 2, last if run.stop == packed.columns > run.start else run.stop // 2) for run in values
+        ]
+        if any(half.start % size or half.stop % size for half in halves):
+            raw = jobs.native_order(np.ascontiguousarray(codes.whole())).reshape(-1).view(np.uint8)
+            codes, size = PartRows(raw), 1
+        sliced[packing.CODES] = codes.ranges([slice(half.start // size, half.stop // size) for half in halves])
+        sliced[packing.SCALE] = parts[packing.SCALE].ranges(blocks)
+    grid = grid._replace(columns=sum(run.stop - run.start for run in blocks))
+    return packed._replace(columns=columns, row_bytes=bytes_before(packed, columns), grid=grid), blocks
+
+
+def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
+    """Return elements of a packed tensor of a file, dequantizing only the selected rows of the first axis."""
+    shape = packed.packing.shape
+    axes, after = axes_of(index, shape, TAKE)
+    part = _range_of(packed.packing, span_of(axes))
+    row = dtypes.BY_NAME[dtype.name]
+    before = values_before(packed.packing, part)
+    flat = private_array((part.values,), dtype)
+    if flat.size:
+        batch = jobs.Batch()
+        batch.jobs += restore_jobs(packed, batch.into(flat) - row.nbytes(before), row.number, name, ranges=(part,))
+        batch.run()
+    inner = math.prod(shape[1:])
+    if packed.packing.flat and inner:
+        first = before // inner + (before % inner > 0)
+        skipped = first * inner - before
+        flat, before = flat[skipped : skipped + (flat.size - skipped) // inner * inner], first * inner
+    values = flat.reshape(flat.size // inner if inner else shape[0], *shape[1:])
+    return part_of(values, axes, after, before // max(1, inner))
+
+
+def span_of(axes: list[range]) -> tuple[int, int]:
+    """Return the range of the first axis that holds the selected positions as start and stop."""
+    if axes and axes[0]:
+        return axes[0][0], axes[0][-1] + 1
+    return 0, 0 if axes else 1
+
+
+def part_of(rows: Array, axes: list[range], after: tuple[Any, ...], first: int) -> Array:
+    """Return the selected elements of rows from ``first`` on as a separate array; for ``after`` see `axes_of`."""
+    chosen: list[Any] = [slice(axis.start, axis.stop, axis.step) for axis in axes]
+    if axes:
+        chosen[0] = slice(axes[0].start - first, axes[0].stop - first, axes[0].step)
+    view: Array = rows[tuple(chosen)][after]
+    return view if view.size == rows.size and view.flags.c_contiguous else view.copy()
+
+
+def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
+    """Return the smallest range with these rows that can be dequantized alone."""
+    start, stop = rows
+    if packed.flat:
+        block, inner = (1 if packed.grid is None else packed.grid.column_block), math.prod(packed.shape[1:])
+        begin = start * inner // block * block
+        return Range(0, 1, 0, 1, begin, min(packed.columns, -(-stop * inner // block) * block) - begin)
+    if len(packed.shape) > 2:
+        matrices = packed.matrices // max(1, packed.shape[0])
+        return Range(start * matrices, (stop - start) * matrices, 0, packed.rows, 0, packed.columns)
+    if len(packed.shape) == 2 and rows_apart(packed):
+        block = row_unit(packed)
+        begin = start // block * block
+        if by_columns(packed):  # whole words
+            stop = -(-stop // block) * block
+        return rows_range(packed, 0, begin, stop)
+    return whole(packed)
+
+
+# ---- parts, of which only the selected rows are read from files ----
+
+
+class PartRows:
+    """A part in memory, or of a file: it is read when rows are selected, and at most once as a whole.
+
+    Attributes:
+        shape: of the array over the part
+        dtype: of its elements
+        size: number of elements
+    """
+
+    def __init__(self, part: Part | Array) -> None:
+        self._array = None if isinstance(part, Part) else part
+        if isinstance(part, Part):
+            self._part = part
+            self.dtype = dtypes.array_dtype(part.row.number)
+            self.shape = dtypes.array_shape(part.row, part.shape, part.end - part.begin)
+            self.size = math.prod(self.shape)
+        else:
+            self.dtype, self.shape, self.size = part.dtype, part.shape, part.size
+
+    def whole(self) -> Array:
+        """Return the part as an array."""
+        if self._array is None:
+            self._array = self.ranges([slice(0, self.size)]).reshape(self.shape)
+        return self._array
+
+    def along(self, runs: Sequence[slice], length: int) -> Array:
+        """Return runs of the first axis, which is divided into ``length`` rows if it has another length.
+
+        A single run of a part in memory is a view.
+        """
+        divided = self.shape[:1] != (length,)
+        if self._array is not None:
+            array = self._array.reshape(length, self.size // max(1, length)) if divided else self._array
+            view: Array = array[runs[0]] if len(runs) == 1 else array[positions_of(runs)]
+            return view
+        shape = (self.size // max(1, length),) if divided else self.shape[1:]
+        pitch = math.prod(shape) * self.dtype.itemsize
+        positions = positions_of(runs)
+        unique, inverse = np.unique(positions, return_inverse=True)
+        origin = Origin(self._part.name, self._part.shape)
+        rows = read_rows(self._part.file, self._part.begin, pitch, unique, origin=origin)
+        if len(unique) < len(positions) or (inverse[1:] < inverse[:-1]).any():
+            rows = rows[inverse]
+        return jobs.native_order(rows.view(self.dtype).reshape(len(positions), *shape))
+
+    def ranges(self, runs: Sequence[slice]) -> Array:
+        """Return ranges of the elements in C order, one after the other; a single range in memory is a view."""
+        if self._array is not None:
+            flat = self._array.reshape(-1)
+            view: Array = flat[runs[0]] if len(runs) == 1 else flat[positions_of(runs)]
+            return view
+        part, size = self._part, self.dtype.itemsize
+        array = private_array((sum(run.stop - run.start for run in runs),), self.dtype)
+        batch, at = jobs.Batch(), address_of(array) if array.size else 0
+        for run in runs:
+            nbytes = (run.stop - run.start) * size
+            if nbytes:
+                origin = Origin(part.name, part.shape)
+                batch.add(Job(part.file, part.begin + run.start * size, at, nbytes, origin=origin))
+            at += nbytes
+        batch.run()
+        return jobs.native_order(array)
+
+
+def positions_of(runs: Sequence[slice]) -> Array:
+    """Return the positions in runs."""
+    return np.concatenate([np.arange(run.start, run.stop) for run in runs] or [np.empty(0, np.int64)])

@@ -1,0 +1,544 @@
+"""Read and write safetensors files. csrc/formats/safetensors.c parses and writes the header."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from array import array as plain_array
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import accumulate, chain
+from operator import add
+from struct import Struct
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..errors import SafetensorError, folder_given, unsaved
+from . import dtypes, load, native
+from .arrays import Array, check_mapping, not_an_array, refuse_masked
+from .atomic_file import AtomicFile, pieces_of, written_as_is
+from .local import LocalStore, with_room
+from .memory import thread_count
+from .native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
+from .paths import PathLike, native_path
+from .registry import Candidate, Content, OpenRequest, explain, part
+from .runtime import paused
+from .store import WINDOW
+from .table import Table
+from .tensors import Lazy, Staged, Tensors, materialize
+from .text import encode, show, tensor_named
+from .weight_file import WeightFile
+
+_NEWLINE = ord("\n")
+# Bytes of the length before the header, and the unit of its padding.
+_LENGTH = _UNIT = 8
+# Spaces that editable files have after their header, so that `safeload.edit` can change metadata without a new file.
+ROOM = 4096
+# The largest header that csrc/formats/safetensors.c accepts, without its length.
+MAX_HEADER = 100_000_000
+# For `window_for`: room and metadata, bytes of a tensor besides its name, and the largest estimate.
+_BASE, _ENTRY, _MOST = 2 * ROOM, 112, 1 << 20
+# The first request for a shard before its index has been read. With the head of the response it fits in ten TCP
+# segments, which a server sends at once over a new connection.
+EARLY_WINDOW = 12 << 10
+
+# The bytes of a header; the tensors in the order of their bytes; bytes of each tensor, in the order of the names.
+Head: TypeAlias = tuple[Any, Sequence[int], Sequence[int]]
+
+# Up to this many tensors, a single call builds a header in a buffer of fixed size.
+_FEW = lib.SL_BRIEF
+# Order and sizes in such a buffer, by number of tensors.
+_PLACES = [Struct(f"={2 * count}Q").unpack_from for count in range(_FEW + 1)]
+
+# The largest file to read whole, by backend. For "mmap" the limit is the size from which glibc's malloc may map new
+# memory, 128 KiB, because that would be as slow as mapping the file.
+_SMALL = {"mmap": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
+
+_LITTLE = sys.byteorder == "little"
+_LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
+
+# ---- read ----
+
+
+def open_file(
+    path: PathLike, *, brief: bool = False, folders: str = "safeload.load", explained: bool = True
+) -> WeightFile:
+    """Open a file and validate its header; errors name the loader for ``folders``, and if ``explained`` what it is."""
+    text, fields = _loaded(path, 0, folders, explained)
+    return WeightFile(
+        text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[native.LOADED_COLUMNS :])
+    )
+
+
+def chosen(file: WeightFile, names: Iterable[str] | None, dtype: Any, operation: str) -> Tensors:
+    """Return the tensors to load, after refusing to convert floating codes without their scales."""
+    tensors = Tensors.in_file(file, names)
+    if dtype is not None and file.table.may_be_packed():
+        part("codes").refuse_floating(file, tensors, operation)
+    return tensors
+
+
+class Resident(NamedTuple):
+    """A small file, already read and closed."""
+
+    table: Table
+    arrays: dict[str, Array]  # by name, in the order of their bytes
+
+
+def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -> Resident | WeightFile:
+    """Return the tensors of a small file, or an open file if it is larger than the limit of the backend."""
+    if backend == "pread":
+        thread_count(0, None)  # only to check SAFELOAD_NUM_THREADS: reading takes one thread
+    # One read even for "mmap": a mapping and its first page fault take longer.
+    text, fields = _loaded(path, _SMALL[backend], folders)
+    _, size, _, _, _, address, content, *_ = fields
+    table = Table(address, fields[native.LOADED_COLUMNS :])
+    if not content:
+        return WeightFile(text, LocalStore(text, fields[:5], brief=True), table)
+    # Like a mapping, the memory is private and lives as long as the last array over it.
+    return Resident(table, load.views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
+
+
+def _loaded(path: PathLike, largest: int, folders: str, explained: bool = True) -> tuple[str, tuple[Any, ...]]:
+    """Return the path as text, and the fields of its ``sl_loaded``, see `loaded_fields`."""
+    text, encoded = native_path(path)
+    memory = Loaded()
+    status = short.sl_safetensors_load(encoded, largest, memory)
+    if status:
+        _retry(text, (encoded, largest, memory), status, folders, explained)
+    return text, loaded_fields(memory)
+
+
+def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str, explained: bool) -> None:
+    """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
+    loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
+    if status == lib.SL_E_OS:
+        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
+    if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
+        raise folder_given(text, folders)
+    if status == lib.SL_E_FORMAT:
+        edits = part("edits")  # imported here: few files are broken
+        for _ in edits.editor_pauses(text) if edits else ():
+            status = int(short.sl_safetensors_load(*arguments))
+            if status != lib.SL_E_FORMAT:
+                break
+    if status == lib.SL_E_FORMAT:
+        raise (explain(text) if explained else None) or native.failure(status, loaded.error, text)
+    check(status, loaded.error, text)
+
+
+def read(candidate: Candidate, request: OpenRequest) -> Content:
+    """Read the table of an open file, such as a remote file."""
+    file = candidate.file
+    size = int.from_bytes(file.read_at(0, _LENGTH), "little")
+    # The parser refuses an impossible size without more bytes.
+    valid = size <= min(MAX_HEADER, file.size - _LENGTH)
+    head = file.read_at(0, _LENGTH + size if valid else _LENGTH)
+    file.table = parse_head(head, file.size, file.path)
+    return Content(file)
+
+
+def parse_head(head: bytes, file_size: int, path: str) -> Table:
+    """Return the table of a file of this size, of which the first bytes are known."""
+    table, error = ffi.new("sl_table **"), Error()
+    status = lib.sl_safetensors_parse_head(ffi.from_buffer(head), len(head), file_size, table, error)
+    check(status, error, path)
+    return Table(pointer(table[0]))
+
+
+def parse_table(data: Any) -> tuple[memoryview, Table]:
+    """Return the bytes of a file in memory, and their table."""
+    view, *place = _place(data)
+    return view, _table(short.sl_safetensors_table(*place), place)
+
+
+def _place(data: Any) -> tuple[memoryview, bytes | int, int]:
+    """Return the bytes of a file in memory, their address (or the bytes) for C, and their number."""
+    if type(data) is bytes:
+        return memoryview(data), data, len(data)
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("data must be contiguous bytes")
+    view = view.cast("B") if view.nbytes else memoryview(b"")
+    return view, pointer(ffi.from_buffer(view)), len(view)
+
+
+def _table(address: int | None, place: Sequence[Any]) -> Table:
+    """Return the table at an address, or raise the error of a file for which there is none."""
+    if address is None:
+        table, error = ffi.new(_TABLE), Error()  # again, to get the error
+        check(short.sl_safetensors_parse(*place, pointer(table), pointer(error)), error)
+        address = pointer(table[0])
+    return Table(address)
+
+
+def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
+    """Return the tensors of a file in memory, in the order of their bytes, and its table."""
+    view, address, size = _place(data)
+    lone = Lone()
+    table = short.sl_safetensors_brief(address, size, lone)
+    if table is None and _LITTLE:  # a single plain tensor: making a table would take longer than the rest
+        numbers = lone_numbers(lone)
+        if numbers[0]:
+            _, dtype, begin, length, rank = numbers[:5]
+            name = lone[native.LONE_NAME : native.LONE_NAME + length].decode()
+            return {name: load.lone(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
+    columns = _table(table, (address, size))  # unaligned tensors are copied in any case
+    return load.copies_of(columns, view) if copy else load.views_of(columns, view), columns
+
+
+# ---- headers from columns; csrc/formats/safetensors.c writes their JSON ----
+
+
+def _header(
+    names: Sequence[str],
+    numbers: bytes,
+    shapes: Sequence[Sequence[int]],
+    metadata: Mapping[str, str] | None,
+    *,
+    room: int = 0,
+) -> Head:
+    """Return a header with upstream's order, and order and sizes as lists; see `Header`."""
+    try:
+        encoded = "\n".join([*names, ""]).encode() if not room and len(names) <= _FEW else None
+    except UnicodeEncodeError:
+        encoded = None  # `Header` explains it
+    if encoded is not None:
+        count, memory = len(names), native.BriefHeader()
+        dims = plain_array("Q", chain.from_iterable(shapes)).tobytes()
+        dim_ends = plain_array("Q", accumulate(map(len, shapes))).tobytes()
+        texts = [] if metadata is None else _metadata_texts(metadata)
+        text_ends = None if metadata is None else plain_array("Q", accumulate(map(len, texts))).tobytes()
+        size = short.sl_safetensors_brief_header(
+            count, encoded, len(encoded), numbers, dims, dim_ends, b"".join(texts), text_ends, len(texts) // 2, memory
+        )
+        if size:  # else it is too long, or there is none
+            places = _PLACES[count](memory)
+            return memory[native.HEADER_AT : native.HEADER_AT + size], places[:count], places[count:]
+    header = Header(names, numbers, shapes, metadata, room=room)
+    return ffi.buffer(header.memory, header.nbytes), header.order.tolist(), header.sizes.tolist()
+
+
+class Header:
+    """A header, and the order of the tensors' bytes after it."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        numbers: bytes,  # of the dtypes
+        shapes: Sequence[Sequence[int]],  # logical
+        metadata: Mapping[str, str] | None,
+        *,
+        keeps_order: bool = False,  # bytes in the order of the names, not in upstream's
+        room: int = 0,  # least number of spaces after the header
+    ) -> None:
+        columns = ffi.new("sl_columns *")
+        columns.keeps_order = keeps_order
+        encoded, name_ends = _encoded(names)
+        columns.count = count = len(names)
+        values: dict[str, Any] = {
+            "names": encoded,
+            "name_ends": name_ends,
+            "dtypes": numbers,
+            "dims": plain_array("Q", chain.from_iterable(shapes)),
+            "dim_ends": plain_array("Q", accumulate(map(len, shapes))),
+        }
+        if metadata is not None:
+            texts = _metadata_texts(metadata)
+            columns.has_metadata = 1
+            columns.metadata_count = len(texts) // 2
+            values["metadata_text"] = b"".join(texts)
+            values["metadata_ends"] = plain_array("Q", accumulate(map(len, texts)))
+        alive: list[Any] = []  # the memory of the columns
+        for field, column in values.items():
+            if len(column):
+                alive.append(ffi.from_buffer(_ARRAYS[field], column))
+                setattr(columns, field, alive[-1])
+        self.order: Array = np.empty(count, np.uint32)  # the tensors in the order of their bytes
+        self.sizes: Array = np.empty(count, np.uint64)  # bytes of each tensor, in the order of the names
+        memory, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
+        check(
+            lib.sl_safetensors_header(
+                columns,
+                ffi.from_buffer("uint32_t[]", self.order),
+                ffi.from_buffer("uint64_t[]", self.sizes),
+                memory,
+                size,
+                error,
+            ),
+            error,
+            subject="Error while serializing",
+        )
+        self.memory = ffi.gc(memory[0], lib.sl_free)  # the length of the header and the header itself
+        self.address = pointer(self.memory)
+        self.nbytes: int = size[0]
+        if room:
+            self.pad_to(min(self.nbytes + -(-room // _UNIT) * _UNIT, max(self.nbytes, MAX_HEADER + _LENGTH)))
+
+    def pad_to(self, nbytes: int) -> None:
+        """Extend the header with spaces to this size, a multiple of 8."""
+        text = ffi.buffer(self.memory, self.nbytes)[_LENGTH:]
+        head = (nbytes - _LENGTH).to_bytes(_LENGTH, "little")
+        self.memory = ffi.from_buffer(head + text + b" " * (nbytes - self.nbytes))
+        self.address, self.nbytes = pointer(self.memory), nbytes
+
+
+# Each column as an array in C.
+_ARRAYS = {
+    name: ffi.typeof(f"{field.type.item.cname.removeprefix('const ')}[]")
+    for name, field in ffi.typeof("sl_columns").fields
+    if field.type.kind == "pointer"
+}
+
+# Up to this many names, encoding each by itself is faster.
+_ONE_BY_ONE = 64
+
+
+def _encoded(names: Sequence[str]) -> tuple[bytes, plain_array[int] | Array]:
+    """Return the names, each with a newline behind it, and their ends."""
+    try:
+        encoded = "\n".join([*names, ""]).encode()
+    except (TypeError, UnicodeEncodeError):
+        for name in names:
+            text(name, "a tensor name", tensor=name)
+        raise
+    if len(names) > _ONE_BY_ONE and encoded.count(b"\n") == len(names):
+        ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == _NEWLINE)
+        return encoded, ends.astype(np.uint64)
+    lengths = [len(name.encode()) for name in names]
+    return encoded, plain_array("Q", map(add, accumulate(lengths), range(len(names))))
+
+
+def window_for(file_name: str, names: Sequence[str]) -> int:
+    """Return the size of the first request for a shard that an index lists: its header should fit."""
+    if not file_name.endswith(".safetensors"):
+        return WINDOW
+    # A small request spares the round trips in which a new connection reaches its speed; a header that does not fit
+    # takes a second request.
+    return min(_BASE + len(names) * _ENTRY + sum(map(len, names)), _MOST)
+
+
+def _metadata_texts(metadata: Mapping[str, str]) -> list[bytes]:
+    """Return keys and values alternately, in ascending order of keys."""
+    pairs = [*metadata.items()]
+    try:
+        if all(type(key) is str is type(value) for key, value in pairs):
+            return [part.encode() for pair in sorted(pairs) for part in pair]
+    except UnicodeEncodeError:
+        pass  # refused below, with the name of the key
+    pairs = sorted((text(key, "a metadata key"), text(value, f"metadata {show(key)}")) for key, value in pairs)
+    return [part.encode() for pair in pairs for part in pair]
+
+
+def text(value: Any, subject: str, *, tensor: str | None = None) -> str:
+    """Check that a value is a text that UTF-8 can write, and return it."""
+    if not isinstance(value, str):
+        raise TypeError(f"{subject} must be str, got {type(value).__name__}")
+    encode(value, subject, tensor=tensor)
+    return value
+
+
+# ---- write ----
+
+# Arrays of at most _TINY bytes are copied into buffers of about _TOGETHER bytes, to write them in few calls.
+_TINY, _TOGETHER = 64 << 10, 1 << 20
+
+# Types that are never masked arrays.
+_PLAIN = frozenset((np.ndarray, Lazy))
+
+
+class Memory(NamedTuple):
+    """A tensor's bytes in file layout, at an address that the caller keeps valid."""
+
+    row: dtypes.Dtype
+    shape: Sequence[int]  # logical
+    address: int  # of the first byte
+    nbytes: int
+
+
+class TensorToWrite(NamedTuple):
+    """A tensor to write."""
+
+    row: dtypes.Dtype
+    shape: Sequence[int]
+    data: Array | Lazy | Memory
+
+    def pieces(self) -> Iterator[tuple[Any, int, int]]:
+        """Iterate over the tensor's bytes as (owner, address, bytes), without copying memory in C order."""
+        if isinstance(self.data, Memory):
+            yield None, self.data.address, self.data.nbytes
+            return
+        yield from pieces_of(materialize(self.data))
+
+    @property
+    def staged(self) -> Staged | None:
+        """How to read the bytes ahead; None if `pieces` makes them."""
+        return self.data.staged if isinstance(self.data, Lazy) else None
+
+    @property
+    def whole(self) -> bool:
+        """True if `buffer` has the bytes of the tensor; else each buffer of `pieces` is written before the next."""
+        data = self.data
+        return isinstance(data, Memory) or (not isinstance(data, Lazy) and written_as_is(data))
+
+    @property
+    def small(self) -> bool:
+        """True if the tensor is `whole` and should be written together with its neighbours."""
+        return self.data.nbytes <= _TINY and self.whole
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def buffer(self) -> Any:
+        """The bytes of a `whole` tensor."""
+        data = self.data
+        return ffi.buffer(ffi.cast("char *", data.address), data.nbytes) if isinstance(data, Memory) else data
+
+
+def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[Iterator[tuple[int, int, bool]]]:
+    """Return the bytes to read ahead, or nothing."""
+    if not ahead:
+        return nullcontext(iter(()))
+    from .staging import staged_bytes  # few files need it: most are loaded, or written from memory
+
+    return closing(staged_bytes([staged.entry for staged in ahead], ahead[0].threads))
+
+
+def source_of(name: str, value: Any) -> TensorToWrite:
+    """Return the tensor to write for an array, `Memory`, `Lazy` or a tensor to write."""
+    if isinstance(value, Memory):
+        return TensorToWrite(value.row, value.shape, value)
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if not isinstance(value, (np.ndarray, Lazy)):
+        if isinstance(value, TensorToWrite):
+            return value
+        raise not_an_array(tensor_named(name), value, safetensors=True)
+    if type(value) not in _PLAIN:
+        refuse_masked(value, tensor_named(name))
+    return TensorToWrite(dtypes.of_array(value, name), value.shape, value)
+
+
+def write(
+    tensors: Mapping[str, Any],
+    metadata: Mapping[Any, Any] | None,
+    path: PathLike,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+) -> None:
+    """Write tensors of any format; `quantized.pack` turns quantized tensors into plain tensors."""
+    from .described import pack
+    from .metadata import as_texts
+
+    packed, texts = pack(tensors, as_texts(metadata or {}) or None)
+    FileWriter(packed, texts, room=ROOM).to_file(path, overwrite=overwrite, durable=durable)
+
+
+def writer(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> FileWriter:
+    """Return the writer of arrays and quantized tensors, as the drop-in functions take them."""
+    if metadata is not None or not isinstance(tensors, dict) or not _PLAIN.issuperset(map(type, tensors.values())):
+        from .described import pack  # only here: it brings everything that decodes
+
+        tensors, metadata = pack(tensors, metadata)
+    return FileWriter(tensors, metadata)
+
+
+class FileWriter:
+    """A file to write: its header is built and its size known, but tensors are not copied yet."""
+
+    def __init__(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, room: int = 0) -> None:
+        check_mapping(tensors, "tensors")
+        if metadata is not None:
+            check_mapping(metadata, "metadata", "str to str")
+        names = list(tensors)
+        for name in names:
+            if type(name) is not str:
+                text(name, "a tensor name", tensor=name)
+        sources = self._sources = [source_of(name, tensors[name]) for name in names]
+        shapes = [source.shape for source in sources]
+        numbers = bytes([source.row.number for source in sources])
+        # `room` spaces follow the header; 0 gives the bytes of upstream.
+        self._head, self._order, sizes = _header(names, numbers, shapes, metadata, room=room)
+        for name, source, size in zip(names, sources, sizes, strict=True):
+            memory = source.data
+            if isinstance(memory, Memory) and (memory.nbytes != size or (size and memory.address == 0)):
+                fault = f"data_len is {memory.nbytes}, but {memory.row.code} {list(memory.shape)} needs {size} bytes"
+                fault = "data_ptr is null" if memory.nbytes == size else fault
+                raise SafetensorError(f"Error while serializing: tensor {show(name)}: {fault}", tensor=name)
+        self.size: int = len(self._head) + sum(sizes)
+
+    def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
+        """Iterate over all bytes as (owner, address, bytes, True if all buffers so far must be used first)."""
+        sources = [self._sources[index] for index in self._order]
+        waiting, size = [self._head], 0  # small buffers: a system call for each would take longer than a copy
+        if len(self._head) > _TINY or not sources or not sources[0].small:
+            yield self._head, pointer(ffi.from_buffer(self._head)), len(self._head), False
+            waiting = []
+        ahead = [source.staged for source in sources if source.staged is not None]
+        with _staged(ahead) as staged:
+            for source in sources:
+                small = source.small
+                if small:
+                    waiting.append(source.buffer)
+                    size += source.nbytes
+                if waiting and (not small or size >= _TOGETHER):
+                    yield _joined(waiting)
+                    waiting, size = [], 0
+                if small:
+                    continue
+                lazy, stage = source.data, source.staged
+                if stage is None or not isinstance(lazy, Lazy):
+                    streamed = not source.whole
+                    for owner, address, nbytes in source.pieces():
+                        yield owner, address, nbytes, streamed
+                    continue
+                left = stage.entry.nbytes
+                while left:
+                    address, nbytes, last = next(staged)
+                    left -= nbytes
+                    yield staged, address, nbytes, last
+                lazy.report()
+            if waiting:
+                yield _joined(waiting)
+
+    def to_bytes(self) -> bytes:
+        """Return the whole file."""
+        if all(source.whole for source in self._sources):
+            return b"".join([self._head, *(self._sources[index].buffer for index in self._order)])
+        out = bytearray(self.size)
+        position = 0
+        with closing(self.pieces()) as pieces:
+            for _owner, address, size, _streamed in pieces:
+                if size:
+                    out[position : position + size] = ffi.buffer(ffi.cast("char *", address), size)
+                position += size
+        return bytes(out)
+
+    def to_file(self, path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
+        """Write the file; see `AtomicFile`."""
+        try:
+            with AtomicFile(path, self.size, overwrite=overwrite, durable=durable) as file:
+                self.write_to(file)
+        except OSError as error:
+            raise unsaved(error) from None
+
+    def write_to(self, file: AtomicFile) -> None:
+        """Write all bytes into a file under construction."""
+        waiting: list[tuple[int, int]] = []
+        tensors = len(self._sources)
+        with paused(tensors if self.size <= _TINY * tensors else 0), closing(self.pieces()) as pieces:
+            for _owner, address, size, streamed in pieces:
+                waiting.append((address, size))
+                if streamed:
+                    file.write(waiting)
+                    waiting.clear()
+            file.write(waiting)
+
+
+def _joined(arrays: list[Any]) -> tuple[Any, int, int, bool]:
+    joined = b"".join(arrays)
+    return joined, pointer(ffi.from_buffer(joined)), len(joined), True

@@ -1,0 +1,403 @@
+"""Stream tensors of open files in bounded memory: the next tensors are read while the caller uses a tensor."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from threading import Lock, RLock
+from typing import Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, get_args
+
+import numpy as np
+
+from ..errors import RemoteError, exported, public
+from . import dtypes
+from .arrays import Array, array_over
+from .load import check_fits, check_out_names, deliver, parse_target, stored_in_parts
+from .memory import POOLED_BELOW, aligned_bytes, check_disjoint, check_threads, windows
+from .names import Patterns, layer_of
+from .native import ffi, short
+from .progress import Meter, Progress
+from .tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
+from .text import parse_size, plural, show
+from .thread_group import REMOTE_WORKERS, Prefetch, Stopped, Task, check_stopped
+from .weight_file import WeightFile
+
+# Arrays to fill: by name, or a function from a name to an array.
+Out = Mapping[str, Array] | Callable[[str], Array] | None
+
+# Order of the tensors.
+Order = Literal["file", "given", "ready"]
+
+# Bytes of tensors to read together: enough work for all threads, and little compared with usual limits.
+_UNIT = 16 << 20
+# A unit takes at most this part of the limit, so that the next units are read while its tensors are taken.
+_SHARE = 4
+
+
+class StreamOptions(TypedDict, total=False):
+    """Options of `Checkpoint.stream`."""
+
+    only: Patterns
+    drop: Patterns
+    ahead: int | str
+    order: Order
+    out: Out
+    threads: int | None
+    progress: Progress
+
+
+# Names and arrays of tensors, and the error of the next tensor, if any. The error is popped from a list, because a
+# variable in a frame of its traceback would keep arrays alive until a garbage collection.
+_T = TypeVar("_T")  # of the tensors: arrays, or also quantized tensors
+_Loaded: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
+
+
+class _Stream:
+    """What streams of tensors and of layers share."""
+
+    _left: Any  # names that were not taken yet
+    _count: int
+    _of = "tensor"
+
+    def __length_hint__(self) -> int:
+        return len(self._left)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self._left)} of {plural(self._count, self._of)} left>"
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"cannot copy or pickle a {kind}; copy or pickle the checkpoint, and call stream() again")
+
+
+@exported()
+class TensorStream(_Stream, Iterator[tuple[str, _T]]):
+    """An iterator of tensor names and arrays that reads ahead; made by `Checkpoint.stream`.
+
+    Reading stops with `close`, an error, the end of the program or the last reference to the stream. Threads may share
+    a stream: each tensor goes to a single thread. After a fork, the child's copy of a stream raises RuntimeError.
+
+    Example:
+        >>> import safeload
+        >>> stream = safeload.open("tiny-llama").stream(dtype="float32")
+        >>> name, array = next(stream)
+        >>> stream.close()
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], reader: _Reader, limit: int, *, ordered: bool, progress: Progress
+    ) -> None:
+        share = max(1, min(_UNIT, limit // _SHARE))
+        self._memory = reader.memory
+        weakref.finalize(self, reader.memory.close)
+        tasks = (reader.task(number, unit) for number, unit in enumerate(reader.units(entries, share)))
+        workers = REMOTE_WORKERS if any(entry.file.remote for entry in entries) else 1
+        room = limit - limit // _SHARE - share
+        self._results: Prefetch[_Loaded] = Prefetch(tasks, room, workers=workers, ordered=ordered)
+        self._ready: deque[tuple[str, Any]] = deque()
+        self._failed: list[Exception] = []
+        self._left = {entry.name: reader.nbytes(entry) for entry in entries}
+        self._count = len(entries)
+        self._lock = RLock()  # a progress report may call this object again
+        self._meter = Meter(progress, sum(self._left.values()))
+
+    @public
+    def __next__(self) -> tuple[str, _T]:
+        self._results.check_process()  # before the lock, which another thread may have held during a fork
+        with self._lock:
+            try:
+                while not self._ready:
+                    if self._failed:
+                        raise self._failed.pop()
+                    self._ready, self._failed = next(self._results)
+                    self._memory.used = self._results.pending
+                name, value = self._ready.popleft()
+                try:
+                    self._meter.add(self._left.pop(name))
+                except StopIteration as error:  # it would end the stream
+                    raise RuntimeError("progress: the function raised StopIteration") from error
+            except BaseException:
+                self.close()
+                raise
+            return name, value
+
+    def check_process(self) -> None:
+        """Raise RuntimeError after a fork; see ``Prefetch.check_process``."""
+        self._results.check_process()
+
+    def close(self) -> None:
+        """Stop reading and wait for the threads. Arrays that were taken stay valid."""
+        self._results.close()
+        self._memory.close()
+        if self._results.forked:
+            return
+        with self._lock:  # a thread that was waiting for a tensor has released it now
+            self._ready.clear()
+            self._failed = []
+            self._left.clear()
+            self._meter.close()
+
+
+@exported()
+class LayerStream(_Stream, Iterator[tuple[str, dict[str, _T]]]):
+    """An iterator of layers, each with all of its tensors, that reads ahead; made by `Checkpoint.stream`.
+
+    Reading stops as for `TensorStream`. Threads may share a stream: each layer goes to a single thread.
+
+    Example:
+        >>> import safeload
+        >>> stream = safeload.open("tiny-llama").stream(by_layer=True)
+        >>> layer, tensors = next(stream)
+        >>> stream.close()
+    """
+
+    _of = "layer"
+
+    def __init__(self, tensors: TensorStream[_T], sizes: Mapping[str, int]) -> None:
+        self._tensors = tensors
+        self._left = deque(sizes.items())  # layers, and the number of their tensors
+        self._count = len(sizes)
+        self._lock = RLock()  # as in `TensorStream`
+
+    @public
+    def __next__(self) -> tuple[str, dict[str, _T]]:
+        self._tensors.check_process()
+        with self._lock:
+            if not self._left:
+                self._tensors.close()
+                raise StopIteration
+            layer, count = self._left.popleft()
+            try:
+                return layer, dict([next(self._tensors) for _ in range(count)])
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Stop reading and wait for the threads. Arrays that were taken stay valid."""
+        self._tensors.close()
+        self._left.clear()
+
+
+class _Reader:
+    """Reads tensors in units: into the arrays that ``out`` returns, or into new arrays."""
+
+    def __init__(
+        self, target: dtypes.Dtype | None, out: Callable[[str], Any] | None, threads: int | None, limit: int
+    ) -> None:
+        self.memory = Recycler(limit)
+        self._target = target  # for floating and packed tensors; None to convert nothing
+        self._out = out
+        self._threads = threads
+        self._failed: list[int] = []  # numbers of failed units; later units are not read
+
+    def _makes(self, entry: Entry) -> bool:
+        """Return True if a tensor becomes a single array with its own memory.
+
+        Unrestored packed codes become more than a single array. Repeated elements share bytes, because an array of all
+        elements might be larger than any memory.
+        """
+        return entry.target is not None and not (entry.repeated and self._out is None)
+
+    def nbytes(self, entry: Entry) -> int:
+        """Return the bytes of the arrays of a tensor."""
+        return entry.end - entry.begin if entry.repeated and self._out is None else entry.nbytes
+
+    def _cost(self, entry: Entry) -> int:
+        """Return the memory for reading a tensor, including the byte range of a strided tensor."""
+        return self.nbytes(entry) + (entry.end - entry.begin if entry.strided and self._makes(entry) else 0)
+
+    def units(self, entries: Sequence[Entry], share: int) -> Iterator[list[Entry]]:
+        """Divide tensors into units to read together."""
+
+        def kind(entry: Entry) -> object:  # repeated elements alone, or `deliver` would let tensors share their memory
+            single = self._makes(entry)
+            return object() if entry.repeated and not single else single
+
+        return windows(entries, share, self._cost, kind)
+
+    def task(self, number: int, entries: Sequence[Entry]) -> Task:
+        """Return the task that reads the tensors of a unit up to the first error."""
+        destinations: dict[str, Array] = {}
+        refused: list[Exception] = []
+
+        def start() -> None:
+            """Get the caller's arrays to fill, up to an error."""
+            try:
+                for entry in entries:
+                    destinations[entry.name] = self._given(entry)
+            except Exception as error:
+                refused.append(error)
+
+        def run() -> _Loaded:
+            if any(other < number for other in self._failed):
+                raise Stopped
+            ready = entries if self._out is None else entries[: len(destinations)]
+            loaded, failed = self._read(ready, destinations) if ready else (deque[tuple[str, Any]](), [])
+            failed = failed or refused
+            if failed:
+                self._failed.append(number)
+            return loaded, failed
+
+        return Task(sum(map(self._cost, entries)), run, None if self._out is None else start)
+
+    def _given(self, entry: Entry) -> Any:
+        assert self._out is not None
+        try:
+            array = self._out(entry.name)
+        except StopIteration as error:  # of a `next` in the function: it would end the stream
+            raise RuntimeError(f"out: the function raised StopIteration for tensor {show(entry.name)}") from error
+        check_fits(entry.name, entry.dtype, entry.shape, {entry.name: array})
+        return array
+
+    def _read(self, entries: Sequence[Entry], destinations: Mapping[str, Array]) -> _Loaded:
+        single = self._makes(entries[0])
+        try:
+            arrays, _ = deliver(
+                Tensors.of(entry.tensor for entry in entries),
+                target=self._target,
+                out=destinations if single and destinations else None,
+                memory=self.memory.array if single else None,
+                threads=self._threads,
+                progress=check_stopped,
+            )
+        except RemoteError as error:  # names the tensor, and was retried
+            at = next((k for k, entry in enumerate(entries) if entry.name == error.tensor), 0)
+            loaded, failed = self._read(entries[:at], destinations) if at else (deque(), [])
+            return loaded, failed or [error]
+        except Exception as error:
+            if len(entries) < 2:
+                return deque(), [error]
+        else:
+            return deque((entry.name, arrays[entry.name]) for entry in entries), []
+        half = len(entries) // 2  # again in halves, to find the tensor that cannot be read
+        loaded, failed = self._read(entries[:half], destinations)
+        if not failed:
+            rest, failed = self._read(entries[half:], destinations)
+            loaded += rest
+        return loaded, failed
+
+
+def stream(
+    tensors: Sequence[FileTensor],
+    files: Sequence[WeightFile],
+    *,
+    by_layer: bool,
+    dtype: Any,
+    ahead: int | str,
+    order: Order,
+    out: Out,
+    threads: int | None,
+    progress: Progress,
+) -> TensorStream[Any] | LayerStream[Any]:
+    """Read tensors one after another; see `Checkpoint.stream`."""
+    if order not in get_args(Order):
+        raise ValueError(f'order must be "file", "given" or "ready", got {show(order)}')
+    if by_layer and order == "ready":
+        raise ValueError('order="ready" yields single tensors: with by_layer=True, order must be "file" or "given"')
+    target, limit = parse_target(dtype), parse_size(ahead, "ahead")
+    check_threads(threads)
+    entries = entries_of(tensors, target)
+    for entry in entries if out is not None else ():
+        if entry.target is None and entry.packed is not None:
+            raise stored_in_parts(entry.name, entry.packed)
+    if order != "given":
+        entries = in_file_order(entries, files)
+    if out is not None and not callable(out):
+        check_out_names(out, (entry.name for entry in entries), "stream")
+        for entry in entries:
+            check_fits(entry.name, entry.dtype, entry.shape, out)
+        whole = [entry for entry in entries if not entry.strided]
+        check_disjoint(out, lambda: {entry.name: entry._replace(name="", at=0) for entry in whole})
+    layers: dict[str, list[Entry]] = {}
+    for entry in entries if by_layer else ():
+        layers.setdefault(layer_of(entry.name), []).append(entry)
+    if by_layer:
+        entries = [entry for layer in layers.values() for entry in layer]
+    give = out if out is None or callable(out) else out.__getitem__
+    reader = _Reader(target, give, threads, limit)
+    ordered = order != "ready"
+    tensor_stream: TensorStream[Any] = TensorStream(entries, reader, limit, ordered=ordered, progress=progress)
+    if not by_layer:
+        return tensor_stream
+    return LayerStream(tensor_stream, {layer: len(members) for layer, members in layers.items()})
+
+
+# ---- the memory of dropped arrays ----
+
+
+# Memory is not reused if more than this part of it would be wasted.
+_WASTE = 4
+
+
+class Recycler:
+    """Allocate arrays, and keep the memory of dropped arrays for new arrays.
+
+    Any thread may use it and drop its arrays. The owner should close it, because the arrays refer to it and may live
+    much longer than the owner.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.used = 0  # bytes of arrays that count towards the limit
+        self._limit = limit
+        self._kept: list[tuple[int, int]] = []  # size and address, oldest first
+        self._returned: deque[tuple[int, int]] = deque()  # of dropped arrays
+        self._closed = False
+        self._lock = Lock()  # protects `_kept`
+        self._free = short.sl_memory_free  # at exit, globals may disappear before the last array
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a page-aligned array with undefined values. Small arrays bypass the pool, aligned to a cache line."""
+        size = dtype.itemsize * math.prod(shape)
+        if size < POOLED_BELOW:
+            return array_over(aligned_bytes(size), dtype, shape, 0)
+        capacity, address = self._take(size)
+        memory = ffi.gc(ffi.cast("void *", address), partial(self._give_back, capacity, address))
+        return array_over(ffi.buffer(memory, size), dtype, shape, 0)
+
+    def _take(self, size: int) -> tuple[int, int]:
+        """Return the capacity and address of memory for ``size`` bytes."""
+        with self._lock:
+            fitting = (block for block in self._kept if size <= block[0] <= size + size // _WASTE)
+            best = min(fitting, default=None)
+            if best is not None:
+                self._kept.remove(best)
+        self._settle(True)
+        if best is not None:
+            return best
+        address = short.sl_memory_alloc(size)
+        if not address:
+            raise MemoryError(f"cannot allocate {size} bytes")
+        return size, address
+
+    def _give_back(self, size: int, address: int, memory: object) -> None:
+        self._returned.append((size, address))
+        self._settle()
+
+    def _settle(self, trim: bool = False) -> None:
+        """Keep returned memory, and free the oldest memory above the limit.
+
+        This never waits. An array may be dropped anywhere: by garbage collection in the middle of this method, or in a
+        child whose parent forked while another thread was here. The holder of the lock checks again.
+        """
+        while (trim or self._returned) and self._lock.acquire(blocking=False):
+            trim = False
+            try:
+                while self._returned:
+                    self._kept.append(self._returned.popleft())
+                room = 0 if self._closed else max(0, self._limit - self.used)
+                excess = sum(size for size, _ in self._kept) - room
+                while excess > 0:
+                    size, address = self._kept.pop(0)
+                    self._free(address, size)
+                    excess -= size
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Free the kept memory. Arrays stay valid and own their memory from now on."""
+        self._closed = True
+        self._settle(True)

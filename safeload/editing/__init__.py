@@ -1,0 +1,1 @@
+"""Files changed in place, and patches."""

@@ -1,1 +1,0 @@
-"""Data transfer: jobs, threads, conversions, atomic writes."""

@@ -1,1 +1,0 @@
-"""Codes and scales of quantized tensors, and the jobs to restore their values."""

@@ -1,1 +1,0 @@
-"""Tensors of files as arrays: columns, read plans, and the batches that execute the plans."""

@@ -1,1 +1,0 @@
-"""Files, and jobs to read, write and convert their bytes on threads."""

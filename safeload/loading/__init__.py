@@ -1,1 +1,0 @@
-"""Open checkpoints and load arrays, with or without adapters."""

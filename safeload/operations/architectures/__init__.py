@@ -1,1 +1,0 @@
-"""Models of transformers as files of llama.cpp, and back."""

@@ -1,1 +1,0 @@
-"""Conversion: decide how each tensor is converted, make the tensor, write it."""

@@ -1,1 +1,0 @@
-"""Quantization of arrays and checkpoints, its error, and stacked tensors."""

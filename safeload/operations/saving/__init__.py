@@ -1,1 +1,0 @@
-"""Save tensors as they come, edit files in place, make and apply patches."""

@@ -1,1 +1,0 @@
-"""Inputs of operations: catalogs of tensors, their descriptions, and pieces of work for executors."""

@@ -1,1 +1,0 @@
-"""What files can be trusted with: pickles judged, files verified and signed."""

@@ -1,1 +1,0 @@
-"""Published quantized checkpoints: which tensors hold codes, and where their scales are."""

@@ -1,0 +1,163 @@
+"""MLX: words of unsigned codes, or the mx modes.
+
+Sources: mlx ``ops.cpp``; mlx-lm 0.32 ``utils.py`` and ``models``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core import packing
+from ..core.native import lib
+from ..core.packing import Packing
+from ..core.text import show
+from ..models.family import mlx_experts_of
+from .families import Engine, Family, Preset, StoredPart, parts_of
+from .packed_group import Misfit, PackedGroup, Refused, check_shared, whole_grid
+from .quantization import MLX_KEY, QUANTIZATION, brief, is_length, mapping, without_quantization
+
+_MLX_MODES = {
+    "mxfp4": (4, 32, "e2m1", "F8_E8M0"),
+    "nvfp4": (4, 16, "e2m1", "F8_E4M3"),
+    "mxfp8": (8, 32, "F8_E4M3", "F8_E8M0"),
+}
+# MLX's defaults for affine codes. mlx-lm's mixed recipes leave the group size of each module null.
+_MLX_BITS, _MLX_GROUP = 4, 64
+
+
+def mlx(group: PackedGroup) -> Packing:
+    """Words of unsigned codes with a scale and a bias per group of columns, or the mx modes."""
+    stored, scale = group.stored, group.scales
+    if len(stored) < 2 or len(scale) != len(stored) or scale[:-1] != stored[:-1] or not scale[-1]:
+        raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
+    settings = group.config.values
+    if group.method != "mlx" or not group.config.is_uniform:
+        own = settings.get(group.module)
+        settings = own if isinstance(own, Mapping) else settings  # a module's own settings inherit nothing
+    mode = settings.get("mode")
+    if packing.BIAS not in group.parts:
+        if mode == "affine" or group.scale_code != "U8":
+            raise Misfit("its biases are missing, which codes with float scales need")
+        return _mlx_mode(group, mode if isinstance(mode, str) else "mxfp4")
+    if group.parts[packing.BIAS].shape != scale:
+        raise Misfit(f"biases {list(group.parts[packing.BIAS].shape)} do not fit scales {list(scale)}")
+    bits, size = settings.get("bits"), settings.get("group_size")
+    if group.method == "mlx":
+        bits, size = _MLX_BITS if bits is None else bits, _MLX_GROUP if size is None else size
+    if bits is not None and (type(bits) is not int or bits not in (1, 2, 3, 4, 5, 6, 8)):
+        raise Misfit(f"unknown bits {brief(show(bits))}, expected 1 to 6 or 8 (quantization)")
+    if bits is None or not is_length(size):
+        fits = [(b, g) for b in (1, 2, 3, 4, 5, 6, 8) for g in (32, 64, 128) if scale[-1] * g * b == stored[-1] * 32]
+        if len(fits) > 1 and not group.is_configured:
+            labels = " or ".join(f"mlx{b} g{g}" for b, g in fits)
+            raise Refused(f"its shapes fit {labels}, and no config.json is there to decide")
+        if len(fits) != 1:
+            raise Misfit("config.json does not set the bits and group_size of its quantization")
+        bits, size = fits[0]
+    columns = scale[-1] * size
+    if columns * bits != stored[-1] * 32:
+        raise Misfit(
+            f"words {list(stored)} and scales {list(scale)} do not hold {bits} bits in groups of {size} (quantization)"
+        )
+    shape = (*stored[:-1], columns)
+    return group.packing(
+        packing.MLX,
+        f"mlx{bits} g{size}",
+        shape,
+        bits,
+        "U8" if bits == 8 else "unsigned",
+        grid=whole_grid(shape, 1, size),
+    )
+
+
+def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
+    if mode not in _MLX_MODES:
+        modes = ", ".join(("affine", *_MLX_MODES))
+        raise Misfit(f"unknown quantization mode {show(mode)}, expected one of {modes}")
+    bits, block, numbers, exponents = _MLX_MODES[mode]
+    stored, scale = group.stored, group.scales
+    shape = (*stored[:-1], stored[-1] * 32 // bits)
+    if group.scale_code != "U8" or shape[-1] != scale[-1] * block:
+        raise Misfit(f"{group.scale_code} scales {list(scale)} do not fit rows of {shape[-1]} in {mode}")
+    rule = packing.MLX_GLOBAL if packing.GLOBAL in group.parts else packing.STORED
+    packed = group.packing(
+        packing.MLX, mode, shape, bits, numbers, grid=whole_grid(shape, 1, block), scale_dtype=exponents
+    )
+    return (check_shared(group, packed) if packing.GLOBAL in group.parts else packed)._replace(scale_rule=rule)
+
+
+# ---- writing ----
+
+
+def lay_out(
+    preset: Preset, config: Mapping[str, Any], left: Mapping[str, str], exceptions: Mapping[str, Preset]
+) -> dict[str, Any]:
+    """Describe the codes twice, as mlx-lm does; unquantized modules are not named."""
+    mode = preset.name.removeprefix("mlx-") if preset.name.startswith("mlx-") else "affine"
+    own = {module: {"group_size": other.group, "bits": other.bits} for module, other in exceptions.items()}
+    settings = {"group_size": preset.group, "bits": preset.bits, "mode": mode, **own}
+    kept = {k: v for k, v in without_quantization(config).items() if k not in ("_name_or_path", "vision_config")}
+    return dict(sorted({**_with_older_keys(kept), MLX_KEY: settings, QUANTIZATION: settings}.items()))
+
+
+def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the keys of transformers 4, which mlx-lm reads, to those that transformers 5 renamed.
+
+    Without ``rope_theta`` mlx-lm would compute with its default, or refuse the model.
+    """
+    older: dict[str, Any] = {}
+    parameters = config.get("rope_parameters")
+    rope = parameters if isinstance(parameters, Mapping) else {}
+    sliding = rope.get("sliding_attention")
+    if isinstance(sliding, Mapping):  # Gemma 3: by the kind of layer
+        older["rope_local_base_freq"] = sliding.get("rope_theta")
+    full = rope.get("full_attention")
+    rope = full if isinstance(full, Mapping) else rope
+    older.update((key, rope.get(key)) for key in ("rope_theta", "partial_rotary_factor"))
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        older["rope_scaling"] = {**rope, "type": kind}  # some models read the one name, some the other
+    experts = mlx_experts_of(config.get("model_type"))
+    if experts is not None and experts.renamed is not None and config.get(experts.renamed) is not None:
+        older[experts.experts] = config[experts.renamed]
+    return {**config, **{k: value for k, value in older.items() if value is not None and config.get(k) is None}}
+
+
+_ENGINE = Engine(
+    "mlx-lm",
+    stacks_experts=True,
+    quantizes_ends=True,
+    casts=True,
+    always_indexed=True,
+    metadata="mlx",
+    shard_size=5 << 30,
+    dropped=(".rotary_emb.inv_freq",),
+)
+_BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+_AFFINE = {**parts_of(".weight", "U32", ".scales", None), packing.BIAS: StoredPart(".biases", None)}
+_MODE = parts_of(".weight", "U32", ".scales", "U8")
+
+
+def _affine(bits: int, group: int, suffix: str = "") -> Preset:
+    return Preset(f"mlx{bits}{suffix}", _ENGINE, lib.SL_ENCODE_MLX, bits, group, _AFFINE, lay_out)
+
+
+PRESETS = [
+    *(_affine(bits, _MLX_GROUP) for bits in _BITS),
+    *(_affine(bits, group, f"-g{group}") for bits in _BITS for group in _GROUPS),
+    Preset("mlx-mxfp4", _ENGINE, lib.SL_ENCODE_MLX_MXFP4, 4, 32, _MODE, lay_out),
+    Preset("mlx-nvfp4", _ENGINE, lib.SL_ENCODE_MLX_NVFP4, 4, 16, _MODE, lay_out),
+    Preset("mlx-mxfp8", _ENGINE, lib.SL_ENCODE_MLX_MXFP8, 8, 32, _MODE, lay_out),
+]
+SETTINGS_OF_MODULES = {"mlx": lambda quantization, module: mapping(quantization.values.get(module))}
+FAMILIES = [
+    Family(
+        "MLX",
+        ".weight",
+        frozenset(("U32",)),
+        {packing.SCALE: (".scales",)},
+        mlx,
+        {packing.BIAS: (".biases", ".qbiases"), packing.GLOBAL: (".global_scale",)},
+    )
+]

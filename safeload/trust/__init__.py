@@ -1,0 +1,1 @@
+"""Digests, signatures, and what pickles name."""

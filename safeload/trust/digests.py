@@ -1,0 +1,378 @@
+r"""Expected digests of files, from manifests by safeload, model signatures, and the caches of the Hub and of ollama.
+
+1. A manifest of ours is a JSON object: ``{"safeload_manifest": 1, "tensors": {...}, "files": {name: {"size",
+   "sha256"}}}``. Names are relative to the folder of the model, with slashes.
+2. A model signature signs an in-toto statement: a JSON object with ``_type``, ``predicateType``, ``subject`` and
+   ``predicate``.
+3. Predicate ``https://model_signing/signature/v1.0``: ``predicate.serialization`` has ``method``, ``hash_type``,
+   ``allow_symlinks``, ``ignore_paths`` and, for the method "shards", ``shard_size``. ``predicate.resources`` is a list
+   of ``{"name", "algorithm", "digest"}``. For "files" the name is a path; for "shards" it is ``path:begin:end``, and
+   the algorithm is ``sha256-sharded-<shard_size>``. ``subject`` has one entry, whose sha256 covers the digests in
+   order.
+4. Predicate ``https://model_signing/Digests/v0.1``: each entry of ``subject`` is a file with its sha256.
+5. A model that is a single file has the name ".".
+6. The Hub's cache names a file by its ETag: a SHA-256, or for small files the SHA-1 of a Git blob, which covers
+   ``blob <size>\0`` and the content. ollama's blobs are called ``sha256-<digest>``.
+7. A model signature is a bundle of Sigstore: a JSON object with ``mediaType``, ``verificationMaterial`` and
+   ``dsseEnvelope``. The last has ``payload``, the statement in Base64, ``payloadType``
+   ``application/vnd.in-toto+json`` and ``signatures``: exactly one. The model-signing library verifies it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from ..core.files import Files
+from ..core.json_file import parse_json
+from ..core.paths import PathLike
+from ..core.runtime import needed
+from ..core.signature import Signature
+from ..core.text import error_about, show
+from ..errors import FormatError, VerificationError, one_line
+
+MANIFEST_KEY, MANIFEST_VERSION = "safeload_manifest", 1
+# Key of the signed statement in a bundle.
+SIGNATURE_KEY = "dsseEnvelope"
+_PAYLOAD = "application/vnd.in-toto+json"
+_PACKAGE = "model_signing"
+SIGNATURE_NAME = "model.sig"
+# Algorithms by name, with the number of hexadecimal digits.
+_ALGORITHMS = {"sha256": 64, "blake2b": 128, "blake3": 64}
+_GIT_BLOB = "git-sha1"
+_HEX = re.compile(r"[0-9a-f]+", re.ASCII)
+_STATEMENT = "https://in-toto.io/Statement/v1"
+_V1, _V01 = "https://model_signing/signature/v1.0", "https://model_signing/Digests/v0.1"
+# The name of a model that is a single file.
+_ALONE = "."
+# Largest size that a manifest can state.
+_LARGEST = 1 << 62
+# Levels of folders between a file and the root of its model.
+_LEVELS = 64
+# Paths that model signatures always leave out.
+GIT_PATHS = (".git", ".gitattributes", ".github", ".gitignore")
+_BLOB = re.compile(r"(?:sha256-)?([0-9a-f]{64})|([0-9a-f]{40})", re.ASCII)
+_SHARD = re.compile(r"(.+):([0-9]{1,18}):([0-9]{1,18})", re.DOTALL)
+
+
+class ExpectedRange(NamedTuple):
+    """The expected digest of bytes of a file."""
+
+    begin: int
+    end: int | None  # one past the last byte; None for the end of the file
+    algorithm: str
+    digest: str  # hexadecimal
+
+
+# The expected digests of a file: ascending ranges without gaps.
+ExpectedFile: TypeAlias = tuple[ExpectedRange, ...]
+
+
+class Expected(NamedTuple):
+    """The expected files of a model: from a manifest or signature, or from a cache that names files by digests."""
+
+    source: str  # the manifest, signature or cache, for messages
+    proof: str = "integrity only: the cache says what was downloaded, not who made it"
+    root: str = ""  # absolute path of the model's folder
+    files: Mapping[str, ExpectedFile] | None = None  # by relative path, with slashes; None for a cache
+    ignored: tuple[str, ...] = ()  # relative paths of files and folders that are left out
+    alone: str = ""  # absolute path of a model that is a single file
+    skips_empty: bool = False  # empty files have no digest: the signature lists ranges
+
+    def name_of(self, path: str, files: Files) -> str | None:
+        """Return the path relative to the root; None if it leads elsewhere."""
+        path = files.absolute(path)
+        is_alone = path == self.alone and _ALONE in (self.files or ())
+        return _ALONE if is_alone else name_below(self.root, path, files)
+
+    def covers(self, path: str, files: Files) -> bool:
+        """Return whether a file is listed, whether it exists or not."""
+        return self.files is not None and self.name_of(path, files) in self.files
+
+    def of(self, path: str, files: Files, place: str | None) -> ExpectedFile:
+        """Return the expected content of a file; ``place`` is its path on this machine."""
+        expected: ExpectedFile | None
+        if self.files is None:
+            blob = None if place is None else digest_in_cache(place)
+            expected, fault = None if blob is None else (blob,), "has no digest of this file"
+        else:
+            expected, fault = self.files.get(self.name_of(path, files) or ""), "does not cover this file"
+        if expected is None:
+            raise refused(f"{self.source} {fault}", files.shown(path))
+        return expected
+
+    def leaves_out(self, name: str) -> bool:
+        """Return whether a relative path is ignored, itself or by its folder."""
+        return any(name == path or name.startswith(f"{path}/") for path in self.ignored)
+
+
+def name_below(folder: str, path: str, files: Files) -> str | None:
+    """Return the path of a file relative to a folder, with slashes; None if it leads elsewhere."""
+    names: list[str] = []
+    while folder not in (path, path.rstrip("/\\")):
+        above, name = files.split(path)
+        if len(names) >= _LEVELS or above == path:
+            return None
+        names.append(name)
+        path = above
+    return "/".join(reversed(names))
+
+
+def digest_in_cache(path: str) -> ExpectedRange | None:
+    """Return the digest that a cache gives a local file by its name; None if the file is in no cache."""
+    place = os.path.realpath(path)
+    folder, name = os.path.split(place)
+    if os.path.basename(folder) != "blobs":
+        return None
+    blob = _BLOB.fullmatch(name)
+    return None if blob is None else ExpectedRange(0, None, _GIT_BLOB if blob[2] else "sha256", blob[1] or name)
+
+
+def refused(text: str, path: str) -> VerificationError:
+    """Return the error for a file that is not as expected, or for a malformed list of files."""
+    return error_about(VerificationError, text, path=path)
+
+
+def hash_of(algorithm: str, size: int) -> Any:
+    """Return a hash for bytes of a file of this size; its ``update`` releases the GIL."""
+    if algorithm in ("sha256", "blake2b"):
+        return hashlib.new(algorithm)
+    if algorithm == _GIT_BLOB:
+        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    return needed("blake3", "BLAKE3 digests need blake3").blake3()
+
+
+# ---- manifests by safeload ----
+
+
+def is_manifest(head: bytes) -> bool:
+    """Return True if a file with these first bytes is a manifest by safeload."""
+    return re.match(rb'\s*\{\s*"%s"\s*:' % MANIFEST_KEY.encode(), head) is not None
+
+
+def is_signature(head: bytes) -> bool:
+    """Return True if a file with these first bytes can be a bundle of a model signature."""
+    keys = rb'"(mediaType|verificationMaterial|dsseEnvelope|messageSignature)"'
+    return re.match(rb"\s*\{\s*" + keys + rb"\s*:", head) is not None
+
+
+def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, ExpectedFile] | None:
+    """Return the files of a manifest by safeload, by name; None if it lists tensors only."""
+    listed = manifest.get("files")
+    if listed is None:
+        return None
+    if not isinstance(listed, Mapping):
+        raise refused(f"files must be an object, got {type(listed).__name__}", path)
+    files: dict[str, ExpectedFile] = {}
+    for name, entry in listed.items():
+        check_name(name, path)
+        size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, Mapping) else (None, None)
+        if type(size) is not int or not 0 <= size < _LARGEST:
+            raise refused(f"{show(name)}: size must be a number of bytes, got {show(size)}", path)
+        files[name] = (ExpectedRange(0, size, "sha256", _digest(digest, "sha256", name, path)),)
+    return files
+
+
+def check_name(name: Any, path: str) -> str:
+    """Check the relative path of a file."""
+    good = isinstance(name, str) and name != "" and "\0" not in name and not re.match(r"[A-Za-z]:", name)
+    if not good or any(part in ("", ".", "..") for part in name.split("/")):
+        raise refused(f"expected the path of a file inside the model, got {show(name)}", path)
+    return str(name)
+
+
+def _digest(value: Any, algorithm: str, name: Any, path: str) -> str:
+    digits = _ALGORITHMS[algorithm]
+    text = value.lower() if isinstance(value, str) else ""
+    if len(text) != digits or not _HEX.fullmatch(text):
+        raise refused(f"the {algorithm} of {show(name)} must have {digits} hexadecimal digits, got {show(value)}", path)
+    return text
+
+
+# ---- model signatures ----
+
+
+def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
+    """Return the files of an in-toto statement, without their root."""
+    if statement.get("_type") != _STATEMENT:
+        raise refused(f"expected an in-toto statement, got {show(statement.get('_type'))}", path)
+    kind, subjects = statement.get("predicateType"), statement.get("subject")
+    settings: Any = {"method": "files"}
+    resources: Any
+    if kind == _V01:
+        if not isinstance(subjects, list):
+            raise refused("subject must be a list of files", path)
+        names = (subject.get("name") if isinstance(subject, Mapping) else None for subject in subjects)
+        digests = map(_sha256_of, subjects)
+        resources = [{"name": n, "algorithm": "sha256", "digest": d} for n, d in zip(names, digests, strict=True)]
+    elif kind == _V1:
+        predicate = statement.get("predicate")
+        fields = predicate if isinstance(predicate, Mapping) else {}
+        settings, resources = fields.get("serialization"), fields.get("resources")
+        if not isinstance(settings, Mapping) or not isinstance(resources, list):
+            raise refused("the predicate must have serialization and resources", path)
+    else:
+        raise refused(f"the predicate {show(kind)} is not a known model signature", path)
+    method = settings.get("method")
+    if method not in ("files", "shards"):
+        raise refused(f"the serialization {show(method)} is not known", path)
+    ranges = _ranges(resources, method == "shards", path)
+    if kind == _V1:
+        root = hashlib.sha256(b"".join(bytes.fromhex(resource["digest"]) for resource in resources)).hexdigest()
+        if not isinstance(subjects, list) or [*map(_sha256_of, subjects)] != [root]:
+            raise refused("the subject does not match the digests of the files", path)
+    ignored = settings.get("ignore_paths", [])
+    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
+        raise refused("ignore_paths must be a list of paths", path)
+    left_out = tuple(name.rstrip("/") for name in ignored if name.rstrip("/") not in ("", "."))
+    for name, parts in ranges.items():
+        parts.sort(key=lambda part: part.begin)
+        at = 0
+        for part in parts:
+            if part.begin != at:  # bytes without a signature
+                raise refused(f"the ranges of {show(name)} overlap or leave a gap at byte {at:,}", path)
+            at = part.end or 0
+    files = {name: tuple(parts) for name, parts in ranges.items()}
+    return Expected(path, "", "", files, (*left_out, *GIT_PATHS), skips_empty=method == "shards")
+
+
+def _sha256_of(subject: Any) -> Any:
+    digests = subject.get("digest") if isinstance(subject, Mapping) else None
+    return digests.get("sha256") if isinstance(digests, Mapping) else None
+
+
+def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, list[ExpectedRange]]:
+    """Return the ranges of each file, and refuse duplicates."""
+    ranges: dict[str, list[ExpectedRange]] = {}
+    for resource in resources:
+        fields = resource if isinstance(resource, Mapping) else {}
+        name, begin, end, algorithm = fields.get("name"), 0, None, fields.get("algorithm")
+        if sharded:
+            shard = _SHARD.fullmatch(name) if isinstance(name, str) else None
+            if shard is None or int(shard[2]) >= int(shard[3]):
+                raise refused(f"expected a path and a range of bytes, got {show(name)}", path)
+            name, begin, end = shard[1], int(shard[2]), int(shard[3])
+            algorithm = re.sub(r"-sharded-\d{1,18}\Z", "", algorithm) if isinstance(algorithm, str) else algorithm
+        if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+            raise refused(f"the digest {show(algorithm)} of {show(name)} is not known", path)
+        name = _ALONE if name == _ALONE else check_name(name, path)
+        if not sharded and name in ranges:
+            raise refused(f"{show(name)} is listed twice", path)
+        digest = _digest(fields.get("digest"), algorithm, name, path)
+        ranges.setdefault(name, []).append(ExpectedRange(begin, end, algorithm, digest))
+    return ranges
+
+
+# ---- their verification ----
+
+
+def library() -> Any:
+    """Return the model-signing library."""
+    # Version 1.1.1 imports OpenSSL without requiring it.
+    return needed(_PACKAGE, "model signatures need model-signing", "model-signing pyopenssl", "OpenSSL")
+
+
+def signed_files(content: bytes, signature: Signature, shown: str) -> Expected:
+    """Verify a signature, and return the files that it covers."""
+    if not signature._proofs:
+        text = "a signature without a key or certificate proves nothing: pass safeload.Signature(path, key=...)"
+        raise refused(text, shown)
+    for path in signature._proofs:
+        check_readable(path)
+    try:
+        bundle = parse_json(content, "the signature", shown)
+        statement = _statement(bundle, shown)
+    except FormatError as error:
+        raise refused(f"not a model signature: {error}", shown) from None
+    signed = files_of_statement(statement, shown)
+    material = bundle.get("verificationMaterial")
+    kinds: Collection[str] = material if isinstance(material, Mapping) else ()
+    if signature.key is not None and "x509CertificateChain" in kinds:
+        text = "the signature was made with a certificate, not with a key: pass certificate= (--certificate)"
+        raise refused(text, shown)
+    if signature.key is None and "publicKey" in kinds:
+        raise refused("the signature was made with a key, not with a certificate: pass key= (--key)", shown)
+    library()
+    config = import_module(f"{_PACKAGE}.verifying").Config()
+    capture = _Capture()
+    # The library prints warnings.
+    with tempfile.TemporaryDirectory(prefix="safeload-") as folder, redirect_stdout(sys.stderr):
+        try:
+            if signature.key is not None:
+                config.use_elliptic_key_verifier(public_key=signature.key)
+            else:
+                config.use_certificate_verifier(certificate_chain=signature.certificates)
+        except Exception as error:
+            files = ", ".join(os.fspath(path) for path in signature._proofs)
+            keys = "a public key on the curve P-256, P-384 or P-521"
+            kind = "certificates" if signature.key is None else keys
+            reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
+            raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None
+        copy = Path(folder, SIGNATURE_NAME)  # the bytes that were read, whatever happens to the file meanwhile
+        copy.write_bytes(content)
+        try:
+            config.set_hashing_config(capture).verify(folder, copy)
+        except Exception as error:
+            reason = one_line(error) or type(error).__name__
+            raise refused(f"the signature is not valid: {reason}", shown) from None
+    shards, listed = signed.skips_empty, signed.files or {}
+    parts = ((f"{name}:{part.begin}:{part.end}" if shards else name, part) for name in listed for part in listed[name])
+    if capture.entries != {(name, part.digest) for name, part in parts}:
+        raise refused("model-signing reads other files in this signature", shown)
+    return signed._replace(proof=signature.proof)
+
+
+def _statement(bundle: Mapping[str, Any], shown: str) -> dict[str, Any]:
+    """Return the statement in a bundle, not verified yet."""
+    envelope = bundle.get(SIGNATURE_KEY)
+    if not isinstance(envelope, Mapping):
+        raise refused(f"not a model signature: {SIGNATURE_KEY} must be an object", shown)
+    signatures, payload = envelope.get("signatures"), envelope.get("payload")
+    if not isinstance(signatures, list) or len(signatures) != 1:
+        count = len(signatures) if isinstance(signatures, list) else 0
+        raise refused(f"expected exactly one signature, got {count}", shown)
+    if envelope.get("payloadType") != _PAYLOAD or not isinstance(payload, str):
+        raise refused(f"the payload is {show(envelope.get('payloadType'))}", shown)
+    try:
+        text = base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError):
+        raise refused("the payload is not Base64", shown) from None
+    return parse_json(text, "the statement", shown)
+
+
+class _Capture:
+    """Takes the place of the hashes of a model, to receive the verified ones: safeload hashes files itself."""
+
+    def __init__(self) -> None:
+        self.entries: set[tuple[str, str]] | None = None
+
+    def hash(self, *_: Any, **__: Any) -> _Capture:
+        return self
+
+    def add_ignored_paths(self, **_: Any) -> None:
+        """Ignore nothing: nothing is hashed."""
+
+    def __eq__(self, expected: object) -> bool:
+        descriptors: Iterable[Any] = expected.resource_descriptors()  # type: ignore[attr-defined]
+        self.entries = {(item.identifier, item.digest.digest_hex) for item in descriptors}
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def check_readable(path: PathLike) -> None:
+    """Refuse a key that cannot be opened, because the library's own errors do not name it."""
+    if stat.S_ISREG(os.stat(path).st_mode):  # a pipe can be opened only once, by the library
+        with open(path, "rb"):
+            pass

@@ -1,0 +1,981 @@
+"""`scan`: list the code that files name, above all the globals of pickles, and judge it.
+
+Pickles are searched in archives, in compressed files, after other pickles and at an offset, code in configs of Keras:
+
+1. A content is read as everything that it can be: always as pickles from byte 0, and as each kind that it begins or
+   ends as. Names only decide whether a broken pickle is reported.
+2. Zip archives are read by every directory at their end and, beyond these, by the local headers between their entries,
+   as lenient readers do. Flags that hide entries from other readers are ignored.
+3. Compressed contents are unpacked in memory, up to `MAX_UNPACKED` bytes for each and `MAX_TOTAL` for a file. Stored
+   entries are read in place. A range of bytes is entered and searched once.
+4. Content that cannot be entered, or that readers understand differently, is reported, never skipped.
+
+This module judges files and loads none: it is lenient where readers of weights are strict.
+
+The config of a Keras model is judged without building it:
+
+1. A config is JSON: objects with "class_name", "config" and, since Keras 3, "module". It is a file, or text in an HDF5
+   file or a protobuf.
+2. Lambda layers and ``__lambda__`` hold code. Any other name is imported from its module.
+3. What Keras registers for building layers is harmless, but for what loads files. Other modules are names to judge.
+"""
+
+from __future__ import annotations
+
+import builtins
+import bz2
+import errno
+import json
+import lzma
+import math
+import os
+import re
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from ..core.files import Files
+from ..core.npy import HEADER_ERRORS, find_header, parse_header
+from ..core.opening import Paths
+from ..core.paths import os_error
+from ..core.showing import Report, table
+from ..core.text import plural, printable, show
+from ..core.weight_file import open_without_table
+from ..core.zip import Readable, ZipEntry, every_entry, local_readings
+from ..errors import SafeloadError, exported, one_line, public
+from ..formats.archives import is_header, number, records
+from ..formats.dcp import RECORDS
+from ..formats.torch.globals import ALLOWED, replaced_modules
+from ..remote.places import places_of
+from ..remote.remote_store import RemoteStore
+from .trace import DANGEROUS, HARMLESS, MAX_TRACED, UNKNOWN, VERDICTS, Traced, Verdict, judge, trace, worst
+from .verifying import walk
+
+# Rows of a file, and files below a table in a notebook.
+MAX_FINDINGS, _ROWS = 10_000, 8
+_READ = 1 << 16
+_TITLES = ("global", "verdict", "in", "why")
+# Globals that safeload reads pickles with: those of any pickle, and of the metadata of torch.distributed.checkpoint.
+_ALLOWED = {**ALLOWED, **RECORDS}
+
+
+@exported()
+class ScanFinding(NamedTuple):
+    """A global that a pickle names, or other code in a file.
+
+    Attributes:
+        path: of the file.
+        place: names of the members around the pickle, such as "archive/data.pkl"; empty for the file itself.
+        offset: byte where the pickle begins in its member.
+        name: the global, such as "os.system", or a description of other code.
+        verdict: "harmless", "unknown" or "dangerous".
+        reason: why.
+
+    Example:
+        >>> import safeload
+        >>> safeload.scan("checkpoint.pt").findings[0].name
+        'torch._utils._rebuild_tensor_v2'
+    """
+
+    path: str
+    place: str
+    offset: int
+    name: str
+    verdict: Verdict
+    reason: str
+
+    @property
+    def where(self) -> str:
+        """The file and the member, for messages."""
+        return f"{self.path}:{self.place}" if self.place else self.path
+
+
+@exported()
+class ScanReport(Report):
+    """The result of `safeload.scan`. ``str()`` is a table; the report is false unless everything is harmless.
+
+    Programs should look at ``verdict``: a file without findings can still be unreadable.
+
+    Attributes:
+        findings: `ScanFinding` for each global and pickle, the worst first.
+        unreadable: what could not be judged: (file and member, reason).
+        files: number of files.
+        pickles: number of pickles in them.
+
+    Example:
+        >>> import safeload
+        >>> report = safeload.scan("checkpoint.pt")
+        >>> report.verdict, report.pickles, bool(report)
+        ('harmless', 1, True)
+    """
+
+    _columns = ScanFinding._fields
+    _json = (
+        *("verdict", "files", "pickles", "findings"),
+        ("unreadable", lambda report: [{"path": path, "reason": reason} for path, reason in report.unreadable]),
+    )
+
+    def __init__(self) -> None:
+        self.findings: list[ScanFinding] = []
+        self.unreadable: list[tuple[str, str]] = []
+        self.files = 0
+        self.pickles = 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict; what cannot be read is unknown."""
+        unread: list[Verdict] = [UNKNOWN] if self.unreadable else []
+        return worst([*unread, *(finding.verdict for finding in self.findings)])
+
+    @property
+    def status(self) -> int:
+        """Exit status of ``safeload scan``: 0 harmless, 1 unknown or unreadable, 2 dangerous."""
+        return VERDICTS.index(self.verdict)
+
+    @property
+    def ok(self) -> bool:
+        """True if everything is harmless."""
+        return self.verdict == HARMLESS
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def add(self, other: ScanReport) -> None:
+        """Add the findings of another report."""
+        self.findings = sorted([*self.findings, *other.findings], key=_worst_first)
+        self.unreadable += other.unreadable
+        self.files += other.files
+        self.pickles += other.pickles
+
+    def _values(self) -> Iterable[ScanFinding]:
+        return self.findings
+
+    def _about(self) -> Sequence[str]:
+        return [self.lines(None)[-1], *(f"not judged: {path}" for path, _ in self.unreadable[:_ROWS])]
+
+    def lines(self, columns: int | None = 80, *, harmless: bool = True) -> list[str]:
+        """Return the report as lines of text.
+
+        Args:
+            columns: width in characters; None cuts nothing.
+            harmless: list harmless globals too.
+
+        Returns:
+            Lines without line ends.
+        """
+        lines: list[str] = []
+        findings = [f for f in self.findings if harmless or f.verdict != HARMLESS]
+        if findings:
+            rows = [(printable(f.name), f.verdict, printable(f.where), f.reason) for f in findings]
+            lines = [*table(_TITLES, rows, right=frozenset(), columns=columns), ""]
+        lines += [f"not judged: {printable(path)}: {printable(reason)}" for path, reason in self.unreadable]
+        return [*lines, f"{self.verdict}: {plural(self.pickles, 'pickle')} in {plural(self.files, 'file')}"]
+
+
+@public
+def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> ScanReport:
+    r"""List and judge every global that pickles in files name, and other code that loading would run.
+
+    Pickles are found wherever they are: in torch checkpoints, NumPy object arrays, joblib files, inside zip and tar
+    archives (``.nemo``, ``.keras``, torch.package), nested and compressed, one after another, or at an offset. A file
+    is also followed as a pickle if it begins as another format, and calls before a fault count. Nothing is executed or
+    imported. Globals on the allowlist with which safeload reads pickles are harmless; any other global is unknown, or
+    dangerous if it is known to run code, reach files or the network, or hide a name. Keras Lambda layers count as
+    dangerous, and modules in Keras configs are judged like globals. You should load a file with other libraries only if
+    it is harmless, or if you trust its author.
+
+    Args:
+        paths: a file, a folder with its subfolders, a URL, or a list of these.
+        storage_options: options of the filesystem behind a URL, see `safeload.open`.
+
+    Returns:
+        The report. Its ``verdict`` is the worst of all files; unreadable content is unknown.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+        TypeError, ValueError: not a path.
+        RemoteError, OSError: a path cannot be read.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import safeload
+        >>> _ = Path("call.pkl").write_bytes(b"cos\nsystem\n(S'echo owned'\ntR.")
+        >>> report = safeload.scan("call.pkl")
+        >>> report.verdict, report.findings[0].name, report.findings[0].reason
+        ('dangerous', 'os.system', 'runs programs')
+    """
+    report = ScanReport()
+
+    def failed(shown: str, error: Exception) -> None:
+        report.unreadable.append((shown, one_line(error)))
+
+    def scan_inner(path: str, files: Files) -> None:  # an error does not stop the others
+        try:
+            _scan_file(report, path, files)
+        except (OSError, SafeloadError) as error:
+            failed(files.shown(path), error)
+
+    for path in paths if isinstance(paths, (list, tuple)) else (paths,):
+        (text,), files = places_of((path,), storage_options)
+        if not files.remote and not os.path.lexists(text):
+            raise os_error(errno.ENOENT, text)
+        if not files.is_folder(text):
+            _scan_file(report, text, files)
+            continue
+        for _, inner in walk(text, files, failed):
+            scan_inner(inner, files)
+    report.findings.sort(key=_worst_first)
+    return report
+
+
+def _worst_first(finding: ScanFinding) -> int:
+    return -VERDICTS.index(finding.verdict)
+
+
+class _RemoteContent:
+    """A file in a store; large reads are not kept in its windows."""
+
+    def __init__(self, store: RemoteStore) -> None:
+        self._store = store
+        self.size = store.size
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        size = max(0, min(size, self.size - offset))
+        if size < _READ:
+            return self._store.read_at(offset, size)
+        memory = bytearray(size)
+        self._store.read_into(offset, memory)
+        return bytes(memory)
+
+
+def _scan_file(report: ScanReport, path: str, files: Files) -> None:
+    """Scan a file into a report."""
+    try:
+        file = open_without_table(path, files=files)
+    except SafeloadError as error:  # not a regular file
+        report.unreadable.append((files.shown(path), one_line(error)))
+        return
+    report.files += 1
+    shown = files.shown(path)
+    count = 0
+    with closing(file):
+        content = _RemoteContent(file.store) if isinstance(file.store, RemoteStore) else file
+        for site in PickleFinder(content, files.split(path)[1]).find():
+            place = (shown, site.place, site.offset)
+            findings = []
+            if site.traced is not None:
+                for name in site.traced.names:
+                    verdict, reason = judge(name, _ALLOWED, called=name in site.traced.called)
+                    findings.append(ScanFinding(*place, show(name)[1:-1] if len(name) > 300 else name, verdict, reason))
+                report.pickles += not site.code and (bool(findings) or not site.fault)
+            elif site.code:
+                findings.append(ScanFinding(*place, site.code, DANGEROUS, "runs when the model is loaded"))
+            if count + len(findings) > MAX_FINDINGS:
+                text = f"it names more than {MAX_FINDINGS:,} globals; the rest is not listed"
+                report.unreadable.append((shown, text))
+                findings = [finding for finding in findings if finding.verdict == DANGEROUS][:MAX_FINDINGS]
+            count += len(findings)
+            report.findings += findings
+            if site.fault:
+                where = f"{shown}:{site.place}" if site.place else shown
+                at = f"the pickle at byte {site.offset:,} is malformed: " if site.traced is not None else ""
+                report.unreadable.append((where, f"{at}{site.fault}"))
+            if count > 2 * MAX_FINDINGS:
+                return
+
+
+# ---- finding ----
+
+# Bytes of an unpacked content, of all unpacked contents of a file, levels of nesting, and members of a file.
+MAX_UNPACKED = 256 << 20
+MAX_TOTAL = 1 << 30
+MAX_NESTED = 8
+MAX_MEMBERS = 200_000
+# Opcodes of all pickles of a file, and bytes of an unrecognised content that are searched for pickles.
+MAX_OPCODES = 20_000_000
+MAX_SEARCHED = 1 << 30
+# Opcodes that each attempt counts as, and opcodes per byte of a file and of what it unpacks to.
+_ATTEMPT, _PER_BYTE = 50, 16
+# Bytes of a head, and to read at once. Compressed contents begin with a small read, because a malformed one ends there.
+_HEAD, _CHUNK, _FIRST = 512, 1 << 20, 1 << 12
+_PICKLE_NAME = re.compile(r"\.(?:pkl|pickle|p|pt|pth|ckpt|bin|joblib|dill|data?|sav|model)\Z", re.IGNORECASE)
+_ARRAY_FILES = (".bin", ".dat", ".data", ".model", ".p")  # suffixes that other files have as well
+_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
+# GLOBAL and INST of protocols 0 and 1, which have no magic number, for the modules that attacks name.
+_TEXT_GLOBAL = re.compile(
+    rb"[ci](?:__builtin__|builtins|os|posix|nt|subprocess|sys|runpy|importlib|socket|shutil)\n\w+\n"
+)
+# A name with an importable module, or hiding a name like that.
+_IMPORTABLE = re.compile(r"[\w.-]+\.(?:[^\W\d]|<)[\w.<>-]*|<(?:computed|not text)>\..*", re.DOTALL)
+_TENSORFLOW = re.compile(rb"\x12(?:\x08ReadFile|\x09WriteFile|\x06PyFunc|\x0fEagerPyFunc)")
+
+# The bytes of tensors in torch checkpoints and packages.
+_STORAGE = re.compile(r"((?:.*/)?)(?:data/[0-9]+|\.data/[0-9]+\.storage)")
+_PICKLED = re.compile(r"((?:.*/)?)(?:data\.pkl|\.data/version)")
+# Kinds of a range beside the compression methods of zip: any content, and an archive that is found by its end.
+_ANY, _BY_END = -1, -2
+# Memory of an lzma stream, and numbers of compression methods of zip.
+_MAX_DICTIONARY, _METHODS = 1 << 28, 100
+
+# Formats that hold no pickles: they are not searched.
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_WITHOUT = (b"GGUF", _HDF5, b"NOOM")
+# Largest header of safetensors that is parsed to recognise the format.
+_MAX_HEADER = 16 << 20
+# Files that can hold the config of a Keras model.
+_CONFIG_NAME = re.compile(r"\.(?:pb|keras|json|h5|hdf5)\Z", re.IGNORECASE)
+_CLOSED = (  # archives that safeload does not enter
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"Rar!\x1a\x07", "a RAR archive"),
+    (b"\x28\xb5\x2f\xfd", "zstd-compressed"),
+    (b"\x04\x22\x4d\x18", "lz4-compressed"),
+    (b"\x02\x21\x4c\x18", "lz4-compressed"),
+    *((bytes((0x50 + number, 0x2A, 0x4D, 0x18)), "compressed in frames") for number in range(16)),
+    (b"\x1f\x9d", "compressed by compress"),
+    (b"LZIP", "lzip-compressed"),
+    (b"\x89LZO\0\r\n", "lzop-compressed"),
+    (b"ZF0x", "a file of joblib before 0.10"),
+    (b"ZF", "a file of joblib before 0.10"),
+)
+# Beginnings of other content in the place of a tensor.
+_STREAMS = (b"\x1f\x8b\x08", b"\xfd7zXZ\0", *(b"BZh%d" % level for level in range(1, 10)))
+_ENTERED = (b"PK\x03\x04", b"\x93NUMPY", *_STREAMS, *(magic for magic, _ in _CLOSED if len(magic) >= 4))
+
+
+class PickleSite(NamedTuple):
+    """A pickle or another carrier of code in a file."""
+
+    place: str  # the names of the members around it, such as "archive/data.pkl"; empty for the file itself
+    offset: int = 0  # of the pickle in its member
+    traced: Traced | None = None  # what the pickle names; None for other code
+    code: str = ""  # what else runs code
+    fault: str = ""  # why the member could not be read
+
+
+class MemoryContent:
+    """A content in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size = len(data)
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        return self._data[offset : offset + size]
+
+
+class _Member:
+    """A range of the file or of unpacked bytes."""
+
+    def __init__(self, source: Readable, place: str, level: int) -> None:
+        self._source = source
+        self.place = place  # see `PickleSite`
+        self.level = level  # of nesting
+        self.root = object()  # stands for the source, which can then be freed
+        self.begin, self.size = 0, source.size
+
+    def part(self, begin: int, size: int, place: str, level: int) -> _Member:
+        part = _Member(self._source, place, level)
+        part.root, part.begin = self.root, self.begin + max(0, begin)
+        part.size = max(0, min(size, self.begin + self.size - part.begin))
+        return part
+
+    def name(self, inner: str) -> str:
+        """Return the place of a member of this archive."""
+        return f"{self.place}/{inner}" if self.place else inner
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        return self._source.read_at(self.begin + offset, max(0, min(size, self.size - offset)))
+
+    def fault(self, text: str, at: int = 0) -> PickleSite:
+        return PickleSite(self.place, at, fault=text)
+
+
+class PickleFinder:
+    """The search of one file."""
+
+    def __init__(self, content: Readable, name: str) -> None:
+        self._content = _Member(content, "", 0)
+        self._name = name
+        self._unpacked = 0
+        self._members = 0
+        self._opcodes = 0
+        self._searched = 0
+        self._unsearched = 0  # contents that came after `MAX_SEARCHED` bytes
+        self._entered: dict[tuple[object, int, int], int] = {}  # largest size by root, first byte and kind
+        self._calls: set[tuple[str, bool]] = set()  # names in pickles, and whether they were called
+        # The searched ranges, apart and in order, by root and what was searched for.
+        self._ranges: dict[tuple[object, str], list[tuple[int, int]]] = {}
+
+    def find(self) -> Iterator[PickleSite]:
+        """Iterate over the pickles of the file."""
+        file = self._content
+        yield from self._enter(file, self._name)
+        if self._members > MAX_MEMBERS:
+            yield file.fault(f"it has more than {MAX_MEMBERS:,} members; the rest was not looked at")
+        if self._unsearched:
+            count = plural(self._unsearched, "member")
+            yield file.fault(f"not searched for pickles: {count} after these {MAX_SEARCHED:,} bytes")
+        if self._opcodes >= self._most:
+            yield file.fault(f"its pickles have more than {self._most:,} opcodes; the rest was not followed")
+
+    @property
+    def _most(self) -> int:
+        return min(MAX_OPCODES, _PER_BYTE * (self._content.size + self._unpacked) + 4096)
+
+    def _is_new(self, content: _Member, kind: int) -> bool:
+        """Return True if a range was not entered as this kind, or only a part of it from its beginning or end."""
+        key = (content.root, content.begin + (content.size if kind == _BY_END else 0), kind)
+        if self._entered.get(key, -1) >= content.size:
+            return False
+        self._entered[key] = content.size
+        return True
+
+    def _not_searched(self, content: _Member, begin: int, what: str) -> list[tuple[int, int]]:
+        """Return the unsearched ranges after an offset; from now on they count as searched."""
+        at, end = content.begin + begin, content.begin + content.size
+        if at >= end:
+            return []
+        ranges = self._ranges.setdefault((content.root, what), [])
+        near = slice(bisect_left(ranges, at, key=itemgetter(1)), bisect_right(ranges, end, key=itemgetter(0)))
+        first, new = at, []
+        for known, last in ranges[near]:
+            if at < known:
+                new.append((at - content.begin, known - content.begin))
+            first, at = min(first, known), max(at, last)
+        if at < end:
+            new.append((at - content.begin, content.size))
+        ranges[near] = [(first, max(at, end))]
+        return new
+
+    # ---- kinds ----
+
+    def _enter(self, content: _Member, name: str) -> Iterator[PickleSite]:
+        if not self._is_new(content, _ANY):
+            return
+        self._members += 1
+        if content.level > MAX_NESTED:
+            yield content.fault(f"archives are nested more than {MAX_NESTED} levels deep")
+            return
+        if self._members > MAX_MEMBERS:
+            return
+        head = content.read_at(0, _HEAD)
+        closed = next((kind for magic, kind in _CLOSED if head.startswith(magic)), None)
+        unpack = _unpacker(head)
+        is_zip, is_tar = head[:4] in (b"PK\x03\x04", b"PK\x05\x06"), head[257:262] == b"ustar" or is_header(head)
+        is_npy = head.startswith(b"\x93NUMPY")
+        plain = not (
+            closed or is_zip or is_tar or is_npy or head.startswith(_WITHOUT) or _is_safetensors(content, head)
+        )
+        if unpack is not None:
+            sure = unpack[1] and plain
+            yield from self._compressed(content, name, unpack[0], sure=sure)
+            plain = plain and not sure
+        is_new_end = self._is_new(content, _BY_END)
+        listed = every_entry(content, MAX_MEMBERS) if is_new_end else []
+        if is_zip:
+            yield from self._zip(content, listed)
+        end = yield from self._pickles(content, name, plain=plain)
+        if closed is not None:
+            yield content.fault(f"this is {closed}: unpack it and scan the content")
+        if is_tar:
+            yield from self._tar(content)
+        if is_npy:
+            yield from self._npy(content)
+        if plain or (end and not is_zip):
+            yield from self._rest(content, end)
+        if listed and not is_zip:
+            yield from self._zip(content, listed)
+        if head.startswith(b"PK\x03\x04") and is_new_end and not listed:
+            yield content.fault("the zip archive has no directory: it is cut or damaged")
+        is_keras_zip = is_zip and name.endswith(".keras")
+        if head.startswith(_HDF5) or _is_json(head) or (_CONFIG_NAME.search(name) and not is_keras_zip):
+            yield from self._configs(content, head)
+        if name.endswith((".pb", ".keras", ".json")):
+            yield from self._operations(content)
+
+    def _pickles(self, content: _Member, name: str, at: int = 0, *, plain: bool) -> Generator[PickleSite, None, int]:
+        """Follow consecutive pickles at an offset, and return the end of the last whole pickle."""
+        # Only in `plain` content, of no other kind, does the name decide whether a broken pickle is reported.
+        begin, expected = at, plain and _PICKLE_NAME.search(name) is not None and not name.endswith(_ARRAY_FILES)
+        while at < content.size:
+            traced = self._trace(content, at, strict=True)
+            head = content.read_at(at, _HEAD)
+            binary = plain and len(head) > 1 and head[0] == 0x80 and head[1] <= 5  # protocols 2 to 5
+            if traced.fault and (binary or expected):
+                lenient = self._trace(content, at)
+                traced = lenient if lenient.fault or lenient.names else traced
+            certain = at == 0 and (binary or expected)
+            if not (certain or traced.limited or (plain and at == 0 and not traced.fault)):
+                is_text = all(byte >= 32 or byte in b"\t\r\n" for byte in head)
+                traced = traced._replace(names=_counted(traced, called=not (binary or expected) and is_text))
+                if traced.fault and (not traced.names or (not plain and _verdicts(traced, traced.names) <= {HARMLESS})):
+                    break
+            calls = {(name, name in traced.called) for name in traced.names}
+            # A zip archive can be a pickle by chance.
+            repeated = bool(calls) and calls <= self._calls and not plain and not traced.limited
+            self._calls |= calls
+            whole = plain and (binary or at > begin or traced.end == content.size)
+            if not repeated and (traced.fault or calls or whole):
+                fault = traced.fault if certain or traced.limited else ""
+                yield from self._found(content, at, traced, fault)
+            if traced.fault:
+                break
+            at = traced.end
+        return at
+
+    def _found(self, content: _Member, at: int, traced: Traced, fault: str) -> Iterator[PickleSite]:
+        """Report a pickle, and enter the torch files that it holds as bytes."""
+        yield PickleSite(content.place, at, traced, fault=fault)
+        for offset, size in traced.inner:
+            inner = content.part(offset, size, f"{content.place}@{offset}", content.level + 1)
+            yield from self._enter(inner, ".pt")
+
+    def _rest(self, content: _Member, at: int, *, search: bool = True) -> Iterator[PickleSite]:
+        """Enter and search a tensor, or the bytes after pickles and arrays, if these are of another kind."""
+        rest = content.part(at, content.size - at, f"{content.place}@{at}", content.level + 1)
+        head = rest.read_at(0, _HEAD) if at or not search else b""
+        unpack = _unpacker(head)
+        if head.startswith(_ENTERED) or is_header(head):
+            yield from self._enter(rest, "")
+        elif unpack is not None:
+            rest.place, rest.level = content.place, content.level
+            yield from self._compressed(rest, "", unpack[0], sure=False)
+        if search:
+            yield from self._search(content, at)
+
+    def _trace(self, content: Readable, at: int, *, strict: bool = False) -> Traced:
+        traced = trace(content, at, max(1, min(MAX_TRACED, self._most - self._opcodes)), strict=strict)
+        self._opcodes += traced.opcodes + _ATTEMPT
+        return traced
+
+    def _search(self, content: _Member, begin: int) -> Iterator[PickleSite]:
+        """Search bytes for pickles that begin somewhere."""
+        # No pickle before an offset is followed again, nor from an opcode that the last of its kind passed alike.
+        beyond, followed = begin, [frozenset[int](), frozenset[int]()]  # binary, text
+        for at, end in self._not_searched(content, begin, "pickles"):
+            if self._searched > MAX_SEARCHED:
+                self._unsearched += 1
+                return
+            while at < end:
+                size = min(_CHUNK, end - at)
+                data = content.read_at(at, size + 64)
+                self._searched += len(data)
+                if self._searched > MAX_SEARCHED:
+                    break
+                for text, pattern in enumerate((_PROTOCOL, _TEXT_GLOBAL)):
+                    for match in pattern.finditer(data):
+                        start = at + match.start()
+                        if start < beyond or start in followed[text] or match.start() >= size:
+                            continue
+                        if self._opcodes >= self._most:
+                            break
+                        traced = self._trace(content, start, strict=not text)
+                        followed[text] = traced.globals_at if text else traced.heads
+                        names: Any = _counted(traced)
+                        if text and traced.fault:  # calls of something dangerous before the fault
+                            names = DANGEROUS in _verdicts(traced, traced.called & traced.names.keys())
+                        if traced.limited or names:
+                            beyond = max(traced.end, start + 1)
+                            yield from self._found(content, start, traced, traced.fault if traced.limited else "")
+                if self._opcodes >= self._most:
+                    break
+                at += size
+            if at < end:
+                yield content.fault(f"it was searched for pickles up to byte {at:,}; the rest was not looked at", at)
+                return
+
+    def _operations(self, content: _Member) -> Iterator[PickleSite]:
+        """Report the first operation of TensorFlow that runs code."""
+        for at in range(0, content.size, _CHUNK):
+            match = _TENSORFLOW.search(content.read_at(at, _CHUNK + 64))
+            if match is not None:
+                code = "a TensorFlow operation that reaches files or Python"
+                yield PickleSite(content.place, at + match.start(), code=code)
+                return
+
+    def _configs(self, content: _Member, head: bytes) -> Iterator[PickleSite]:
+        """Judge the configs of Keras models, which are JSON: a file, or text within other bytes."""
+        text: Readable = content
+        if b"\0" in head[:64] and _is_json(head) and content.size <= MAX_CONFIG:
+            data = content.read_at(0, content.size)
+            try:  # as `json.loads` reads bytes
+                text = MemoryContent(data.decode(json.detect_encoding(data)).encode())
+            except UnicodeError:
+                return
+        try:
+            for config in configs(text):
+                yield from (PickleSite(content.place, config.at, code=code) for code in dict.fromkeys(config.code))
+                if config.names:
+                    names = dict.fromkeys(config.names, config.at)
+                    traced = Traced(names, frozenset(names), [], text.size, "", 0, limited=False)
+                    yield PickleSite(content.place, config.at, traced, code="a Keras config")
+        except ValueError as error:
+            yield content.fault("a Keras config that cannot be parsed", error.args[0])
+
+    # ---- containers ----
+
+    def _npy(self, content: _Member) -> Iterator[PickleSite]:
+        """Follow the pickles of object arrays in npy files in turn."""
+        at = 0
+        while content.read_at(at, 6) == b"\x93NUMPY":
+            head = content.read_at(at, 12)
+            begin = at + (10 if head[6:7] == b"\x01" else 12)
+            begin += int.from_bytes(head[8 : begin - at], "little")
+            try:
+                text, _ = find_header(content, at, content.size - at)
+                dtype, _, shape = parse_header(re.sub(rb"(?<=[0-9])L(?=[,)])", b" ", text))  # integers of Python 2
+                size = dtype.itemsize * math.prod(shape)
+                if size < 0:
+                    raise ValueError
+            except (*HEADER_ERRORS, Warning):
+                dtype = None
+                yield content.fault("the header of its array cannot be read", at)
+            objects = dtype is None or dtype.hasobject
+            traced = self._trace(content, begin, strict=not objects)
+            if objects or _counted(traced):
+                yield from self._found(content, begin, traced, traced.fault if dtype is not None else "")
+            if objects and traced.fault:
+                return
+            at = traced.end if objects else begin + size
+        if at < content.size:
+            at = yield from self._pickles(content, "", at, plain=True)
+            yield from self._rest(content, at)
+
+    def _compressed(self, content: _Member, name: str, make: Callable[[], Any], *, sure: bool) -> Iterator[PickleSite]:
+        """Enter the content of a file that is or may be compressed."""
+        data, fault, _ = self._unpack(content, make)
+        if data or (sure and not fault):
+            inner = re.sub(r"\.(?:gz|bz2|xz|lzma|z|zlib)\Z", "", name, flags=re.IGNORECASE) if sure else ""
+            yield from self._enter(_Member(MemoryContent(data), content.place, content.level + 1), inner)
+        if fault and sure:
+            yield content.fault(fault)
+
+    def _unpack(self, content: Readable, make: Callable[[], Any], *, members: bool = True) -> tuple[bytes, str, int]:
+        """Return the unpacked bytes as far as the limits and the data allow, the fault, if any, and the bytes used."""
+        room = min(MAX_UNPACKED, MAX_TOTAL - self._unpacked)
+        if room <= 0:
+            return b"", f"the file unpacks to more than {MAX_TOTAL:,} bytes", 0
+        chunks: list[bytes] = []
+        machine, chunk, data, fault = make(), b"", b"", ""
+        at = count = 0
+        step = _FIRST
+        try:
+            while count <= room and (members or not machine.eof):  # further members, unless there can be none
+                if not data and (machine.eof or (len(chunk) < _CHUNK and getattr(machine, "needs_input", True))):
+                    data = content.read_at(at, step)
+                    at, step = at + len(data), min(4 * step, _CHUNK)
+                    if not data:
+                        fault = "" if machine.eof else "it cannot be unpacked: it is cut off"
+                        break
+                if machine.eof:
+                    data = data.lstrip(b"\0")
+                    if not data:
+                        continue
+                    machine = make()
+                chunk = machine.decompress(data, _CHUNK)
+                chunks.append(chunk)
+                count += len(chunk)
+                data = machine.unused_data if machine.eof else getattr(machine, "unconsumed_tail", b"")
+            if count > room:
+                fault = f"it unpacks to more than {room:,} bytes"
+        except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, MemoryError) as error:
+            fault = f"it cannot be unpacked: {show(str(error))[1:-1]}"
+        self._unpacked += count
+        return b"".join(chunks)[:room], fault, at - len(data)
+
+    def _zip(self, content: _Member, listed: list[ZipEntry]) -> Iterator[PickleSite]:
+        """Enter the entries of zip archives, listed in a directory or not."""
+        folders = {match[1] for entry in listed if (match := _PICKLED.fullmatch(entry.name))}
+        if fault := replaced_modules(entry.name for entry in listed):
+            yield content.fault(fault)
+        at = 0
+        for entry in sorted(listed, key=lambda entry: entry.at):
+            yield from self._between(content, at, entry.at)
+            begin, readings = local_readings(content, entry)
+            storage = _STORAGE.fullmatch(entry.name)
+            used = []
+            for reading in readings:
+                is_tensor = storage is not None and storage[1] in folders and reading.method == 0
+                if not is_tensor:
+                    used.append((yield from self._entry(content, begin, reading.packed, reading)))
+                    continue
+                tensor = content.part(begin, reading.packed, content.name(reading.name), content.level)
+                used.append(tensor.size)
+                yield from self._rest(tensor, 0, search=False)
+                end = yield from self._pickles(tensor, "", plain=False)
+                if end:
+                    yield from self._rest(tensor, end)
+            at = max(at, begin + min(used))
+        yield from self._between(content, at, content.size)
+
+    def _between(self, content: _Member, begin: int, end: int) -> Iterator[PickleSite]:
+        """Enter local headers that no directory lists, and search the bytes between entries."""
+        if end - begin < 30:
+            return
+        gap = content.part(begin, end - begin, content.place, content.level)
+        for at, last in self._not_searched(gap, 0, "headers"):
+            while at < last and self._searched <= MAX_SEARCHED:
+                data = gap.read_at(at, min(_CHUNK, last - at) + 3)
+                self._searched += len(data)
+                for match in re.finditer(rb"PK\x03\x04", data):
+                    if self._members > MAX_MEMBERS:
+                        return
+                    start = begin + at + match.start()
+                    first, [entry] = local_readings(content, ZipEntry("", 0, 0, 0, 0, 0, start), listed=False)
+                    if entry.method < _METHODS and first < end:
+                        yield from self._entry(content, first, entry.packed or end - first, entry)
+                at += _CHUNK
+        yield from self._search(gap, 0)
+
+    def _entry(self, archive: _Member, begin: int, size: int, entry: ZipEntry) -> Generator[PickleSite, None, int]:
+        """Enter an entry of a zip archive and return the number of bytes it takes."""
+        content = packed = archive.part(begin, size, archive.name(entry.name), archive.level + 1)
+        self._members += 1
+        if self._members > MAX_MEMBERS or packed.size == 0 or not self._is_new(packed, entry.method):
+            return packed.size
+        fault, used = "", packed.size
+        if entry.method != 0:
+            data, fault = b"", f"its compression method {entry.method} is not supported"
+            if machine := _ENTRY_UNPACKERS.get(entry.method):
+                data, fault, used = self._unpack(packed, machine, members=False)
+            content = _Member(MemoryContent(data), packed.place, packed.level)
+        entered: Iterable[PickleSite] = self._enter(content, entry.name) if content.size else ()
+        if entry.flags & 1:  # encrypted: some readers ignore the mark, so attacks set it
+            entered = [site for site in entered if site.code or (site.traced is not None and site.traced.names)]
+            fault, used = "" if entered else "it is encrypted", packed.size
+        yield from entered
+        if fault:
+            yield packed.fault(fault)
+        return used
+
+    def _tar(self, content: _Member) -> Iterator[PickleSite]:
+        at, pax = 0, 0
+        while at + 512 <= content.size:
+            header = content.read_at(at, 512)
+            if not header.strip(b"\0"):  # archives can follow each other
+                data = content.read_at(at, _CHUNK)
+                self._searched += len(data)
+                if self._searched > MAX_SEARCHED:
+                    text = f"it was searched for members up to byte {at:,}; the rest was not looked at"
+                    yield content.fault(text, at)
+                    return
+                zeros = len(data) - len(data.lstrip(b"\0"))
+                at += max(512, zeros - zeros % 512)
+                continue
+            size, kind = number(header[124:136]), header[156:157]
+            if size is None or not is_header(header):
+                yield content.fault("the tar archive has a malformed header", at)
+                return
+            name = header[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace")
+            fault = "readers disagree about its size" if kind in b"123456" and (pax or size) else ""
+            if kind not in b"xXgLK":
+                size, pax = pax or size, 0
+            member = content.part(at + 512, size, content.name(name), content.level + 1)
+            if kind in b"xXg":
+                pax, fault = _pax_size(content.read_at(at + 512, min(size, _CHUNK)), kind)
+                fault = fault or ("its description is too long" if size > _CHUNK else "")
+            elif kind not in b"LK":
+                yield from self._enter(member, name)
+                fault = fault or ("it is a sparse file" if kind == b"S" else "")
+            if fault:
+                yield member.fault(f"this tar member cannot be judged: {fault}")
+            at += 512 + -(-size // 512) * 512
+
+
+# ---- recognising ----
+
+
+def _is_safetensors(content: Readable, head: bytes) -> bool:
+    size = int.from_bytes(head[:8], "little")
+    if not 2 <= size <= min(_MAX_HEADER, content.size - 8) or head[8:9] != b"{":
+        return False
+    try:
+        return isinstance(json.loads(content.read_at(8, size)), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_json(head: bytes) -> bool:
+    """Return True if a content begins as JSON does, in any encoding."""
+    return head[:64].lstrip(b"\0\xff\xfe\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
+
+
+def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
+    """Return the names of a pickle that count: called names, and names too unlikely by chance."""
+    # Of a pickle with a fault, only the called names count if `called`.
+    return {
+        name: at
+        for name, at in traced.names.items()
+        if name in traced.called or (_IMPORTABLE.fullmatch(name) and not (called and traced.fault))
+    }
+
+
+def _verdicts(traced: Traced, names: Iterable[str]) -> set[Verdict]:
+    return {judge(name, ALLOWED, called=name in traced.called)[0] for name in names}
+
+
+def _unpacker(head: bytes) -> tuple[Callable[[], Any], bool] | None:
+    """Return the decompressor for a content that begins like this, and True if it must be compressed; else None."""
+    if head[:2] == b"\x1f\x8b":
+        return lambda: zlib.decompressobj(31), True
+    if head[:3] == b"BZh":
+        return bz2.BZ2Decompressor, True
+    if head[:6] == b"\xfd7zXZ\0":
+        return lambda: lzma.LZMADecompressor(memlimit=_MAX_DICTIONARY), True
+    if len(head) > 1 and head[0] & 15 == 8 and head[0] < 0x80 and int.from_bytes(head[:2], "big") % 31 == 0:
+        return zlib.decompressobj, head[0] == 0x78
+    if len(head) > 13 and head[0] < 225 and head[13] == 0 and (head[5:13] == b"\xff" * 8 or head[10:13] == bytes(3)):
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE, memlimit=_MAX_DICTIONARY), head[:3] == b"]\0\0"
+    return None
+
+
+_ENTRY_UNPACKERS: dict[int, Callable[[], Any]] = {8: lambda: zlib.decompressobj(-15), 12: bz2.BZ2Decompressor}
+
+
+def _pax_size(description: bytes, kind: bytes) -> tuple[int, str]:
+    """Return the size of the next member in a description, 0 for none, and why the description is not understood."""
+    try:
+        fields = records(description, "", 0)
+    except SafeloadError as error:
+        return 0, str(error)
+    size = fields.get(b"size", b"0")
+    if kind == b"g" and b"size" in fields:
+        return 0, "it sets the size of all members"
+    return (int(size), "") if re.fullmatch(rb"[0-9]{1,18}", size) else (0, "its size is not a number")
+
+
+# ---- configs of Keras ----
+
+# Largest config, in bytes.
+MAX_CONFIG = 16 << 20
+# The key of a class in every spelling of JSON.
+_KEY = re.compile(
+    b'"' + b"".join(b"(?:%c|\\\\u00%02x)" % (byte, byte) for byte in b"class_name") + rb'"\s*:', re.IGNORECASE
+)
+# What JSON never holds.
+_NOT_TEXT = re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
+# Beginnings of a content that are tried in vain: other text can precede a config.
+_MOST_TRIES = 64
+_OVERLAP = 128
+_SIZES = (1 << 12, 1 << 18, MAX_CONFIG)  # of a config, tried in turn
+
+_LAMBDA, _MARSHALLED = "a Keras Lambda layer, which holds code", "a marshalled function in a Keras config"
+_KERAS = r"(?:tensorflow\.(?:python\.)?|tf_)?keras(?:\.src|\.api|\._tf_keras\.keras)*"
+_BUILDING = re.compile(
+    rf"keras\.[A-Z]\w*|{_KERAS}\.models(?:\.\w+)*\.(?:Sequential|Functional|Model)|{_KERAS}\.(?:layers|initializers|"
+    r"regularizers|constraints|activations|losses|metrics|optimizers|dtype_policies|quantizers|ops|random|engine|"
+    r"mixed_precision)(?:\.\w+)+"
+)
+_LOADING = frozenset(("TFSMLayer", "JaxLayer", "FlaxLayer", "TorchModuleWrapper", "deserialize"))
+# TensorFlow functions called by Keras 2 layers.
+_COMPUTING = re.compile(
+    r"(?:(?:math|nn|linalg|signal|image|random|strings|keras|activations|__operators__)\.)*"
+    r"(?!py_function|numpy_function|load_|print)\w+"
+)
+
+
+class KerasConfig(NamedTuple):
+    """The code and the imports of a config."""
+
+    at: int  # offset of its first class
+    code: list[str]  # descriptions of the code in it
+    names: list[str]  # what it imports
+
+
+def configs(content: Readable) -> Iterator[KerasConfig]:
+    """Iterate over the configs in a content; ValueError if text around a class name is no JSON, or repeats a key."""
+    begin = at = tries = 0
+    while at < content.size:
+        match = _KEY.search(content.read_at(at, _CHUNK + _OVERLAP))
+        if match is None or match.start() >= _CHUNK:
+            at += _CHUNK
+            continue
+        key = at + match.start()
+        first = _first_of_text(content, begin, key)
+        text = content.read_at(first, key - first)
+        for beginning in re.finditer(rb"[{\[]", text):
+            start = first + beginning.start()
+            end, config = _parse(content, start, key)
+            if end > key:
+                break
+            tries += 1
+            if tries > _MOST_TRIES:
+                raise ValueError(key)
+        else:
+            raise ValueError(key)
+        yield config
+        begin = at = end
+
+
+def _first_of_text(content: Readable, begin: int, key: int) -> int:
+    """Return the first byte of the text around a key."""
+    first, size = key, _SIZES[0]
+    while first > begin:
+        size = min(2 * size, first - begin)
+        controls = [match.end() for match in _NOT_TEXT.finditer(content.read_at(first - size, size))]
+        if controls:
+            return first - size + controls[-1]
+        first -= size
+        if key - first > MAX_CONFIG:
+            raise ValueError(key)
+    return first
+
+
+def _parse(content: Readable, begin: int, key: int) -> tuple[int, KerasConfig]:
+    """Return the end of the JSON value at an offset, 0 if it is none, and what is in it."""
+    config = KerasConfig(key, [], [])
+    decoder = json.JSONDecoder(object_pairs_hook=lambda pairs: _object(pairs, config))
+    for size in _SIZES:
+        if size <= key - begin:
+            continue
+        data = content.read_at(begin, size)
+        end = _NOT_TEXT.search(data)
+        config.code.clear()
+        config.names.clear()
+        try:  # Latin-1, so that characters are bytes
+            _, last = decoder.raw_decode(data[: end.start() if end else None].decode("latin-1"))
+        except (ValueError, RecursionError):
+            if end is not None or len(data) < size:
+                break
+            continue
+        return begin + last, config
+    return 0, config
+
+
+def _object(pairs: list[tuple[str, Any]], config: KerasConfig) -> dict[str, str]:
+    """Judge an object, and return the texts its owner needs."""
+    fields = dict(pairs)
+    if sum(key in ("class_name", "config", "module") for key, _ in pairs) > len(
+        fields.keys() & {"class_name", "config", "module"}
+    ):
+        raise ValueError("readers would see two classes")
+    name = fields.get("class_name")
+    if name == "Lambda":
+        config.code.append(_LAMBDA)
+    elif name == "__lambda__":
+        config.code.append(_MARSHALLED)
+    elif isinstance(name, str):
+        config.names.extend(_imports(name, fields.get("module"), fields.get("config")))
+    return {key: fields[key] for key in ("function", "vocabulary") if isinstance(fields.get(key), str)}
+
+
+def _imports(name: str, module: Any, config: Any) -> Iterator[str]:
+    """Yield the imported names of an object that are not known to be harmless."""
+    if isinstance(config, dict):
+        if "vocabulary" in config:
+            yield f"keras.layers.{name} of a file"
+        if name.endswith("OpLambda") and not _COMPUTING.fullmatch(config.get("function", "x")):
+            yield f"tensorflow.{config['function']}"
+    if name == "function" and isinstance(config, str):
+        name = config
+    if not isinstance(module, str):
+        if name in _LOADING:
+            yield f"keras.layers.{name}"
+    elif module == "builtins":
+        if hasattr(builtins, name):
+            yield f"builtins.{name}"
+    elif name in _LOADING or not _BUILDING.fullmatch(f"{module}.{name}"):
+        yield f"{module}.{name}"
