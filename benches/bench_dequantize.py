@@ -12,10 +12,10 @@ from compare import Comparison, race, release, same_arrays, same_bytes
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from limits import READ, reader, storers
-from safeload.core import dtypes
 
 import safeload
 from safeload import QuantizedTensor
+from safeload.core import dtypes
 from safeload.core.native import TIER, ffi, lib
 
 ROUNDS = 9

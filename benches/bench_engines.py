@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from bench_load import threads
 from compare import Comparison, race, same_bytes
-from safeload.core import packing
 
 import safeload
+from safeload.core import packing
 
 SIDE = 4096  # of a bf16 matrix of 32 MiB, a usual weight: the slowest peer takes seconds for it
 WEIGHT = "x.weight"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from compare import Comparison, prepared, race
-from safeload.checking import manifest
 
 import safeload
+from safeload.checking import manifest
 
 ROUNDS = files.LARGE_ROUNDS
 

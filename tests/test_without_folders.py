@@ -30,8 +30,8 @@ GONE = {
     "remote": "safeload.open('https://localhost:1/model.safetensors')",
     "remote/http.py remote/http_client.py": "safeload.open('https://localhost:1/model.safetensors')",
     "trust": "safeload.open('plain.safetensors', verify=True)",
-    "adapters checking cli compat conversion editing formats frameworks models quant remote trust": "safeload.open('.')",
 }
+GONE[" ".join(name for name in GONE if "/" not in name)] = "safeload.open('.')"
 PROGRAM = """
 import sys
 import numpy as np

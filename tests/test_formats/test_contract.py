@@ -331,9 +331,9 @@ def test_a_new_format_is_a_file_and_a_line_in_the_list(tmp_path):
     guide = (ROOT / "docs" / "guide" / "own-formats.md").read_text("utf-8")
     code = re.search(r"^```python\n# toyformat\.py\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
     (package / "formats" / "toy.py").write_text(code[1], "utf-8")
-    registry = package / "formats" / "registry.py"
-    line = """Format("toy", "Toy files", "a Toy file", _begins(b"TOY1"), ".toy", (".toy",), writes=True, metadata=True,
-                     chooses=_only(".toy")),"""
+    registry = package / "core" / "registry.py"
+    line = """Format("toy", "Toy files", "a Toy file", _begins(b"TOY1"), "..formats.toy", (".toy",),
+                     writes=True, metadata=True, chooses=_only(".toy")),"""
     registry.write_text(registry.read_text("utf-8").replace("\n)\n# fmt: on", f"\n{line}\n)"), "utf-8")
     program = """
 import safeload, safeload.errors, os, pickle

@@ -9,8 +9,8 @@ import sys
 from builders.paths import ROOT
 
 FAMILY = """
-from ..base import packing
-from ..base.native import lib
+from ..core import packing
+from ..core.native import lib
 from .families import Engine, Family, Preset, parts_of
 from .packed_group import Misfit, whole_grid
 from .quantization import with_quantization
