@@ -29,7 +29,7 @@ _MODULE_OF = {
         "core.arrays": "TensorLike",
         "core.names": "flatten nest",
         "core.table": "TensorInfo",
-        "core.checkpoint": "Checkpoint TensorSlice",
+        "core.checkpoint": "Checkpoint TensorSlice load open",
         "cluster": "run_piece",
         "compat.alias": "install_as_safetensors",
         "compat.safe_open": "PrefetchLoader SafeSlice _safe_open_handle safe_open",
@@ -41,7 +41,6 @@ _MODULE_OF = {
         "core.memory": "show_config",
         "errors": "ForbiddenError FormatError LimitError RangeError RemoteError RemotePermissionError "
         "RemoteTimeoutError SafeloadError SafetensorError TensorNotFoundError UnsupportedError VerificationError",
-        "core.entry": "load open",
         "models.layout": "Layout StackedTensor",
         "models.family": "ModelFamily families",
         "conversion.convert": "convert",

@@ -62,8 +62,8 @@ from .core.arrays import TensorLike as TensorLike
 from .core.cast import astype as astype
 from .core.checkpoint import Checkpoint as Checkpoint
 from .core.checkpoint import TensorSlice as TensorSlice
-from .core.entry import load as load
-from .core.entry import open as open
+from .core.checkpoint import load as load
+from .core.checkpoint import open as open
 from .core.load import LoadStats as LoadStats
 from .core.memory import show_config as show_config
 from .core.names import flatten as flatten

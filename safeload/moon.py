@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .core.arrays import Array
-from .core.entry import load
+from .core.checkpoint import load
 from .core.paths import PathLike
 from .errors import public
 from .formats import moon

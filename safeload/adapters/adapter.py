@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core import dtypes, log
+from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint
 from ..core.files import Location
 from ..core.forking import cached_property
 from ..core.json_file import read_json
 from ..core.opening import open_paths
+from ..core.runtime import warning
 from ..core.source import Source
 from ..core.text import error_about, show
 from ..errors import FormatError, UnsupportedError
@@ -90,7 +91,7 @@ def _check_method(config: Mapping[str, Any], path: str) -> None:
             raise error_about(UnsupportedError, text, path=path)
     initialization = config.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.lower().startswith(_CHANGES_BASE):
-        log.warning(
+        warning(
             '%s: "init_lora_weights" is %s, which changes the base when training begins. Merge into that changed base, '
             "or convert the adapter with PEFT's path_initial_model_for_weight_conversion",
             path,

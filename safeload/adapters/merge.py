@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core import dtypes, log
+from ..core import dtypes
 from ..core.arrays import Array
 from ..core.cast import astype, target_array
 from ..core.checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
@@ -25,6 +25,7 @@ from ..core.names import Patterns
 from ..core.native import lib
 from ..core.progress import Progress, reporter
 from ..core.restore import rows_apart
+from ..core.runtime import warning
 from ..core.source import Source, in_file
 from ..core.table import similar
 from ..core.text import error_about, show
@@ -516,7 +517,7 @@ def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:
     """Warn if the merged tensors need a config other than the base's."""
     for head, embedding in heads.untied.items():
         place = "config" if config is None else "config.json"
-        log.warning(
+        warning(
             "the adapter gives %s and %s different values: load them into a model whose %s has "
             '"tie_word_embeddings": false',
             show(head),

@@ -36,8 +36,8 @@ from ..conversion.executors import (
     pieces_of,
     run_pieces,
 )
-from ..core import dtypes, log, packing
-from ..core import entry as loading
+from ..core import checkpoint as loading
+from ..core import dtypes, packing
 from ..core.arrays import Array, index_of, refuse_masked
 from ..core.files import Location
 from ..core.json_file import read_if_there, read_json
@@ -49,7 +49,7 @@ from ..core.paths import PathLike, os_error
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor
 from ..core.registry import BY_NAME, GGUF
-from ..core.runtime import paused
+from ..core.runtime import debug, paused
 from ..core.showing import figure
 from ..core.source import Source, source_pieces
 from ..core.table import Unknown
@@ -426,7 +426,7 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
     else:
         named = _without_wrappers(report, tensors, catalog.title) if options.schema == "auto" else tensors
         choice = _choose_schema(config, catalog.format, named, options)
-        log.debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
+        debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
     schema = None if choice is None else choice.schema
     report.add(structure.check_sizes(tensors, schema))
     quantization = quantization_of(config)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..conversion.catalog import Catalog, Given, TensorDescription
 from ..conversion.executors import Executor, check_executor, opened, pieces_of, run_pieces
-from ..core import dtypes, log
+from ..core import dtypes
 from ..core.arrays import Array, index_of
 from ..core.forking import cached_property
 from ..core.jobs import native_order, struct_dtype
@@ -29,7 +29,7 @@ from ..core.native import TIER, ffi, lib
 from ..core.packing import INT8
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
-from ..core.runtime import paused
+from ..core.runtime import debug, paused
 from ..core.showing import Report, Row, shorten, table
 from ..core.source import Source, in_order, of_array
 from ..core.staging import Spans
@@ -507,7 +507,7 @@ def _compare_values(
             compare(batch, *map(_spans, zip(*sources, strict=True)))
             del sources  # before the next tensors are decoded
             for name in batch:
-                log.debug("diff of %s: %s", name, rows[name])
+                debug("diff of %s: %s", name, rows[name])
     return rows
 
 

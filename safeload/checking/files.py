@@ -23,11 +23,11 @@ from ..conversion.catalog import Catalog
 from ..core.files import Files, Location
 from ..core.foreign import is_zip
 from ..core.json_file import read_json
-from ..core.local import LocalStore, keeping_position
 from ..core.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_of
 from ..core.paths import dangling
 from ..core.registry import NPZ, WEIGHT_SUFFIXES, OpenRequest, open_file
 from ..core.source import PIECE, file_pieces, in_order
+from ..core.store import LocalStore, keeping_position
 from ..core.text import clip, plural, printable, show
 from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import STORED, Archive, ZipEntry

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..core import entry as loading
+from ..core import checkpoint as loading
 from ..core.checkpoint import Checkpoint, codes_of, settings_of, tensors_of
 from ..core.names import Patterns, families, natural_key, select
 from ..core.opening import Paths

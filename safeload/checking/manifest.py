@@ -22,7 +22,7 @@ import numpy as np
 from ..conversion import executors
 from ..conversion.catalog import Catalog, Given
 from ..conversion.executors import Executor, opened, pieces_of, run_pieces
-from ..core import dtypes, log
+from ..core import dtypes
 from ..core.jobs import native_order
 from ..core.json_file import read_json
 from ..core.memory import check_threads
@@ -30,6 +30,7 @@ from ..core.packing import Grid, Packing, Zeros
 from ..core.paths import PathLike, native_path
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
+from ..core.runtime import debug
 from ..core.source import file_pieces, in_order, source_pieces
 from ..core.tensors import packed_of
 from ..core.text import plural, show
@@ -82,7 +83,7 @@ def _entries(
 
     def entry(name: str) -> dict[str, Any]:
         row = _entry(catalog, name, meter)
-        log.debug("sha256 of %s: %s", name, row["sha256"])
+        debug("sha256 of %s: %s", name, row["sha256"])
         return row
 
     return dict(zip(sizes, in_order(entry, sizes, threads, total), strict=True))

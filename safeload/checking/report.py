@@ -26,7 +26,7 @@ from .._version import __version__
 from ..conversion.catalog import Catalog
 from ..conversion.destinations import Output
 from ..conversion.quantize import SchemeName
-from ..core import entry as loading
+from ..core import checkpoint as loading
 from ..core.checkpoint import Checkpoint
 from ..core.names import pattern_of
 from ..core.packing import parse_scheme, usual_axis

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .._version import __version__
-from ..core import log
+from ..core.runtime import NAME
 from ..core.showing import is_terminal, terminal_columns, terminal_rows
 from ..core.text import printable, show
 from ..errors import FormatError, SafeloadError, one_line
@@ -332,7 +332,7 @@ def log_to_stderr(*, verbose: bool) -> Iterator[None]:
         def format(self, record: logging.LogRecord) -> str:
             return printable(f"safeload: {record.levelname.lower()}: {in_options(record.getMessage())}")
 
-    logger, handler = logging.getLogger(log.NAME), logging.StreamHandler(sys.stderr)
+    logger, handler = logging.getLogger(NAME), logging.StreamHandler(sys.stderr)
     handler.setFormatter(Escaped())
     handler.setLevel(logging.DEBUG if verbose else logging.WARNING)
     level = logger.level
@@ -408,7 +408,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     scheduler = _address_in(address) if is_file else address
     option = f"--dask {printable(scheduler)}"
     _try(scheduler, option)
-    if not logging.getLogger(log.NAME).isEnabledFor(logging.DEBUG):
+    if not logging.getLogger(NAME).isEnabledFor(logging.DEBUG):
         for name in ("distributed", "distributed.client"):  # their tracebacks would hide our message
             logging.getLogger(name).setLevel(logging.CRITICAL)
     lost = (CancelledError, getattr(client, "ClosedClientError", CancelledError))  # releases of 2023 have no such class

@@ -14,9 +14,9 @@ import numpy as np
 from ..core import dtypes, safetensors
 from ..core.arrays import Array
 from ..core.load import VIEWED_FROM, Window, check_backend, load_tensors, parse_target
-from ..core.local import check_unchanged
 from ..core.paths import PathLike
 from ..core.slice import as_index, read_slice
+from ..core.store import check_unchanged
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, error_about, plural, printable, show
 from ..core.thread_group import Prefetch, Task

@@ -10,17 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ..adapters.adapter import listed
-from ..core import log
-from ..core.entry import Adapters
+from ..core.checkpoint import Adapters
 from ..core.files import LOCAL
-from ..core.local import LocalStore
 from ..core.memory import check_threads
 from ..core.names import Patterns, Renames
 from ..core.paths import PathLike
 from ..core.progress import Progress, reporter
 from ..core.registry import SAFETENSORS, WrittenName, written_suffixes
-from ..core.runtime import paused
+from ..core.runtime import paused, warning
 from ..core.signature import Signature
+from ..core.store import LocalStore
 from ..core.text import show
 from ..errors import SafeloadError, UnsupportedError, public
 from ..formats.folder import CONFIG, INDEX, SINGLE
@@ -342,7 +341,7 @@ def _write_folder(
     new_tokenizer = overwrite and any(isinstance(content, bytes) for content in conversion.files.values())
     older = sorted(extras_of(folder.location).keys() - conversion.files.keys()) if new_tokenizer else ()
     if older:
-        log.warning(
+        warning(
             "%s: %s stays from before, and other programs may load it in place of the new tokenizer: remove it if it "
             "belongs to another model",
             folder.location.shown,
@@ -358,7 +357,7 @@ def _warn_of_old_config(conversion: Conversion, path: str) -> None:
     if config is None or (is_own(config) and conversion.outputs.schemes):
         return
     if without_quantization(config) != config:
-        log.warning(
+        warning(
             "%s describes a quantization that the weights in %s do not have. Remove it, or other programs cannot load "
             "the weights. A conversion from folder to folder, with max_shard_size=, removes it",
             beside.shown(CONFIG),

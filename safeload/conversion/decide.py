@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from ..core import dtypes, log
+from ..core import dtypes
 from ..core.arrays import check_mapping
 from ..core.checkpoint import file_notes_of
 from ..core.files import Location
@@ -32,7 +32,7 @@ from ..core.registry import (
     row_of,
     written_suffixes,
 )
-from ..core.runtime import paused
+from ..core.runtime import debug, paused, warning
 from ..core.showing import Result
 from ..core.tensors import LazyParts
 from ..core.text import plural, printable, show, size
@@ -231,10 +231,10 @@ def open_sources(
     checkpoints, target = catalog.checkpoints, request.target
     for path, kind in refuse_adapters(zip(map(attrgetter("path"), checkpoints), checkpoints, strict=True)):
         if request.options["adapters"] is None:
-            log.warning("%s: %s", path, adapter_note(kind))
+            warning("%s: %s", path, adapter_note(kind))
     of_model = request.folder is not None and not {"model_type", "architectures"}.isdisjoint(catalog.config or {})
     if of_model and target is not None and target.code.startswith("F8"):
-        log.warning(
+        warning(
             '%s: no library loads a model that is cast to %s without scales: use quantize="fp8_dynamic" or '
             'quantize="fp8_block" instead of dtype=',
             request.path,
@@ -276,7 +276,7 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) ->
     except VerificationError:
         raise
     except (SafeloadError, OSError) as error:
-        log.debug("%s: not the model of its folder: %s", file.path, error)
+        debug("%s: not the model of its folder: %s", file.path, error)
         return None
 
 
@@ -302,7 +302,7 @@ def _warn_of_optimizer(catalog: Catalog, request: ConvertRequest) -> None:
     shown = [f"root={show(outer + root)}" for root, _ in roots.most_common(_MOST_ROOTS)]
     nested = catalog.format in BY_NAME and BY_NAME[catalog.format].nested
     advice = [*(shown if nested else ()), f"drop={show(containers[0] + '*')}"]
-    log.warning(
+    warning(
         "%s: %s of %s belong to an optimizer (%s): %s leaves them out",
         catalog.title,
         f"{len(states):,}",
@@ -496,7 +496,7 @@ def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> t
         raise SafeloadError(f"{catalog.title}: no tensor to convert{about}", path=catalog.title)
     lines += [note for note in notes if "left out" in note or "not opened" in note]
     for line in lines:
-        log.warning("%s: %s", catalog.title, line)
+        warning("%s: %s", catalog.title, line)
     return tuple(lines)
 
 
@@ -556,7 +556,7 @@ def _check_mlx(catalog: Catalog, request: ConvertRequest, *, restored: bool) -> 
         return
     why = not_as_in_mlx((config or {}).get("model_type"))
     if request.folder is None:
-        log.warning("%s: %s: the result has MLX's names and values", request.path, why)
+        warning("%s: %s: the result has MLX's names and values", request.path, why)
         return
     raise UnsupportedError(
         f"{catalog.title}: {why}. Convert the original checkpoint instead; raw=True writes MLX's names and values",
@@ -573,7 +573,7 @@ def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> No
     stacks = [new for new, tensor in packed if tensor is not None and tensor.packing.family == MLX]
     if stacks:
         more = f" and {plural(len(stacks) - 1, 'more tensor')}" if stacks[1:] else ""
-        log.warning(
+        warning(
             "%s: the experts of a layer are stacked as in MLX (%s%s), and transformers and vLLM do not load these "
             "names. Convert the original checkpoint instead of the MLX one, or split the stacks",
             path,
@@ -685,7 +685,7 @@ class Decider:
             if self._restored:
                 _warn_of_stacks(catalog, names, request.path)
         for (requested, scheme), count in self._fallbacks.items():
-            log.warning(
+            warning(
                 "%s: %s got %s instead of %s, because rows are not whole blocks of %d elements",
                 request.path,
                 plural(count, "tensor"),
@@ -841,7 +841,7 @@ def config_for(
         return None
     stale = without_quantization(config) != config
     if stale and not (is_own(config) and schemes):
-        log.warning(
+        warning(
             "%s: removed the quantization of the old weights, because the new weights have none and their source has "
             "no %s",
             folder.shown(CONFIG),

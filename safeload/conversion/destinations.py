@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuar
 
 import numpy as np
 
-from ..core import dtypes, log
+from ..core import dtypes
 from ..core.arrays import Array
 from ..core.atomic_file import AtomicFile, check_place
 from ..core.described import pack
 from ..core.files import LOCAL, Location
-from ..core.local import identity_of
 from ..core.native import ffi
 from ..core.paths import PathLike, absolute, native_path
 from ..core.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
+from ..core.runtime import warning
 from ..core.safetensors import ROOM, FileWriter
+from ..core.store import identity_of
 from ..core.tensors import Lazy, LazyParts
 from ..core.text import parse_size, show
 from ..errors import RemotePermissionError, SafetensorError, UnsupportedError, unsaved
@@ -489,7 +490,7 @@ def config_with(
 def warn_of_schemes(path: str, schemes: Collection[str]) -> None:
     """Warn that other libraries cannot load a folder with safeload's quantized tensors."""
     if schemes:
-        log.warning(
+        warning(
             "%s: only safeload reads the quantized tensors (%s); transformers, vLLM and other engines do not load them",
             path,
             ", ".join(sorted(schemes)),

@@ -18,16 +18,16 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from .._version import __version__
-from ..core import dtypes, log
+from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ..core.files import LOCAL, Files
-from ..core.local import check_unchanged, identity_of
 from ..core.opening import reopen_subset
 from ..core.paths import absolute, native_path
 from ..core.progress import Progress, reporter
 from ..core.registry import Opened, Recipe, formats_of, row_of
-from ..core.runtime import paused
+from ..core.runtime import debug, paused
+from ..core.store import check_unchanged, identity_of
 from ..core.text import plural, printable, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError
@@ -91,7 +91,7 @@ def run(
                     future = finished.get()
                     k = futures[future]
                     results[k] = future.result()
-                log.debug("piece %d of %d is done", k + 1, len(pieces))
+                debug("piece %d of %d is done", k + 1, len(pieces))
                 done += pieces[k]["nbytes"]
                 report(done)
         except BaseException:
@@ -151,7 +151,7 @@ def _quietly(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        log.debug("another piece failed, or cannot be cancelled: %s", error)
+        debug("another piece failed, or cannot be cancelled: %s", error)
         return True
 
 

@@ -16,12 +16,11 @@ import numpy as np
 
 from ..adapters.adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, heads_of, listed, opened
 from ..adapters.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
-from ..core import dtypes, jobs, log, packing
+from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, foreign_order
 from ..core.atomic_file import AtomicFile
 from ..core.described import texts_with
 from ..core.jobs import JobGrid
-from ..core.local import check_unchanged, identity_of
 from ..core.memory import private_array
 from ..core.metadata import as_texts
 from ..core.names import Renames, renamed
@@ -30,10 +29,11 @@ from ..core.paths import absolute
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor, storage_of
 from ..core.registry import SAFETENSORS, row_of
-from ..core.runtime import paused
+from ..core.runtime import debug, paused
 from ..core.safetensors import ROOM, Header
 from ..core.source import Source, of_array
 from ..core.staging import Spans
+from ..core.store import check_unchanged, identity_of
 from ..core.tensors import Entry, Lazy, LazyParts, Staged, Tensors
 from ..core.text import error_about, show
 from ..errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
@@ -581,7 +581,7 @@ class Maker:
                 try:
                     arrays = make(group)
                 except Exception as error:
-                    log.debug("a group of %d small tensors failed: %s", len(group), error)
+                    debug("a group of %d small tensors failed: %s", len(group), error)
                     self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
             self._grouped.update({(part, other): array for other, array in (arrays or make([name])).items()})
         return self._grouped.pop((part, name))

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..core import dtypes, packing
 from ..core.arrays import Array
-from ..core.entry import open as open_checkpoint
+from ..core.checkpoint import open as open_checkpoint
 from ..core.files import LOCAL
 from ..core.names import check_matches
 from ..core.packing import SCHEMES, parse_scheme, scheme_row

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, cast
 
-from ..core import log
 from ..core.atomic_file import AtomicFile, Digest
 from ..core.files import Files, Location
+from ..core.runtime import debug, warning
 from ..core.text import plural, size
 from ..core.thread_group import left_behind
 from ..errors import FormatError, RemoteError, RemoteTimeoutError, UnsupportedError
@@ -72,7 +72,7 @@ class StoreSink(Sink):
 
     def _upload(self, path: str, name: str) -> None:
         nbytes, shown = os.path.getsize(path), self.shown(name)
-        log.debug("%s: uploading %d bytes", shown, nbytes)
+        debug("%s: uploading %d bytes", shown, nbytes)
         backend = backend_of(self.location)
         _bounded(backend.timeout, lambda: backend.upload(path, (self.location / name).path), nbytes, shown)
 
@@ -123,7 +123,7 @@ class StoreSink(Sink):
                         self.remove(self._shards)
                 except Exception as error:  # the first error is raised
                     shown = self.location.shown
-                    log.warning("%s: cannot delete the shards of the failed save: %s", shown, error)
+                    warning("%s: cannot delete the shards of the failed save: %s", shown, error)
                 raise
 
     def new(self, name: str, size: int) -> AtomicFile:
@@ -180,7 +180,7 @@ class StoreSink(Sink):
             if {SINGLE, INDEX} & outdated & self.names():  # which readers may prefer
                 raise
             text = "%s: cannot delete %s of the replaced checkpoint: %s"
-            log.warning(text, self.location.shown, plural(len(outdated), "file"), error)
+            warning(text, self.location.shown, plural(len(outdated), "file"), error)
 
 
 def _bounded(timeout: float, change: Callable[[], object], nbytes: int, shown: str) -> None:

@@ -168,16 +168,6 @@ def array_over(
     return array
 
 
-def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return a new array with undefined values."""
-    try:
-        return np.empty(shape, dtype)
-    except ValueError as error:
-        raise UnsupportedError(
-            f"numpy {np.__version__} does not support shape {list(shape)} as {dtype}: {error}"
-        ) from None
-
-
 def array_fits(shape: tuple[int, ...], itemsize: int) -> bool:
     """Return whether NumPy allows an array of this shape; it counts a zero-length axis as length 1."""
     return itemsize * (math.prod(shape) or math.prod(dim for dim in shape if dim)) <= MAX_ARRAY

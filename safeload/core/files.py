@@ -8,9 +8,8 @@ from contextlib import closing, contextmanager
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..errors import SafeloadError, exported, public
-from .local import check_unchanged, compare, open_local
 from .paths import absolute
-from .store import WINDOW, ByteStore
+from .store import WINDOW, ByteStore, check_unchanged, compare, open_local
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

@@ -93,6 +93,8 @@ def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
         raise FormatError(f"{what} is not JSON: {show(str(error))[1:-1]}", text) from None
     if not isinstance(value, dict):
         raise FormatError(f"{what} must be a JSON object, got {type(value).__name__}", text, 0)
+    if content.count(b"{") + content.count(b"[") <= MAX_DEPTH:
+        return value
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         items = (item.values() if isinstance(item, dict) else item for item in level)

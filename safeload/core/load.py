@@ -16,7 +16,6 @@ from ..errors import SafeloadError, UnsupportedError, exported
 from . import dtypes, jobs
 from .arrays import Array, ArraySpec, array_over, array_spec, check_mapping, foreign_order, not_an_array, refuse_masked
 from .jobs import Batch, Job, moving, read_small
-from .local import LocalStore, mapping_of
 from .memory import (
     ALIGNMENT,
     HUGE_FROM,
@@ -32,6 +31,7 @@ from .native import ffi, lib, pointer, short
 from .packing import INT8, Packed, Part, advice_for
 from .progress import Progress, reporter
 from .runtime import paused
+from .store import LocalStore, mapping_of
 from .table import Entry, Scale, Table
 from .tensors import (
     CONVERT,

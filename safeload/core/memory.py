@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .._version import __version__
-from .arrays import Array, array_over, empty_array
+from ..errors import UnsupportedError
+from .arrays import Array, array_over
 from .native import TIER, available_tiers, ffi, lib, private_buffer, tier_name
 from .native import address_of as address_of
 from .text import show
@@ -106,6 +107,16 @@ def aligned_bytes(size: int) -> Array:
     raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
     start = -address_of(raw) % ALIGNMENT
     return raw[start : start + size]
+
+
+def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return a new array with undefined values."""
+    try:
+        return np.empty(shape, dtype)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"numpy {np.__version__} does not support shape {list(shape)} as {dtype}: {error}"
+        ) from None
 
 
 def private_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int = 0) -> Array:

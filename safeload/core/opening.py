@@ -12,11 +12,12 @@ from typing import Any, TypeAlias, get_args
 
 from ..errors import FormatError
 from . import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
-from . import foreign, log, registry
+from . import foreign, registry
 from .files import LOCAL, Files, Located, rather_changed
-from .local import compare
 from .paths import PathLike, private_text
 from .registry import Opened, Recipe, UnknownGlobals, part
+from .runtime import debug
+from .store import compare
 from .text import show
 from .weight_file import WeightFile
 
@@ -72,7 +73,7 @@ def open_paths(
     with suppress(IsADirectoryError):  # errors of a folder must not have this error as their context
         file = registry.open_file(text, recipe.options)
     if file is None:
-        hub = part("hub")
+        hub = os.path.isdir(os.path.join(text, "snapshots")) and part("hub")  # perhaps a repository of the Hub's cache
         snapshot = hub.snapshot_of(text) if hub else None
         if snapshot is not None:
             recipe = recipe._replace(paths=(files.absolute(snapshot),))
@@ -170,8 +171,8 @@ def _open_all(texts: Sequence[str], recipe: Recipe, part_of_split: Opened | None
     else:
         opened = folder.open_path(texts[0], options)
     count = len(opened.files)
-    log.debug("opened %s: %d file%s", title, count, "" if count == 1 else "s")
+    debug("opened %s: %d file%s", title, count, "" if count == 1 else "s")
     for note in opened.notes:
-        log.debug("%s: %s", title, note)
+        debug("%s: %s", title, note)
     complete = opened.config is not None or opened.index_file is not None
     return opened._replace(title=title, recipe=recipe, complete=complete)

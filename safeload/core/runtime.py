@@ -153,6 +153,25 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if type(value) is list else value
 
 
+# ---- ``logging.getLogger("safeload")``: warnings for users, and details for programs if enabled ----
+
+NAME = "safeload"
+
+
+def debug(message: str, *arguments: object) -> None:
+    """Log a line for debugging. A program that wants these has imported `logging`, which takes milliseconds."""
+    logging = sys.modules.get("logging")
+    if logging is not None and hasattr(logging, "getLogger"):
+        logging.getLogger(NAME).debug(message, *arguments)
+
+
+def warning(message: str, *arguments: object) -> None:
+    """Log a line for the user: on stderr, unless the program handles log records."""
+    import logging
+
+    logging.getLogger(NAME).warning(message, *arguments)
+
+
 # ---- names of the doors that are imported on first access ----
 
 # Names that every framework module of safetensors imports, with the module and the name of their definition.

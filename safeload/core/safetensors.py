@@ -18,13 +18,12 @@ from ..errors import SafetensorError, folder_given, unsaved
 from . import dtypes, load, native
 from .arrays import Array, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, pieces_of, written_as_is
-from .local import LocalStore, with_room
 from .memory import thread_count
 from .native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
 from .paths import PathLike, native_path
 from .registry import Candidate, Content, OpenRequest, explain, part
 from .runtime import paused
-from .store import WINDOW
+from .store import WINDOW, LocalStore, with_room
 from .table import Table
 from .tensors import Lazy, Staged, Tensors, materialize
 from .text import encode, show, tensor_named

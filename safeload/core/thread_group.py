@@ -17,8 +17,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from .local import read_from
-from .store import ByteStore, Span
+from .store import ByteStore, Span, read_from
 
 # Requests in flight while headers are read, and while tensors are. An object store gives a connection 50 to 100 MB/s,
 # and its first byte takes 50 to 100 ms.

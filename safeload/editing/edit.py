@@ -21,13 +21,13 @@ from ..core.atomic_file import AtomicFile, Swap, remove_abandoned
 from ..core.described import CODES_SUFFIX, QUANTIZED, SCALE_SUFFIX
 from ..core.files import LOCAL
 from ..core.json_file import read_json
-from ..core.local import BLOCK
 from ..core.memory import address_of
 from ..core.native import ffi
 from ..core.numbered import PART
 from ..core.packing import KEY
 from ..core.paths import PathLike, native_path
 from ..core.safetensors import ROOM, Header, TensorToWrite, open_file, source_of, text
+from ..core.store import BLOCK
 from ..core.text import error_about, show
 from ..core.weight_file import open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError, exported, public, unsaved

@@ -16,14 +16,13 @@ from ..core import numbered, registry
 from ..core.files import LOCAL, Files, Location
 from ..core.foreign import DCP_SUFFIX
 from ..core.json_file import read_if_there, read_json, read_version
-from ..core.local import identity_of
 from ..core.metadata import names_below
 from ..core.numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
 from ..core.opening import open_paths
 from ..core.paths import dangling, is_bare, os_error
 from ..core.registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, Recipe, add, joined_places, open_file
 from ..core.safetensors import EARLY_WINDOW, window_for
-from ..core.store import read_at
+from ..core.store import identity_of, read_at
 from ..core.table import ListedTable, Listing
 from ..core.text import clip, error_about, printable, show
 from ..core.thread_group import HEADS

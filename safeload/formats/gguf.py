@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes, log
+from ..core import dtypes
 from ..core.arrays import Array, check_mapping, not_an_array, refuse_masked
 from ..core.atomic_file import AtomicFile, pieces_of, written_as_is
 from ..core.memory import address_of
@@ -29,6 +29,7 @@ from ..core.packing import CODES, GGUF, INT8, SCALE
 from ..core.paths import PathLike
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.registry import Candidate, Content, OpenRequest
+from ..core.runtime import warning
 from ..core.table import Table, Unknown
 from ..core.tensors import Lazy, LazyParts, materialize
 from ..core.text import check_name, clip, encode, error_about, printable, show, tensor_named
@@ -611,7 +612,7 @@ def write(
     if foreign is not None:
         missing.append(f"{clip(printable(foreign), 80)} is a Hugging Face name, not a llama.cpp name")
     if tensors and missing and model_of(values) is None:
-        log.warning(
+        warning(
             "%s: no engine will load this file: %s. The folder of a supported model, with config.json and tokenizer, "
             "becomes a file that llama.cpp loads unless raw=True is passed",
             printable(str(path)),

@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 
 from ..core import dtypes
 from ..core.foreign import HEAD_SIZE
-from ..core.local import LocalStore
 from ..core.registry import Candidate, Content, OpenRequest
+from ..core.store import LocalStore
 from ..core.table import ListedTable
 from ..core.text import clip, error_about, printable, show
 from ..core.weight_file import WeightFile

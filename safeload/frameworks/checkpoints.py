@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 from ..adapters.merge import Merge, merging
 from ..core import dtypes
-from ..core.checkpoint import Checkpoint, chosen
-from ..core.entry import check_unadapted, open
+from ..core.checkpoint import Checkpoint, check_unadapted, chosen, open
 from ..core.load import parse_target
 from ..core.names import Patterns
 from ..core.opening import Paths

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..core import dtypes, jobs, packing
-from ..core.arrays import Array, empty_array
+from ..core.arrays import Array
 from ..core.jobs import Job, Origin
 from ..core.json_file import parse_json
-from ..core.memory import address_of
+from ..core.memory import address_of, empty_array
 from ..core.packing import Grid, Packing, Part, Zeros
 from ..core.text import show
 from ..core.weight_file import WeightFile

@@ -21,8 +21,7 @@ from typing import IO, Any, NoReturn
 
 from ..core.files import Files
 from ..core.forking import ProcessLock
-from ..core.local import LocalStore, of_descriptor
-from ..core.store import WINDOW, ByteStore
+from ..core.store import WINDOW, ByteStore, LocalStore, of_descriptor
 from ..core.text import show
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls

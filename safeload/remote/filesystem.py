@@ -20,11 +20,9 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.cached import CachingFileSystem, WholeFileCacheFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from ..core import log
 from ..core.forking import ProcessLock, cached_property
-from ..core.local import open_local
-from ..core.runtime import is_absent
-from ..core.store import WINDOW, ByteStore
+from ..core.runtime import debug, is_absent
+from ..core.store import WINDOW, ByteStore, open_local
 from ..core.text import show
 from ..core.thread_group import current, left_behind
 from ..errors import FormatError, RemoteError, UnsupportedError
@@ -190,7 +188,7 @@ class Filesystem(ObjectStore):
         except (FormatError, FileNotFoundError):
             raise
         except (RemoteError, ImportError) as error:
-            log.debug("%s: read by s3fs, because a signed URL was refused: %s", shown, type(error).__name__)
+            debug("%s: read by s3fs, because a signed URL was refused: %s", shown, type(error).__name__)
         return None
 
     # ---- fsspec's caches ----

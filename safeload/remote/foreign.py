@@ -15,9 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from ..core import log
-from ..core.local import replace
-from ..core.store import WINDOW, ByteStore
+from ..core.runtime import debug
+from ..core.store import WINDOW, ByteStore, replace
 from ..core.text import error_about, printable, show
 from ..core.thread_group import current, each
 from ..errors import (
@@ -80,7 +79,7 @@ def checked(
             headers = getattr(getattr(error, "response", None), "headers", None)
             requested = requested_wait(headers) if isinstance(headers, Mapping) else 0.0
             pause = max(PAUSE * 2 ** (k - 1) * random.uniform(0.5, 1), min(requested, _LONGEST_PAUSE))
-        log.debug("%s: retry in %.1f s: %s", url, pause, failure[0].args[0] if failure[0].args else "")
+        debug("%s: retry in %.1f s: %s", url, pause, failure[0].args[0] if failure[0].args else "")
         current().sleep(pause)
     raise failure.pop()  # which refers to this frame
 
@@ -246,7 +245,7 @@ class StoredObject(RemoteStore):
         self._objects, self._place = objects, place
         self.version = objects.stat(place, url)
         self.size: int = self.version[0]
-        log.debug("%s: opened by %s", url, objects.name)
+        debug("%s: opened by %s", url, objects.name)
 
     def content(self, begin: int, end: int) -> memoryview:
         translate = partial(translated, begin=begin, end=end)

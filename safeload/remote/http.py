@@ -8,9 +8,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from ..core.forking import ProcessLock
-from ..core.local import compare
-from ..core.log import debug
-from ..core.store import WINDOW, Span
+from ..core.runtime import debug
+from ..core.store import WINDOW, Span, compare
 from ..core.text import show
 from ..core.thread_group import current
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file

@@ -24,12 +24,10 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 from .._version import __version__
-from ..core import log
 from ..core.forking import ProcessLock
 from ..core.json_file import MAX_JSON, parse_json
-from ..core.local import LocalStore, open_local
-from ..core.runtime import needed
-from ..core.store import WINDOW, ByteStore
+from ..core.runtime import debug, needed
+from ..core.store import WINDOW, ByteStore, LocalStore, open_local
 from ..core.text import show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
@@ -158,7 +156,7 @@ class Hub(Backend):
         return snapshot
 
     def _keep(self, place: HubPlace, snapshot: Snapshot) -> Snapshot:
-        log.debug("%s: commit %s, %d files", place.shown, snapshot.commit, len(snapshot.files))
+        debug("%s: commit %s, %d files", place.shown, snapshot.commit, len(snapshot.files))
         return self._snapshots.setdefault(place[:3], snapshot)
 
     def _place(self, url: str) -> HubPlace:
@@ -329,7 +327,7 @@ class Hub(Backend):
         except (RemotePermissionError, FileNotFoundError) as error:
             return error
         except OSError as error:
-            log.debug("%s: no reason for the refusal: %s", place.shown, error)  # the refusal itself is raised
+            debug("%s: no reason for the refusal: %s", place.shown, error)  # the refusal itself is raised
         return None
 
     def _api(self, place: HubPlace, what: str, use: Callable[[Exchange], _Result]) -> _Result:
@@ -446,8 +444,8 @@ def _open_cached(place: HubPlace, commit: str, nbytes: int | None) -> LocalStore
         text = f"the copy in the cache has {store.size:,} bytes, but the file has {nbytes:,}: delete {path}"
         if urls.offline() is not None:
             raise FormatError(text, shown)
-        log.debug("%s: %s", shown, text)
+        debug("%s: %s", shown, text)
         return None
     store.mark = commit
-    log.debug("%s: opened %s", shown, path)
+    debug("%s: opened %s", shown, path)
     return store

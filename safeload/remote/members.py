@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..core.files import Files
-from ..core.local import LocalStore, compare, identity_of
-from ..core.store import WINDOW, ByteStore, Span
+from ..core.store import WINDOW, ByteStore, LocalStore, Span, compare, identity_of
 from ..core.thread_group import read_spans
 from ..errors import UnsupportedError, missing_file
 from .remote_store import RemoteStore

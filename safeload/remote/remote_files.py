@@ -9,9 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from ..core.files import LOCAL, Files
-from ..core.local import LocalStore, open_local
 from ..core.runtime import needed
-from ..core.store import WINDOW, ByteStore
+from ..core.store import WINDOW, ByteStore, LocalStore, open_local
 from ..core.text import show
 from ..errors import UnsupportedError, missing_file
 from . import url as urls

@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 
 from ..core.files import Files
 from ..core.forking import ProcessLock
-from ..core.local import LocalStore, read_from
 from ..core.native import private_buffer
-from ..core.store import WINDOW, ByteStore, Span
+from ..core.store import WINDOW, ByteStore, LocalStore, Span, read_from
 from ..core.thread_group import REMOTE_WORKERS, fill, in_order
 from ..errors import VerificationError
 from ..remote.remote_store import RemoteStore

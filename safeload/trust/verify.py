@@ -270,7 +270,7 @@ class _Noted:
 
 def files_read(path: str, files: Files) -> list[str]:
     """Return the paths read by opening a path; if it cannot be opened, the paths up to the fault."""
-    from ..core.entry import open as open_checkpoint  # only here: most files are compared without it
+    from ..core.checkpoint import open as open_checkpoint  # only here: most files are compared without it
 
     noted: Any = _Noted(files)
     try:

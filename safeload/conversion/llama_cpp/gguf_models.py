@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ...core import dtypes, log
+from ...core import dtypes
 from ...core.files import Location
 from ...core.json_file import read_if_there
+from ...core.runtime import warning
 from ...core.text import error_about, plural, show
 from ...errors import FormatError, UnsupportedError
 from ...formats import gguf, mixtures
@@ -210,7 +211,7 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     result.texts, more = tokenizer_files(catalog, form.class_name)
     notes += more
     if notes:
-        log.warning("%s: not recovered: %s", catalog.title, "; ".join(notes))
+        warning("%s: not recovered: %s", catalog.title, "; ".join(notes))
     return result
 
 
@@ -435,7 +436,7 @@ def to_comfyui(catalog: Catalog, diffusion: tuple[str, str]) -> Catalog:
     catalog.refuse_codes(names, "convert for ComfyUI")
     rest = [name for name in catalog if name not in names]
     if rest:
-        log.warning(
+        warning(
             "%s: only the diffusion model (%s) is converted, without %s, such as %s",
             catalog.title,
             architecture,

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...core import log
 from ...core.arrays import Array
+from ...core.runtime import warning
 from ...core.text import error_about, show
 from ...errors import FormatError, UnsupportedError
 from ...formats import gguf
@@ -183,7 +183,7 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
     if kinds is None:
         slides = window is not None and values_.get("use_sliding_window") is not False
     if slides and form.ignores_windows:
-        log.warning(
+        warning(
             "%s has no sliding windows in llama.cpp: texts longer than %s tokens give other results than transformers",
             form.architecture,
             show(window),

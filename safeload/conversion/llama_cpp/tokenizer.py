@@ -39,11 +39,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core import log
 from ...core.files import Location
 from ...core.forking import cached_property
 from ...core.json_file import MAX_JSON, is_missing, parse_json, read_if_there
-from ...core.runtime import needed, read_data
+from ...core.runtime import needed, read_data, warning
 from ...core.store import read_at
 from ...core.text import encode, plural, show
 from ...errors import FormatError, SafeloadError, UnsupportedError
@@ -277,7 +276,7 @@ def _with_added(files: TokenizerFiles, scored: Vocabulary, space_prefix: bool | 
         if beyond or (scored.types[token.id] == UNUSED and scored.texts[token.id] != token.text):
             scored.add(token)
     if scored.beyond:
-        log.warning(
+        warning(
             "%s: %s beyond the %d rows of the embedding left out",
             files.folder.shown,
             plural(scored.beyond, "token"),
