@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import store
+from builders.inside import store as local
 from builders.thorough import THOROUGH, part_of
 
 import safeload
@@ -28,7 +28,7 @@ SHARDS, REPEATS = 120, 3 if THOROUGH else 2
 PROLOGUE = inside.program(f"""
 import os, resource, sys, threading, time, warnings
 import numpy as np, safeload
-from builders.inside import store
+from builders.inside import store as local
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
 folder, limit = sys.argv[1], int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -50,7 +50,7 @@ def together(*works, repeat={REPEATS}):
     threads = [threading.Thread(target=run, args=(work,)) for work in works]
     for thread in threads: thread.start()
     while left[0]:
-        most[0] = max(most[0], len(store._open))
+        most[0] = max(most[0], len(local._open))
         time.sleep(0.001)
     for thread in threads: thread.join()
     assert not errors, errors[:3]
@@ -114,7 +114,7 @@ shared, own = safeload.open(folder), []
 try:
     while True: own.append(os.open(folder, os.O_RDONLY))
 except OSError: pass
-store._release(1000)
+local._release(1000)
 for _ in range(3): os.close(own.pop())
 together(*[lambda: right(shared.load(dtype="float64", threads=1))] * 8, repeat=1)
 for descriptor in own: os.close(descriptor)
@@ -170,7 +170,7 @@ def test_threads_stay_within_half_of_the_descriptors(case, limit, shards, tmp_pa
     folder = tmp_path / "model"
     folder.symlink_to(shards)
     # Each thread may have opened one more before it closes another.
-    within = "assert most[0] <= limit * 3 // 4, most\nassert count() - before == len(store._open)\nprint('fine')"
+    within = "assert most[0] <= limit * 3 // 4, most\nassert count() - before == len(local._open)\nprint('fine')"
     done = subprocess.run(
         [sys.executable, "-I", "-c", PROLOGUE + CASES[case] + within, str(folder), str(limit)],
         capture_output=True,
@@ -183,7 +183,7 @@ def test_threads_stay_within_half_of_the_descriptors(case, limit, shards, tmp_pa
 @pytest.fixture
 def store(tmp_path):
     save_file({"a": np.ones(2, np.float32)}, tmp_path / "a.safetensors", durable=False)
-    with contextlib.closing(store.open_local(tmp_path / "a.safetensors")) as store:
+    with contextlib.closing(local.open_local(tmp_path / "a.safetensors")) as store:
         yield store
 
 
@@ -198,7 +198,7 @@ def test_a_thread_closes_idle_files_of_another(tmp_path):
         opened = list(pool.map(safeload.open, (tmp_path / f"{k}.safetensors" for k in range(3))))
     stores = [checkpoint.weight_files[0].store for checkpoint in opened]
     numbers = [store.use(int) for store in stores]
-    assert store._release(sys.maxsize)
+    assert local._release(sys.maxsize)
     assert not any(map(is_open, numbers))
     assert [float(checkpoint["a"][0]) for checkpoint in opened] == [0, 1, 2]  # opened again, here
 
@@ -206,15 +206,15 @@ def test_a_thread_closes_idle_files_of_another(tmp_path):
 @pytest.mark.parametrize("end", ["close", "release"])
 @pytest.mark.parametrize("use", ["a call", "a job"])
 def test_a_descriptor_in_use_stays_open_and_the_last_user_of_a_closed_file_closes_it_at_once(end, use, store):
-    before, checked = len(store._open), []
+    before, checked = len(local._open), []
 
     def in_use(number):
         with ThreadPoolExecutor(1) as pool:
-            assert not pool.submit(store._release, sys.maxsize).result()
+            assert not pool.submit(local._release, sys.maxsize).result()
             pool.submit(getattr(store, end)).result()
-            assert not pool.submit(store._release, sys.maxsize).result()
+            assert not pool.submit(local._release, sys.maxsize).result()
         assert is_open(number)
-        assert len(store._open) == before  # as a job might still read it
+        assert len(local._open) == before  # as a job might still read it
         checked.append(number)
         raise KeyboardInterrupt
 
@@ -230,12 +230,12 @@ def test_a_descriptor_in_use_stays_open_and_the_last_user_of_a_closed_file_close
     assert is_open(*checked) == (end == "release")
     assert store.release() == (end == "release")
     assert not is_open(*checked)
-    assert len(store._open) == before - 1
-    assert not store._used
+    assert len(local._open) == before - 1
+    assert not local._used
 
 
 def test_threads_that_open_a_file_again_leave_one_descriptor(store):
-    before = len(store._open)
+    before = len(local._open)
     start = threading.Barrier(8)
 
     def read():
@@ -248,24 +248,24 @@ def test_threads_that_open_a_file_again_leave_one_descriptor(store):
         for done in [pool.submit(read) for _ in range(8)]:
             done.result()
     store.read_into(0, bytearray(8))
-    assert len(store._open) == before
+    assert len(local._open) == before
 
 
 def test_a_file_closed_while_it_is_opened_again_leaves_none(store, monkeypatch):
-    before, opened = len(store._open), store._opened
+    before, opened = len(local._open), local._opened
     assert store.release()
     monkeypatch.setattr(local, "_opened", lambda path: (store.close(), opened(path))[1])
     store.read_into(0, bytearray(8))
-    assert len(store._open) == before - 1
+    assert len(local._open) == before - 1
     with pytest.raises(ValueError, match="is closed"):
         store.read_into(0, bytearray(8))
 
 
 def test_a_file_that_nothing_refers_to_is_closed(store, tmp_path):
-    before = len(store._open)
-    number = store.open_local(tmp_path / "a.safetensors").use(int)
+    before = len(local._open)
+    number = local.open_local(tmp_path / "a.safetensors").use(int)
     assert not is_open(number)
-    assert len(store._open) == before
+    assert len(local._open) == before
 
 
 def test_a_forked_child_closes_what_a_thread_of_its_parent_used(store):
@@ -278,7 +278,7 @@ def test_a_forked_child_closes_what_a_thread_of_its_parent_used(store):
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
             child = os.fork()
         if child == 0:
-            os._exit(not store._release(sys.maxsize))
+            os._exit(not local._release(sys.maxsize))
         status = os.waitpid(child, 0)[1]
         done.set()
         call.result()

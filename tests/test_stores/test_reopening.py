@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import torch_build
-from builders.inside import open_without_table, store
+from builders.inside import open_without_table
+from builders.inside import store as local
 from builders.thorough import part_of
 
 import safeload
