@@ -43,7 +43,6 @@ from ..core.files import Location
 from ..core.json_file import read_if_there, read_json
 from ..core.memory import check_threads
 from ..core.names import Patterns, Selection
-from ..core.numbered import other_form
 from ..core.packing import Packed
 from ..core.paths import PathLike, os_error
 from ..core.progress import Progress
@@ -57,6 +56,7 @@ from ..core.tensors import packed_of
 from ..core.text import plural, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, exported, one_line, public
+from ..formats.numbered import other_form
 from ..models.choosing import Choice, choose, choose_inner, choose_prefix
 from ..models.family import load as load_schema
 from ..models.module_names import WRAPPERS, stored_names, wrapped_inside

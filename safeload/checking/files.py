@@ -23,7 +23,6 @@ from ..conversion.catalog import Catalog
 from ..core.files import Files, Location
 from ..core.foreign import is_zip
 from ..core.json_file import read_json
-from ..core.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_of
 from ..core.paths import dangling
 from ..core.registry import NPZ, WEIGHT_SUFFIXES, OpenRequest, open_file
 from ..core.source import PIECE, file_pieces, in_order
@@ -41,6 +40,7 @@ from ..errors import (
     one_line,
 )
 from ..formats.folder import CONFIG, RESUME, ExpectedShards, choose_whole, listed_shards, read_config
+from ..formats.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_of
 from ..remote.hub_cache import snapshot_of
 from .findings import ERROR, WARNING, Finding, find
 from .stats import TensorStats

@@ -24,7 +24,6 @@ from ..core.atomic_file import Digest, hidden_name
 from ..core.checkpoint import recipe_of
 from ..core.files import Location
 from ..core.names import pairs_of
-from ..core.numbered import PART
 from ..core.packing import parse_scheme
 from ..core.progress import Progress
 from ..core.registry import SAFETENSORS, OpenRequest, open_file
@@ -33,6 +32,7 @@ from ..core.source import in_order
 from ..core.text import plural, printable, show
 from ..errors import FormatError, UnsupportedError, exported, public
 from ..formats.folder import INDEX, RESUME, SINGLE
+from ..formats.numbered import PART
 from ..quant.families import presets
 from ..remote import url as urls
 from . import executors

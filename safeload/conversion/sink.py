@@ -56,12 +56,12 @@ from ..core.atomic_file import AtomicFile, Digest, Swap, hidden_name, naming, re
 from ..core.files import Files, Location
 from ..core.forking import cached_property
 from ..core.json_file import MAX_JSON, read_json
-from ..core.numbered import PART, sets_of
 from ..core.paths import absolute
 from ..core.store import ByteStore, Identity, identity_of, read_at, sync_folder
 from ..core.text import plural
 from ..errors import FormatError
 from ..formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
+from ..formats.numbered import PART, sets_of
 from ..remote import url as urls
 from ..remote.remote_store import RemoteStore
 

@@ -253,7 +253,7 @@ class Batch:
     ``Origin.owner`` keeps the memory of a source alive; the caller keeps the rest.
     """
 
-    # Runs the jobs on remote files, and returns the other jobs. `fetch` sets it: who opens a remote file imports that.
+    # Runs the jobs on remote files, and returns the other jobs. `remote.fetch` sets it, which `opening` imports.
     run_remote: ClassVar[Callable[[Sequence[Job], int, Callable[[int], object]], list[Job]]]
 
     def __init__(self, jobs: Iterable[Job] = (), *, direct: bool = False) -> None:

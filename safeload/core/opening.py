@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any, TypeAlias, get_args
 
 from ..errors import FormatError
-from . import fetch as _fetch  # noqa: F401  not later: a child forked during an import would hang
 from . import foreign, registry
 from .files import LOCAL, Files, Located, rather_changed
 from .paths import PathLike, private_text
@@ -24,6 +23,8 @@ from .weight_file import WeightFile
 # Absolute path of each file, and its identity when it was opened or the first fields of that identity.
 Seen: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 
+
+part("fetch")  # runs jobs on remote files; not imported later: a child forked during an import would hang
 
 # The first argument of `safeload.open`.
 Paths: TypeAlias = PathLike | Located | Sequence[PathLike | Located]

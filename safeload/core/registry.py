@@ -72,6 +72,7 @@ PARTS = {
     "codes": "..quant.finder",
     "diffusion": "..models.diffusion",
     "edits": "..editing.edit_journal",
+    "fetch": "..remote.fetch",
     "folders": "..formats.folder",
     "hub": "..remote.hub_cache",
     "merging": "..adapters.merge",

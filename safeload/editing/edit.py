@@ -23,7 +23,6 @@ from ..core.files import LOCAL
 from ..core.json_file import read_json
 from ..core.memory import address_of
 from ..core.native import ffi
-from ..core.numbered import PART
 from ..core.packing import KEY
 from ..core.paths import PathLike, native_path
 from ..core.safetensors import ROOM, Header, TensorToWrite, open_file, source_of, text
@@ -33,6 +32,7 @@ from ..core.weight_file import open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError, exported, public, unsaved
 from ..formats import gguf
 from ..formats.folder import INDEX, SINGLE, parse_index
+from ..formats.numbered import PART
 from ..remote import url as urls
 from .edit_journal import Locked, recover, remove, replace_header
 

@@ -49,7 +49,6 @@ from ..core import dtypes, foreign, safetensors
 from ..core.arrays import Array, c_strides
 from ..core.forking import cached_property
 from ..core.metadata import depth_of, names_below, nested
-from ..core.numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from ..core.paths import is_bare
 from ..core.registry import Candidate, Content, OpenRequest
 from ..core.store import ByteStore, StoreWindow, Unpacked, read_at
@@ -60,6 +59,7 @@ from ..core.zip import Archive
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public
 from . import zstd
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, itemsize_of, logical_shape
+from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from .torch.file import pickle_at, read_tables, run_pickle
 from .torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
 from .torch.tensors import STAND_INS, Tree

@@ -12,12 +12,11 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ..core import numbered, registry
+from ..core import registry
 from ..core.files import LOCAL, Files, Location
 from ..core.foreign import DCP_SUFFIX
 from ..core.json_file import read_if_there, read_json, read_version
 from ..core.metadata import names_below
-from ..core.numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
 from ..core.opening import open_paths
 from ..core.paths import dangling, is_bare, os_error
 from ..core.registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, Recipe, add, joined_places, open_file
@@ -28,7 +27,9 @@ from ..core.text import clip, error_about, printable, show
 from ..core.thread_group import HEADS
 from ..core.weight_file import WeightFile, places_in
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file
+from ..formats import numbered
 from ..models.module_names import adapter_note, refuse_adapters
+from .numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
 
 if TYPE_CHECKING:
     from ..remote.members import MemberFiles

@@ -55,7 +55,6 @@ from ..core.arrays import Array, c_strides, index_of
 from ..core.forking import cached_property
 from ..core.json_file import MAX_JSON, parse_json, read_json
 from ..core.metadata import depth_of, names_below, nested
-from ..core.numbered import ORBAX_METADATA
 from ..core.paths import is_bare
 from ..core.registry import Candidate, Content, OpenRequest
 from ..core.runtime import paused
@@ -66,6 +65,7 @@ from ..core.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..remote.remote_store import RemoteStore
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored
+from .numbered import ORBAX_METADATA
 from .ocdbt import MANIFEST, Value, crc32c, read_tree
 from .zstd import MAX_RATIO, FrameStore, KeptFrames, decompressed, reader
 

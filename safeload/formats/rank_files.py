@@ -47,7 +47,6 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, array_over
-from ..core.numbered import FSDP_RANK, ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
 from ..core.registry import Candidate, Content, OpenRequest
 from ..core.store import ByteStore
 from ..core.table import Listing
@@ -56,6 +55,7 @@ from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import Archive
 from ..errors import FormatError, LimitError, MissingShardError, TensorNotFoundError, UnsupportedError
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, in_one_box, in_pieces
+from .numbered import FSDP_RANK, ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
 from .torch.file import read_tensors
 from .torch.globals import SUBCLASS, PickledTensor
 from .torch.tensors import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, TensorPlaces, Tree

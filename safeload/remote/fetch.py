@@ -13,15 +13,15 @@ from functools import partial
 from itertools import chain, islice, starmap
 from typing import Any, TypeAlias
 
+from ..core import dtypes
+from ..core.arrays import Array
+from ..core.jobs import WINDOW, Batch, Job, Origin
+from ..core.memory import ALIGNMENT, address_of, aligned_bytes, windows
+from ..core.native import ffi, lib
+from ..core.store import Span
+from ..core.thread_group import RANGES, check_stopped, current, each, read_spans, run
+from ..core.weight_file import WeightFile, is_remote
 from ..errors import RemoteError
-from . import dtypes
-from .arrays import Array
-from .jobs import WINDOW, Batch, Job, Origin
-from .memory import ALIGNMENT, address_of, aligned_bytes, windows
-from .native import ffi, lib
-from .store import Span
-from .thread_group import RANGES, check_stopped, current, each, read_spans, run
-from .weight_file import WeightFile, is_remote
 
 # Bytes of a request, and of a request in a long download, as object stores recommend. Larger requests are no faster
 # and lose more if aborted.
