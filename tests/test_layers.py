@@ -308,6 +308,23 @@ def test_no_circle_inside_a_package():
             assert source(path).body == 1, f"{path}: a docstring and nothing else"
 
 
+READMES = sorted(PACKAGE.glob("*/README.md"))
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
+def test_the_readme_of_a_folder_names_its_files_and_what_it_imports(readme):
+    text = readme.read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        assert any((folder / name).is_file() for folder in (readme.parent, PACKAGE)), f"no {name}"
+    may = re.search(r"^- \*\*May import\*\*(.*?)^- ", text, re.MULTILINE | re.DOTALL)[1]
+    folder = readme.parent.name
+    if "all folders" in may or folder == "core":  # the core has a test of its own
+        return
+    packages = {path.parent.name for path in READMES}
+    used = {t.partition(".")[0] for path in readme.parent.rglob("*.py") for t in imported(path)} & packages
+    assert used - {folder} <= set(re.findall(r"`(\w+)`", may))
+
+
 def test_only_the_catalog_tells_a_checkpoint_from_a_dict():
     asks = re.compile(r"isinstance\([^)]*\bCheckpoint\b")
     found = {module_name(path) for path in PYTHON_FILES if asks.search(path.read_text(encoding="utf-8"))}

@@ -99,8 +99,8 @@ class Packing(NamedTuple):
     label: str  # `QuantizedTensor.scheme`, such as "fp8 128x128" or "int4 g32"
     shape: tuple[int, ...]  # logical
     matrices: int  # number of consecutive matrices of codes
-    rows: int  # stored rows of codes per matrix
-    columns: int  # stored columns of codes per matrix
+    rows: int  # rows of codes per matrix; can differ from ``shape``, if the values are in the same order
+    columns: int  # columns of codes per matrix
     layout: int  # such as `ROWS`
     bits: int  # per code
     # The numbers that codes stand for: the code of an 8-bit dtype, the name of a table in
@@ -109,7 +109,7 @@ class Packing(NamedTuple):
     numbers: str
     row_bytes: int  # per stored row; for `MASKED`, 0 unless all rows store equally many values
     word_codes: int = 0  # codes in a 32-bit word with unused upper bits; 0 for a bit stream
-    high_first: bool = False  # whether the high bits of a byte hold its first code
+    high_first: bool = False  # whether the high bits of a byte hold its first code; for `PLANES`, the first plane
     transpose: bool = False  # whether the values are stored as columns by rows
     interleaved: bool = False  # for `PLANES`: whether the planes of a row of bytes are adjacent rows
     grid: Grid | None = None  # of the scales; None for codes without scales
@@ -117,7 +117,7 @@ class Packing(NamedTuple):
     scale_rule: str = STORED
     zeros: Zeros | None = None  # packed zero points; None if they are plain numbers or absent
     config: str = ""  # the quantization of ``config.json`` as JSON, to recognize the tensor in another file
-    flat: bool = False  # whether the codes are a single row in C order, so that blocks may cross rows of the shape
+    flat: bool = False  # whether codes are one row in C order (4 bits without zeros, or blocks): blocks may cross rows
     factor: float = 1.0  # multiplies each value, with its own rounding
     nested_block: int = 0  # for `NESTED_RULE`: scales per nested scale
     nested_offset: float = 0.0  # for `NESTED_RULE`

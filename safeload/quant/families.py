@@ -10,8 +10,8 @@ parts, and the function that describes them in ``config.json``. Rows of `FAMILIE
 Quantizations that safeload recognizes and does not dequantize are rows of ``refused.json``: a ``name``, which says why,
 the ``reader``, and what identifies it: the suffix ``main`` of codes with any tensor ``beside`` them (if ``fp8``, also
 of fp8 codes), or ``methods`` of the configuration. Suffixes are more specific than a method, which can have different
-layouts. Sources of the names: the quantizers of transformers, ExLlamaV2 and V3, AQLM, VPTQ, QuIP#, QTIP, SpQR, Marlin,
-HQQ, EETQ; Quark's as in `quark`.
+layouts. A row hides the reason that a module gives. Sources: transformers' quantizers, ExLlamaV2 and V3, AQLM, VPTQ,
+QuIP#, QTIP, SpQR, Marlin, HQQ, EETQ; Quark's as in `quark`.
 """
 
 from __future__ import annotations

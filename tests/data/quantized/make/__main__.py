@@ -15,11 +15,13 @@
     pip install --no-deps amd-quark==0.13
     cd tests/data/quantized && python -m make [NAME...]
 
-Linux on x86-64, Python 3.11, CPU only. Values are seeded by the name of the fixture. Each maker writes a folder with
-the format's own writer, reads it with the format's own reader in float32, and asserts that the arithmetic of
-`make.restated` finds equal values; `README.md` is written from what the makers say about themselves.
+With names, only the packages of their makers are needed. Linux on x86-64, Python 3.11, CPU only. Values are seeded by
+the name of the fixture. Each maker writes a folder with the format's own writer, reads it with the format's own reader
+in float32, and asserts that the arithmetic of `make.restated` finds equal values; `README.md` is written from what the
+makers say about themselves.
 """
 
+import importlib
 import os
 import sys
 
@@ -27,23 +29,12 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # transformers' bitnet compiles three l
 
 import torch
 
-from . import (  # noqa: F401
-    bitnet,
-    bitsandbytes,
-    compressed,
-    fp8_blocks,
-    fp8_rows,
-    gguf_files,
-    gpt_oss,
-    gptq,
-    mlx,
-    modelopt,
-    quanto,
-    quark,
-    sparse,
-    torchao,
-)
 from .checkpoint import EXPECTED, FIXTURES, ROOT, Checkpoint
+
+MAKERS = (
+    "bitnet", "bitsandbytes", "compressed", "fp8_blocks", "fp8_rows", "gguf_files", "gpt_oss", "gptq", "mlx",
+    "modelopt", "quanto", "quark", "sparse", "torchao",
+)  # fmt: skip
 
 HEAD = """# Quantized checkpoints
 
@@ -57,16 +48,31 @@ A writer that runs on a GPU alone is restated where it says so; its layout and n
 """
 
 
+def register(maker: str, *, optional: bool) -> None:
+    """Imports a module of makers, which registers their fixtures."""
+    try:
+        importlib.import_module(f".{maker}", __package__)
+    except ImportError as error:
+        if not optional:
+            raise
+        print(f"without {maker}: {error}")
+
+
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
+    for maker in MAKERS:
+        register(maker, optional=bool(names))
     for name in names or FIXTURES:
         ckpt = Checkpoint(name)
         FIXTURES[name].make(ckpt)
         ckpt.finish()
         size = sum(path.stat().st_size for path in ckpt.folder.rglob("*") if path.is_file())
         print(f"{name}: {size:,} + {(EXPECTED / f'{name}.npz').stat().st_size:,} bytes, {len(ckpt.expected)} tensors")
-    rows = [f"| {name} | {one.writer} | {one.reader} | {one.shows} |\n" for name, one in sorted(FIXTURES.items())]
-    (ROOT / "README.md").write_text(HEAD + "".join(rows))
+    page = ROOT / "README.md"
+    rows = {row.split(" | ")[0][2:]: row for row in page.read_text().splitlines(True)[HEAD.count("\n") :]}
+    made = {name: f"| {name} | {one.writer} | {one.reader} | {one.shows} |\n" for name, one in FIXTURES.items()}
+    rows = {**rows, **made} if names else made  # of makers without their packages, the rows stay
+    page.write_text(HEAD + "".join(row for _, row in sorted(rows.items())))
 
 
 main(sys.argv[1:])
