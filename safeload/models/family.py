@@ -21,7 +21,8 @@ The fields of ``gguf``:
 - ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference; a ``default``; and ``optional``.
-- ``required``: keys without which llama.cpp refuses a file, beyond `REQUIRED`.
+- ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
+  ``_epsilon``. Tensors are not checked without them.
 - ``tensors``: in files of llama.cpp, by name, as the tensors of `safeload.models.schema` are written. In shapes, keys
   have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. ``from``: the published
   tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
@@ -64,8 +65,6 @@ U32, F32, BOOL, TEXT, TEXTS, NUMBERS = "u32", "f32", "bool", "string", "array of
 
 # Keys for the names and shapes of all tensors.
 SIZES = ("block_count", "embedding_length", "attention.head_count")
-# Keys without which llama.cpp refuses a file: those without a part in names and shapes, then those with one.
-REQUIRED = ("context_length", "attention.layer_norm_rms_epsilon", *SIZES)
 # Types of keys of every file.
 GENERAL_TYPES = {
     "general.architecture": TEXT,

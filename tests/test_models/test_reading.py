@@ -103,6 +103,7 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
     for entry in own.get("tensors", {}).values():
         assert entry.keys() <= ENTRY_FIELDS | {"from"}
     keys = form.keys
+    assert sum(key.endswith("_epsilon") for key in keys) == 1
     assert {*form.required, *form.restores} <= {*keys, *form.assumes}
     assert form.chosen_by is None or form.chosen_by in keys
     # The sizes of a file are numbers of its metadata.
