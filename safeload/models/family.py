@@ -128,9 +128,10 @@ class GgufRope(NamedTuple):
 class GgufForm:
     """How llama.cpp has a family."""
 
-    def __init__(self, content: Mapping[str, Any], class_name: str, model_type: str) -> None:
-        self._content = content
+    def __init__(self, family: Mapping[str, Any], class_name: str, model_type: str) -> None:
+        self._content = content = family["gguf"]
         self.class_name, self.model_type = class_name, model_type  # of transformers
+        self.usually_tied = bool(family["defaults"].get("tie_word_embeddings"))  # if a config lacks the key
         self.architecture: str = content["architecture"]
         self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
         self.required: tuple[str, ...] = content["required"]
@@ -237,7 +238,7 @@ class FamilyFile:
     @cached_property
     def gguf(self) -> GgufForm:
         """The tensors and keys in llama.cpp, if it has the family."""
-        return GgufForm(_merged(self.name)["gguf"], self.architectures[0], self.model_types[0])
+        return GgufForm(_merged(self.name), self.architectures[0], self.model_types[0])
 
 
 @cache

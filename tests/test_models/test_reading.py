@@ -106,6 +106,7 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
     assert sum(key.endswith("_epsilon") for key in keys) == 1
     assert {*form.required, *form.restores} <= {*keys, *form.assumes}
     assert form.chosen_by is None or form.chosen_by in keys
+    assert form.usually_tied or not form.tied
     # The sizes of a file are numbers of its metadata.
     shapes = [size.removesuffix("?") for entry in form.schema.entries for size in entry.shape or ()]
     sizes = {key for size in shapes if size for key in keys_of(size)} | form.schema.defaults.keys()
