@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -91,6 +92,11 @@ def test_the_json_of_a_family_is_well_formed(name):
         assert entry.keys() <= ENTRY_FIELDS
         assert type(entry.get("optional", False)) is bool
         assert all(isinstance(entry.get(field, []), list) for field in ("also", "architectures"))
+
+
+def test_a_model_type_is_of_a_single_family():
+    listed = [model_type for content in CONTENTS.values() for model_type in content.get("model_types", ())]
+    assert [model_type for model_type, count in Counter(listed).items() if count > 1] == []
 
 
 @pytest.mark.parametrize("name", [name for name, content in CONTENTS.items() if "gguf" in content])
