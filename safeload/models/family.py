@@ -7,11 +7,11 @@ A file is named after its family, and says of it what is needed to check, conver
      "engines": true, "mlx": {}, "gguf": {"architecture": "tiny", "keys": {...}, "tensors": {...}}}
 
 - ``like``: a family to inherit from. An object is merged with the inherited one, another value replaces it, and null
-  removes it; ``without`` is a list of inherited tensors to leave out, names or shell patterns. `_OWN` fields and an
-  absent ``gguf`` are not inherited.
+  removes it; ``without`` is a list of inherited tensors and ``keys`` to leave out, names or shell patterns. `_OWN`
+  fields and an absent ``gguf`` are not inherited.
 - ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
 - ``tensors`` and the fields of `safeload.models.schema`: published names and shapes.
-- ``engines``: true if engines have all matrices as linear modules under the names of the files.
+- ``engines``: true if engines have all matrices as linear modules under the names of the files; else absent.
 - ``mlx``: present if mlx-lm 0.32 has the tensors as transformers does, apart from the experts of a layer, which it
   stacks: the fields of `MlxExperts`. Source: mlx-lm ``models/*.py``, ``sanitize``.
 - ``gguf``: how llama.cpp has the family, in both directions, see below.
