@@ -501,7 +501,8 @@ def check_gguf(
 def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tuple[str, Finding]]:
     """Yield missing keys and keys of a wrong type, each with its finding."""
     form = rows.gguf_architectures()[architecture]
-    required = [f"{architecture}.{key}" for key in (*rows.REQUIRED, *form.required)]
+    epsilons = [key for key in form.keys if key.endswith("_epsilon")]
+    required = [f"{architecture}.{key}" for key in ("context_length", *epsilons, *rows.SIZES, *form.required)]
     model = _text(metadata, _TOKENIZER)
     required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
     required += [_MERGES] if model == "gpt2" else []

@@ -7,11 +7,11 @@ A file is named after its family, and says of it what is needed to check, conver
      "engines": true, "mlx": {}, "gguf": {"architecture": "tiny", "keys": {...}, "tensors": {...}}}
 
 - ``like``: a family to inherit from. An object is merged with the inherited one, another value replaces it, and null
-  removes it; ``without`` is a list of inherited tensors to leave out, names or shell patterns. `_OWN` fields and an
-  absent ``gguf`` are not inherited.
+  removes it; ``without`` is a list of inherited tensors and ``keys`` to leave out, names or shell patterns. `_OWN`
+  fields and an absent ``gguf`` are not inherited.
 - ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
 - ``tensors`` and the fields of `safeload.models.schema`: published names and shapes.
-- ``engines``: true if engines have all matrices as linear modules under the names of the files.
+- ``engines``: true if engines have all matrices as linear modules under the names of the files; else absent.
 - ``mlx``: present if mlx-lm 0.32 has the tensors as transformers does, apart from the experts of a layer, which it
   stacks: the fields of `MlxExperts`. Source: mlx-lm ``models/*.py``, ``sanitize``.
 - ``gguf``: how llama.cpp has the family, in both directions, see below.
@@ -21,7 +21,8 @@ The fields of ``gguf``:
 - ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference; a ``default``; and ``optional``.
-- ``required``: keys without which llama.cpp refuses a file, beyond `REQUIRED`.
+- ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
+  ``_epsilon``. Tensors are not checked without them.
 - ``tensors``: in files of llama.cpp, by name, as the tensors of `safeload.models.schema` are written. In shapes, keys
   have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. ``from``: the published
   tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
@@ -64,8 +65,6 @@ U32, F32, BOOL, TEXT, TEXTS, NUMBERS = "u32", "f32", "bool", "string", "array of
 
 # Keys for the names and shapes of all tensors.
 SIZES = ("block_count", "embedding_length", "attention.head_count")
-# Keys without which llama.cpp refuses a file: those without a part in names and shapes, then those with one.
-REQUIRED = ("context_length", "attention.layer_norm_rms_epsilon", *SIZES)
 # Types of keys of every file.
 GENERAL_TYPES = {
     "general.architecture": TEXT,
@@ -129,9 +128,10 @@ class GgufRope(NamedTuple):
 class GgufForm:
     """How llama.cpp has a family."""
 
-    def __init__(self, content: Mapping[str, Any], class_name: str, model_type: str) -> None:
-        self._content = content
+    def __init__(self, family: Mapping[str, Any], class_name: str, model_type: str) -> None:
+        self._content = content = family["gguf"]
         self.class_name, self.model_type = class_name, model_type  # of transformers
+        self.usually_tied = bool(family["defaults"].get("tie_word_embeddings"))  # if a config lacks the key
         self.architecture: str = content["architecture"]
         self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
         self.required: tuple[str, ...] = content["required"]
@@ -238,7 +238,7 @@ class FamilyFile:
     @cached_property
     def gguf(self) -> GgufForm:
         """The tensors and keys in llama.cpp, if it has the family."""
-        return GgufForm(_merged(self.name)["gguf"], self.architectures[0], self.model_types[0])
+        return GgufForm(_merged(self.name), self.architectures[0], self.model_types[0])
 
 
 @cache

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -93,6 +94,11 @@ def test_the_json_of_a_family_is_well_formed(name):
         assert all(isinstance(entry.get(field, []), list) for field in ("also", "architectures"))
 
 
+def test_a_model_type_is_of_a_single_family():
+    listed = [model_type for content in CONTENTS.values() for model_type in content.get("model_types", ())]
+    assert [model_type for model_type, count in Counter(listed).items() if count > 1] == []
+
+
 @pytest.mark.parametrize("name", [name for name, content in CONTENTS.items() if "gguf" in content])
 def test_the_form_of_llama_cpp_is_well_formed(name):
     own, form = CONTENTS[name]["gguf"], families.family_files()[name].gguf
@@ -103,8 +109,10 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
     for entry in own.get("tensors", {}).values():
         assert entry.keys() <= ENTRY_FIELDS | {"from"}
     keys = form.keys
+    assert sum(key.endswith("_epsilon") for key in keys) == 1
     assert {*form.required, *form.restores} <= {*keys, *form.assumes}
     assert form.chosen_by is None or form.chosen_by in keys
+    assert form.usually_tied or not form.tied
     # The sizes of a file are numbers of its metadata.
     shapes = [size.removesuffix("?") for entry in form.schema.entries for size in entry.shape or ()]
     sizes = {key for size in shapes if size for key in keys_of(size)} | form.schema.defaults.keys()

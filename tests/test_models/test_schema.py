@@ -224,8 +224,7 @@ def test_defaults_and_configs():
 
 def test_the_installed_package_has_every_family():
     there = {entry.name.removesuffix(".json") for entry in (files("safeload") / "models" / "families").iterdir()}
-    assert there == set(families.family_files())
-    assert len(BUILT_IN_SCHEMAS) == 25
+    assert there == set(families.family_files()) >= {"llama", "plain_in_mlx"}
 
 
 @pytest.mark.parametrize(

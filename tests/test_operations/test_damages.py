@@ -75,7 +75,7 @@ def gguf_model(name):
     tokens = [chr(33 + k) for k in range(40)]
     metadata |= {
         "general.architecture": name,
-        f"{name}.attention.layer_norm_rms_epsilon": np.float32(1e-6),
+        **{f"{name}.{key}": np.float32(1e-6) for key in form.keys if key.endswith("_epsilon")},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.merges": ["! #"],

@@ -237,7 +237,7 @@ def llama_cpp_recipes(
 ) -> tuple[dict[str, TensorRecipe], str | None]:
     """Return the recipes of a file in the order of their first source, and how the model stores experts."""
     stored_by_name = stored_names(catalog, catalog.title)
-    tied = config.values.get("tie_word_embeddings", form.tied)
+    tied = config.values.get("tie_word_embeddings", form.usually_tied)
     if form.tied and tied is not True and _HEAD in stored_by_name:
         raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
     recipes: dict[str, TensorRecipe] = {}

@@ -1,8 +1,10 @@
 """Make tiny tokenizers, the configs of tiny models, and what llama.cpp's converter makes of these.
 
-    PYTHONPATH=tests python tests/data/llama_cpp/make.py PATH_OF_LLAMA_CPP
+    PYTHONPATH=tests python tests/data/llama_cpp/make.py PATH_OF_LLAMA_CPP             # all
+    PYTHONPATH=tests python tests/data/llama_cpp/make.py PATH_OF_LLAMA_CPP qwen3 phi3  # some models
 
-Needs transformers, torch, tokenizers, sentencepiece and gguf.
+Needs transformers 5.24.0, torch, tokenizers, sentencepiece and gguf. The converter is changed in place, so give a copy
+of llama.cpp, such as vendor/llama.cpp in the source distribution of llama-cpp-python.
 """
 
 import functools
@@ -249,14 +251,14 @@ def _text(path):
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def main(converter):
-    for name, (maker, _) in TOKENIZERS.items():
+def main(converter, names):
+    for name, (maker, _) in () if names else TOKENIZERS.items():
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         maker(folder)
-    entries = {}
-    for name in MODELS:
+    entries = llama_models.listed() if names else {}
+    for name in names or MODELS:
         config, shapes = config_of(name)
         entry = {"config": config, "tokenizer": MODELS[name][2], "tensors": shapes}
         with tempfile.TemporaryDirectory() as folder:
@@ -264,9 +266,9 @@ def main(converter):
             reference(converter, source, Path(folder) / "reference.gguf")
             entry["reference"] = llama_models.described(Path(folder) / "reference.gguf")
         entries[name] = entry
-    lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
+    lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in MODELS]
     (HERE / "models.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])
