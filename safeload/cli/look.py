@@ -23,6 +23,7 @@ from .common import (
     columns,
     complain,
     expanded,
+    given,
     hint,
     in_options,
     most_rows,
@@ -102,15 +103,8 @@ def _show(path: str, options: argparse.Namespace) -> int:
     from ..checking.info import describe, lines, misfits, title_of
 
     with open_path(path, options) as opened:
-        info = describe(
-            shown(path),
-            opened,
-            only=options.only or None,
-            drop=options.drop or None,
-            base=options.base,
-            storage_options=storage_options(options),
-            memory=options.memory or options.json,  # JSON always has it
-        )
+        memory, remote = options.memory or options.json, storage_options(options)  # JSON always has the memory
+        info = describe(shown(path), opened, storage_options=remote, memory=memory, **given(options, "only drop base"))
     if options.json:
         with paused(len(info.tensors)):
             _print_info(info, options)
@@ -121,12 +115,9 @@ def _show(path: str, options: argparse.Namespace) -> int:
             columns=columns(),
             rows=most_rows(options, _ROWS),
             hint=hint(options),
-            sort=options.sort,
             alone=options.all,
-            tree=options.tree,
-            depth=options.depth,
-            memory=options.memory,
             words=in_options,
+            **given(options, "sort tree depth memory"),
         )
         print_lines(listing)
     return int(misfits(info.adapter))

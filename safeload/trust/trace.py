@@ -1,8 +1,8 @@
 """List the globals of a pickle without building its values, and judge each: harmless, unknown or dangerous.
 
-`Builder` (formats/unpickle.py) refuses a pickle at its first fault, because it must build values. A list for judging must not end
-there: this machine follows the opcodes as CPython does, tracks only stack values that can name a global, and continues
-where CPython would stop.
+The `Builder` of formats/unpickle.py refuses a pickle at its first fault, because it must build values. A list for
+judging must not end there: this machine follows the opcodes as CPython does, tracks only stack values that can name a
+global, and continues where CPython would stop.
 
 1. A value is a text, a number, None, a small tuple or dict of these, a call, or unknown. Texts name globals; the rest
    describes the arrays that joblib stores between opcodes.
@@ -157,17 +157,9 @@ class _Tracer(Machine):
                 function(self)
         except Fault as problem:
             fault, limited = str(problem), problem.kind is LimitError
-        return Traced(
-            self.names,
-            frozenset(self.called),
-            self.inner,
-            self.start if fault else self.at,
-            fault,
-            opcodes + self.charged,
-            limited,
-            frozenset(globals_at),
-            frozenset(heads),
-        )
+        end, followed = self.start if fault else self.at, (frozenset(globals_at), frozenset(heads))
+        opcodes += self.charged
+        return Traced(self.names, frozenset(self.called), self.inner, end, fault, opcodes, limited, *followed)
 
     # ---- bytes ----
 
