@@ -940,10 +940,8 @@ def _parse(content: Readable, begin: int, key: int) -> tuple[int, KerasConfig]:
 
 def _object(pairs: list[tuple[str, Any]], config: KerasConfig) -> dict[str, str]:
     """Judge an object, and return the texts its owner needs."""
-    fields = dict(pairs)
-    if sum(key in ("class_name", "config", "module") for key, _ in pairs) > len(
-        fields.keys() & {"class_name", "config", "module"}
-    ):
+    fields, keys = dict(pairs), [key for key, _ in pairs if key in ("class_name", "config", "module")]
+    if len(keys) > len(set(keys)):
         raise ValueError("readers would see two classes")
     name = fields.get("class_name")
     if name == "Lambda":
