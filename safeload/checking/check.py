@@ -18,23 +18,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from .._version import __version__
+from ..conversion import executors
 from ..conversion.catalog import Catalog, Given, TensorDescription
 from ..conversion.executors import (
-    EXECUTOR,
-    INVALID_PIECE,
-    MALFORMED,
     Executor,
     Tables,
-    check_executor,
-    check_paths,
-    check_version,
-    files_at,
-    groups,
-    in_memory,
-    names_of,
     opened,
-    pieces_of,
-    run_pieces,
 )
 from ..core import checkpoint as loading
 from ..core import dtypes, packing
@@ -242,7 +231,7 @@ def check(
     )
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         if executor is not None:
-            raise in_memory("an array is", EXECUTOR)
+            raise executors.in_memory("an array is", executors.EXECUTOR)
         report = CheckReport(ARRAY)
         refuse_masked(source, "the array")
         catalog = Catalog.of({ARRAY: source})
@@ -259,7 +248,7 @@ def check(
     if isinstance(source, (Mapping, Catalog)):
         with Catalog.of(source) as catalog:
             if executor is not None:
-                check_paths(catalog, EXECUTOR)
+                executors.check_paths(catalog, executors.EXECUTOR)
             return _validate_tensors(CheckReport(catalog.title), catalog, options)
     return validate_path(source, {"storage_options": storage_options}, options)
 
@@ -291,7 +280,7 @@ def settings(
     bounds = Limits.of(limits)
     expected: Any = schema if schema in (None, "auto") else load_schema(schema)
     check_threads(options.get("threads"))
-    check_executor(options.get("executor"))
+    executors.check_executor(options.get("executor"))
     if config is not None and not isinstance(config, Mapping):
         config = read_json(config, "config.json")
     return CheckSettings(config, expected, bounds, Selection(only, drop), **options)
@@ -750,7 +739,7 @@ def _read(
                     piece[key] = None if limit is None else float(limit)
             pieces.append(piece)
         pieces += (piece for pair in pairs.items() for piece in _pieces(catalog, pair, _TIED, whole=True))
-        tables = run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
+        tables = executors.run_pieces(run, pieces, options.executor, threads=options.threads, progress=options.progress)
         with paused(len(tensors)):
             return {**tables, _STATS: of_plain(tables.get(_STATS, {}))}
     tables = {_CRC: files.faults_of({str(k): entry for k, entry in enumerate(entries)}, options.threads)}
@@ -798,7 +787,7 @@ def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
 
 def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
     sizes = [entry.info.packed for entry in entries]
-    for group in groups(sizes, [entry.file for entry in entries], range(len(entries))):
+    for group in executors.groups(sizes, [entry.file for entry in entries], range(len(entries))):
         archives: dict[str, list[Any]] = {}
         for k in group:
             file = entries[k].file
@@ -810,23 +799,23 @@ def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
 
 
 def _pieces(catalog: Catalog, names: Sequence[str], check: str, **call: Any) -> Iterator[dict[str, Any]]:
-    return pieces_of(catalog.sizes(names), catalog, operation="validate", check=check, **call)
+    return executors.pieces_of(catalog.sizes(names), catalog, operation="validate", check=check, **call)
 
 
 def run(
     piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Read the rows of a piece; see `run_piece`."""
-    check_version(piece, INVALID_PIECE)
+    executors.check_version(piece, executors.INVALID_PIECE)
     check, tables = piece.get("check"), Tables()
     if check == _CRC:
         try:
             archives = [
-                (Location(files_at(path, planned, storage_options), path), (size, version), dict(names))
+                (Location(executors.files_at(path, planned, storage_options), path), (size, version), dict(names))
                 for path, planned, size, version, names in [*piece["archives"]] or [None]
             ]
-        except MALFORMED as error:
-            raise FormatError(f"{INVALID_PIECE}: malformed archives: {error!r}") from None
+        except executors.MALFORMED as error:
+            raise FormatError(f"{executors.INVALID_PIECE}: malformed archives: {error!r}") from None
         with _unread(tables, (_CRC,), [number for *_, names in archives for number in names]):
             faults: dict[str, Any] = {}
             for location, identity, names in archives:
@@ -834,15 +823,16 @@ def run(
                 with files.reopened(location, identity, [*names.values()]) as entries:
                     faults |= files.faults_of(dict(zip(names, entries, strict=True)), threads)
             tables[_CRC] = faults
-    elif check == "values":
+    elif check in ("values", _TIED):
         limits = Limits(scale=piece.get("scale"), absmax=piece.get("absmax"))
         options = settings(limits=limits, histogram=piece.get("histogram") is True, threads=threads)
-        with _unread(tables, _VALUES, names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
-            _read_values(tables, catalog, catalog.descriptions(named), options)
-            tables[_STATS] = as_plain(tables[_STATS])
-    elif check == _TIED:
-        with _unread(tables, (_TIED,), names_of(piece)), opened(piece, storage_options) as (named, (catalog,)):
-            tables[_TIED] = {named[0]: check_tied(catalog, *named)}
+        of, subjects = (_TIED,) if check == _TIED else _VALUES, executors.names_of(piece)
+        with _unread(tables, of, subjects), opened(piece, storage_options) as (named, (catalog,)):
+            if check == _TIED:
+                tables[_TIED] = {named[0]: check_tied(catalog, *named)}
+            else:
+                _read_values(tables, catalog, catalog.descriptions(named), options)
+                tables[_STATS] = as_plain(tables[_STATS])
     else:
-        raise FormatError(f"{INVALID_PIECE}: unknown check {show(check)}, expected crc, values or tied")
+        raise FormatError(f"{executors.INVALID_PIECE}: unknown check {show(check)}, expected crc, values or tied")
     return tables

@@ -133,10 +133,9 @@ def local_models(folders: PathLike | Iterable[PathLike] = ()) -> LocalModels:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     failures: list[OSError] = []
     models = [*_of_hub(failures), *_of_ollama(failures)]
-    for path in _lm_studio():
-        models += _of_folder(path, LM_STUDIO, failures)
-    for path in paths:
-        models += _of_folder(path, FOLDER, failures)
+    places = [*((path, LM_STUDIO) for path in _lm_studio()), *((path, FOLDER) for path in paths)]
+    for path, source in places:
+        models += _of_folder(path, source, failures)
     return LocalModels(dict.fromkeys(models), sorted({one_line(error) for error in failures}))
 
 

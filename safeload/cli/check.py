@@ -61,14 +61,12 @@ def _schemas() -> list[str]:
     "wrong CRC-32 in zip archives, NaN and infinity, names and shapes that differ from config.json, missing "
     "layers, bad scales of quantized tensors. Warn about values out of range, matrices of a single value and mixed "
     "dtypes. List the parts that could not be checked.",
-    f"""examples:
+    """examples:
   safeload check Llama-3.2-1B/
   safeload check model.safetensors --config config.json --schema llama
   safeload check suspicious.pth --unknown-globals inert --range -10 10
   safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
-  safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors
-
-{STATUS} With --strict, warnings other than value.constant and value.zero count as errors.""",
+  safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors""",
     path(),
     argument("--config", metavar="FILE", help="use this config.json instead of the folder's own"),
     argument(
@@ -99,6 +97,7 @@ def _schemas() -> list[str]:
     ),
     flag("--overwrite", "replace the file of --write-manifest even if safeload did not write it"),
     *_READING,
+    status=f"{STATUS} With --strict, warnings other than value.constant and value.zero count as errors.",
 )
 def check(options: argparse.Namespace) -> int:
     """Print the findings about ``options.path``."""
@@ -172,11 +171,10 @@ def _manifest(
         return
     if isinstance(options.path, str) and not is_url(options.path):
         from ..core.memory import thread_count
-        from ..trust.verify import files_of
-        from ..trust.verifying import digests_of
+        from ..trust.verify import digests_of
 
         threads = thread_count(1 << 40, options.threads)
-        current["files"] = digests_of(options.path, threads, files_of(options.path), options.write_manifest)
+        current["files"] = digests_of(options.path, threads, options.write_manifest)
     output.write(json.dumps(current, indent=1) + "\n", report.files)
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))
@@ -191,13 +189,11 @@ _STATS_ROWS = 100  # on a terminal
 @command(
     "Show minimum, maximum, mean and standard deviation of the finite values of each tensor, and the numbers of "
     "NaN, infinite and zero values. Quantized tensors are dequantized first.",
-    f"""examples:
+    """examples:
   safeload stats model.safetensors
   safeload stats Llama-3.2-1B/ --only '*norm*' --sort absmax
   safeload stats model.safetensors --histogram --only 'h.0.*'
-  safeload stats model.safetensors --json | jq '.tensors[] | select(.nan > 0)'
-
-{STATUS}""",
+  safeload stats model.safetensors --json | jq '.tensors[] | select(.nan > 0)'""",
     path(),
     *selection(("name", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros"), _STATS_ROWS),
     flag("--histogram", "also show the distribution of absolute values by powers of two"),
@@ -250,10 +246,7 @@ def _not_negative(text: str) -> float:
     """examples:
   safeload diff old.safetensors new.safetensors
   safeload diff Llama-3.2-1B/ llama-q4_0.safetensors --only '*.mlp.*' --sort rms
-  safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close
-
-Exit status: 0 equal (with --tolerance: equal names and shapes, and values within the tolerance), 1 different, or a file
-is bad, 2 wrong usage.""",
+  safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close""",
     path("a"),
     path("b"),
     argument("--tolerance", metavar="X", type=_not_negative, help="ignore differences up to X, and different dtypes"),
@@ -263,6 +256,8 @@ is bad, 2 wrong usage.""",
         "non-finite values, then the largest difference",
     ),
     *_READING,
+    status="0 equal (with --tolerance: equal names and shapes, and values within the tolerance), 1 different, or a "
+    "file is bad, 2 wrong usage.",
 )
 def diff(options: argparse.Namespace) -> int:
     """Print the differences between ``options.a`` and ``options.b``."""
@@ -293,12 +288,10 @@ def diff(options: argparse.Namespace) -> int:
     "Write one HTML page that works offline: findings of check, contents, size breakdown, size when "
     "loaded or quantized, absmax and standard deviation by layer, magnitude distribution, SHA-256 of the files, "
     "and with --quantize the quantization error.",
-    f"""examples:
+    """examples:
   safeload report model.safetensors -o report.html
   safeload report Llama-3.2-1B/ --quantize q4_0 -o llama.html
-  safeload report 400GB/ --no-digest
-
-{STATUS} A bad file gets a page, too. If SOURCE_DATE_EPOCH is set, it is the date on the page.""",
+  safeload report 400GB/ --no-digest""",
     path(),
     argument(
         "-o",
@@ -324,6 +317,7 @@ def diff(options: argparse.Namespace) -> int:
     *OPENING,
     THREADS,
     JSON,
+    status=f"{STATUS} A bad file gets a page, too. If SOURCE_DATE_EPOCH is set, it is the date on the page.",
 )
 def report(options: argparse.Namespace) -> int:
     """Write the page about ``options.path``."""

@@ -68,9 +68,7 @@ ComfyUI, and such a file becomes a checkpoint again; flux, sd1 and sdxl can be q
 
 With --resume or --dask, a folder is written shard by shard, and its subfolder .safeload-resume/ has the complete shards
 until the conversion is finished. If the conversion is interrupted, run the same command with --resume to
-continue.
-
-Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong usage.""",
+continue.""",
     argument(
         "source",
         metavar="SOURCE",
@@ -140,6 +138,7 @@ Exit status: 0 success, 1 a file is bad or cannot be read or written, 2 wrong us
     THREADS,
     DASK,
     flag("--json", "print a summary as one JSON object"),
+    status="0 success, 1 a file is bad or cannot be read or written, 2 wrong usage.",
 )
 def convert(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""

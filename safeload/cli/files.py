@@ -27,7 +27,7 @@ from .common import (
     source,
     storage_options,
 )
-from .parsers import JSON, STATUS, STORAGE_OPTION, THREADS, TRUSTED, argument, command, flag, repeated
+from .parsers import JSON, STORAGE_OPTION, THREADS, TRUSTED, argument, command, flag, repeated
 
 if TYPE_CHECKING:
     from ..editing.edit import Edit
@@ -45,16 +45,14 @@ _RECOVERED = {
 @command(
     "Change the metadata and the tensor names of a safetensors file or folder, and remove tensors; or "
     "change the metadata of a GGUF file.",
-    f"""examples:
+    """examples:
   safeload edit model.safetensors --metadata author=me --metadata format
   safeload edit model.safetensors --rename lm_head.weight=head.weight --drop rope.freqs
   safeload edit model.gguf --metadata general.name='My model'
   safeload edit --recover model.safetensors
 
 The header is rewritten in place if it has room; any other change makes a new file and renames it. After a crash the
-file is the old one or the new one; if safeload reports an interrupted edit, run --recover.
-
-{STATUS}""",
+file is the old one or the new one; if safeload reports an interrupted edit, run --recover.""",
     argument("path", metavar="FILE", help="a safetensors or GGUF file, or a folder of safetensors shards"),
     repeated("--metadata", metavar="KEY[=VALUE]", default=[], help="set a metadata key, or remove it if there is no ="),
     repeated("--rename", metavar="OLD=NEW", default=[], help="rename a tensor"),
@@ -131,15 +129,13 @@ def _names(file: Edit, text: str) -> tuple[str, str]:
 
 @command(
     "Make a patch from two safetensors files, or apply a patch.",
-    f"""examples:
+    """examples:
   safeload patch make step-100.safetensors step-200.safetensors patch.safetensors
   safeload patch apply step-100.safetensors patch.safetensors step-200.safetensors
   safeload patch apply model.safetensors patch.safetensors
 
 A patch holds the changed elements, the new header and digests of both files: applied to its base it recreates the new
-file byte for byte, and a different base is refused. Its layout is TRL's; TRL's own patches need --no-check.
-
-{STATUS}""",
+file byte for byte, and a different base is refused. Its layout is TRL's; TRL's own patches need --no-check.""",
     argument("action", choices=("make", "apply"), help="make a patch, or apply it"),
     argument("base", metavar="BASE", help="the old file, or its URL"),
     argument("second", metavar="NEW|PATCH", help="make: the new file; apply: the patch"),
@@ -186,15 +182,14 @@ _COLOURS = {"harmless": "good", "unknown": "warning", "dangerous": "error"}
   safeload scan model.pth
   safeload scan downloads/ other.nemo
   safeload scan hf://owner/name
-  safeload scan model.pkl --json | jq -r '.findings[] | select(.verdict != "harmless") | .name'
-
-Exit status: 0 everything is harmless, 1 something is unknown or cannot be read, 2 something is dangerous, 64 wrong
-usage. Of several paths, the worst counts.""",
+  safeload scan model.pkl --json | jq -r '.findings[] | select(.verdict != "harmless") | .name'""",
     argument("paths", metavar="PATH", nargs="+", help="a file, a folder, a URL, or - for stdin; may be repeated"),
     flag("--all", "list harmless globals too; --json always lists them"),
     STORAGE_OPTION,
     JSON,
     lambda parser: parser.set_defaults(wrong_usage=_USAGE),
+    status="0 everything is harmless, 1 something is unknown or cannot be read, 2 something is dangerous, 64 wrong "
+    "usage. Of several paths, the worst counts.",
 )
 def scan(options: argparse.Namespace) -> int:
     """Print the findings about ``options.paths``."""
@@ -227,7 +222,7 @@ def scan(options: argparse.Namespace) -> int:
     "Hash every file of a model, and compare it with a model signature, with a manifest (check "
     "--write-manifest), or with the digests that the caches of the Hub and of ollama keep. Files that are "
     "missing, changed or not listed are named.",
-    f"""examples:
+    """examples:
   safeload verify Llama-3.2-1B/ --against llama.sha256.json
   safeload verify Llama-3.2-1B/ --key release.pub
   safeload verify model/ --against model.sig --certificate root.pem
@@ -235,9 +230,7 @@ def scan(options: argparse.Namespace) -> int:
   safeload verify ollama://llama3.2
 
 Without --against, safeload uses model.sig or a manifest next to the files, or the digests of a cache. A manifest
-and a cache prove integrity only: they do not say who made the files. Signatures need the package model-signing.
-
-{STATUS}""",
+and a cache prove integrity only: they do not say who made the files. Signatures need the package model-signing.""",
     argument("path", metavar="PATH", help="a folder, a file, a URL, or an ollama:// name"),
     argument("--against", metavar="FILE", help="manifest or signature; default: the one next to the files"),
     TRUSTED,
@@ -296,9 +289,7 @@ _PASSWORD = "SAFELOAD_KEY_PASSWORD"
   safeload verify Llama-3.2-1B/ --key release.pub
 
 The signature is an OpenSSF model signature, which `model_signing verify` accepts too. Signing needs the package
-model-signing. The password of an encrypted key comes from the environment variable {_PASSWORD}.
-
-{STATUS}""",
+model-signing. The password of an encrypted key comes from the environment variable {_PASSWORD}.""",
     argument("path", metavar="PATH", help="a folder or a file"),
     argument("--key", metavar="FILE", required=True, help="private key, in PEM: P-256, P-384 or P-521"),
     argument("--certificate", metavar="FILE", help="the signer's certificate, in PEM, to put into the signature"),
@@ -334,11 +325,10 @@ def sign(options: argparse.Namespace) -> int:
   safeload ls ~/models /data/checkpoints
   safeload ls --json | jq -r '.models[] | select(.format == "gguf") | .path'
 
-Every path in the last column opens with `safeload info` and the other commands.
-
-Exit status: 0 success, 1 a folder does not exist, 2 wrong usage.""",
+Every path in the last column opens with `safeload info` and the other commands.""",
     argument("folders", metavar="FOLDER", nargs="*", help="a folder to search, with its subfolders"),
     JSON,
+    status="0 success, 1 a folder does not exist, 2 wrong usage.",
 )
 def ls(options: argparse.Namespace) -> int:
     """Print the models."""
@@ -365,10 +355,9 @@ _YES = {True: "yes", False: ""}
     "folders of mlx-lm can be converted back.",
     """examples:
   safeload families
-  safeload families --json | jq -r '.families[] | select(.gguf != "") | .architectures[0]'
-
-Exit status: 0 success, 2 wrong usage.""",
+  safeload families --json | jq -r '.families[] | select(.gguf != "") | .architectures[0]'""",
     JSON,
+    status="0 success, 2 wrong usage.",
 )
 def families(options: argparse.Namespace) -> int:
     """Print the families."""

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from .common import (
     columns,
     complain,
     expanded,
+    given,
     hint,
     in_options,
     most_rows,
@@ -31,7 +32,7 @@ from .common import (
     shown,
     storage_options,
 )
-from .parsers import JSON, OPENING, PATHS, STATUS, argument, command, flag, path, positive, selection
+from .parsers import JSON, OPENING, PATHS, argument, command, flag, path, positive, selection
 
 if TYPE_CHECKING:
     from ..checking.info import Info
@@ -53,7 +54,7 @@ _BLOCK = 1 << 18
     "List the tensors of weight files, folders or an index.json without reading them: name, dtype, "
     "shape and size, totals per dtype and metadata. For a torch checkpoint, also list the "
     "classes and functions that its pickle references; none is imported or called.",
-    f"""examples:
+    """examples:
   safeload info model.safetensors
   safeload info Llama-3.2-1B/ --tree --depth 2
   safeload info Llama-3.2-1B/ --only '*.mlp.*' --sort size
@@ -65,10 +66,8 @@ _BLOCK = 1 << 18
   safeload info lightning.ckpt --unknown-globals inert --root state_dict
   safeload info model.safetensors --json | jq '.tensors[0]'
 
-Equal layers share a row: model.layers.{{0..31}}.mlp.up_proj.weight. --json prints a line for each tensor; with
-several paths, a line for each path.
-
-{STATUS}""",
+Equal layers share a row: model.layers.{0..31}.mlp.up_proj.weight. --json prints a line for each tensor; with
+several paths, a line for each path.""",
     PATHS,
     *selection(("name", "dtype", "shape", "parameters", "size"), _ROWS),
     flag("--tree", "show a tree of modules with the sums of their tensors"),
@@ -104,15 +103,8 @@ def _show(path: str, options: argparse.Namespace) -> int:
     from ..checking.info import describe, lines, misfits, title_of
 
     with open_path(path, options) as opened:
-        info = describe(
-            shown(path),
-            opened,
-            only=options.only or None,
-            drop=options.drop or None,
-            base=options.base,
-            storage_options=storage_options(options),
-            memory=options.memory or options.json,  # JSON always has it
-        )
+        memory, remote = options.memory or options.json, storage_options(options)  # JSON always has the memory
+        info = describe(shown(path), opened, storage_options=remote, memory=memory, **given(options, "only drop base"))
     if options.json:
         with paused(len(info.tensors)):
             _print_info(info, options)
@@ -123,12 +115,9 @@ def _show(path: str, options: argparse.Namespace) -> int:
             columns=columns(),
             rows=most_rows(options, _ROWS),
             hint=hint(options),
-            sort=options.sort,
             alone=options.all,
-            tree=options.tree,
-            depth=options.depth,
-            memory=options.memory,
             words=in_options,
+            **given(options, "sort tree depth memory"),
         )
         print_lines(listing)
     return int(misfits(info.adapter))
@@ -147,10 +136,18 @@ def _print_info(info: Info, options: argparse.Namespace) -> None:
     tensors = tensors[: options.limit]
     if len(options.paths) > 1:
         print(json.dumps({**whole, "tensors": tensors}))
-        return
-    lines = ",\n  ".join(map(json.dumps, tensors))
-    listed = f"[\n  {lines}\n ]" if tensors else "[]"
-    sys.stdout.write(f'{json.dumps(whole, indent=1)[:-2]},\n "tensors": {listed}\n}}\n')
+    else:
+        _print_object(whole, "tensors", tensors)
+
+
+def _print_object(head: dict[str, Any], key: str, items: Iterable[Any]) -> None:
+    """Print a JSON object whose last value is a list, with a line for each item."""
+    sys.stdout.write(f'{json.dumps(head, indent=1)[:-2]},\n "{key}": [')
+    separator, end = "", "]"
+    for item in items:
+        sys.stdout.write(f"{separator}\n  {json.dumps(item)}")
+        separator, end = ",", "\n ]"
+    sys.stdout.write(f"{end}\n}}\n")
 
 
 # ---- get ----
@@ -175,7 +172,7 @@ def _rows_of(text: str) -> slice:
 @command(
     "Print the values of a tensor, or of some of its rows; only those are read. A quantized tensor is "
     "dequantized to float32.",
-    f"""examples:
+    """examples:
   safeload get model.safetensors model.norm.weight
   safeload get Llama-3.2-1B/ model.embed_tokens.weight --rows 100:110
   safeload get hf://openai-community/gpt2 wte.weight --rows=-1
@@ -183,9 +180,7 @@ def _rows_of(text: str) -> slice:
   safeload get model.safetensors model.norm.weight --json | jq '.values | max'
 
 A terminal abbreviates long tensors, as NumPy does, unless --all is passed. A pipe gets every value, and nothing else: a
-line for each row, and an empty line between matrices.
-
-{STATUS}""",
+line for each row, and an empty line between matrices.""",
     path(),
     argument("name", metavar="NAME", help="the exact name of a tensor"),
     argument(
@@ -287,17 +282,13 @@ def _print_tensor(name: str, tensor: Any, rows: range | None) -> None:
     head = {"name": name, "dtype": dtypes.shown(tensor.dtype), "shape": shape}
     if rows is not None:
         head["rows"] = [rows.start, rows.stop]
-    sys.stdout.write(f'{json.dumps(head, indent=1)[:-2]},\n "values": ')
-    if not tensor.shape:
-        sys.stdout.write(json.dumps(_plain(_numbers(np.asarray(tensor[...])))))
+    if tensor.shape:
+        _print_object(
+            head, "values", (_plain(np.asarray(r)) for block in _blocks(tensor, rows) for r in _numbers(block))
+        )
     else:
-        separator = "["
-        for block in _blocks(tensor, rows):
-            for row in _numbers(block):
-                sys.stdout.write(f"{separator}\n  {json.dumps(_plain(np.asarray(row)))}")
-                separator = ","
-        sys.stdout.write("[]" if separator == "[" else "\n ]")
-    sys.stdout.write("\n}\n")
+        value = json.dumps(_plain(_numbers(np.asarray(tensor[...]))))
+        print(f'{json.dumps(head, indent=1)[:-2]},\n "values": {value}\n}}')
 
 
 def _plain(values: Array) -> Any:

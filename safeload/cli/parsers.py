@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, str | None, str]] = {
     "completion": ("completion", None, "print a completion script for a shell"),
 }
 
-STATUS = "Exit status: 0 success, 1 the file is bad or cannot be read, 2 wrong usage."
+STATUS = "0 success, 1 the file is bad or cannot be read, 2 wrong usage."
 
 # Attribute of argparse actions: the function that returns what completion offers beside the choices.
 SUGGESTED = "suggested"
@@ -43,12 +43,12 @@ Argument = Callable[[Any], object]  # adds itself to a parser
 Run = Callable[[argparse.Namespace], int]  # runs a command and returns its exit status
 
 
-def command(description: str, epilog: str, *arguments: Argument) -> Callable[[Run], Argument]:
+def command(description: str, examples: str, *arguments: Argument, status: str = STATUS) -> Callable[[Run], Argument]:
     """Decorate the function that runs a command; the result gives a parser all that the command takes."""
 
     def row(run: Run) -> Argument:
         def add(parser: Any) -> None:
-            parser.description, parser.epilog = description, epilog
+            parser.description, parser.epilog = description, f"{examples}\n\nExit status: {status}"
             for argument in arguments:
                 argument(parser)
             parser.set_defaults(run=run)

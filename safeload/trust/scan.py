@@ -34,6 +34,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -235,20 +236,13 @@ def _worst_first(finding: ScanFinding) -> int:
     return -VERDICTS.index(finding.verdict)
 
 
-class _RemoteContent:
-    """A file in a store; large reads are not kept in its windows."""
-
-    def __init__(self, store: RemoteStore) -> None:
-        self._store = store
-        self.size = store.size
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        size = max(0, min(size, self.size - offset))
-        if size < _READ:
-            return self._store.read_at(offset, size)
-        memory = bytearray(size)
-        self._store.read_into(offset, memory)
-        return bytes(memory)
+def _read_remote(store: RemoteStore, offset: int, size: int) -> bytes:
+    """Read bytes of a file in a store; large reads are not kept in its windows."""
+    if size < _READ:
+        return store.read_at(offset, size)
+    memory = bytearray(size)
+    store.read_into(offset, memory)
+    return bytes(memory)
 
 
 def _scan_file(report: ScanReport, path: str, files: Files) -> None:
@@ -262,8 +256,9 @@ def _scan_file(report: ScanReport, path: str, files: Files) -> None:
     shown = files.shown(path)
     count = 0
     with closing(file):
-        content = _RemoteContent(file.store) if isinstance(file.store, RemoteStore) else file
-        for site in PickleFinder(content, files.split(path)[1]).find():
+        store = file.store
+        read = partial(_read_remote, store) if isinstance(store, RemoteStore) else file.read_at
+        for site in PickleFinder(ScannedRange(read, file.size), files.split(path)[1]).find():
             place = (shown, site.place, site.offset)
             findings = []
             if site.traced is not None:
@@ -355,31 +350,25 @@ class PickleSite(NamedTuple):
     fault: str = ""  # why the member could not be read
 
 
-class MemoryContent:
-    """A content in memory."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self.size = len(data)
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        return self._data[offset : offset + size]
-
-
-class _Member:
+class ScannedRange:
     """A range of the file or of unpacked bytes."""
 
-    def __init__(self, source: Readable, place: str, level: int) -> None:
-        self._source = source
+    def __init__(self, read: Callable[[int, int], bytes], size: int, place: str = "", level: int = 0) -> None:
+        self._read = read  # returns bytes of the source
         self.place = place  # see `PickleSite`
         self.level = level  # of nesting
         self.root = object()  # stands for the source, which can then be freed
-        self.begin, self.size = 0, source.size
+        self.begin, self.size = 0, size
 
-    def part(self, begin: int, size: int, place: str, level: int) -> _Member:
-        part = _Member(self._source, place, level)
-        part.root, part.begin = self.root, self.begin + max(0, begin)
-        part.size = max(0, min(size, self.begin + self.size - part.begin))
+    @classmethod
+    def of(cls, data: bytes, place: str = "", level: int = 0) -> ScannedRange:
+        """Return bytes in memory as a content."""
+        return cls(lambda offset, size: data[offset : offset + size], len(data), place, level)
+
+    def part(self, begin: int, size: int, place: str, level: int) -> ScannedRange:
+        begin = self.begin + max(0, begin)
+        part = ScannedRange(self._read, max(0, min(size, self.begin + self.size - begin)), place, level)
+        part.root, part.begin = self.root, begin
         return part
 
     def name(self, inner: str) -> str:
@@ -387,7 +376,7 @@ class _Member:
         return f"{self.place}/{inner}" if self.place else inner
 
     def read_at(self, offset: int, size: int) -> bytes:
-        return self._source.read_at(self.begin + offset, max(0, min(size, self.size - offset)))
+        return self._read(self.begin + offset, max(0, min(size, self.size - offset)))
 
     def fault(self, text: str, at: int = 0) -> PickleSite:
         return PickleSite(self.place, at, fault=text)
@@ -396,8 +385,8 @@ class _Member:
 class PickleFinder:
     """The search of one file."""
 
-    def __init__(self, content: Readable, name: str) -> None:
-        self._content = _Member(content, "", 0)
+    def __init__(self, content: ScannedRange, name: str) -> None:
+        self._content = content
         self._name = name
         self._unpacked = 0
         self._members = 0
@@ -425,7 +414,7 @@ class PickleFinder:
     def _most(self) -> int:
         return min(MAX_OPCODES, _PER_BYTE * (self._content.size + self._unpacked) + 4096)
 
-    def _is_new(self, content: _Member, kind: int) -> bool:
+    def _is_new(self, content: ScannedRange, kind: int) -> bool:
         """Return True if a range was not entered as this kind, or only a part of it from its beginning or end."""
         key = (content.root, content.begin + (content.size if kind == _BY_END else 0), kind)
         if self._entered.get(key, -1) >= content.size:
@@ -433,7 +422,7 @@ class PickleFinder:
         self._entered[key] = content.size
         return True
 
-    def _not_searched(self, content: _Member, begin: int, what: str) -> list[tuple[int, int]]:
+    def _not_searched(self, content: ScannedRange, begin: int, what: str) -> list[tuple[int, int]]:
         """Return the unsearched ranges after an offset; from now on they count as searched."""
         at, end = content.begin + begin, content.begin + content.size
         if at >= end:
@@ -452,7 +441,7 @@ class PickleFinder:
 
     # ---- kinds ----
 
-    def _enter(self, content: _Member, name: str) -> Iterator[PickleSite]:
+    def _enter(self, content: ScannedRange, name: str) -> Iterator[PickleSite]:
         if not self._is_new(content, _ANY):
             return
         self._members += 1
@@ -496,7 +485,9 @@ class PickleFinder:
         if name.endswith((".pb", ".keras", ".json")):
             yield from self._operations(content)
 
-    def _pickles(self, content: _Member, name: str, at: int = 0, *, plain: bool) -> Generator[PickleSite, None, int]:
+    def _pickles(
+        self, content: ScannedRange, name: str, at: int = 0, *, plain: bool
+    ) -> Generator[PickleSite, None, int]:
         """Follow consecutive pickles at an offset, and return the end of the last whole pickle."""
         # Only in `plain` content, of no other kind, does the name decide whether a broken pickle is reported.
         begin, expected = at, plain and _PICKLE_NAME.search(name) is not None and not name.endswith(_ARRAY_FILES)
@@ -526,14 +517,14 @@ class PickleFinder:
             at = traced.end
         return at
 
-    def _found(self, content: _Member, at: int, traced: Traced, fault: str) -> Iterator[PickleSite]:
+    def _found(self, content: ScannedRange, at: int, traced: Traced, fault: str) -> Iterator[PickleSite]:
         """Report a pickle, and enter the torch files that it holds as bytes."""
         yield PickleSite(content.place, at, traced, fault=fault)
         for offset, size in traced.inner:
             inner = content.part(offset, size, f"{content.place}@{offset}", content.level + 1)
             yield from self._enter(inner, ".pt")
 
-    def _rest(self, content: _Member, at: int, *, search: bool = True) -> Iterator[PickleSite]:
+    def _rest(self, content: ScannedRange, at: int, *, search: bool = True) -> Iterator[PickleSite]:
         """Enter and search a tensor, or the bytes after pickles and arrays, if these are of another kind."""
         rest = content.part(at, content.size - at, f"{content.place}@{at}", content.level + 1)
         head = rest.read_at(0, _HEAD) if at or not search else b""
@@ -551,7 +542,7 @@ class PickleFinder:
         self._opcodes += traced.opcodes + _ATTEMPT
         return traced
 
-    def _search(self, content: _Member, begin: int) -> Iterator[PickleSite]:
+    def _search(self, content: ScannedRange, begin: int) -> Iterator[PickleSite]:
         """Search bytes for pickles that begin somewhere."""
         # No pickle before an offset is followed again, nor from an opcode that the last of its kind passed alike.
         beyond, followed = begin, [frozenset[int](), frozenset[int]()]  # binary, text
@@ -587,7 +578,7 @@ class PickleFinder:
                 yield content.fault(f"it was searched for pickles up to byte {at:,}; the rest was not looked at", at)
                 return
 
-    def _operations(self, content: _Member) -> Iterator[PickleSite]:
+    def _operations(self, content: ScannedRange) -> Iterator[PickleSite]:
         """Report the first operation of TensorFlow that runs code."""
         for at in range(0, content.size, _CHUNK):
             match = _TENSORFLOW.search(content.read_at(at, _CHUNK + 64))
@@ -596,13 +587,13 @@ class PickleFinder:
                 yield PickleSite(content.place, at + match.start(), code=code)
                 return
 
-    def _configs(self, content: _Member, head: bytes) -> Iterator[PickleSite]:
+    def _configs(self, content: ScannedRange, head: bytes) -> Iterator[PickleSite]:
         """Judge the configs of Keras models, which are JSON: a file, or text within other bytes."""
         text: Readable = content
         if b"\0" in head[:64] and _is_json(head) and content.size <= MAX_CONFIG:
             data = content.read_at(0, content.size)
             try:  # as `json.loads` reads bytes
-                text = MemoryContent(data.decode(json.detect_encoding(data)).encode())
+                text = ScannedRange.of(data.decode(json.detect_encoding(data)).encode())
             except UnicodeError:
                 return
         try:
@@ -617,7 +608,7 @@ class PickleFinder:
 
     # ---- containers ----
 
-    def _npy(self, content: _Member) -> Iterator[PickleSite]:
+    def _npy(self, content: ScannedRange) -> Iterator[PickleSite]:
         """Follow the pickles of object arrays in npy files in turn."""
         at = 0
         while content.read_at(at, 6) == b"\x93NUMPY":
@@ -644,12 +635,14 @@ class PickleFinder:
             at = yield from self._pickles(content, "", at, plain=True)
             yield from self._rest(content, at)
 
-    def _compressed(self, content: _Member, name: str, make: Callable[[], Any], *, sure: bool) -> Iterator[PickleSite]:
+    def _compressed(
+        self, content: ScannedRange, name: str, make: Callable[[], Any], *, sure: bool
+    ) -> Iterator[PickleSite]:
         """Enter the content of a file that is or may be compressed."""
         data, fault, _ = self._unpack(content, make)
         if data or (sure and not fault):
             inner = re.sub(r"\.(?:gz|bz2|xz|lzma|z|zlib)\Z", "", name, flags=re.IGNORECASE) if sure else ""
-            yield from self._enter(_Member(MemoryContent(data), content.place, content.level + 1), inner)
+            yield from self._enter(ScannedRange.of(data, content.place, content.level + 1), inner)
         if fault and sure:
             yield content.fault(fault)
 
@@ -686,7 +679,7 @@ class PickleFinder:
         self._unpacked += count
         return b"".join(chunks)[:room], fault, at - len(data)
 
-    def _zip(self, content: _Member, listed: list[ZipEntry]) -> Iterator[PickleSite]:
+    def _zip(self, content: ScannedRange, listed: list[ZipEntry]) -> Iterator[PickleSite]:
         """Enter the entries of zip archives, listed in a directory or not."""
         folders = {match[1] for entry in listed if (match := _PICKLED.fullmatch(entry.name))}
         if fault := replaced_modules(entry.name for entry in listed):
@@ -711,7 +704,7 @@ class PickleFinder:
             at = max(at, begin + min(used))
         yield from self._between(content, at, content.size)
 
-    def _between(self, content: _Member, begin: int, end: int) -> Iterator[PickleSite]:
+    def _between(self, content: ScannedRange, begin: int, end: int) -> Iterator[PickleSite]:
         """Enter local headers that no directory lists, and search the bytes between entries."""
         if end - begin < 30:
             return
@@ -730,7 +723,7 @@ class PickleFinder:
                 at += _CHUNK
         yield from self._search(gap, 0)
 
-    def _entry(self, archive: _Member, begin: int, size: int, entry: ZipEntry) -> Generator[PickleSite, None, int]:
+    def _entry(self, archive: ScannedRange, begin: int, size: int, entry: ZipEntry) -> Generator[PickleSite, None, int]:
         """Enter an entry of a zip archive and return the number of bytes it takes."""
         content = packed = archive.part(begin, size, archive.name(entry.name), archive.level + 1)
         self._members += 1
@@ -741,7 +734,7 @@ class PickleFinder:
             data, fault = b"", f"its compression method {entry.method} is not supported"
             if machine := _ENTRY_UNPACKERS.get(entry.method):
                 data, fault, used = self._unpack(packed, machine, members=False)
-            content = _Member(MemoryContent(data), packed.place, packed.level)
+            content = ScannedRange.of(data, packed.place, packed.level)
         entered: Iterable[PickleSite] = self._enter(content, entry.name) if content.size else ()
         if entry.flags & 1:  # encrypted: some readers ignore the mark, so attacks set it
             entered = [site for site in entered if site.code or (site.traced is not None and site.traced.names)]
@@ -751,7 +744,7 @@ class PickleFinder:
             yield packed.fault(fault)
         return used
 
-    def _tar(self, content: _Member) -> Iterator[PickleSite]:
+    def _tar(self, content: ScannedRange) -> Iterator[PickleSite]:
         at, pax = 0, 0
         while at + 512 <= content.size:
             header = content.read_at(at, 512)
@@ -947,10 +940,8 @@ def _parse(content: Readable, begin: int, key: int) -> tuple[int, KerasConfig]:
 
 def _object(pairs: list[tuple[str, Any]], config: KerasConfig) -> dict[str, str]:
     """Judge an object, and return the texts its owner needs."""
-    fields = dict(pairs)
-    if sum(key in ("class_name", "config", "module") for key, _ in pairs) > len(
-        fields.keys() & {"class_name", "config", "module"}
-    ):
+    fields, keys = dict(pairs), [key for key, _ in pairs if key in ("class_name", "config", "module")]
+    if len(keys) > len(set(keys)):
         raise ValueError("readers would see two classes")
     name = fields.get("class_name")
     if name == "Lambda":

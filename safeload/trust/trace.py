@@ -1,16 +1,18 @@
 """List the globals of a pickle without building its values, and judge each: harmless, unknown or dangerous.
 
-The machine of run.py refuses a pickle at its first fault, because it must build values. A list for judging must not end
-there: this machine follows the opcodes as CPython does, tracks only stack values that can name a global, and continues
-where CPython would stop.
+The `Builder` of formats/unpickle.py refuses a pickle at its first fault, because it must build values. A list for
+judging must not end there: this machine follows the opcodes as CPython does, tracks only stack values that can name a
+global, and continues where CPython would stop.
 
 1. A value is a text, a number, None, a small tuple or dict of these, a call, or unknown. Texts name globals; the rest
    describes the arrays that joblib stores between opcodes.
 2. Long arguments are skipped, not read. Memory is bounded by `MAX_TEXTS` and the number of opcodes.
 3. Nothing is imported, looked up or called.
 
-The allowlist of `torch.globals` decides what is harmless. The table of dangerous names decides nothing else: it
-only gives a reason to names that are not on the allowlist anyway. A name that is in neither is unknown, never harmless.
+The allowlist of `torch.globals` decides what is harmless. The table of dangerous names, ``dangerous.json``, decides
+nothing else: it only gives a reason to names that are not on the allowlist anyway. It has names and modules by reason;
+a module stands for everything in it. A name that is in neither is unknown, never harmless, like names that sound files
+use.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from ..core.runtime import read_data
 from ..core.zip import Readable
 from ..errors import FormatError, LimitError
 from ..formats.unpickle import (
@@ -154,17 +157,9 @@ class _Tracer(Machine):
                 function(self)
         except Fault as problem:
             fault, limited = str(problem), problem.kind is LimitError
-        return Traced(
-            self.names,
-            frozenset(self.called),
-            self.inner,
-            self.start if fault else self.at,
-            fault,
-            opcodes + self.charged,
-            limited,
-            frozenset(globals_at),
-            frozenset(heads),
-        )
+        end, followed = self.start if fault else self.at, (frozenset(globals_at), frozenset(heads))
+        opcodes += self.charged
+        return Traced(self.names, frozenset(self.called), self.inner, end, fault, opcodes, limited, *followed)
 
     # ---- bytes ----
 
@@ -505,59 +500,8 @@ DANGEROUS: Verdict = "dangerous"
 # From the best to the worst; the position is the exit status of ``safeload scan``.
 VERDICTS: tuple[Verdict, ...] = (HARMLESS, UNKNOWN, DANGEROUS)
 
-_RUNS, _CODE, _ANY = "runs programs", "runs code in the pickle", "reaches any object by its name"
-_FILES, _NETWORK = "reads or writes files", "reaches the network"
-_LOADS = "loads another pickle or library"
-
-# Modules and names by reason; a module stands for everything in it. Names that sound files use stay unknown.
-_DANGEROUS = {
-    _RUNS: (
-        "_aix_support _osx_support _posixsubprocess _pyrepl _winapi antigravity asyncio commands.getoutput "
-        "commands.getstatusoutput distutils.core distutils.dir_util distutils.file_util distutils.spawn "
-        "distutils.util ensurepip fabric multiprocessing.connection multiprocessing.managers multiprocessing.util "
-        "nt os paramiko pexpect pip platform._syscmd_ver platform.popen popen2 posix pty subprocess test.support "
-        "torch.utils.collect_env torch.utils.cpp_extension uuid._get_command_stdout uuid._ifconfig_getter "
-        "uuid._netstat_getter uuid._popen venv webbrowser"
-    ),
-    _CODE: (
-        "IPython _operator.methodcaller bdb builtins.apply builtins.breakpoint builtins.compile builtins.eval "
-        "builtins.exec builtins.execfile cProfile cloudpickle.cloudpickle._builtin_type "
-        "cloudpickle.cloudpickle._fill_function cloudpickle.cloudpickle._function_setstate "
-        "cloudpickle.cloudpickle._make_cell cloudpickle.cloudpickle._make_empty_cell "
-        "cloudpickle.cloudpickle._make_function cloudpickle.cloudpickle._make_skel_func "
-        "cloudpickle.cloudpickle.subimport code.InteractiveConsole code.InteractiveInterpreter code.interact "
-        "codeop dill._dill._create_code dill._dill._create_function dill._dill._eval_repr dill._dill._get_attr "
-        "dill._dill._import_module doctest idlelib lib2to3 logging.config marshal new.code new.function "
-        "numexpr.evaluate numpy.f2py numpy.testing._private numpy.testing.utils operator.methodcaller "
-        "pandas.core.computation.eval.eval pandas.eval pdb profile pydoc runpy sympy.core.sympify.sympify "
-        "tensorflow.python.ops.script_ops timeit torch._dynamo.guards torch._inductor.codecache "
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression "
-        "torch.jit.unsupported_tensor_ops torch.utils.bottleneck.__main__ trace.Trace types.CodeType "
-        "types.FunctionType types.LambdaType yaml.load yaml.unsafe_load"
-    ),
-    _ANY: (
-        "_operator.attrgetter builtins.__import__ builtins.delattr builtins.globals builtins.locals "
-        "builtins.reload builtins.setattr builtins.vars gc imp importlib operator.attrgetter pkgutil sys "
-        "zipimport"
-    ),
-    _FILES: (
-        "_io.FileIO _io.open _io.open_code _pyio builtins.file builtins.input builtins.open builtins.raw_input "
-        "codecs.open fileinput io.FileIO io.open linecache logging.FileHandler logging.handlers mmap "
-        "numpy.fromfile numpy.save numpy.savetxt shutil tempfile torch.from_file torch.save"
-    ),
-    _NETWORK: (
-        "_socket aiohttp asyncore ftplib http.client http.server httplib httpx imaplib nntplib poplib "
-        "requests.api requests.sessions smtplib socket.create_connection socket.getaddrinfo socket.gethostbyname "
-        "socket.socket socketserver ssl telnetlib urllib.request urllib.urlopen urllib2 urllib3 websockets xmlrpc"
-    ),
-    _LOADS: (
-        "_ctypes _pickle cPickle cffi ctypes joblib.load numpy.ctypeslib.load_library numpy.load "
-        "pandas.io.pickle.read_pickle pandas.read_pickle pickle shelve torch.classes.load_library torch.hub "
-        "torch.jit.load torch.load torch.ops.load_library torch.serialization.load torch.utils._config_module "
-        "torch.utils.data.datapipes.utils.decoder"
-    ),
-}
-_REASONS = {name: reason for reason, names in _DANGEROUS.items() for name in names.split()}
+_ANY, _FILES = "reaches any object by its name", "reads or writes files"
+_REASONS = {name: reason for reason, names in read_data(__name__, "dangerous.json").items() for name in names}
 _BUILTINS = frozenset(("__builtin__", "__builtins__"))
 # Parts of a name that lead from any object to any other.
 _ATTRIBUTES = frozenset(

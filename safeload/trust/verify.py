@@ -29,7 +29,7 @@ from ..remote.places import Located, places_of
 from . import digests
 from .digests import GIT_PATHS, Expected, name_below
 from .verified import check_size, compare_digests, pieces_of
-from .verifying import expected_of, is_same, walk
+from .verifying import entry_of, expected_of, walk
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 
@@ -201,20 +201,30 @@ def verify(
     return VerifyReport(files.shown(text), expected.source, expected.proof, sorted(checks))
 
 
-def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, str]]:
-    """Yield the name and path of each file to compare: all in a folder, or all that opening a file reads."""
+def digests_of(path: str, threads: int, document: str = "") -> dict[str, dict[str, Any]]:
+    """Return size and SHA-256 of the files of a local model by name, for a manifest at ``document``."""
+    nothing = Expected(document, root=LOCAL.absolute(path), files={}, ignored=GIT_PATHS)
+    places = sorted(_places(path, nothing, LOCAL, settings=True))
+    if not os.path.isdir(path):
+        places = [(name, place) for name, place in places if os.path.isfile(place) and not _is_same(place, document)]
+    entries = each(lambda item: entry_of(item[1]), places, max(1, threads))
+    return {name: digest for (name, _), digest in zip(places, entries, strict=True)}
+
+
+def _places(path: str, expected: Expected, files: Files, *, settings: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the name and path of each file of a model: all in a folder, or all that opening a file reads."""
+    # Beside a file also its `settings`, or else those that are listed, and all of an index: a conversion reads them.
     read = files_read(path, files)
     if not files.is_folder(path):
         folder, base = files.split(path)
         yield base, path
         beside = {files.absolute(place): place for place in read}
         if expected.files is not None:
-            # The settings beside a file: those that are listed, and all of an index, because a conversion reads them.
             near = {name.rpartition("/")[2] for name in expected.files}
             with suppress(OSError, SafeloadError):  # https has no folders
-                near.update(name for name, is_folder in files.listing(folder) if not is_folder)
+                near.update(name for name, is_folder in files.listing(folder or os.curdir) if not is_folder)
             for place in (files.join(folder, name) for name in sorted(near) if _is_setting(name)):
-                if ".index." in base or expected.covers(place, files):
+                if settings or ".index." in base or expected.covers(place, files):
                     beside[files.absolute(place)] = place
         beside.pop(files.absolute(path), None)
         for place in beside.values():
@@ -241,15 +251,6 @@ def _places(path: str, expected: Expected, files: Files) -> Iterator[tuple[str, 
         if name.startswith(below):
             inner = name[len(below) :]
             yield inner, reduce(files.join, inner.split("/"), path)
-
-
-def files_of(path: str) -> set[str]:
-    """Return the files that opening a local path reads, and the settings beside a file, for a manifest."""
-    read = set(files_read(path, LOCAL))
-    if not os.path.isdir(path):
-        folder = os.path.dirname(path)
-        read.update(os.path.join(folder, name) for name in os.listdir(folder or ".") if _is_setting(name))
-    return {place for place in read if os.path.isfile(place)}
 
 
 class _Noted:
@@ -298,9 +299,12 @@ def _left_out(name: str, path: str, expected: Expected, files: Files, is_read: b
         return True
     if files.remote or not os.path.exists(path):  # a link that leads nowhere
         return False
-    if is_same(path, expected.source):
-        return True
-    return expected.skips_empty and os.path.getsize(path) == 0
+    return _is_same(path, expected.source) or (expected.skips_empty and os.path.getsize(path) == 0)
+
+
+def _is_same(path: str, document: str) -> bool:
+    """Return True if an existing file is this manifest or signature, which can be missing."""
+    return os.path.exists(document) and os.path.samefile(path, document)
 
 
 def _size(place: str, files: Files) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
@@ -13,11 +13,10 @@ from ..core.json_file import MAX_JSON, parse_json
 from ..core.signature import Signature, Verify
 from ..core.store import read_at
 from ..core.text import show
-from ..core.thread_group import each
 from ..errors import FormatError, LimitError, SafeloadError, VerificationError
 from ..remote.places import places_of
 from . import digests
-from .digests import GIT_PATHS, MANIFEST_KEY, SIGNATURE_KEY, Expected, is_manifest, name_below, refused, signed_files
+from .digests import GIT_PATHS, MANIFEST_KEY, SIGNATURE_KEY, Expected, is_manifest, refused, signed_files
 from .verified import pieces_of
 
 _HUB, _OLLAMA = "the Hub's cache", "ollama's store"
@@ -181,32 +180,6 @@ def walk(
             folders = []
         waiting += [(f"{before}{name}/", files.join(folder, name), level + 1) for name in reversed(folders)]
         yield from ((f"{before}{name}", files.join(folder, name)) for name, is_folder in listing if not is_folder)
-
-
-def digests_of(
-    path: str, threads: int, read: Collection[str] = (), document: str | None = None
-) -> dict[str, dict[str, Any]]:
-    """Return size and SHA-256 of the files of a local model by name, for a manifest at ``document``."""
-    if os.path.isdir(path):  # Git's files count only if the model `read` them
-        places = [
-            (name, place)
-            for name, place in walk(path, LOCAL)
-            if place in read or not (name.partition("/")[0] in GIT_PATHS or is_same(place, document))
-        ]
-    else:
-        folder = os.path.dirname(path)
-        inside = [place for place in {path, *read} if not is_same(place, document)]
-        places = [(name_below(folder, place, LOCAL) or place, place) for place in inside]
-    places.sort()
-    entries = each(lambda item: entry_of(item[1]), places, max(1, threads))
-    return {name: digest for (name, _), digest in zip(places, entries, strict=True)}
-
-
-def is_same(path: str, document: str | None) -> bool:
-    """Return True if a local file is this manifest or signature, which can be missing."""
-    return (
-        document is not None and os.path.exists(document) and os.path.exists(path) and os.path.samefile(path, document)
-    )
 
 
 def entry_of(path: str, tick: Callable[[int], object] = bool) -> dict[str, Any]:

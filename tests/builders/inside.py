@@ -142,7 +142,7 @@ NAMES = {
     "Inert": "formats.unpickle:Inert",
     "unpickler": "formats.unpickle",
     "trace": "trust.trace:trace",
-    "digests_of": "trust.verifying:digests_of",
+    "digests_of": "trust.verify:digests_of",
     "zips": "core.zip",
     "Archive": "core.zip:Archive",
     "jax_arrays": "frameworks.jax_arrays",

@@ -139,6 +139,12 @@ def test_verify_of_an_index_compares_all_that_open_reads(name, model, tmp_path):
         assert statuses(safeload.verify(model / INDEX, document)) == {name: "missing"}
 
 
+def test_settings_beside_an_index_in_the_current_folder_are_compared(model, tmp_path, monkeypatch):
+    (tmp_path / "list.json").write_text(listing(model, *({*PARTS, INDEX} - {"tokenizer.json"})))
+    monkeypatch.chdir(model)
+    assert statuses(safeload.verify(INDEX, tmp_path / "list.json")) == {"tokenizer.json": "not covered"}
+
+
 @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json", "config.json"])
 def test_verify_of_a_file_with_codes_compares_the_settings_that_decide_them(name, model, tmp_path):
     (model / "config.json").unlink()

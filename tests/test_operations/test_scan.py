@@ -527,7 +527,7 @@ def test_opcodes_are_bounded(tmp_path, monkeypatch):
 def test_texts_in_the_memo_are_bounded(monkeypatch):
     inside.tune(monkeypatch, scan_texts=100)
     content = b"\x80\x04" + b"".join(b"K\x01r" + struct.pack("<I", 7 * k) for k in range(200)) + b"."
-    assert "more than 100 values" in trace(contents.MemoryContent(content), 0).fault
+    assert "more than 100 values" in trace(contents.ScannedRange.of(content), 0).fault
 
 
 @pytest.mark.parametrize("sign", [1, -1])
