@@ -120,6 +120,24 @@ def circle(arrows):
     return next((found for name in sorted(arrows) if (found := walk(name))), [])
 
 
+CARDS = pytest.mark.parametrize("card", sorted(PACKAGE.glob("*/README.md")), ids=lambda card: card.parent.name)
+
+
+@CARDS
+def test_a_card_names_files_that_are_there(card):
+    for name in re.findall(r"`([\w/]+\.py)`", card.read_text("utf-8")):
+        assert (card.parent / name).is_file() or (PACKAGE / name).is_file(), name
+
+
+@CARDS
+def test_a_card_names_the_folders_that_are_imported(card):
+    folder, line = card.parent, re.search(r"\*\*May import\*\* ([^.]*)", card.read_text("utf-8"))[1]
+    named = set(re.findall(r"`(\w+)`", line))
+    allowed = {path.name for path in PACKAGE.iterdir()} - named if line.startswith("all folders") else named
+    found = {module.partition(".")[0] for path in folder.rglob("*.py") for module in imported(path)}
+    assert {name for name in found if (PACKAGE / name).is_dir()} - {folder.name} <= allowed
+
+
 def test_every_c_file_stands_in_a_layer():
     folders = {folder for line in C_LAYERS for folder in line.split()}
     for name in map(c_name, C_FILES):

@@ -462,7 +462,7 @@ ROWS = (
 )
 # fmt: on
 
-# The values of ``format=`` for type checkers: names and families of the rows.
+# The values of ``format=`` for type checkers, as in `FORMATS` below; a new row adds its name here.
 FormatName: TypeAlias = Literal[
     "safetensors",
     "torch",
@@ -499,7 +499,7 @@ WEIGHT_SUFFIXES = frozenset(suffix for row in ROWS for suffix in row.suffixes)
 # The format to write for a suffix.
 SUFFIXES = {suffix: row.name for row in ROWS if row.writes for suffix in row.suffixes}
 
-# The values of ``format=`` of `convert`, and the suffixes of its files.
+# The values of ``format=`` of `convert`, as in `WRITTEN`, and the suffixes of its files.
 WrittenName: TypeAlias = Literal["safetensors", "gguf", "npz", "npy", "moon"]
 WRITTEN = {row.name: (*row.suffixes, *row.extra_suffixes) for row in ROWS if row.writes}
 

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from builders.inside import main
+from builders.inside import main, registry
 
 import safeload
 from safeload.numpy import load_file, save_file
@@ -74,7 +74,7 @@ def test_several_shards_have_an_index(run):
     [
         (
             ("x.unknown",),
-            "the suffix must be one of .safetensors, .gguf, .npz, .npy, .moon; for a folder, end the path",
+            f"the suffix must be one of {', '.join(registry.SUFFIXES)}; for a folder, end the path",
         ),
         (("out/", "--format", "gguf"), "'out/' becomes a folder of safetensors shards, got --format gguf; pass a file"),
         (("x.npz", "--resume"), "--resume needs a folder as destination, got 'x.npz'"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from builders.cuts import killed_at_the_end
 from builders.inside import gguf_values_of as values_of
-from builders.inside import main, npz
+from builders.inside import main, npz, registry
 from builders.models import moondream
 from builders.paths import DATA
 from builders.random import rng
@@ -461,7 +461,7 @@ def test_layouts_on_the_command_line(tmp_path, command):
     assert out.startswith("m.bin: moon, 36 tensors")
     status, _, err = command("m.safetensors", "n.bin", "--dtype", "float16")
     assert status == 2
-    assert err.endswith(".npy, .moon, or pass --format moon if you mean MOON\n")
+    assert err.endswith(f"{', '.join(registry.SUFFIXES)}, or pass --format moon if you mean MOON\n")
     status, out, err = command("m.safetensors", "n.bin", "--dtype", "float16", "--format", "moon")
     assert (status, out.split(",")[0]) == (0, "n.bin: moon"), err
     (tmp_path / "layout.json").write_text('{"name": "x", "tensors": [{"name": "n", "source": "model.text.wte"}]}')
