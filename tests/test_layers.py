@@ -120,24 +120,6 @@ def circle(arrows):
     return next((found for name in sorted(arrows) if (found := walk(name))), [])
 
 
-CARDS = pytest.mark.parametrize("card", sorted(PACKAGE.glob("*/README.md")), ids=lambda card: card.parent.name)
-
-
-@CARDS
-def test_a_card_names_files_that_are_there(card):
-    for name in re.findall(r"`([\w/]+\.py)`", card.read_text("utf-8")):
-        assert (card.parent / name).is_file() or (PACKAGE / name).is_file(), name
-
-
-@CARDS
-def test_a_card_names_the_folders_that_are_imported(card):
-    folder, line = card.parent, re.search(r"\*\*May import\*\* ([^.]*)", card.read_text("utf-8"))[1]
-    named = set(re.findall(r"`(\w+)`", line))
-    allowed = {path.name for path in PACKAGE.iterdir()} - named if line.startswith("all folders") else named
-    found = {module.partition(".")[0] for path in folder.rglob("*.py") for module in imported(path)}
-    assert {name for name in found if (PACKAGE / name).is_dir()} - {folder.name} <= allowed
-
-
 def test_every_c_file_stands_in_a_layer():
     folders = {folder for line in C_LAYERS for folder in line.split()}
     for name in map(c_name, C_FILES):
@@ -326,21 +308,22 @@ def test_no_circle_inside_a_package():
             assert source(path).body == 1, f"{path}: a docstring and nothing else"
 
 
-READMES = sorted(PACKAGE.glob("*/README.md"))
+READMES = pytest.mark.parametrize("readme", sorted(PACKAGE.glob("*/README.md")), ids=lambda readme: readme.parent.name)
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
-def test_the_readme_of_a_folder_names_its_files_and_what_it_imports(readme):
-    text = readme.read_text(encoding="utf-8")
-    for name in re.findall(r"`([\w/]+\.py)`", text):
-        assert any((folder / name).is_file() for folder in (readme.parent, PACKAGE)), f"no {name}"
-    may = re.search(r"^- \*\*May import\*\*(.*?)^- ", text, re.MULTILINE | re.DOTALL)[1]
-    folder = readme.parent.name
-    if "all folders" in may or folder == "core":  # the core has a test of its own
-        return
-    packages = {path.parent.name for path in READMES}
-    used = {t.partition(".")[0] for path in readme.parent.rglob("*.py") for t in imported(path)} & packages
-    assert used - {folder} <= set(re.findall(r"`(\w+)`", may))
+@READMES
+def test_the_readme_of_a_folder_names_files_that_are_there(readme):
+    for name in re.findall(r"`([\w/]+\.py)`", readme.read_text("utf-8")):
+        assert (readme.parent / name).is_file() or (PACKAGE / name).is_file(), name
+
+
+@READMES
+def test_the_readme_of_a_folder_names_the_folders_that_are_imported(readme):
+    folder, line = readme.parent, re.search(r"\*\*May import\*\* ([^.]*)", readme.read_text("utf-8"))[1]
+    named = set(re.findall(r"`(\w+)`", line))
+    allowed = {path.name for path in PACKAGE.iterdir()} - named if line.startswith("all folders") else named
+    found = {module.partition(".")[0] for path in folder.rglob("*.py") for module in imported(path)}
+    assert {name for name in found if (PACKAGE / name).is_dir()} - {folder.name} <= allowed
 
 
 def test_only_the_catalog_tells_a_checkpoint_from_a_dict():
