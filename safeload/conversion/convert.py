@@ -55,7 +55,7 @@ from .destinations import (
     warn_of_schemes,
     write_shards,
 )
-from .executors import Executor
+from .executors import Executor, check_executor
 from .make import weight_map
 from .rules import ConvertScheme, Keep
 from .sink import Sink, free_names
@@ -217,7 +217,7 @@ def convert(
                 if value is not None:
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
         started, path = time.perf_counter(), cast("Destination", dst)
-        shared: Any = {"threads": threads, "progress": progress}
+        others: Any = {"overwrite": overwrite, "threads": threads, "progress": progress, "verify": verify}
         if not isinstance(dst, (str, os.PathLike)) and is_written_to(dst):
             if executor is not None or resume or max_shard_size is not None:
                 raise ValueError(
@@ -226,15 +226,15 @@ def convert(
             file, name, written = ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
             options["format"] = cast("WrittenName", written)
             with file.staging(f"converted{next(iter(written_suffixes(written)), '')}") as temporary:
-                report = _at_once(src, temporary, options, overwrite=False, verify=verify, **shared)
+                report = _at_once(src, request_of(temporary, options, **{**others, "overwrite": False}))
             report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
-            report = _at_once(src, path, options, overwrite=overwrite, verify=verify, **shared)
+            report = _at_once(src, request_of(path, options, **others))
         else:
             from .resume import convert_in_pieces  # only here: most conversions are written at once
 
-            shared |= {"overwrite": overwrite, "resume": resume, "executor": executor}
-            report = convert_in_pieces(src, path, options, **shared)
+            check_executor(executor)
+            report = convert_in_pieces(src, request_of(path, options, resume=resume, **others), executor)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         text = str(error)
@@ -244,19 +244,9 @@ def convert(
         raise
 
 
-def _at_once(
-    src: Given | Sequence[Given],
-    dst: Destination,
-    options: ConvertOptions,
-    *,
-    overwrite: bool,
-    threads: int | None,
-    progress: Progress,
-    verify: Verify,
-) -> ConvertReport:
+def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertReport:
     """Convert without records of complete shards. All files are put in place together, at the end."""
-    request = request_of(dst, options)
-    folder, old = request.folder, []
+    options, overwrite, verify, folder, old = request.options, request.overwrite, request.verify, request.folder, []
     adapters = [] if options["adapters"] is None else [path for path, _ in listed(options["adapters"])]
     documents = (verify.path, verify.key, *verify.certificates) if isinstance(verify, Signature) else (verify,)
     beside_sources = [*filter(None, (options["imatrix"], *adapters, *(() if verify is True else documents)))]
@@ -272,7 +262,7 @@ def _at_once(
             folder.check_free(overwrite=overwrite)
             for name in (SINGLE, INDEX, CONFIG) if beside_sources else ():
                 refuse_inputs((folder.location / name).path, beside_sources)
-        catalog = open_sources(stack, src, request, verify)
+        catalog = open_sources(stack, src, request)
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
         if folder is None and overwrite:
@@ -280,9 +270,9 @@ def _at_once(
             refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
         if old:
             check_shards(old, [file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
-        conversion = prepare(stack, catalog, request, threads)
+        conversion = prepare(stack, catalog, request)
         outputs, path, done = conversion.outputs, request.path, 0
-        with nullcontext() if progress is None else reporter(progress, outputs.nbytes) as report:
+        with nullcontext() if request.progress is None else reporter(request.progress, outputs.nbytes) as report:
 
             def written(nbytes: int) -> None:
                 nonlocal done
@@ -291,7 +281,7 @@ def _at_once(
                     report(done)
 
             if folder is not None:
-                files, nbytes = _write_folder(conversion, request, folder, written, overwrite=overwrite)
+                files, nbytes = _write_folder(conversion, request, folder, written)
                 warn_of_schemes(path, outputs.schemes)
             elif request.place.files.remote:
                 store, name = file_in_store(request.place, overwrite=overwrite)
@@ -319,12 +309,7 @@ def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
 
 
 def _write_folder(
-    conversion: Conversion,
-    request: ConvertRequest,
-    folder: Sink,
-    written: Callable[[int], object],
-    *,
-    overwrite: bool,
+    conversion: Conversion, request: ConvertRequest, folder: Sink, written: Callable[[int], object]
 ) -> tuple[list[str], int]:
     """Write a folder; return the paths of its shards and their bytes."""
     with paused(conversion.tensor_count):
@@ -335,11 +320,11 @@ def _write_folder(
         files = dict(conversion.files)
         if parameters is not None or [*shards] != [SINGLE]:
             files[INDEX] = index_text(weight_map(shards), outputs.nbytes, parameters)
-        config = config_text(config_for(conversion, folder, request.target, overwrite=overwrite))
+        config = config_text(config_for(conversion, folder, request))
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
-    nbytes = write_shards(writers, files, folder, overwrite=overwrite, config=config)
+    nbytes = write_shards(writers, files, folder, overwrite=request.overwrite, config=config)
     # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
-    new_tokenizer = overwrite and any(isinstance(content, bytes) for content in conversion.files.values())
+    new_tokenizer = request.overwrite and any(isinstance(content, bytes) for content in conversion.files.values())
     older = sorted(extras_of(folder.location).keys() - conversion.files.keys()) if new_tokenizer else ()
     if older:
         log.warning(

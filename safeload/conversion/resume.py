@@ -26,7 +26,6 @@ from ..core.files import Location
 from ..core.names import pairs_of
 from ..core.numbered import PART
 from ..core.packing import parse_scheme
-from ..core.progress import Progress
 from ..core.registry import SAFETENSORS, OpenRequest, open_file
 from ..core.runtime import paused
 from ..core.source import in_order
@@ -162,7 +161,7 @@ def plan_convert(
         >>> safeload.finalize(plan, results).tensors
         30
     """
-    with planned(src, dst, options, overwrite=overwrite, resume=resume) as (plan, folder, _, _):
+    with planned(src, request_of(dst, options, overwrite=overwrite, resume=resume)) as (plan, folder, _, _):
         shared = folder.location.files.public_options()
     for content in (plan, *plan["pieces"]):
         content["storage_options"] = shared
@@ -171,22 +170,12 @@ def plan_convert(
 
 
 def convert_in_pieces(
-    src: Given | Sequence[Given],
-    dst: Destination,
-    options: ConvertOptions,
-    *,
-    overwrite: bool,
-    resume: bool,
-    executor: Executor | None,
-    threads: int | None,
-    progress: Progress,
+    src: Given | Sequence[Given], request: ConvertRequest, executor: Executor | None
 ) -> ConvertReport:
     """Plan a conversion, run all of its pieces, each of which writes its shard and its record, and complete it."""
-    executors.check_executor(executor)
-    own = options.get("storage_options")
+    own = request.options["storage_options"]
     with ExitStack() as stack:
-        planning = planned(src, dst, options, overwrite=overwrite, resume=resume, threads=threads)
-        plan, folder, shards, stored = stack.enter_context(planning)
+        plan, folder, shards, stored = stack.enter_context(planned(src, request))
         pieces = plan["pieces"]
         if executor is None:
             run = PieceRunner(folder, own, dict(zip([piece["id"] for piece in pieces], shards, strict=True)))
@@ -195,7 +184,7 @@ def convert_in_pieces(
             run = PieceRunner(folder if folder.location.files.remote else None, own)
         with folder.begin():
             try:
-                results = executors.run(run, pieces, executor, threads=threads, progress=progress)
+                results = executors.run(run, pieces, executor, threads=request.threads, progress=request.progress)
             except BaseException:
                 if not folder.location.files.remote:
                     folder.remove_empty([plan["call"]])
@@ -205,17 +194,10 @@ def convert_in_pieces(
 
 @contextmanager
 def planned(
-    src: Given | Sequence[Given],
-    dst: Destination,
-    options: ConvertOptions,
-    *,
-    overwrite: bool,
-    resume: bool,
-    threads: int | None = None,
+    src: Given | Sequence[Given], request: ConvertRequest
 ) -> Iterator[tuple[dict[str, Any], Sink, list[Outputs], dict[str, str]]]:
     """Yield a plan without storage options, its destination, its open shards, and the file of each stored tensor."""
-    request = request_of(dst, options)
-    folder = request.folder
+    folder, overwrite, resume = request.folder, request.overwrite, request.resume
     if folder is None:
         raise ValueError(
             f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
@@ -232,7 +214,7 @@ def planned(
                 "executor=; raw=True writes the tensors as they are"
             )
         with paused(len(catalog)):
-            conversion = prepare(stack, catalog, request, threads)
+            conversion = prepare(stack, catalog, request)
             shards = conversion.outputs.divided(request.limit)
             stored = weight_map(shards)  # refuses two tensors with the same name
             pieces = _pieces(conversion, shards, request, plain)
@@ -245,7 +227,7 @@ def planned(
             if resume and not overwrite:
                 _check_folder(pieces, folder, records)
             if resume:
-                _check_not_applied(conversion.catalog, folder, call, records.get(call, {}))
+                _check_not_applied(conversion.outputs.catalog, folder, call, records.get(call, {}))
             if remote:
                 _choose_names(pieces, folder, records.get(call, {}), overwrite=overwrite)
                 files = dict(zip(shards, [piece["file"] for piece in pieces], strict=True))
@@ -264,7 +246,7 @@ def planned(
                 "storage_options": None,
                 "pieces": pieces,
                 "tensors": conversion.tensor_count,
-                "config": config_for(conversion, folder, request.target, overwrite=overwrite),
+                "config": config_for(conversion, folder, request),
                 "extras": {  # without secrets
                     name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
                     for name, place in extras.items()
@@ -294,7 +276,7 @@ def _pieces(
     conversion: Conversion, shards: Mapping[str, Outputs], request: ConvertRequest, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return a piece for each shard, without its plan and folder."""
-    catalog, reads = conversion.catalog, [reads_of(shard.reads, shard.decided) for shard in shards.values()]
+    catalog, reads = conversion.outputs.catalog, [reads_of(shard.reads, shard.decided) for shard in shards.values()]
     stored, arranged_from = catalog, None
     if isinstance(catalog, RestructuredCatalog):  # a worker arranges the tensors again
         stored, arranged_from, sources_of = catalog.base, catalog.config, catalog.sources_of
