@@ -28,7 +28,7 @@ from ..core.load import Backend
 from ..core.memory import address_of
 from ..core.names import Patterns, choose, select
 from ..core.opening import open_paths
-from ..core.packing import INT8, Part, scheme_row
+from ..core.packing import INT8, scheme_row
 from ..core.paths import PathLike
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
@@ -140,28 +140,19 @@ class Catalog:
         self._origins = tuple(origins)
         self.mapped = mapped
         self.rows: dict[str, Made] = {}  # of the tensors that are made, by name
-        self.checkpoints: list[Checkpoint] = []
-        self.files: list[str] = []
-        self.weight_files: list[WeightFile] = []
-        self.config: dict[str, Any] | None = None  # the first nonempty config
+        self.checkpoints = [origin for origin in origins if isinstance(origin, Checkpoint)]
+        self.files = [file for checkpoint in self.checkpoints for file in checkpoint.files]
+        self.weight_files = [file for checkpoint in self.checkpoints for file in checkpoint.weight_files]
+        configs = [checkpoint.config for checkpoint in self.checkpoints if checkpoint.config is not None]
+        self.config: dict[str, Any] | None = next(filter(None, configs), {} if configs else None)
         # Activation scales: files hold them, but they are not tensors of the catalog.
-        self.ignored: dict[str, Part] = {}
-        titles: list[str] = []
-        formats: set[str | None] = set()
+        self.ignored = {name: part for checkpoint in self.checkpoints for name, part in checkpoint.ignored.items()}
         for origin in origins:
-            if isinstance(origin, Checkpoint):
-                self.checkpoints.append(origin)
-                self.files += origin.files
-                self.weight_files += origin.weight_files
-                self.ignored.update(origin.ignored)
-                if not self.config and origin.config is not None:
-                    self.config = origin.config
-            else:
-                for name in origin:
-                    check_name(name)
-            titles.append(origin.path if isinstance(origin, Checkpoint) else "dict")
-            formats.add(origin.format if isinstance(origin, Checkpoint) else None)
-        self.title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"  # for messages
+            for name in () if isinstance(origin, Checkpoint) else origin:
+                check_name(name)
+        formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
+        title = origins[0].path if isinstance(origins[0], Checkpoint) else "dict"
+        self.title = title if len(origins) == 1 else f"{title} and {len(origins) - 1} more"  # for messages
         self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats
         self.in_memory = len(self.checkpoints) < len(origins)  # whether an origin is a dict
         self._single = self.checkpoints[0] if len(origins) == len(self.checkpoints) == 1 else None
@@ -566,11 +557,7 @@ class TensorView(NamedTuple):
 
     def of(self, tensor: Array) -> Array:
         """Return the part of an array, without copying."""
-        part: Array = tensor if self.item is None else tensor[self.item]
-        return self.in_item(part)
-
-    def in_item(self, item: Array) -> Array:
-        """Return the part of the item."""
+        item: Array = tensor if self.item is None else tensor[self.item]
         part: Array = item.swapaxes(-1, -2) if self.transposed and item.ndim > 1 else item
         return part[self.rows]
 
@@ -646,7 +633,7 @@ class RestructuredCatalog(Catalog):
     ) -> None:
         super().__init__(base._origins, base.mapped)
         self.base = base
-        self._recipes = recipes
+        self.recipes = recipes
         self._restored = restored or dtype_in(base.config) or _BF16
         self.for_engine = for_engine
         self.kept_f32 = frozenset(kept_f32)
@@ -663,11 +650,11 @@ class RestructuredCatalog(Catalog):
         return None
 
     def place(self, name: str) -> TensorPlace:
-        source = self._recipes[name].renamed
+        source = self.recipes[name].renamed
         return TensorPlace({}) if source is None else self.base.place(source)
 
     def made(self, name: str) -> Made:
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         if name in self.rows:
             return self.rows[name]
         sources = [*map(self.base.about, self.sources_of(name))]
@@ -700,13 +687,9 @@ class RestructuredCatalog(Catalog):
     def refuse_unknown(self, names: Iterable[str]) -> None:
         self.base.refuse_unknown(source for name in names for source in self.sources_of(name))
 
-    def recipe(self, name: str) -> TensorRecipe:
-        """Return how a tensor is made."""
-        return self._recipes[name]
-
     def sources_of(self, name: str) -> list[str]:
         """Return the source tensors of a tensor."""
-        return list(dict.fromkeys(self._recipes[name].sources)) if name in self._recipes else []
+        return list(dict.fromkeys(self.recipes[name].sources)) if name in self.recipes else []
 
     def matching(self, pattern: str) -> list[str]:
         """Return a pattern of names, or the names whose sources match it if no name matches."""
@@ -723,19 +706,19 @@ class RestructuredCatalog(Catalog):
             self.base.check_kept(source)
 
     def array(self, name: str, threads: int | None = None) -> Array:
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         whole = super().array(name, threads) if recipe.renamed is None else self.base.array(recipe.renamed, threads)
         return whole.reshape(recipe.shape)
 
     def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
             return super().source(name, threads)
         source = self.base.source(recipe.renamed, threads)
         return source if isinstance(source, QuantizedTensor) else source._replace(name=name, shape=recipe.shape)
 
     def restoring(self, name: str) -> Source | None:
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         source = None if recipe.renamed is None else self.base.restoring(recipe.renamed)
         return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
 
@@ -760,7 +743,7 @@ class RestructuredCatalog(Catalog):
                 continue
             work = _F32 if recipe.shift else row
             array = self._item(move.source, move.read.item, work, threads)
-            array = recipe.arranged(move.read.in_item(array))
+            array = recipe.arranged(move.read._replace(item=None).of(array))
             if recipe.shift:
                 array = astype(array + np.float32(recipe.shift), row.name, threads=threads)
             target[...] = array

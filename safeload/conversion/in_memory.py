@@ -28,7 +28,7 @@ from ..quant.quantization import Quantization
 from .catalog import Catalog, Given
 from .decide import ConvertOptions, ConvertRequest, Decider
 from .make import Decision, Maker, Stack, fill, plan
-from .quantize import Request, Rounding, new_tensor, run_requests, weighted_rounding
+from .quantize import Request, Rounding, quantizing, run_requests, weighted_rounding
 from .rules import Keep, Rules, Scheme, Summary, arranged, importance_by_name
 
 # ---- quantized ----
@@ -180,9 +180,7 @@ def _quantized(
             own_axis = usual_axis(scheme, shape)
         elif not -len(shape) <= own_axis < len(shape):
             raise ValueError(f"{subject(name)}axis {axis} is out of range for shape {list(shape)}")
-        codes = new_tensor(values, scheme, own_axis and own_axis % len(shape))
-        target = SCHEMES[scheme].target(rounding if scheme == "q4_0" else None)
-        return Request(values, codes, target, importance.get(name))
+        return quantizing(values, scheme, own_axis and own_axis % len(shape), rounding, importance.get(name))[0]
 
     result, requests = QuantizedDict(), []
     for name, origin in origins.items():

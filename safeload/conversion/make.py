@@ -47,7 +47,6 @@ from .destinations import weight_map as stored_in
 from .executors import in_memory
 from .quantize import (
     Encoding,
-    Request,
     Rounding,
     Scratch,
     ScratchBuffers,
@@ -56,8 +55,8 @@ from .quantize import (
     global_scale,
     largest_in,
     maxima_of,
-    new_tensor,
     quantize_source,
+    quantizing,
     run_requests,
     scales_of,
     weights_in,
@@ -456,9 +455,14 @@ class Maker:
             value = read()
             stacked = isinstance(value, np.ndarray)  # occupies the scratch memory itself
             data = private_array(stored, dtype) if stacked else self._scratch.array(stored, dtype)
-            rounding, threads = self._rounding if scheme == "q4_0" else None, self._threads
             return quantize_source(
-                value, scheme, axis=axis, rounding=rounding, data=data, threads=threads, importance=importance
+                value,
+                scheme,
+                axis=axis,
+                rounding=self._rounding,
+                data=data,
+                threads=self._threads,
+                importance=importance,
             )
 
         return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
@@ -596,15 +600,10 @@ class Maker:
         }
 
     def _codes_of(self, group: Sequence[str]) -> dict[str, Array]:
-        requests, results = [], {}
-        for name in group:
-            output, _, source = self._small[name]
-            values = source()
-            results[name] = new_tensor(values, output.scheme, output.axis)
-            target = SCHEMES[output.scheme].target(self._rounding if output.scheme == "q4_0" else None)
-            requests.append(Request(values, results[name], target))
-        run_requests(requests, threads=self._threads, progress=None)
-        return {name: result.data for name, result in results.items()}
+        tensors = ((output, source()) for output, _, source in map(self._small.__getitem__, group))
+        pairs = [quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors]
+        run_requests([request for request, _ in pairs], threads=self._threads, progress=None)
+        return {name: result.data for name, (_, result) in zip(group, pairs, strict=True)}
 
 
 def _quantized_later(

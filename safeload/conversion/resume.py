@@ -387,7 +387,7 @@ def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, records: Mappi
         changed = [piece for piece in pieces if earlier.get(piece["file"], {}).get("piece") not in (None, piece["id"])]
         file = changed[0]["file"] if changed else next(iter(earlier))
         versions = [version for piece in changed[:1] for version in versions_of(piece)]
-        difference = _difference(earlier[file], __version__, first["options"], versions)
+        difference = _difference(earlier[file], first["options"], versions)
         raise ValueError(
             f"resume: {show(folder.shown(file))} was written {difference}; pass overwrite=True to start over"
         )
@@ -406,12 +406,10 @@ def _check_not_applied(catalog: Catalog, folder: Sink, call: str, records: _Reco
                 )
 
 
-def _difference(
-    record: Mapping[str, Any], version: str, options: Mapping[str, Any], sources: Sequence[Sequence[Any]]
-) -> str:
+def _difference(record: Mapping[str, Any], options: Mapping[str, Any], sources: Sequence[Sequence[Any]]) -> str:
     """Explain why a call cannot keep a recorded shard: a different version, option or source."""
-    if record.get("version") != version:
-        return f"with safeload {printable(str(record.get('version')))}, but this is {version}"
+    if record.get("version") != __version__:
+        return f"with safeload {printable(str(record.get('version')))}, but this is {__version__}"
     before = record.get("options")
     before = before if isinstance(before, dict) else {}
     for key in (*options, *before):
