@@ -28,7 +28,7 @@ from ..core.load import Backend
 from ..core.memory import address_of
 from ..core.names import Patterns, choose, select
 from ..core.opening import open_paths
-from ..core.packing import INT8, scheme_row
+from ..core.packing import INT8, Part, scheme_row
 from ..core.paths import PathLike
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
@@ -140,17 +140,26 @@ class Catalog:
         self._origins = tuple(origins)
         self.mapped = mapped
         self.rows: dict[str, Made] = {}  # of the tensors that are made, by name
-        self.checkpoints = [origin for origin in origins if isinstance(origin, Checkpoint)]
-        self.files = [file for checkpoint in self.checkpoints for file in checkpoint.files]
-        self.weight_files = [file for checkpoint in self.checkpoints for file in checkpoint.weight_files]
-        configs = [checkpoint.config for checkpoint in self.checkpoints if checkpoint.config is not None]
-        self.config: dict[str, Any] | None = next(filter(None, configs), {} if configs else None)
+        self.checkpoints: list[Checkpoint] = []
+        self.files: list[str] = []
+        self.weight_files: list[WeightFile] = []
+        self.config: dict[str, Any] | None = None  # the first nonempty config
         # Activation scales: files hold them, but they are not tensors of the catalog.
-        self.ignored = {name: part for checkpoint in self.checkpoints for name, part in checkpoint.ignored.items()}
+        self.ignored: dict[str, Part] = {}
+        formats: set[str | None] = set()
         for origin in origins:
-            for name in () if isinstance(origin, Checkpoint) else origin:
-                check_name(name)
-        formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
+            if not isinstance(origin, Checkpoint):
+                formats.add(None)
+                for name in origin:
+                    check_name(name)
+                continue
+            self.checkpoints.append(origin)
+            self.files += origin.files
+            self.weight_files += origin.weight_files
+            self.ignored.update(origin.ignored)
+            formats.add(origin.format)
+            if not self.config and origin.config is not None:
+                self.config = origin.config
         title = origins[0].path if isinstance(origins[0], Checkpoint) else "dict"
         self.title = title if len(origins) == 1 else f"{title} and {len(origins) - 1} more"  # for messages
         self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats
@@ -291,7 +300,7 @@ class Catalog:
             readable = readable or not (table.shaped or (table.scaled if blocks else table.quantized))
         if not readable:
             return None
-        with paused(len(self)):
+        with paused(len(self._known)):
             if len(self.checkpoints) == 1:
                 tensors = tensors_of(self.checkpoints[0], self._names if names is None else names)
             else:

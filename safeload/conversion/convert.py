@@ -28,7 +28,6 @@ from ..models.layout import Layout
 from ..quant.quantization import is_own, without_quantization
 from .catalog import Catalog, Given
 from .decide import (
-    Conversion,
     ConvertOptions,
     ConvertReport,
     ConvertRequest,
@@ -56,7 +55,7 @@ from .destinations import (
     write_shards,
 )
 from .executors import Executor, check_executor
-from .make import weight_map
+from .make import Outputs, weight_map
 from .rules import ConvertScheme, Keep
 from .sink import Sink, free_names
 
@@ -270,8 +269,7 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
             refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
         if old:
             check_shards(old, [file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
-        conversion = prepare(stack, catalog, request)
-        outputs, path, done = conversion.outputs, request.path, 0
+        outputs, path, done = prepare(stack, catalog, request), request.path, 0
         with nullcontext() if request.progress is None else reporter(request.progress, outputs.nbytes) as report:
 
             def written(nbytes: int) -> None:
@@ -281,7 +279,7 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
                     report(done)
 
             if folder is not None:
-                files, nbytes = _write_folder(conversion, request, folder, written)
+                files, nbytes = _write_folder(outputs, request, folder, written)
                 warn_of_schemes(path, outputs.schemes)
             elif request.place.files.remote:
                 store, name = file_in_store(request.place, overwrite=overwrite)
@@ -290,11 +288,11 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
             else:
                 files, nbytes = [path], outputs.write_file(path, overwrite, written)
                 if request.format == SAFETENSORS and os.path.basename(path) == SINGLE:
-                    _warn_of_old_config(conversion, path)
+                    _warn_of_old_config(outputs, path)
     if old:
         remove_shards(old)  # after the sources are closed
-    count, summary = conversion.tensor_count, conversion.summary
-    return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, conversion.left_out)
+    count, summary = outputs.tensor_count, outputs.summary
+    return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, outputs.left_out)
 
 
 def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
@@ -309,23 +307,22 @@ def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
 
 
 def _write_folder(
-    conversion: Conversion, request: ConvertRequest, folder: Sink, written: Callable[[int], object]
+    outputs: Outputs, request: ConvertRequest, folder: Sink, written: Callable[[int], object]
 ) -> tuple[list[str], int]:
     """Write a folder; return the paths of its shards and their bytes."""
-    with paused(conversion.tensor_count):
-        outputs, parameters = conversion.outputs, conversion.parameters
-        shards = outputs.divided(request.limit)
+    with paused(len(outputs.names)):
+        parameters, shards = outputs.parameters, outputs.divided(request.limit)
         names = free_names(folder, [*shards])
         shards = {names[file]: shard for file, shard in shards.items()}
-        files = dict(conversion.files)
+        files = dict(outputs.files)
         if parameters is not None or [*shards] != [SINGLE]:
             files[INDEX] = index_text(weight_map(shards), outputs.nbytes, parameters)
-        config = config_text(config_for(conversion, folder, request))
+        config = config_text(config_for(outputs, folder, request))
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
     nbytes = write_shards(writers, files, folder, overwrite=request.overwrite, config=config)
     # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
-    new_tokenizer = request.overwrite and any(isinstance(content, bytes) for content in conversion.files.values())
-    older = sorted(extras_of(folder.location).keys() - conversion.files.keys()) if new_tokenizer else ()
+    new_tokenizer = request.overwrite and any(isinstance(content, bytes) for content in outputs.files.values())
+    older = sorted(extras_of(folder.location).keys() - outputs.files.keys()) if new_tokenizer else ()
     if older:
         log.warning(
             "%s: %s stays from before, and other programs may load it in place of the new tokenizer: remove it if it "
@@ -336,11 +333,11 @@ def _write_folder(
     return [folder.shown(file) for file in shards], nbytes
 
 
-def _warn_of_old_config(conversion: Conversion, path: str) -> None:
+def _warn_of_old_config(outputs: Outputs, path: str) -> None:
     """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
     beside = Sink(LOCAL, os.path.dirname(path) or ".")
-    config = old_config(conversion, beside)
-    if config is None or (is_own(config) and conversion.outputs.schemes):
+    config = old_config(outputs, beside)
+    if config is None or (is_own(config) and outputs.schemes):
         return
     if without_quantization(config) != config:
         log.warning(

@@ -363,19 +363,6 @@ _MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_
 _LLAMA_CPP_DTYPES = ("F32", "F16", "BF16")
 
 
-class Conversion(NamedTuple):
-    """A result with every tensor decided and named, and none read."""
-
-    outputs: Outputs
-    tensor_count: int
-    left_out: tuple[str, ...]  # a sentence each about what the sources hold besides the tensors
-    config: dict[str, Any] | None = None  # ``config.json`` of a folder; None if the source has none
-    files: Mapping[str, Location | bytes] = {}  # other files of a folder: where to copy from, or the content
-    summary: Summary | None = None  # the quantized tensors; None without ``quantize``
-    parameters: int | None = None  # for the index of an engine that wants one for a single shard too
-    restored: bool = False  # True if packed tensors are dequantized
-
-
 class _ConvertFields(NamedTuple):
     destination: str
     format: str
@@ -439,7 +426,7 @@ class ConvertReport(Result, _ConvertFields):
         return f"{self.format}, {plural(self.tensors, 'tensor')}, {size(self.nbytes)}{files}"
 
 
-def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Conversion:
+def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Outputs:
     """Merge adapters, which ``stack`` closes, decide about every tensor, and name the outputs."""
     copied = _copied(catalog, request)
     if copied is not None:
@@ -450,11 +437,11 @@ def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Conv
         catalog = merged(stack, catalog, options["adapters"], options["storage_options"], with_config=with_config)
     catalog = _as_model(catalog, request)
     with paused(len(catalog)):
-        return Decider(catalog, _in_names_of(catalog, request)).conversion()
+        return Decider(catalog, _in_names_of(catalog, request)).outputs()
 
 
-def _copied(catalog: Catalog, request: ConvertRequest) -> Conversion | None:
-    """Return a conversion that only copies and casts plain tensors, or dequantizes blocks; None for any other."""
+def _copied(catalog: Catalog, request: ConvertRequest) -> Outputs | None:
+    """Return the result if plain tensors are only copied and cast, or blocks dequantized; None for any other."""
     options, target, format = request.options, request.target, request.format
     if format != SAFETENSORS or options["quantize"] is not None or options["adapters"] is not None:
         return None
@@ -478,11 +465,11 @@ def _copied(catalog: Catalog, request: ConvertRequest) -> Conversion | None:
     names = [*renamed(tensors.names, options["rename"]).values()] if options["rename"] else tensors.names
     metadata, shapes = metadata_for(catalog, request), tensors.columns.shapes
     outputs = Outputs(catalog, format, request.threads, tensors.names, names, (), shapes, spans, metadata=metadata)
-    left_out = _left_out(catalog, {}, empty=not names)
+    outputs = outputs._replace(left_out=_left_out(catalog, {}, empty=not names))
     if request.folder is None:
-        return Conversion(outputs, len(names), left_out)
+        return outputs
     config = config_with(catalog.config, target, schemes=outputs.schemes)
-    return Conversion(outputs, len(names), left_out, config, extras_for(catalog, request))
+    return outputs._replace(config=config, files=extras_for(catalog, request))
 
 
 def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:
@@ -646,7 +633,7 @@ class Decider:
             cause = cause if self._rules is None else "quantize="
             finder.refuse(catalog.codes, self._descriptions, f"convert with {cause}")
 
-    def conversion(self) -> Conversion:
+    def outputs(self) -> Outputs:
         """Decide about all tensors, and about what the result has beside them."""
         catalog, request, rules, engine, matrix = self._catalog, self._request, self._rules, self._engine, self._matrix
         options, format, layout = request.options, request.format, request.options["layout"]
@@ -719,15 +706,15 @@ class Decider:
             config = engine.config(config, self._quantized, self._kept, names)
             if engine.engine.always_indexed:
                 parameters = sum(math.prod(output.shape) for output in outputs.made)
-        return Conversion(
-            outputs._replace(metadata=metadata, editable=engine is None),
-            len(names) - len(names.keys() & catalog.ignored.keys()),
-            _left_out(catalog, self._left_out, empty=not decisions and not self._ignored),
-            config,
-            {**extras_for(catalog, request), **catalog.texts},
-            summary,
-            parameters,
-            self._restored and engine is None,
+        return outputs._replace(
+            metadata=metadata,
+            editable=engine is None,
+            left_out=_left_out(catalog, self._left_out, empty=not decisions and not self._ignored),
+            config=config,
+            files={**extras_for(catalog, request), **catalog.texts},
+            summary=summary,
+            parameters=parameters,
+            restored=self._restored and engine is None,
         )
 
     def check_kept(self) -> None:
@@ -829,15 +816,15 @@ class Decider:
 # ---- a config.json in the destination when the source has none ----
 
 
-def config_for(conversion: Conversion, folder: Sink, request: ConvertRequest) -> dict[str, Any] | None:
+def config_for(outputs: Outputs, folder: Sink, request: ConvertRequest) -> dict[str, Any] | None:
     """Return the new ``config.json`` of a folder, or None to leave it as it is.
 
     If the source has none, the old one gets the quantization of the new weights, or loses its own, unless the new
     weights can be the codes that it describes.
     """
-    if conversion.config is not None or not request.overwrite:
-        return conversion.config
-    config, schemes = old_config(conversion, folder), conversion.outputs.schemes
+    if outputs.config is not None or not request.overwrite:
+        return outputs.config
+    config, schemes = old_config(outputs, folder), outputs.schemes
     if config is None:
         return None
     stale = without_quantization(config) != config
@@ -851,9 +838,9 @@ def config_for(conversion: Conversion, folder: Sink, request: ConvertRequest) ->
     return config_with(config, request.target, restored=stale, schemes=schemes) if stale or schemes else None
 
 
-def old_config(conversion: Conversion, folder: Sink) -> dict[str, Any] | None:
+def old_config(outputs: Outputs, folder: Sink) -> dict[str, Any] | None:
     """Return a folder's ``config.json``; None if none is readable, or the new weights can be the codes it describes."""
-    if not conversion.restored and conversion.outputs.may_hold_codes:
+    if not outputs.restored and outputs.may_hold_codes:
         return None
     try:
         return folder.read_json(CONFIG, CONFIG) if CONFIG in folder.names() else None

@@ -20,6 +20,7 @@ from ..core import dtypes, jobs, log, packing
 from ..core.arrays import Array, foreign_order
 from ..core.atomic_file import AtomicFile
 from ..core.described import texts_with
+from ..core.files import Location
 from ..core.jobs import JobGrid
 from ..core.local import check_unchanged, identity_of
 from ..core.memory import private_array
@@ -61,7 +62,7 @@ from .quantize import (
     scales_of,
     weights_in,
 )
-from .rules import vectors_for
+from .rules import Summary, vectors_for
 
 _BYTES = dtypes.BY_CODE["U8"]
 # Stands for the dtype number of a tensor that is copied.
@@ -109,6 +110,19 @@ class Outputs(NamedTuple):
     maker: Maker | None = None  # without spans
     metadata: Mapping[Any, Any] = {}
     editable: bool = True  # False for the headers of engines, which have no room for changes
+    # Of a whole result, beside its tensors.
+    left_out: tuple[str, ...] = ()  # a sentence each about what the sources hold besides the tensors
+    config: dict[str, Any] | None = None  # ``config.json`` of a folder; None if the source has none
+    files: Mapping[str, Location | bytes] = {}  # other files of a folder: where to copy from, or the content
+    summary: Summary | None = None  # the quantized tensors; None without ``quantize``
+    parameters: int | None = None  # for the index of an engine that wants one for a single shard too
+    restored: bool = False  # True if packed tensors are dequantized
+
+    @property
+    def tensor_count(self) -> int:
+        """Number of tensors, without activation scales."""
+        ignored = self.catalog.ignored
+        return len(self.names) - (len(ignored.keys() & self.reads) if ignored else 0)
 
     @property
     def sizes(self) -> Sequence[int] | Array:

@@ -37,7 +37,6 @@ from ..remote import url as urls
 from . import executors
 from .catalog import Catalog, Given, RestructuredCatalog, has_names
 from .decide import (
-    Conversion,
     ConvertOptions,
     ConvertReport,
     ConvertRequest,
@@ -214,10 +213,10 @@ def planned(
                 "executor=; raw=True writes the tensors as they are"
             )
         with paused(len(catalog)):
-            conversion = prepare(stack, catalog, request)
-            shards = conversion.outputs.divided(request.limit)
+            outputs = prepare(stack, catalog, request)
+            shards = outputs.divided(request.limit)
             stored = weight_map(shards)  # refuses two tensors with the same name
-            pieces = _pieces(conversion, shards, request, plain)
+            pieces = _pieces(outputs, shards, request, plain)
             plan_id = digest_of([__version__, pieces[0]["options"], [piece["id"] for piece in pieces]])
             for piece in pieces:
                 piece.update(plan=plan_id, call=call, folder=folder.place)
@@ -227,13 +226,13 @@ def planned(
             if resume and not overwrite:
                 _check_folder(pieces, folder, records)
             if resume:
-                _check_not_applied(conversion.outputs.catalog, folder, call, records.get(call, {}))
+                _check_not_applied(outputs.catalog, folder, call, records.get(call, {}))
             if remote:
                 _choose_names(pieces, folder, records.get(call, {}), overwrite=overwrite)
                 files = dict(zip(shards, [piece["file"] for piece in pieces], strict=True))
                 stored = {name: files[file] for name, file in stored.items()}
-            summary = conversion.summary
-            extras = {name: place for name, place in conversion.files.items() if isinstance(place, Location)}
+            summary = outputs.summary
+            extras = {name: place for name, place in outputs.files.items() if isinstance(place, Location)}
             plan = {
                 "safeload_plan": 2,
                 "operation": "convert",
@@ -245,16 +244,16 @@ def planned(
                 "overwrite": overwrite,
                 "storage_options": None,
                 "pieces": pieces,
-                "tensors": conversion.tensor_count,
-                "config": config_for(conversion, folder, request),
+                "tensors": outputs.tensor_count,
+                "config": config_for(outputs, folder, request),
                 "extras": {  # without secrets
                     name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
                     for name, place in extras.items()
                 },
                 "quantized": None if summary is None else [summary.bytes_before, summary.kept],
-                "schemes": [*conversion.outputs.schemes],
-                "left_out": [*conversion.left_out],
-                "parameters": conversion.parameters,
+                "schemes": [*outputs.schemes],
+                "left_out": [*outputs.left_out],
+                "parameters": outputs.parameters,
             }
         yield plan, folder, [*shards.values()], stored
 
@@ -273,17 +272,17 @@ def _source_id(source: Any) -> Any:
 
 
 def _pieces(
-    conversion: Conversion, shards: Mapping[str, Outputs], request: ConvertRequest, options: Mapping[str, Any]
+    outputs: Outputs, shards: Mapping[str, Outputs], request: ConvertRequest, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return a piece for each shard, without its plan and folder."""
-    catalog, reads = conversion.outputs.catalog, [reads_of(shard.reads, shard.decided) for shard in shards.values()]
+    catalog, reads = outputs.catalog, [reads_of(shard.reads, shard.decided) for shard in shards.values()]
     stored, arranged_from = catalog, None
     if isinstance(catalog, RestructuredCatalog):  # a worker arranges the tensors again
         stored, arranged_from, sources_of = catalog.base, catalog.config, catalog.sources_of
         reads = [[*dict.fromkeys(source for name in names for source in sources_of(name))] for names in reads]
     adapters = planned_adapters(stored)
     position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
-    texts, spans = conversion.outputs.texts, conversion.outputs.spans
+    texts, spans = outputs.texts, outputs.spans
     located = None if spans is None else (spans.files, spans.file)
     side = TensorFiles(stored, [*position], "a conversion in pieces", located)
     pieces = []

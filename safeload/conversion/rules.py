@@ -497,11 +497,9 @@ class EngineRules:
         if is_named_conv1d(name) and conv1d_model(self._config) is not None:
             return _IS_CONV1D  # engines quantize linear modules, or these as [out, in]
         role = "weight" if self.schema is None else self.schema.role(name)
-        ends = {"embedding": "is an embedding", "head": IS_HEAD}
-        if role in ends and not self.engine.quantizes_ends:
-            return ends[role]
-        if role in ("norm", "bias", "buffer"):
-            return f"is a {role}"
+        kept = {**_KEPT_ROLES, "head": IS_HEAD}.get(role or "")
+        if kept is not None and not (role in ("embedding", "head") and self.engine.quantizes_ends):
+            return kept
         fused = _FUSED_EXPERTS.search(name) is not None
         if not self.engine.quantizes_experts and (fused or _EXPERT.search(name)):
             return IS_EXPERT
