@@ -61,9 +61,7 @@ from .rules import (
     Rules,
     Summary,
     arranged,
-    described,
     not_as_in_mlx,
-    nothing_left,
     read_importance,
     rules_for,
     schema_of,
@@ -726,7 +724,10 @@ class Decider:
         """Return the summary of a result with this many bytes."""
         heads = {head: self._catalog.about(self._heads[head]) for head in self._heads if head in self._quantized}
         before = sum([tensor.nbytes for tensor in self._descriptions.values()])
-        return Summary(before, nbytes, self._quantized, self._kept, described({**self._descriptions, **heads}))
+        tensors = {
+            name: (about.code, about.shape, about.nbytes) for name, about in {**self._descriptions, **heads}.items()
+        }
+        return Summary(before, nbytes, self._quantized, self._kept, tensors)
 
     def quantization(self) -> Quantization:
         """Return the quantization of a folder for an engine, as its reader would parse it."""
@@ -741,7 +742,10 @@ class Decider:
         decisions = {name: self._decide(name, self._descriptions[name]) for name in names}
         if self._engine is not None:
             if not self._quantized:
-                raise nothing_left(self._engine.preset, self._kept)
+                name, reason = next(iter(self._kept.items()), ("", ""))
+                by = "is kept by " if reason.startswith("keep=") else ""
+                why = f": tensor {show(name)} {by}{reason}" if reason else ""
+                raise UnsupportedError(f"{self._engine.preset.name}: no tensor is left to quantize{why}")
             for name in self._quantized:  # weights that the engine fuses share a scale
                 partners = self._engine.partners(name, self._quantized)
                 decisions[name] = decisions[name]._replace(partners=partners if len(partners) > 1 else ())

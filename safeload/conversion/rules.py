@@ -130,11 +130,6 @@ class Summary(Result, _SummaryFields):
         return "\n".join(lines)
 
 
-def described(tensors: Mapping[str, TensorDescription]) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Return ``tensors`` of a summary."""
-    return {name: (about.code, about.shape, about.nbytes) for name, about in tensors.items()}
-
-
 class Kept:
     """The tensors to leave unquantized, by patterns of tensor or module names or by a function.
 
@@ -585,13 +580,6 @@ def not_as_in_mlx(model_type: object) -> str:
         f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names), and "
         "safeload does not know the differences"
     )
-
-
-def nothing_left(preset: Preset, kept: Mapping[str, str]) -> UnsupportedError:
-    """Return the error for a conversion that quantizes nothing."""
-    name, reason = next(iter(kept.items()), ("", ""))
-    why = f": tensor {show(name)} {'is kept by ' if reason.startswith('keep=') else ''}{reason}" if reason else ""
-    return UnsupportedError(f"{preset.name}: no tensor is left to quantize{why}")
 
 
 # ---- tensors as an engine loads them ----
