@@ -141,7 +141,7 @@ def load_quantized(
         if preset is not None:
             result = _encoded(catalog, decisions, request, decider.quantization())
         else:
-            result = _quantized(catalog, decisions, request, rounding, axis, imatrix)
+            result = _quantized(catalog, decisions, request, rounding=rounding, axis=axis, imatrix=imatrix)
         for name, value in result.items():
             if isinstance(value, np.ndarray):
                 result[name] = jobs.native_order(value)
@@ -155,6 +155,7 @@ def _quantized(
     catalog: Catalog,
     decisions: Mapping[str, Decision],
     how: ConvertRequest,
+    *,
     rounding: Rounding | None,
     axis: int | None,
     imatrix: PathLike | Mapping[str, Any] | None,
@@ -175,7 +176,8 @@ def _quantized(
             own_axis = usual_axis(scheme, shape)
         elif not -len(shape) <= own_axis < len(shape):
             raise ValueError(f"{subject(name)}axis {axis} is out of range for shape {list(shape)}")
-        return quantizing(values, scheme, own_axis and own_axis % len(shape), rounding, importance.get(name))[0]
+        own_axis = own_axis and own_axis % len(shape)
+        return quantizing(values, scheme, own_axis, rounding, importance=importance.get(name))[0]
 
     result, requests = QuantizedDict(), []
     for name, origin in origins.items():

@@ -166,7 +166,7 @@ def quantize_source(
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
     reals = source if isinstance(source, Source) else of_reals("", source, threads)
-    request, result = quantizing(reals, scheme, axis, rounding, importance, data)
+    request, result = quantizing(reals, scheme, axis, rounding, importance=importance, data=data)
     run_requests([request], threads=threads, progress=None)
     return result
 
@@ -239,6 +239,7 @@ def quantizing(
     scheme: str,
     axis: int | None,
     rounding: Rounding | None,  # for q4_0
+    *,
     importance: Array | None = None,
     data: Array | None = None,
 ) -> tuple[Request, QuantizedTensor]:
