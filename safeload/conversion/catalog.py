@@ -714,6 +714,11 @@ class RestructuredCatalog(Catalog):
         for source in self.sources_of(name):
             self.base.check_kept(source)
 
+    def array(self, name: str, threads: int | None = None) -> Array:
+        recipe = self.recipes[name]
+        whole = super().array(name, threads) if recipe.renamed is None else self.base.array(recipe.renamed, threads)
+        return whole.reshape(recipe.shape)
+
     def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
         recipe = self.recipes[name]
         if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
