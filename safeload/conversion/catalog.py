@@ -146,22 +146,22 @@ class Catalog:
         self.config: dict[str, Any] | None = None  # the first nonempty config
         # Activation scales: files hold them, but they are not tensors of the catalog.
         self.ignored: dict[str, Part] = {}
-        titles: list[str] = []
         formats: set[str | None] = set()
         for origin in origins:
-            if isinstance(origin, Checkpoint):
-                self.checkpoints.append(origin)
-                self.files += origin.files
-                self.weight_files += origin.weight_files
-                self.ignored.update(origin.ignored)
-                if not self.config and origin.config is not None:
-                    self.config = origin.config
-            else:
+            if not isinstance(origin, Checkpoint):
+                formats.add(None)
                 for name in origin:
                     check_name(name)
-            titles.append(origin.path if isinstance(origin, Checkpoint) else "dict")
-            formats.add(origin.format if isinstance(origin, Checkpoint) else None)
-        self.title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"  # for messages
+                continue
+            self.checkpoints.append(origin)
+            self.files += origin.files
+            self.weight_files += origin.weight_files
+            self.ignored.update(origin.ignored)
+            formats.add(origin.format)
+            if not self.config and origin.config is not None:
+                self.config = origin.config
+        title = origins[0].path if isinstance(origins[0], Checkpoint) else "dict"
+        self.title = title if len(origins) == 1 else f"{title} and {len(origins) - 1} more"  # for messages
         self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats
         self.in_memory = len(self.checkpoints) < len(origins)  # whether an origin is a dict
         self._single = self.checkpoints[0] if len(origins) == len(self.checkpoints) == 1 else None
@@ -300,7 +300,7 @@ class Catalog:
             readable = readable or not (table.shaped or (table.scaled if blocks else table.quantized))
         if not readable:
             return None
-        with paused(len(self)):
+        with paused(len(self._known)):
             if len(self.checkpoints) == 1:
                 tensors = tensors_of(self.checkpoints[0], self._names if names is None else names)
             else:
@@ -566,11 +566,7 @@ class TensorView(NamedTuple):
 
     def of(self, tensor: Array) -> Array:
         """Return the part of an array, without copying."""
-        part: Array = tensor if self.item is None else tensor[self.item]
-        return self.in_item(part)
-
-    def in_item(self, item: Array) -> Array:
-        """Return the part of the item."""
+        item: Array = tensor if self.item is None else tensor[self.item]
         part: Array = item.swapaxes(-1, -2) if self.transposed and item.ndim > 1 else item
         return part[self.rows]
 
@@ -646,7 +642,7 @@ class RestructuredCatalog(Catalog):
     ) -> None:
         super().__init__(base._origins, base.mapped)
         self.base = base
-        self._recipes = recipes
+        self.recipes = recipes
         self._restored = restored or dtype_in(base.config) or _BF16
         self.for_engine = for_engine
         self.kept_f32 = frozenset(kept_f32)
@@ -663,11 +659,11 @@ class RestructuredCatalog(Catalog):
         return None
 
     def place(self, name: str) -> TensorPlace:
-        source = self._recipes[name].renamed
+        source = self.recipes[name].renamed
         return TensorPlace({}) if source is None else self.base.place(source)
 
     def made(self, name: str) -> Made:
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         if name in self.rows:
             return self.rows[name]
         sources = [*map(self.base.about, self.sources_of(name))]
@@ -700,13 +696,9 @@ class RestructuredCatalog(Catalog):
     def refuse_unknown(self, names: Iterable[str]) -> None:
         self.base.refuse_unknown(source for name in names for source in self.sources_of(name))
 
-    def recipe(self, name: str) -> TensorRecipe:
-        """Return how a tensor is made."""
-        return self._recipes[name]
-
     def sources_of(self, name: str) -> list[str]:
         """Return the source tensors of a tensor."""
-        return list(dict.fromkeys(self._recipes[name].sources)) if name in self._recipes else []
+        return list(dict.fromkeys(self.recipes[name].sources)) if name in self.recipes else []
 
     def matching(self, pattern: str) -> list[str]:
         """Return a pattern of names, or the names whose sources match it if no name matches."""
@@ -723,19 +715,19 @@ class RestructuredCatalog(Catalog):
             self.base.check_kept(source)
 
     def array(self, name: str, threads: int | None = None) -> Array:
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         whole = super().array(name, threads) if recipe.renamed is None else self.base.array(recipe.renamed, threads)
         return whole.reshape(recipe.shape)
 
     def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
             return super().source(name, threads)
         source = self.base.source(recipe.renamed, threads)
         return source if isinstance(source, QuantizedTensor) else source._replace(name=name, shape=recipe.shape)
 
     def restoring(self, name: str) -> Source | None:
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         source = None if recipe.renamed is None else self.base.restoring(recipe.renamed)
         return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
 
@@ -760,7 +752,7 @@ class RestructuredCatalog(Catalog):
                 continue
             work = _F32 if recipe.shift else row
             array = self._item(move.source, move.read.item, work, threads)
-            array = recipe.arranged(move.read.in_item(array))
+            array = recipe.arranged(move.read._replace(item=None).of(array))
             if recipe.shift:
                 array = astype(array + np.float32(recipe.shift), row.name, threads=threads)
             target[...] = array

@@ -27,7 +27,6 @@ from ..models.layout import Layout
 from ..quant.quantization import is_own, without_quantization
 from .catalog import Catalog, Given
 from .decide import (
-    Conversion,
     ConvertOptions,
     ConvertReport,
     ConvertRequest,
@@ -54,8 +53,8 @@ from .destinations import (
     warn_of_schemes,
     write_shards,
 )
-from .executors import Executor
-from .make import weight_map
+from .executors import Executor, check_executor
+from .make import Outputs, weight_map
 from .rules import ConvertScheme, Keep
 from .sink import Sink, free_names
 
@@ -216,7 +215,7 @@ def convert(
                 if value is not None:
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
         started, path = time.perf_counter(), cast("Destination", dst)
-        shared: Any = {"threads": threads, "progress": progress}
+        others: Any = {"overwrite": overwrite, "threads": threads, "progress": progress, "verify": verify}
         if not isinstance(dst, (str, os.PathLike)) and is_written_to(dst):
             if executor is not None or resume or max_shard_size is not None:
                 raise ValueError(
@@ -225,15 +224,15 @@ def convert(
             file, name, written = ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
             options["format"] = cast("WrittenName", written)
             with file.staging(f"converted{next(iter(written_suffixes(written)), '')}") as temporary:
-                report = _at_once(src, temporary, options, overwrite=False, verify=verify, **shared)
+                report = _at_once(src, request_of(temporary, options, **{**others, "overwrite": False}))
             report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
-            report = _at_once(src, path, options, overwrite=overwrite, verify=verify, **shared)
+            report = _at_once(src, request_of(path, options, **others))
         else:
             from .resume import convert_in_pieces  # only here: most conversions are written at once
 
-            shared |= {"overwrite": overwrite, "resume": resume, "executor": executor}
-            report = convert_in_pieces(src, path, options, **shared)
+            check_executor(executor)
+            report = convert_in_pieces(src, request_of(path, options, resume=resume, **others), executor)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         text = str(error)
@@ -243,19 +242,9 @@ def convert(
         raise
 
 
-def _at_once(
-    src: Given | Sequence[Given],
-    dst: Destination,
-    options: ConvertOptions,
-    *,
-    overwrite: bool,
-    threads: int | None,
-    progress: Progress,
-    verify: Verify,
-) -> ConvertReport:
+def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertReport:
     """Convert without records of complete shards. All files are put in place together, at the end."""
-    request = request_of(dst, options)
-    folder, old = request.folder, []
+    options, overwrite, verify, folder, old = request.options, request.overwrite, request.verify, request.folder, []
     adapters = [] if options["adapters"] is None else [path for path, _ in listed(options["adapters"])]
     documents = (verify.path, verify.key, *verify.certificates) if isinstance(verify, Signature) else (verify,)
     beside_sources = [*filter(None, (options["imatrix"], *adapters, *(() if verify is True else documents)))]
@@ -271,7 +260,7 @@ def _at_once(
             folder.check_free(overwrite=overwrite)
             for name in (SINGLE, INDEX, CONFIG) if beside_sources else ():
                 refuse_inputs((folder.location / name).path, beside_sources)
-        catalog = open_sources(stack, src, request, verify)
+        catalog = open_sources(stack, src, request)
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
         if folder is None and overwrite:
@@ -279,9 +268,8 @@ def _at_once(
             refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
         if old:
             check_shards(old, [file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
-        conversion = prepare(stack, catalog, request, threads)
-        outputs, path, done = conversion.outputs, request.path, 0
-        with nullcontext() if progress is None else reporter(progress, outputs.nbytes) as report:
+        outputs, path, done = prepare(stack, catalog, request), request.path, 0
+        with nullcontext() if request.progress is None else reporter(request.progress, outputs.nbytes) as report:
 
             def written(nbytes: int) -> None:
                 nonlocal done
@@ -290,7 +278,7 @@ def _at_once(
                     report(done)
 
             if folder is not None:
-                files, nbytes = _write_folder(conversion, request, folder, written, overwrite=overwrite)
+                files, nbytes = _write_folder(outputs, request, folder, written)
                 warn_of_schemes(path, outputs.schemes)
             elif request.place.files.remote:
                 store, name = file_in_store(request.place, overwrite=overwrite)
@@ -299,11 +287,11 @@ def _at_once(
             else:
                 files, nbytes = [path], outputs.write_file(path, overwrite, written)
                 if request.format == SAFETENSORS and os.path.basename(path) == SINGLE:
-                    _warn_of_old_config(conversion, path)
+                    _warn_of_old_config(outputs, path)
     if old:
         remove_shards(old)  # after the sources are closed
-    count, summary = conversion.tensor_count, conversion.summary
-    return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, conversion.left_out)
+    count, summary = outputs.tensor_count, outputs.summary
+    return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, outputs.left_out)
 
 
 def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
@@ -318,28 +306,22 @@ def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
 
 
 def _write_folder(
-    conversion: Conversion,
-    request: ConvertRequest,
-    folder: Sink,
-    written: Callable[[int], object],
-    *,
-    overwrite: bool,
+    outputs: Outputs, request: ConvertRequest, folder: Sink, written: Callable[[int], object]
 ) -> tuple[list[str], int]:
     """Write a folder; return the paths of its shards and their bytes."""
-    with paused(conversion.tensor_count):
-        outputs, parameters = conversion.outputs, conversion.parameters
-        shards = outputs.divided(request.limit)
+    with paused(len(outputs.names)):
+        parameters, shards = outputs.parameters, outputs.divided(request.limit)
         names = free_names(folder, [*shards])
         shards = {names[file]: shard for file, shard in shards.items()}
-        files = dict(conversion.files)
+        files = dict(outputs.files)
         if parameters is not None or [*shards] != [SINGLE]:
             files[INDEX] = index_text(weight_map(shards), outputs.nbytes, parameters)
-        config = config_text(config_for(conversion, folder, request.target, overwrite=overwrite))
+        config = config_text(config_for(outputs, folder, request))
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
-    nbytes = write_shards(writers, files, folder, overwrite=overwrite, config=config)
+    nbytes = write_shards(writers, files, folder, overwrite=request.overwrite, config=config)
     # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
-    new_tokenizer = overwrite and any(isinstance(content, bytes) for content in conversion.files.values())
-    older = sorted(extras_of(folder.location).keys() - conversion.files.keys()) if new_tokenizer else ()
+    new_tokenizer = request.overwrite and any(isinstance(content, bytes) for content in outputs.files.values())
+    older = sorted(extras_of(folder.location).keys() - outputs.files.keys()) if new_tokenizer else ()
     if older:
         warning(
             "%s: %s stays from before, and other programs may load it in place of the new tokenizer: remove it if it "
@@ -350,11 +332,11 @@ def _write_folder(
     return [folder.shown(file) for file in shards], nbytes
 
 
-def _warn_of_old_config(conversion: Conversion, path: str) -> None:
+def _warn_of_old_config(outputs: Outputs, path: str) -> None:
     """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
     beside = Sink(LOCAL, os.path.dirname(path) or ".")
-    config = old_config(conversion, beside)
-    if config is None or (is_own(config) and conversion.outputs.schemes):
+    config = old_config(outputs, beside)
+    if config is None or (is_own(config) and outputs.schemes):
         return
     if without_quantization(config) != config:
         warning(

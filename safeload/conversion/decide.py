@@ -20,6 +20,7 @@ from ..core.metadata import as_texts
 from ..core.names import Patterns, Renames, Selection, check_matches, renamed
 from ..core.packing import MLX, SCHEMES
 from ..core.paths import PathLike
+from ..core.progress import Progress
 from ..core.registry import (
     BY_NAME,
     KERAS,
@@ -60,9 +61,7 @@ from .rules import (
     Rules,
     Summary,
     arranged,
-    described,
     not_as_in_mlx,
-    nothing_left,
     read_importance,
     rules_for,
     schema_of,
@@ -115,14 +114,20 @@ class ConvertRequest(NamedTuple):
     selecting: list[str]  # options that leave out or rename tensors, so that no complete model results
     by_name: bool  # True if options name the tensors of the result
     every_tensor: bool  # True if no option leaves out tensors of the source
+    # Arguments that do not change the result.
+    overwrite: bool = False
+    resume: bool = False
+    threads: int | None = None
+    progress: Progress = None
+    verify: Verify = None
 
     def chosen(self, catalog: Catalog, more: Iterable[str] = ()) -> list[str]:
         """Return the names of the selected tensors; patterns can also match the names in ``more``."""
         return catalog.choose(self.options["names"], self.options["only"], self.options["drop"], more)
 
 
-def request_of(dst: Destination, given: ConvertOptions) -> ConvertRequest:
-    """Check all options, as far as possible without opening a source."""
+def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> ConvertRequest:
+    """Check all options, as far as possible without opening a source; ``others`` do not change the result."""
     for key in given.keys() - ConvertOptions.__annotations__.keys():
         raise TypeError(f"unexpected argument {show(key)}")
     options: Any = {**dict.fromkeys(ConvertOptions.__annotations__), "extras": True, **given}
@@ -167,7 +172,9 @@ def request_of(dst: Destination, given: ConvertOptions) -> ConvertRequest:
         limit = limit if max_shard_size is not None else engine.shard_size
     selecting = [key for key in _SELECTING if options[key] is not None]
     by_name, every = "names" in selecting or "only" in selecting, selecting in ([], ["rename"])
-    return ConvertRequest(path, format, place, folder, limit, target, options, preset, selecting, by_name, every)
+    return ConvertRequest(
+        path, format, place, folder, limit, target, options, preset, selecting, by_name, every, **others
+    )
 
 
 def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder: bool) -> str:
@@ -206,15 +213,13 @@ def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder
     raise ValueError(f"{show(path)}: the suffix must be one of {known}; for a folder, end the path with a slash")
 
 
-def open_sources(
-    stack: ExitStack, src: Given | Sequence[Given], request: ConvertRequest, verify: Verify = None
-) -> Catalog:
+def open_sources(stack: ExitStack, src: Given | Sequence[Given], request: ConvertRequest) -> Catalog:
     """Open the sources of a conversion, which ``stack`` closes."""
     sources: list[Given] = [src] if has_names(src) else list(src)  # type: ignore[arg-type]
     if not sources:
         raise ValueError("src is an empty list: pass at least one source")
     format, raw = request.format, request.options["raw"]
-    catalog = Catalog.of(sources, request.options["storage_options"], verify)
+    catalog = Catalog.of(sources, request.options["storage_options"], request.verify)
     stack.push(catalog)
     single = catalog.format == "gguf" and len(catalog.checkpoints) == 1 and not catalog.in_memory
     # An engine needs a whole model, unless options ask for single tensors.
@@ -223,7 +228,7 @@ def open_sources(
         catalog = catalog.as_stored()  # with the rows and the keys of the file
         stack.push(catalog)
     elif whole and len(sources) == 1 and is_path(sources[0]):
-        model = _model_of_file(catalog, request, verify)
+        model = _model_of_file(catalog, request)
         if model is not None:
             with catalog:
                 catalog = model
@@ -244,7 +249,7 @@ def open_sources(
     return catalog
 
 
-def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) -> Catalog | None:
+def _model_of_file(catalog: Catalog, request: ConvertRequest) -> Catalog | None:
     """Return the open folder of a file, if the folder is a supported model in this file alone; else None.
 
     The Hub's models of one file are often passed as ``MODEL/model.safetensors``. An engine needs what lies beside it.
@@ -268,7 +273,7 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest, verify: Verify) ->
         if not supported:  # by the engine, or the tensors cannot be those of such a model
             return None
         place: Any = Location(file.files, parent) if file.files.remote else os.path.dirname(file.path) or os.curdir
-        folder = Catalog.of(place, request.options["storage_options"], verify)
+        folder = Catalog.of(place, request.options["storage_options"], request.verify)
         if [other.place for other in folder.weight_files] == [file.place]:
             return folder
         with folder:
@@ -356,20 +361,6 @@ _MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_
 _LLAMA_CPP_DTYPES = ("F32", "F16", "BF16")
 
 
-class Conversion(NamedTuple):
-    """A result with every tensor decided and named, and none read."""
-
-    catalog: Catalog
-    outputs: Outputs
-    tensor_count: int
-    left_out: tuple[str, ...]  # a sentence each about what the sources hold besides the tensors
-    config: dict[str, Any] | None = None  # ``config.json`` of a folder; None if the source has none
-    files: Mapping[str, Location | bytes] = {}  # other files of a folder: where to copy from, or the content
-    summary: Summary | None = None  # the quantized tensors; None without ``quantize``
-    parameters: int | None = None  # for the index of an engine that wants one for a single shard too
-    restored: bool = False  # True if packed tensors are dequantized
-
-
 class _ConvertFields(NamedTuple):
     destination: str
     format: str
@@ -433,9 +424,9 @@ class ConvertReport(Result, _ConvertFields):
         return f"{self.format}, {plural(self.tensors, 'tensor')}, {size(self.nbytes)}{files}"
 
 
-def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads: int | None = None) -> Conversion:
+def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Outputs:
     """Merge adapters, which ``stack`` closes, decide about every tensor, and name the outputs."""
-    copied = _copied(catalog, request, threads)
+    copied = _copied(catalog, request)
     if copied is not None:
         return copied
     options = request.options
@@ -444,11 +435,11 @@ def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest, threads
         catalog = merged(stack, catalog, options["adapters"], options["storage_options"], with_config=with_config)
     catalog = _as_model(catalog, request)
     with paused(len(catalog)):
-        return Decider(catalog, _in_names_of(catalog, request)).conversion(threads)
+        return Decider(catalog, _in_names_of(catalog, request)).outputs()
 
 
-def _copied(catalog: Catalog, request: ConvertRequest, threads: int | None) -> Conversion | None:
-    """Return a conversion that only copies and casts plain tensors, or dequantizes blocks; None for any other."""
+def _copied(catalog: Catalog, request: ConvertRequest) -> Outputs | None:
+    """Return the result if plain tensors are only copied and cast, or blocks dequantized; None for any other."""
     options, target, format = request.options, request.target, request.format
     if format != SAFETENSORS or options["quantize"] is not None or options["adapters"] is not None:
         return None
@@ -470,15 +461,13 @@ def _copied(catalog: Catalog, request: ConvertRequest, threads: int | None) -> C
     if spans is None:
         return None
     names = [*renamed(tensors.names, options["rename"]).values()] if options["rename"] else tensors.names
-    metadata = metadata_for(catalog, request)
-    outputs = Outputs(
-        catalog, format, threads, tensors.names, names, (), tensors.columns.shapes, spans, metadata=metadata
-    )
-    left_out = _left_out(catalog, {}, empty=not names)
+    metadata, shapes = metadata_for(catalog, request), tensors.columns.shapes
+    outputs = Outputs(catalog, format, request.threads, tensors.names, names, (), shapes, spans, metadata=metadata)
+    outputs = outputs._replace(left_out=_left_out(catalog, {}, empty=not names))
     if request.folder is None:
-        return Conversion(catalog, outputs, len(names), left_out)
+        return outputs
     config = config_with(catalog.config, target, schemes=outputs.schemes)
-    return Conversion(catalog, outputs, len(names), left_out, config, extras_for(catalog, request))
+    return outputs._replace(config=config, files=extras_for(catalog, request))
 
 
 def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:
@@ -642,7 +631,7 @@ class Decider:
             cause = cause if self._rules is None else "quantize="
             finder.refuse(catalog.codes, self._descriptions, f"convert with {cause}")
 
-    def conversion(self, threads: int | None) -> Conversion:
+    def outputs(self) -> Outputs:
         """Decide about all tensors, and about what the result has beside them."""
         catalog, request, rules, engine, matrix = self._catalog, self._request, self._rules, self._engine, self._matrix
         options, format, layout = request.options, request.format, request.options["layout"]
@@ -664,7 +653,7 @@ class Decider:
             decisions,
             format,
             rename=options["rename"],
-            threads=threads,
+            threads=request.threads,
             tensors=self._tensors,
             descriptions=self._descriptions,
             matrix=matrix,
@@ -715,16 +704,15 @@ class Decider:
             config = engine.config(config, self._quantized, self._kept, names)
             if engine.engine.always_indexed:
                 parameters = sum(math.prod(output.shape) for output in outputs.made)
-        return Conversion(
-            catalog,
-            outputs._replace(metadata=metadata, editable=engine is None),
-            len(names) - len(names.keys() & catalog.ignored.keys()),
-            _left_out(catalog, self._left_out, empty=not decisions and not self._ignored),
-            config,
-            {**extras_for(catalog, request), **catalog.texts},
-            summary,
-            parameters,
-            self._restored and engine is None,
+        return outputs._replace(
+            metadata=metadata,
+            editable=engine is None,
+            left_out=_left_out(catalog, self._left_out, empty=not decisions and not self._ignored),
+            config=config,
+            files={**extras_for(catalog, request), **catalog.texts},
+            summary=summary,
+            parameters=parameters,
+            restored=self._restored and engine is None,
         )
 
     def check_kept(self) -> None:
@@ -736,7 +724,10 @@ class Decider:
         """Return the summary of a result with this many bytes."""
         heads = {head: self._catalog.about(self._heads[head]) for head in self._heads if head in self._quantized}
         before = sum([tensor.nbytes for tensor in self._descriptions.values()])
-        return Summary(before, nbytes, self._quantized, self._kept, described({**self._descriptions, **heads}))
+        tensors = {
+            name: (about.code, about.shape, about.nbytes) for name, about in {**self._descriptions, **heads}.items()
+        }
+        return Summary(before, nbytes, self._quantized, self._kept, tensors)
 
     def quantization(self) -> Quantization:
         """Return the quantization of a folder for an engine, as its reader would parse it."""
@@ -751,7 +742,10 @@ class Decider:
         decisions = {name: self._decide(name, self._descriptions[name]) for name in names}
         if self._engine is not None:
             if not self._quantized:
-                raise nothing_left(self._engine.preset, self._kept)
+                name, reason = next(iter(self._kept.items()), ("", ""))
+                by = "is kept by " if reason.startswith("keep=") else ""
+                why = f": tensor {show(name)} {by}{reason}" if reason else ""
+                raise UnsupportedError(f"{self._engine.preset.name}: no tensor is left to quantize{why}")
             for name in self._quantized:  # weights that the engine fuses share a scale
                 partners = self._engine.partners(name, self._quantized)
                 decisions[name] = decisions[name]._replace(partners=partners if len(partners) > 1 else ())
@@ -826,17 +820,15 @@ class Decider:
 # ---- a config.json in the destination when the source has none ----
 
 
-def config_for(
-    conversion: Conversion, folder: Sink, target: dtypes.Dtype | None, *, overwrite: bool
-) -> dict[str, Any] | None:
+def config_for(outputs: Outputs, folder: Sink, request: ConvertRequest) -> dict[str, Any] | None:
     """Return the new ``config.json`` of a folder, or None to leave it as it is.
 
     If the source has none, the old one gets the quantization of the new weights, or loses its own, unless the new
     weights can be the codes that it describes.
     """
-    if conversion.config is not None or not overwrite:
-        return conversion.config
-    config, schemes = old_config(conversion, folder), conversion.outputs.schemes
+    if outputs.config is not None or not request.overwrite:
+        return outputs.config
+    config, schemes = old_config(outputs, folder), outputs.schemes
     if config is None:
         return None
     stale = without_quantization(config) != config
@@ -847,12 +839,12 @@ def config_for(
             folder.shown(CONFIG),
             CONFIG,
         )
-    return config_with(config, target, restored=stale, schemes=schemes) if stale or schemes else None
+    return config_with(config, request.target, restored=stale, schemes=schemes) if stale or schemes else None
 
 
-def old_config(conversion: Conversion, folder: Sink) -> dict[str, Any] | None:
+def old_config(outputs: Outputs, folder: Sink) -> dict[str, Any] | None:
     """Return a folder's ``config.json``; None if none is readable, or the new weights can be the codes it describes."""
-    if not conversion.restored and conversion.outputs.may_hold_codes:
+    if not outputs.restored and outputs.may_hold_codes:
         return None
     try:
         return folder.read_json(CONFIG, CONFIG) if CONFIG in folder.names() else None

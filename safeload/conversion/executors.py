@@ -278,13 +278,11 @@ class TensorFiles:
         numbers: dict[WeightFile, int] = {}
         first = []
         for k, name in enumerate(names):
-            if name not in catalog:  # an activation scale
-                first.append(numbers.setdefault(catalog.ignored[name].file, len(numbers)))
-                continue
-            file = catalog.place(name).file
+            # An activation scale has no place.
+            _, file, number = catalog.place(name) if name in catalog else (None, catalog.ignored[name].file, -1)
             assert file is not None
             first.append(numbers.setdefault(file, len(numbers)))
-            packed = file.table.packed.get(catalog.place(name).number)
+            packed = file.table.packed.get(number)
             for part in () if packed is None else packed.parts.values():
                 if part.file is not file:
                     self._further.setdefault(k, []).append(numbers.setdefault(part.file, len(numbers)))

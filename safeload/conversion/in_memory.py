@@ -22,13 +22,13 @@ from ..core.source import Source, of_reals
 from ..core.text import show, subject
 from ..errors import exported, public
 from ..models.layout import Layout
-from ..quant.families import Preset, preset_of
+from ..quant.families import preset_of
 from ..quant.packed_group import GroupContext, packing_of
 from ..quant.quantization import Quantization
 from .catalog import Catalog, Given
 from .decide import ConvertOptions, ConvertRequest, Decider
 from .make import Decision, Maker, Stack, fill, plan
-from .quantize import Request, Rounding, new_tensor, run_requests, weighted_rounding
+from .quantize import Request, Rounding, quantizing, run_requests, weighted_rounding
 from .rules import Keep, Rules, Scheme, Summary, arranged, importance_by_name
 
 # ---- quantized ----
@@ -129,14 +129,19 @@ def load_quantized(
         catalog.refuse_codes(catalog, "load_quantized")
         if preset is not None:
             catalog = arranged(catalog, preset)
-        decider = Decider(catalog, _request(catalog, scheme, keep, preset), ties=tie_lm_head and preset is None)
+        options: Any = {**dict.fromkeys(ConvertOptions.__annotations__), "quantize": scheme, "keep": keep}
+        nowhere: Any = None  # the result has no format of its own and no place
+        by_name = catalog.config is None  # an engine needs a whole model only if a config describes one
+        shared: Any = {"every_tensor": True, "threads": threads, "progress": progress}
+        request = ConvertRequest("", "", nowhere, None, 0, None, options, preset, [], by_name, **shared)
+        decider = Decider(catalog, request, ties=tie_lm_head and preset is None)
         if preset is not None:
             decider.check_kept()
         decisions = decider.of_tensors()
         if preset is not None:
-            result = _encoded(catalog, decisions, decider.quantization(), threads=threads, progress=progress)
+            result = _encoded(catalog, decisions, request, decider.quantization())
         else:
-            result = _quantized(catalog, decisions, rounding, axis, imatrix, threads=threads, progress=progress)
+            result = _quantized(catalog, decisions, request, rounding=rounding, axis=axis, imatrix=imatrix)
         for name, value in result.items():
             if isinstance(value, np.ndarray):
                 result[name] = jobs.native_order(value)
@@ -146,23 +151,14 @@ def load_quantized(
         return result
 
 
-def _request(catalog: Catalog, scheme: Scheme, keep: Keep, preset: Preset | None) -> ConvertRequest:
-    """Return a request for a result in memory, which has no format of its own and no place."""
-    options: Any = {**dict.fromkeys(ConvertOptions.__annotations__), "quantize": scheme, "keep": keep}
-    nowhere: Any = None
-    by_name = catalog.config is None  # an engine needs a whole model only if a config describes one
-    return ConvertRequest("", "", nowhere, None, 0, None, options, preset, [], by_name, every_tensor=True)
-
-
 def _quantized(
     catalog: Catalog,
     decisions: Mapping[str, Decision],
+    how: ConvertRequest,
+    *,
     rounding: Rounding | None,
     axis: int | None,
     imatrix: PathLike | Mapping[str, Any] | None,
-    *,
-    threads: int | None,
-    progress: Progress,
 ) -> QuantizedDict:
     """Load tensors quantized, and other floating tensors as float32, in one run."""
     origins = {name: (decision.sources or (name,))[0] for name, decision in decisions.items()}
@@ -180,9 +176,8 @@ def _quantized(
             own_axis = usual_axis(scheme, shape)
         elif not -len(shape) <= own_axis < len(shape):
             raise ValueError(f"{subject(name)}axis {axis} is out of range for shape {list(shape)}")
-        codes = new_tensor(values, scheme, own_axis and own_axis % len(shape))
-        target = SCHEMES[scheme].target(rounding if scheme == "q4_0" else None)
-        return Request(values, codes, target, importance.get(name))
+        own_axis = own_axis and own_axis % len(shape)
+        return quantizing(values, scheme, own_axis, rounding, importance=importance.get(name))[0]
 
     result, requests = QuantizedDict(), []
     for name, origin in origins.items():
@@ -196,28 +191,23 @@ def _quantized(
         result[name] = value
         quantizes = decisions[name].scheme is not None
         if isinstance(value, QuantizedTensor) and (quantizes or about.packed):
-            result[name] = array = value.dequantize(threads=threads)
+            result[name] = array = value.dequantize(threads=how.threads)
             if quantizes:  # at once, so that only one is in memory as float32
-                only = request(name, of_reals(name, array, threads))
-                run_requests([only], threads=threads, progress=None)
+                only = request(name, of_reals(name, array, how.threads))
+                run_requests([only], threads=how.threads, progress=None)
                 result[name] = only.result
-    run_requests(requests, threads=threads, progress=progress)
+    run_requests(requests, threads=how.threads, progress=how.progress)
     return result
 
 
 def _encoded(
-    catalog: Catalog,
-    decisions: Mapping[str, Decision],
-    quantization: Quantization,
-    *,
-    threads: int | None,
-    progress: Progress,
+    catalog: Catalog, decisions: Mapping[str, Decision], how: ConvertRequest, quantization: Quantization
 ) -> QuantizedDict:
     """Load tensors as a folder for an engine would hold them, one after another."""
-    context, maker = GroupContext({}, quantization), Maker(catalog, decisions, "", threads=threads)
+    context, maker = GroupContext({}, quantization), Maker(catalog, decisions, "", threads=how.threads)
     abouts = {name: catalog.about(name) for name in decisions}
     result, done = QuantizedDict(), 0
-    with reporter(progress, sum(about.nbytes for about in abouts.values())) as report:
+    with reporter(how.progress, sum(about.nbytes for about in abouts.values())) as report:
         for name, decision in decisions.items():
             if decision.scheme is not None:
                 encoding, parts = maker.encoded(name, decision)
@@ -227,11 +217,11 @@ def _encoded(
                 kind = packing_of(context, name, names, parts)
                 result[name] = QuantizedTensor.of_parts(kind, {packing.NAME: name, **names}, parts)
             elif decision.dtype is None:
-                result[name] = catalog.value(name, threads)
+                result[name] = catalog.value(name, how.threads)
             else:
                 row = dtypes.BY_CODE[decision.dtype]
                 result[name] = array = private_array(abouts[name].shape, dtypes.array_dtype(row.number))
-                catalog.read_into(name, row, array, threads)
+                catalog.read_into(name, row, array, how.threads)
             done += abouts[name].nbytes
             report(done)
     return result

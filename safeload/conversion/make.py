@@ -20,6 +20,7 @@ from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, foreign_order
 from ..core.atomic_file import AtomicFile
 from ..core.described import texts_with
+from ..core.files import Location
 from ..core.jobs import JobGrid
 from ..core.memory import private_array
 from ..core.metadata import as_texts
@@ -47,7 +48,6 @@ from .destinations import weight_map as stored_in
 from .executors import in_memory
 from .quantize import (
     Encoding,
-    Request,
     Rounding,
     Scratch,
     ScratchBuffers,
@@ -56,13 +56,13 @@ from .quantize import (
     global_scale,
     largest_in,
     maxima_of,
-    new_tensor,
     quantize_source,
+    quantizing,
     run_requests,
     scales_of,
     weights_in,
 )
-from .rules import vectors_for
+from .rules import Summary, vectors_for
 
 _BYTES = dtypes.BY_CODE["U8"]
 # Stands for the dtype number of a tensor that is copied.
@@ -110,6 +110,19 @@ class Outputs(NamedTuple):
     maker: Maker | None = None  # without spans
     metadata: Mapping[Any, Any] = {}
     editable: bool = True  # False for the headers of engines, which have no room for changes
+    # Of a whole result, beside its tensors.
+    left_out: tuple[str, ...] = ()  # a sentence each about what the sources hold besides the tensors
+    config: dict[str, Any] | None = None  # ``config.json`` of a folder; None if the source has none
+    files: Mapping[str, Location | bytes] = {}  # other files of a folder: where to copy from, or the content
+    summary: Summary | None = None  # the quantized tensors; None without ``quantize``
+    parameters: int | None = None  # for the index of an engine that wants one for a single shard too
+    restored: bool = False  # True if packed tensors are dequantized
+
+    @property
+    def tensor_count(self) -> int:
+        """Number of tensors, without activation scales."""
+        ignored = self.catalog.ignored
+        return len(self.names) - (len(ignored.keys() & self.reads) if ignored else 0)
 
     @property
     def sizes(self) -> Sequence[int] | Array:
@@ -456,9 +469,14 @@ class Maker:
             value = read()
             stacked = isinstance(value, np.ndarray)  # occupies the scratch memory itself
             data = private_array(stored, dtype) if stacked else self._scratch.array(stored, dtype)
-            rounding, threads = self._rounding if scheme == "q4_0" else None, self._threads
             return quantize_source(
-                value, scheme, axis=axis, rounding=rounding, data=data, threads=threads, importance=importance
+                value,
+                scheme,
+                axis=axis,
+                rounding=self._rounding,
+                data=data,
+                threads=self._threads,
+                importance=importance,
             )
 
         return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
@@ -596,15 +614,10 @@ class Maker:
         }
 
     def _codes_of(self, group: Sequence[str]) -> dict[str, Array]:
-        requests, results = [], {}
-        for name in group:
-            output, _, source = self._small[name]
-            values = source()
-            results[name] = new_tensor(values, output.scheme, output.axis)
-            target = SCHEMES[output.scheme].target(self._rounding if output.scheme == "q4_0" else None)
-            requests.append(Request(values, results[name], target))
-        run_requests(requests, threads=self._threads, progress=None)
-        return {name: result.data for name, result in results.items()}
+        tensors = ((output, source()) for output, _, source in map(self._small.__getitem__, group))
+        pairs = [quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors]
+        run_requests([request for request, _ in pairs], threads=self._threads, progress=None)
+        return {name: result.data for name, (_, result) in zip(group, pairs, strict=True)}
 
 
 def _quantized_later(

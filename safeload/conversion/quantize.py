@@ -166,8 +166,7 @@ def quantize_source(
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
     reals = source if isinstance(source, Source) else of_reals("", source, threads)
-    result = new_tensor(reals, scheme, axis, data)
-    request = Request(reals, result, SCHEMES[scheme].target(rounding), importance)
+    request, result = quantizing(reals, scheme, axis, rounding, importance=importance, data=data)
     run_requests([request], threads=threads, progress=None)
     return result
 
@@ -235,12 +234,21 @@ class Request(NamedTuple):
         return self.is_int8 and not self.source.in_order
 
 
-def new_tensor(source: Source, scheme: str, axis: int | None, data: Array | None = None) -> QuantizedTensor:
-    """Return a quantized tensor for `run_requests` to fill; its codes are in ``data`` if given."""
+def quantizing(
+    source: Source,
+    scheme: str,
+    axis: int | None,
+    rounding: Rounding | None,  # for q4_0
+    *,
+    importance: Array | None = None,
+    data: Array | None = None,
+) -> tuple[Request, QuantizedTensor]:
+    """Return a request to quantize, and its result, whose codes are in ``data`` if given."""
     (data_dtype, data_shape), scale = storage_of(scheme, source.shape, axis)
     scales = None if scale is None else np.zeros(scale[1], scale[0])
     codes = private_array(data_shape, data_dtype) if data is None else data
-    return QuantizedTensor(scheme, source.shape, codes, scales, axis)
+    result = QuantizedTensor(scheme, source.shape, codes, scales, axis)
+    return Request(source, result, SCHEMES[scheme].target(rounding if scheme == "q4_0" else None), importance), result
 
 
 def run_requests(requests: Sequence[Request], *, threads: int | None, progress: Progress) -> None:
@@ -294,12 +302,9 @@ def maxima_of(
     return maxima
 
 
-_INFINITY_BITS = 0x7F800000
-
-
 def _not_finite(maxima: Array) -> bool:
     """Return True if the bits of any maximum are infinity or NaN."""
-    return bool((maxima >= _INFINITY_BITS).any())
+    return not np.isfinite(maxima.view(np.float32)).all()
 
 
 def scales_of(maxima: Array) -> tuple[Array, Array]:
@@ -453,8 +458,8 @@ def weights_in(
     """Return the values of a weight of a model as a dtype; weights with a merged adapter are computed first."""
     arranged = catalog if isinstance(catalog, RestructuredCatalog) and catalog.for_engine else None
     base, dtype = catalog if arranged is None else arranged.base, dtypes.array_dtype(row.number)
-    if arranged is not None and arranged.recipe(name).renamed is None:
-        items = arranged.recipe(name).items
+    if arranged is not None and arranged.recipes[name].renamed is None:
+        items = arranged.recipes[name].items
         if len(items) > 1:
             packed = any(base.about(source).packed for source in arranged.sources_of(name))
             alone = packed or base.in_memory or base.makes

@@ -25,7 +25,6 @@ from ..core.checkpoint import recipe_of
 from ..core.files import Location
 from ..core.names import pairs_of
 from ..core.packing import parse_scheme
-from ..core.progress import Progress
 from ..core.registry import SAFETENSORS, OpenRequest, open_file
 from ..core.runtime import paused
 from ..core.source import in_order
@@ -38,7 +37,6 @@ from ..remote import url as urls
 from . import executors
 from .catalog import Catalog, Given, RestructuredCatalog, has_names
 from .decide import (
-    Conversion,
     ConvertOptions,
     ConvertReport,
     ConvertRequest,
@@ -162,7 +160,7 @@ def plan_convert(
         >>> safeload.finalize(plan, results).tensors
         30
     """
-    with planned(src, dst, options, overwrite=overwrite, resume=resume) as (plan, folder, _, _):
+    with planned(src, request_of(dst, options, overwrite=overwrite, resume=resume)) as (plan, folder, _, _):
         shared = folder.location.files.public_options()
     for content in (plan, *plan["pieces"]):
         content["storage_options"] = shared
@@ -171,22 +169,12 @@ def plan_convert(
 
 
 def convert_in_pieces(
-    src: Given | Sequence[Given],
-    dst: Destination,
-    options: ConvertOptions,
-    *,
-    overwrite: bool,
-    resume: bool,
-    executor: Executor | None,
-    threads: int | None,
-    progress: Progress,
+    src: Given | Sequence[Given], request: ConvertRequest, executor: Executor | None
 ) -> ConvertReport:
     """Plan a conversion, run all of its pieces, each of which writes its shard and its record, and complete it."""
-    executors.check_executor(executor)
-    own = options.get("storage_options")
+    own = request.options["storage_options"]
     with ExitStack() as stack:
-        planning = planned(src, dst, options, overwrite=overwrite, resume=resume, threads=threads)
-        plan, folder, shards, stored = stack.enter_context(planning)
+        plan, folder, shards, stored = stack.enter_context(planned(src, request))
         pieces = plan["pieces"]
         if executor is None:
             run = PieceRunner(folder, own, dict(zip([piece["id"] for piece in pieces], shards, strict=True)))
@@ -195,7 +183,7 @@ def convert_in_pieces(
             run = PieceRunner(folder if folder.location.files.remote else None, own)
         with folder.begin():
             try:
-                results = executors.run(run, pieces, executor, threads=threads, progress=progress)
+                results = executors.run(run, pieces, executor, threads=request.threads, progress=request.progress)
             except BaseException:
                 if not folder.location.files.remote:
                     folder.remove_empty([plan["call"]])
@@ -205,17 +193,10 @@ def convert_in_pieces(
 
 @contextmanager
 def planned(
-    src: Given | Sequence[Given],
-    dst: Destination,
-    options: ConvertOptions,
-    *,
-    overwrite: bool,
-    resume: bool,
-    threads: int | None = None,
+    src: Given | Sequence[Given], request: ConvertRequest
 ) -> Iterator[tuple[dict[str, Any], Sink, list[Outputs], dict[str, str]]]:
     """Yield a plan without storage options, its destination, its open shards, and the file of each stored tensor."""
-    request = request_of(dst, options)
-    folder = request.folder
+    folder, overwrite, resume = request.folder, request.overwrite, request.resume
     if folder is None:
         raise ValueError(
             f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
@@ -232,10 +213,10 @@ def planned(
                 "executor=; raw=True writes the tensors as they are"
             )
         with paused(len(catalog)):
-            conversion = prepare(stack, catalog, request, threads)
-            shards = conversion.outputs.divided(request.limit)
+            outputs = prepare(stack, catalog, request)
+            shards = outputs.divided(request.limit)
             stored = weight_map(shards)  # refuses two tensors with the same name
-            pieces = _pieces(conversion, shards, request, plain)
+            pieces = _pieces(outputs, shards, request, plain)
             plan_id = digest_of([__version__, pieces[0]["options"], [piece["id"] for piece in pieces]])
             for piece in pieces:
                 piece.update(plan=plan_id, call=call, folder=folder.place)
@@ -245,13 +226,13 @@ def planned(
             if resume and not overwrite:
                 _check_folder(pieces, folder, records)
             if resume:
-                _check_not_applied(conversion.catalog, folder, call, records.get(call, {}))
+                _check_not_applied(outputs.catalog, folder, call, records.get(call, {}))
             if remote:
                 _choose_names(pieces, folder, records.get(call, {}), overwrite=overwrite)
                 files = dict(zip(shards, [piece["file"] for piece in pieces], strict=True))
                 stored = {name: files[file] for name, file in stored.items()}
-            summary = conversion.summary
-            extras = {name: place for name, place in conversion.files.items() if isinstance(place, Location)}
+            summary = outputs.summary
+            extras = {name: place for name, place in outputs.files.items() if isinstance(place, Location)}
             plan = {
                 "safeload_plan": 2,
                 "operation": "convert",
@@ -263,16 +244,16 @@ def planned(
                 "overwrite": overwrite,
                 "storage_options": None,
                 "pieces": pieces,
-                "tensors": conversion.tensor_count,
-                "config": config_for(conversion, folder, request.target, overwrite=overwrite),
+                "tensors": outputs.tensor_count,
+                "config": config_for(outputs, folder, request),
                 "extras": {  # without secrets
                     name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
                     for name, place in extras.items()
                 },
                 "quantized": None if summary is None else [summary.bytes_before, summary.kept],
-                "schemes": [*conversion.outputs.schemes],
-                "left_out": [*conversion.left_out],
-                "parameters": conversion.parameters,
+                "schemes": [*outputs.schemes],
+                "left_out": [*outputs.left_out],
+                "parameters": outputs.parameters,
             }
         yield plan, folder, [*shards.values()], stored
 
@@ -291,17 +272,17 @@ def _source_id(source: Any) -> Any:
 
 
 def _pieces(
-    conversion: Conversion, shards: Mapping[str, Outputs], request: ConvertRequest, options: Mapping[str, Any]
+    outputs: Outputs, shards: Mapping[str, Outputs], request: ConvertRequest, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return a piece for each shard, without its plan and folder."""
-    catalog, reads = conversion.catalog, [reads_of(shard.reads, shard.decided) for shard in shards.values()]
+    catalog, reads = outputs.catalog, [reads_of(shard.reads, shard.decided) for shard in shards.values()]
     stored, arranged_from = catalog, None
     if isinstance(catalog, RestructuredCatalog):  # a worker arranges the tensors again
         stored, arranged_from, sources_of = catalog.base, catalog.config, catalog.sources_of
         reads = [[*dict.fromkeys(source for name in names for source in sources_of(name))] for names in reads]
     adapters = planned_adapters(stored)
     position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
-    texts, spans = conversion.outputs.texts, conversion.outputs.spans
+    texts, spans = outputs.texts, outputs.spans
     located = None if spans is None else (spans.files, spans.file)
     side = TensorFiles(stored, [*position], "a conversion in pieces", located)
     pieces = []
@@ -405,7 +386,7 @@ def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, records: Mappi
         changed = [piece for piece in pieces if earlier.get(piece["file"], {}).get("piece") not in (None, piece["id"])]
         file = changed[0]["file"] if changed else next(iter(earlier))
         versions = [version for piece in changed[:1] for version in versions_of(piece)]
-        difference = _difference(earlier[file], __version__, first["options"], versions)
+        difference = _difference(earlier[file], first["options"], versions)
         raise ValueError(
             f"resume: {show(folder.shown(file))} was written {difference}; pass overwrite=True to start over"
         )
@@ -424,12 +405,10 @@ def _check_not_applied(catalog: Catalog, folder: Sink, call: str, records: _Reco
                 )
 
 
-def _difference(
-    record: Mapping[str, Any], version: str, options: Mapping[str, Any], sources: Sequence[Sequence[Any]]
-) -> str:
+def _difference(record: Mapping[str, Any], options: Mapping[str, Any], sources: Sequence[Sequence[Any]]) -> str:
     """Explain why a call cannot keep a recorded shard: a different version, option or source."""
-    if record.get("version") != version:
-        return f"with safeload {printable(str(record.get('version')))}, but this is {version}"
+    if record.get("version") != __version__:
+        return f"with safeload {printable(str(record.get('version')))}, but this is {__version__}"
     before = record.get("options")
     before = before if isinstance(before, dict) else {}
     for key in (*options, *before):

@@ -130,11 +130,6 @@ class Summary(Result, _SummaryFields):
         return "\n".join(lines)
 
 
-def described(tensors: Mapping[str, TensorDescription]) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Return ``tensors`` of a summary."""
-    return {name: (about.code, about.shape, about.nbytes) for name, about in tensors.items()}
-
-
 class Kept:
     """The tensors to leave unquantized, by patterns of tensor or module names or by a function.
 
@@ -497,11 +492,9 @@ class EngineRules:
         if is_named_conv1d(name) and conv1d_model(self._config) is not None:
             return _IS_CONV1D  # engines quantize linear modules, or these as [out, in]
         role = "weight" if self.schema is None else self.schema.role(name)
-        ends = {"embedding": "is an embedding", "head": IS_HEAD}
-        if role in ends and not self.engine.quantizes_ends:
-            return ends[role]
-        if role in ("norm", "bias", "buffer"):
-            return f"is a {role}"
+        kept = {**_KEPT_ROLES, "head": IS_HEAD}.get(role or "")
+        if kept is not None and not (role in ("embedding", "head") and self.engine.quantizes_ends):
+            return kept
         fused = _FUSED_EXPERTS.search(name) is not None
         if not self.engine.quantizes_experts and (fused or _EXPERT.search(name)):
             return IS_EXPERT
@@ -587,13 +580,6 @@ def not_as_in_mlx(model_type: object) -> str:
         f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names), and "
         "safeload does not know the differences"
     )
-
-
-def nothing_left(preset: Preset, kept: Mapping[str, str]) -> UnsupportedError:
-    """Return the error for a conversion that quantizes nothing."""
-    name, reason = next(iter(kept.items()), ("", ""))
-    why = f": tensor {show(name)} {'is kept by ' if reason.startswith('keep=') else ''}{reason}" if reason else ""
-    return UnsupportedError(f"{preset.name}: no tensor is left to quantize{why}")
 
 
 # ---- tensors as an engine loads them ----

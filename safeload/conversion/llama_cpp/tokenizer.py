@@ -434,14 +434,6 @@ def _name_of(ids: list[int], pre_tokenizer: Any, ignore_merges: bool) -> str | N
     return next((row["name"] for row in rows if _cuts({"type": "Sequence", **row}) == steps), None)
 
 
-def pre_tokenizer_named(name: str) -> tuple[dict[str, Any], bool] | None:
-    """Return the pre-tokenizer with this name, and ``ignore_merges``; None if it is unknown."""
-    row = next((row for row in _pre_tokenizers()["by_steps"] if row["name"] == name), None)
-    if row is None:
-        return None
-    return {"type": "Sequence", "pretokenizers": [*row["pretokenizers"]]}, row["ignore_merges"]
-
-
 def _cuts(pre_tokenizer: Any) -> list[tuple[Any, ...] | None]:
     """Return what decides about words in each step; None for an unknown step."""
     steps = [pre_tokenizer]
@@ -919,10 +911,9 @@ class _Tokens:
 
     def _template(self) -> dict[str, Any] | None:
         """Return a ``tokenizer.json`` without vocabulary for a foreign file."""
-        steps = pre_tokenizer_named(self.pre or "")
-        if steps is None:
+        row = next((row for row in _pre_tokenizers()["by_steps"] if row["name"] == self.pre), None)
+        if row is None:
             return None
-        pre_tokenizer, ignore_merges = steps
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         return {
             "version": "1.0",
@@ -930,12 +921,13 @@ class _Tokens:
             "padding": None,
             "added_tokens": [self._entry(k) for k in self._added()],
             "normalizer": None,
-            "pre_tokenizer": pre_tokenizer,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*row["pretokenizers"]]},
             "post_processor": self._processor(byte_level),
             "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
             "model": {
                 "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": ignore_merges,
+                "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                "ignore_merges": row["ignore_merges"],
             },
         }  # fmt: skip
 
