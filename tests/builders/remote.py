@@ -3,7 +3,8 @@
 import threading
 import time
 
-from builders.inside import LOCAL, WINDOW, Location, RemoteStore, each, fill
+import safeload.remote
+from builders.inside import LOCAL, WINDOW, RemoteStore, thread_group
 from safeload.errors import UnsupportedError, missing_file
 
 
@@ -22,7 +23,8 @@ class ServedStore(RemoteStore):
     def read_spans(self, spans):
         begin = spans[0].offset
         content = self._served.request(self.path, begin, spans[-1].end)
-        fill(spans, begin, content)
+        for offset, memory in spans:
+            memory[:] = content[offset - begin : offset - begin + len(memory)]
 
     def confirm(self):
         self._served.confirmed.append(self.path)
@@ -60,7 +62,7 @@ class Served:
 
     def at(self, path):
         """What `safeload.open` takes."""
-        return Location(self, path)
+        return safeload.remote.Location(self, path)
 
     def request(self, path, begin, end):
         with self._lock:
@@ -119,7 +121,7 @@ class Served:
         pass
 
     def each(self, function, items):
-        return each(function, items)
+        return thread_group.each(function, items)
 
 
 def read(store, begin=WINDOW, end=None):

@@ -40,7 +40,6 @@ from builders.inside import (
     LOCAL,
     Config,
     ConfigError,
-    Location,
     choosing,
     families,
     files_of_manifest,
@@ -62,6 +61,7 @@ from builders.models import BUILT_IN_SCHEMAS
 from builders.paths import ROOT
 
 import safeload
+import safeload.remote
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.numpy import save_file
 
@@ -644,7 +644,7 @@ def tokenizer_json(data):
     """A tokenizer.json for llama.cpp."""
     (FOLDER / "tokenizer.json").write_bytes(data)
     try:
-        files = tokenizer.TokenizerFiles(Location(LOCAL, str(FOLDER)))
+        files = tokenizer.TokenizerFiles(safeload.remote.Location(LOCAL, str(FOLDER)))
         with watched(), contextlib.suppress(ImportError):
             vocabulary = tokenizer.vocabulary_of(files, 64)
             keys = dict(tokenizer.SpecialTokens(files, settings.ModelConfig({}, "m"), vocabulary).keys())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from builders import format_files, inside
 from builders.http_server import Server
-from builders.inside import ExpectedFiles, digests_of, main, registry, verified
+from builders.inside import LOCAL, ExpectedFiles, digests_of, main, registry, verified
 from builders.paths import DATA
 
 import safeload
@@ -557,7 +557,7 @@ def test_models_of_ollama_are_verified_by_the_names_of_their_blobs(tmp_path, mon
 
 def test_a_cache_covers_nothing_else(tmp_path):
     with pytest.raises(VerificationError, match="has no digest"):
-        ExpectedFiles("the cache").of("x", inside.store_files.LOCAL, str(tmp_path / "x"))
+        ExpectedFiles("the cache").of("x", LOCAL, str(tmp_path / "x"))
 
 
 # ---- URLs ----

@@ -12,12 +12,12 @@ from builders.inside import (
     ExpectedFiles,
     ExpectedRange,
     check_name,
-    compare_digests,
     digest_in_cache,
     files_of_manifest,
     files_of_statement,
     is_manifest,
     parse_json,
+    verified,
 )
 from builders.inside import signature_statement as _statement
 
@@ -257,9 +257,9 @@ def test_names_are_relative_to_the_root(tmp_path):
 )
 def test_digests(algorithm, digest):
     expected = (ExpectedRange(0, None, algorithm, digest),)
-    compare_digests([memoryview(b"hel"), memoryview(b"lo")], expected, 5, path="x", source="y")
+    verified.compare_digests([memoryview(b"hel"), memoryview(b"lo")], expected, 5, path="x", source="y")
     with pytest.raises(VerificationError, match=rf"x: the file differs from y: expected {algorithm}"):
-        compare_digests([memoryview(b"help!")], expected, 5, path="x", source="y")
+        verified.compare_digests([memoryview(b"help!")], expected, 5, path="x", source="y")
 
 
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 4], [5, 2], [6, 1], [0, 7]])
@@ -270,10 +270,10 @@ def test_ranges_and_pieces_need_not_agree(pieces):
         at += count
     ranges = [(0, 5), (5, 7)]
     expected = [ExpectedRange(b, e, "sha256", hashlib.sha256(content[b:e]).hexdigest()) for b, e in ranges]
-    compare_digests(parts, tuple(expected), 7, path="x", source="y")
+    verified.compare_digests(parts, tuple(expected), 7, path="x", source="y")
     expected[1] = expected[1]._replace(digest=A)
     with pytest.raises(VerificationError, match=r"in bytes \[5, 7\)"):
-        compare_digests(parts, tuple(expected), 7, path="x", source="y")
+        verified.compare_digests(parts, tuple(expected), 7, path="x", source="y")
 
 
 def test_only_names_of_blobs_are_digests(tmp_path):

@@ -19,7 +19,7 @@ pytest.importorskip("urllib3")
 
 from builders import http_faults
 from builders.hub import Hub, Repository
-from builders.inside import RemoteFiles, Span, foreign_errors, hub
+from builders.inside import RemoteFiles, Span, cleaned, hub
 from builders.inside import http_client as retries
 
 from safeload import FormatError, UnsupportedError
@@ -323,14 +323,14 @@ def test_an_answer_without_commit_or_list_is_an_error(answer, server, files):
 )
 def test_a_long_error_takes_linear_time(text):
     begun = time.perf_counter()
-    assert len(foreign_errors.cleaned(RuntimeError(text), ["s3cr3t"])) <= 500
+    assert len(cleaned(RuntimeError(text), ["s3cr3t"])) <= 500
     assert time.perf_counter() - begun < 1
 
 
 def test_a_long_error_is_cut_between_words():
     secret = "https://host/?signature=" + "s3cr3t" * 3000
     for text in (f"{'x ' * 100}{secret}", secret, f"{'https://host/?y ' * 1020}{secret}"):
-        assert "s3cr3t" not in foreign_errors.cleaned(RuntimeError(text), [])
+        assert "s3cr3t" not in cleaned(RuntimeError(text), [])
 
 
 def test_a_hub_that_nobody_reaches_is_an_error():
