@@ -243,6 +243,9 @@ def test_control_c_while_modules_are_imported_prints_no_traceback(path):
     assert (status, out.count("tensor") > 0, err) == (0, True, "")
 
 
+CLI = inside.path("parsers").rpartition(".")[0]
+
+
 def ours(modules):
     return [name for name in modules if name.split(".")[0] == "safeload"]
 
@@ -256,14 +259,12 @@ def test_version_and_help_import_no_numpy_and_no_command(arguments):
     late = {"numpy", "logging", "dataclasses", "json", inside.path("_core")}
     assert not late.difference(done.stdout.split()) & set(modules)
     assert len(ours(modules)) <= 13
-    assert not [module for module, _, _ in parsers.COMMANDS.values() if inside.path("cli") + f".{module}" in modules]
+    assert not [module for module, _, _ in parsers.COMMANDS.values() if f"{CLI}.{module}" in modules]
 
 
 def test_a_command_imports_only_what_it_runs(path):
     modules = imported_by("info", path)
-    assert {module for module, _, _ in parsers.COMMANDS.values() if inside.path("cli") + f".{module}" in modules} == {
-        "look"
-    }
+    assert {module for module, _, _ in parsers.COMMANDS.values() if f"{CLI}.{module}" in modules} == {"look"}
     assert len(ours(modules)) <= 121
     late = tuple(map(inside.path, ("families", "conversion", "torch_zip", "mixtures")))
     assert not [name for name in ours(modules) if name.startswith(late)]

@@ -19,7 +19,7 @@ from builders.http_server import Server
 from builders.terminal import press_ctrl_c
 
 fsspec = pytest.importorskip("fsspec")
-from builders.inside import Filesystem, LocalStore, LocalUrls, RemoteFiles, Span, thread_group  # noqa: E402
+from builders.inside import Filesystem, LocalStore, RemoteFiles, Span, thread_group  # noqa: E402
 from fsspec.implementations.dirfs import DirFileSystem  # noqa: E402
 from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -454,7 +454,7 @@ def test_a_part_of_a_filesystem_is_a_filesystem(memory):
 def uploads(kind, folder, tmp_path):
     return {
         "memory": (RemoteFiles().backend(folder), folder),
-        "file": (LocalUrls(), (tmp_path / "out").as_uri()),
+        "file": (RemoteFiles().backend("file:///"), (tmp_path / "out").as_uri()),
         "local": (Filesystem(LocalFileSystem()), (tmp_path / "out").as_uri()),
         "chain": (RemoteFiles({}).backend(f"simplecache::{folder}"), f"simplecache::{folder}"),
     }[kind]
