@@ -71,8 +71,6 @@ inside.preload(
     "merge",
     "validation",
     "finder",
-    "edit_journal",
-    "missing_path",
 )
 for row in registry.ROWS:
     row.load()
@@ -89,6 +87,13 @@ FOLDER = Path(tempfile.mkdtemp(prefix="safeload-fuzz-"))
 PACKAGE = os.path.dirname(safeload.__file__)  # whose tables are read on first use
 OWN = os.path.join(tempfile.gettempdir(), "safeload-")  # also what npz unpacks
 atexit.register(shutil.rmtree, FOLDER)
+# What tells of missing paths and what edits are imported when first needed, too.
+with contextlib.suppress(OSError):
+    safeload.open(FOLDER / "missing")
+save_file({"w": np.zeros(1, np.float32)}, FOLDER / "edited.safetensors")
+with safeload.edit(FOLDER / "edited.safetensors") as edited:
+    edited.metadata["k"] = "v"
+(FOLDER / "edited.safetensors").unlink()
 
 
 class Broken(Exception):  # noqa: N818 - no error of the library's

@@ -5,7 +5,7 @@ import random
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from builders.inside import RemoteFiles, cleaned, public_options, secrets_of_urls
+from builders.inside import RemoteFiles, cleaned, secrets_of_urls
 from builders.inside import base_urls as urls
 
 from safeload import UnsupportedError
@@ -154,11 +154,11 @@ def test_what_is_pickled_has_no_secret():
         "client_kwargs": {"endpoint_url": "http://host", "aws_secret_access_key": "s3cr3t"}, "headers": {"A": "s3cr3t"},
         "project": ["s3cr3t"],
     }  # fmt: skip
-    assert public_options(options) == {
+    assert RemoteFiles(options).public_options() == {
         "endpoint_url": "https://host", "anon": True, "region": {},
         "client_kwargs": {"endpoint_url": "http://host"}, "headers": {},
     }  # fmt: skip
-    assert public_options(None) is None
+    assert RemoteFiles(None).public_options() is None
     for url in ("http://u:1/s3cr3t@host/", "http://u:s3cr3t", "s3://k:s3/cr3t@b"):
         with pytest.raises(UnsupportedError, match="escape it as %40") as caught:
             RemoteFiles().public(url)
