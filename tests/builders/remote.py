@@ -4,8 +4,10 @@ import threading
 import time
 
 import safeload.remote
-from builders.inside import LOCAL, WINDOW, RemoteStore, thread_group
+from builders.inside import LOCAL, RemoteStore, thread_group
 from safeload.errors import UnsupportedError, missing_file
+
+WINDOW = 128 << 10  # bytes of the first request for a file
 
 
 class ServedStore(RemoteStore):

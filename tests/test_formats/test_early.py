@@ -1,5 +1,6 @@
 """Remote folders: the index, config.json and the shards that the listing implies are requested at once."""
 
+import contextlib
 import json
 import threading
 
@@ -7,7 +8,6 @@ import numpy as np
 import pytest
 from builders.http_faults import Fault
 from builders.hub import Hub
-from builders.inside import implied_shards
 from builders.remote import Served, ServedStore
 from builders.threads import threads
 
@@ -173,7 +173,13 @@ MOST = [name_of(k, 30) for k in range(1, 31)]
     ids=range(10),
 )
 def test_complete_sets_with_the_name_of_the_index_are_implied(base, beside, shards):
-    assert implied_shards(base, beside) == shards
+    """They are opened although the index, which names none of them, has not been read."""
+    content = dict.fromkeys(beside, shard("t"))
+    files = Recorded({**content, base: json.dumps({"weight_map": {"w": "own.bin"}}).encode(), "own.bin": b""})
+    with contextlib.suppress(safeload.SafeloadError):
+        listing(files)
+    assert base in dict(files.opened)
+    assert sorted(name for name, _ in files.opened if name in content) == shards
 
 
 # ---- the Hub ----

@@ -18,8 +18,8 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import WINDOW, Span, Web, thread_group
-from builders.remote import read
+from builders.inside import Span, Web, thread_group
+from builders.remote import WINDOW, read
 from builders.threads import threads
 
 from safeload.errors import RemoteError

@@ -8,8 +8,8 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import WINDOW, Span, Web
-from builders.remote import read
+from builders.inside import Span, Web
+from builders.remote import WINDOW, read
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError

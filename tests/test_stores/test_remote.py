@@ -10,8 +10,8 @@ import threading
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import WINDOW, RemoteStore, Span
-from builders.remote import Served
+from builders.inside import RemoteStore, Span
+from builders.remote import WINDOW, Served
 
 import safeload
 import safeload.numpy
@@ -213,7 +213,8 @@ def test_a_closed_checkpoint_gives_nothing_more_not_even_what_came_with_the_firs
 FORKED = inside.program("""
 import os, signal, sys, threading, warnings
 warnings.simplefilter("ignore")
-from builders.inside import WINDOW, RemoteStore, Span
+from builders.inside import RemoteStore, Span
+from builders.remote import WINDOW
 
 class Store(RemoteStore):
     path, size, version = "memory://x", 10 * WINDOW, (1,)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from builders.http_server import Server
-from builders.inside import WINDOW
+from builders.remote import WINDOW
 
 import safeload
 

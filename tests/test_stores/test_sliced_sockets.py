@@ -10,8 +10,8 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import WINDOW, thread_group
-from builders.remote import read
+from builders.inside import thread_group
+from builders.remote import WINDOW, read
 from builders.terminal import press_ctrl_c
 from builders.threads import threads
 
