@@ -279,8 +279,7 @@ def test_a_wait_of_any_length_is_refused():
             assert len(there.requests) == 1
 
 
-def test_a_refusal_is_named_before_the_end_of_its_body(monkeypatch):
-    inside.tune(monkeypatch, drained_for=0.05)
+def test_a_refusal_is_named_before_the_end_of_its_body():
     for fault in (server.status(404), server.redirect("/b")):
         begun = time.monotonic()
         with serve(fault, server.stall()) as there, pytest.raises((FileNotFoundError, RemoteError)):
