@@ -61,7 +61,6 @@ NAMES = {
     "available_cpus": "core.memory:available_cpus",
     "thread_count": "core.memory:thread_count",
     "open_without_table": "core.weight_file:open_without_table",
-    "crc32c": "formats.ocdbt:crc32c",
     "dcp": "formats.dcp",
     "flax": "formats.flax",
     "folder_format": "formats.folder",
