@@ -128,7 +128,6 @@ NAMES = {
     "finder": "quant.finder",
     "Globs": "quant.patterns:Globs",
     "Pattern": "quant.patterns:Pattern",
-    "is_kept_by": "quant.quantization:is_kept_by",
     "quantization_of": "quant.quantization:quantization_of",
     "AssembledStore": "formats.boxed:AssembledStore",
     "Box": "formats.boxed:Box",
