@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import inside
 from builders.doc_examples import FLAGS, PAGES, ROOT, examples_of, failure_of, make_files
 from builders.doc_stores import stores
 from builders.quantized import FIXTURES
@@ -38,7 +37,8 @@ NEEDS = {
 FRAMEWORKS = ("torch", "jax")
 
 # Its examples put safeload in the place of safetensors.
-WHOLE_PROGRAMS = (ROOT / "docs" / "whole-programs.md", inside.path("install_as_safetensors"))
+INSTALL = safeload.install_as_safetensors
+WHOLE_PROGRAMS = (ROOT / "docs" / "whole-programs.md", f"{INSTALL.__module__}.{INSTALL.__name__}")
 
 as_numpy_2_prints = pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="written with numpy 2")
 

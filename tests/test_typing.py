@@ -12,7 +12,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from builders.inside import packing, registry
+from builders.inside import SCHEMES, registry
 from builders.inside import quantizing as quantize
 from builders.public import functions
 
@@ -108,8 +108,10 @@ def test_pyright_accepts_what_people_write(mode, tmp_path):
 
 
 def test_the_choices_of_types_are_the_rows():
-    assert set(typing.get_args(quantize.SchemeName)) == set(packing.SCHEMES)
-    assert set(typing.get_args(quantize.Rounding)) == set(packing.ROUNDINGS)
+    assert set(typing.get_args(quantize.SchemeName)) == set(SCHEMES)
+    assert set(typing.get_args(quantize.Rounding)) == {
+        rounding for row in SCHEMES.values() for rounding in row.roundings
+    }
     assert set(typing.get_args(registry.FormatName)) == set(registry.FORMATS)
 
 

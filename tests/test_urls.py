@@ -1,6 +1,7 @@
 """Checkpoints by their URLs, from safeload.open to the command line, on real servers of this machine."""
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +24,6 @@ pytest.importorskip("urllib3")
 from builders import http_faults as faults
 from builders import inside
 from builders.http_server import Server
-from builders.inside import folder_of, index_of, open_paths, recipe_of
 from builders.paths import ROOT
 
 import safeload
@@ -220,6 +221,27 @@ def texts_of(error):
     return "".join(line for line in lines if not line.lstrip().startswith("File")) + repr(error) + repr(vars(error))
 
 
+def ours_in(one):
+    """The objects of safeload's classes that an object leads to, by what the garbage collector sees."""
+    found, ahead = {}, [one]
+    while ahead:
+        for inner in gc.get_referents(ahead.pop()):
+            if id(inner) in found or isinstance(inner, (type, types.ModuleType, types.FunctionType)):
+                continue
+            own = type(inner).__module__.partition(".")[0] == "safeload"
+            if own or isinstance(inner, (dict, list, tuple)):
+                found[id(inner)] = inner
+                ahead.append(inner)
+    return [inner for inner in found.values() if type(inner).__module__.partition(".")[0] == "safeload"]
+
+
+def locals_of(error):
+    """What tools for tracebacks show of the objects of safeload's classes in the frames of an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    values = [value for frame in frames for value in frame.f_locals.values()]
+    return [repr(value) for value in values if type(value).__module__.partition(".")[0] == "safeload"]
+
+
 def test_credentials_are_in_no_text_of_a_checkpoint(model, caplog):
     caplog.set_level(logging.DEBUG)
     with Server(model) as server:
@@ -236,8 +258,9 @@ def test_credentials_are_in_no_text_of_a_checkpoint(model, caplog):
             ]
             shown += [repr(opened.get_slice(name)), str(opened.notes), str(opened.path), repr(opened.stream())]
             # What tools for tracebacks show of local variables, and debuggers of attributes.
-            inner = [recipe_of(opened), index_of(opened), folder_of(opened), *opened.weight_files]
-            shown += [repr(open_paths(secret, None, None, "refuse", storage_options=options)), *map(repr, inner)]
+            inner = [opened, *opened.weight_files, *ours_in(opened)]
+            assert len({type(one) for one in inner}) > 5
+            shown += [*map(repr, inner)]
             shown += [repr(value) for file in opened.weight_files for value in vars(file.store).values()]
             opened.load([name])
             with pytest.raises(safeload.UnsupportedError, match="the query of this URL may be a secret") as caught:
@@ -246,10 +269,10 @@ def test_credentials_are_in_no_text_of_a_checkpoint(model, caplog):
             server.faults.append(faults.status(403))
             with pytest.raises(PermissionError) as caught:
                 opened.load()
-            shown.append(texts_of(caught.value))
+            shown += [texts_of(caught.value), *locals_of(caught.value)]
         with pytest.raises(PermissionError) as caught:
             safeload.open(secret, storage_options=options)
-        shown.append(texts_of(caught.value))
+        shown += [texts_of(caught.value), *locals_of(caught.value)]
         assert server.requests[0].headers["x-token"] == "t0ken-of-mine"
         assert "sig=s1gnature" in server.requests[0].path
     shown += [record.getMessage() for record in caplog.records if record.name.startswith("safeload")]

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import safeload
-from builders.inside import RESUME, atomic_file, measure_stats, resuming, sink
+from builders.inside import atomic_file, measure_stats, resuming
 from safeload.numpy import save_file
 
 NAMES = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(12)]
@@ -23,6 +23,8 @@ SHAPE = (256, 384)
 FORMAT = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 # Makes a shard of two of the weights in bf16, and so 6 shards.
 OPTIONS = {"dtype": "bfloat16", "max_shard_size": "400KB"}
+
+RESUME = ".safeload-resume"  # the folder of unfinished conversions
 
 
 def fp8_folder(folder: Path) -> Path:
@@ -82,12 +84,12 @@ def waiting(folder: Path) -> Path:
 
 def record_of(shard: Path) -> Path:
     """The record of a shard that waits."""
-    return shard.with_name(f"{shard.name}{sink.RECORD}")
+    return shard.with_name(f"{shard.name}.json")
 
 
 def records_in(folder: Path) -> list[Path]:
     """The records in a folder."""
-    return sorted(folder.rglob(f"{RESUME}/*/*{sink.RECORD}"))
+    return sorted(folder.rglob(f"{RESUME}/*/*.json"))
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:

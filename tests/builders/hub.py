@@ -154,7 +154,7 @@ class Hub(Server):
         else:
             digest = hashlib.sha256(content).hexdigest()
         if size_of(content) < LARGE:
-            self.files[request.path] = content
+            self.files[unquote(urlsplit(request.path).path)] = content
             answer = super().answer(request)
             answer.headers["X-Repo-Commit"] = oid
             return answer

@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 
-from builders.inside import crc32c
+from builders.inside import ocdbt as databases
 
 MANIFEST, NODE = 0x0CDB3A2A, 0x0CDB20DE
 
@@ -52,7 +52,7 @@ def framed(magic, body, compress=None):
     """A manifest or node around a body."""
     data = bytes(1) + (bytes(1) + body if compress is None else b"\1" + compress(body))
     head = struct.pack(">I", magic) + struct.pack("<Q", 12 + len(data) + 4)
-    return head + data + struct.pack("<I", crc32c(head + data))
+    return head + data + struct.pack("<I", databases.crc32c(head + data))
 
 
 def leaf(entries, files):
@@ -175,7 +175,7 @@ class OrbaxCheckpoint:
             data = self.encoded(part)
             index += struct.pack("<QQ", len(content), len(data))
             content += data
-        return content + index + struct.pack("<I", crc32c(index))
+        return content + index + struct.pack("<I", databases.crc32c(index))
 
     def values(self):
         """All keys of the store with their bytes."""

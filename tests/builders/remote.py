@@ -3,8 +3,11 @@
 import threading
 import time
 
-from builders.inside import LOCAL, WINDOW, Location, RemoteStore, each, fill
+import safeload.remote
+from builders.inside import LOCAL, RemoteStore, thread_group
 from safeload.errors import UnsupportedError, missing_file
+
+WINDOW = 128 << 10  # bytes of the first request for a file
 
 
 class ServedStore(RemoteStore):
@@ -22,7 +25,8 @@ class ServedStore(RemoteStore):
     def read_spans(self, spans):
         begin = spans[0].offset
         content = self._served.request(self.path, begin, spans[-1].end)
-        fill(spans, begin, content)
+        for offset, memory in spans:
+            memory[:] = content[offset - begin : offset - begin + len(memory)]
 
     def confirm(self):
         self._served.confirmed.append(self.path)
@@ -60,7 +64,7 @@ class Served:
 
     def at(self, path):
         """What `safeload.open` takes."""
-        return Location(self, path)
+        return safeload.remote.Location(self, path)
 
     def request(self, path, begin, end):
         with self._lock:
@@ -119,7 +123,7 @@ class Served:
         pass
 
     def each(self, function, items):
-        return each(function, items)
+        return thread_group.each(function, items)
 
 
 def read(store, begin=WINDOW, end=None):

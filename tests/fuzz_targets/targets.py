@@ -40,7 +40,6 @@ from builders.inside import (
     LOCAL,
     Config,
     ConfigError,
-    Location,
     choosing,
     families,
     files_of_manifest,
@@ -62,6 +61,7 @@ from builders.models import BUILT_IN_SCHEMAS
 from builders.paths import ROOT
 
 import safeload
+import safeload.remote
 from safeload import QuantizedTensor, SafeloadError, moon
 from safeload.numpy import save_file
 
@@ -71,8 +71,6 @@ inside.preload(
     "merge",
     "validation",
     "finder",
-    "edit_journal",
-    "missing_path",
 )
 for row in registry.ROWS:
     row.load()
@@ -89,6 +87,13 @@ FOLDER = Path(tempfile.mkdtemp(prefix="safeload-fuzz-"))
 PACKAGE = os.path.dirname(safeload.__file__)  # whose tables are read on first use
 OWN = os.path.join(tempfile.gettempdir(), "safeload-")  # also what npz unpacks
 atexit.register(shutil.rmtree, FOLDER)
+# What tells of missing paths and what edits are imported when first needed, too.
+with contextlib.suppress(OSError):
+    safeload.open(FOLDER / "missing")
+save_file({"w": np.zeros(1, np.float32)}, FOLDER / "edited.safetensors")
+with safeload.edit(FOLDER / "edited.safetensors") as edited:
+    edited.metadata["k"] = "v"
+(FOLDER / "edited.safetensors").unlink()
 
 
 class Broken(Exception):  # noqa: N818 - no error of the library's
@@ -644,7 +649,7 @@ def tokenizer_json(data):
     """A tokenizer.json for llama.cpp."""
     (FOLDER / "tokenizer.json").write_bytes(data)
     try:
-        files = tokenizer.TokenizerFiles(Location(LOCAL, str(FOLDER)))
+        files = tokenizer.TokenizerFiles(safeload.remote.Location(LOCAL, str(FOLDER)))
         with watched(), contextlib.suppress(ImportError):
             vocabulary = tokenizer.vocabulary_of(files, 64)
             keys = dict(tokenizer.SpecialTokens(files, settings.ModelConfig({}, "m"), vocabulary).keys())

@@ -266,12 +266,11 @@ def test_a_child_forked_during_a_cached_property_can_compute_it(name, path):
     program = inside.program("""
 import os, signal, sys, threading, warnings
 import safeload
-from builders.inside import read_tensors as tensors
-from builders.inside import tensors_of
+from builders.inside import Tensors, tensors_of
 warnings.simplefilter("ignore")
 name, entries = sys.argv[2], tensors_of(safeload.open(sys.argv[1]))
 begun, ended, main = threading.Event(), threading.Event(), threading.get_ident()
-cached = vars(tensors.Tensors)[name]
+cached = vars(Tensors)[name]
 attribute = "function" if hasattr(cached, "function") else "func"
 compute = getattr(cached, attribute)
 

@@ -1,10 +1,14 @@
 """Names of tensors: their numbers, natural order, layers that are alike in one name."""
 
+import json
 import time
 
+import numpy as np
 import pytest
+from builders.inside import main
 from builders.inside import name_families as families
-from builders.inside import natural_key, pattern_of
+
+from safeload.numpy import save_file
 
 
 def spelled(names, kinds=None):
@@ -39,7 +43,6 @@ def test_combinations_that_are_missing_are_not_claimed():
     ["", "w", "conv1.weight", "fc2", "ln_1.w", "01.w", "a.{}.b", "h.1e5.w", "h.-1.w", "h.٣.w", f"h.{10**9}.w"],
 )
 def test_other_numbers_are_text(name):
-    assert pattern_of(name) == name
     assert spelled([name, f"{name}x"]) == [name, f"{name}x"]
 
 
@@ -66,12 +69,26 @@ def test_names_made_to_be_slow_are_not():
     names = [deep, "." * 100_000, "1" * 100_000, *(f"{k}.{k * k % 997}.{k % 7}.w" for k in range(20_000))]
     found = families(names, [0] * len(names))
     assert sum(family.number for family in found) == len(names)
-    sorted(names, key=natural_key)
     assert time.process_time() - started < 10
 
 
-def test_natural_order():
+def in_order(names, tmp_path, capsys):
+    """Names as the command line sorts them."""
+    save_file(dict.fromkeys(names, np.zeros(1, np.float32)), tmp_path / "x.safetensors")
+    assert main(["stats", "--sort", "name", "--json", str(tmp_path / "x.safetensors")]) == 0
+    return [row["name"] for row in json.loads(capsys.readouterr().out)["tensors"]]
+
+
+def test_natural_order(tmp_path, capsys):
     names = ["h.10.w", "h.9.w", "h.2.w", "h.2.b", "h", "h.02.b", "a9", "a10", f"h.{'9' * 5000}", ""]
-    assert sorted(names, key=natural_key) == [
+    assert in_order(names, tmp_path, capsys) == [
         *("", "a9", "a10", "h", "h.02.b", "h.2.b", "h.2.w", "h.9.w", "h.10.w", f"h.{'9' * 5000}")
     ]
+
+
+def test_names_that_are_hard_to_order_take_linear_time(tmp_path, capsys):
+    names = [".".join("0" * 1000), "." * 100_000, "1" * 100_000]
+    names += [f"{k}.{k * k % 997}.{k % 7}.w" for k in range(20_000)]
+    started = time.process_time()
+    assert sorted(in_order(names, tmp_path, capsys)) == sorted(names)
+    assert time.process_time() - started < 20

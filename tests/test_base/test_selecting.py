@@ -1,16 +1,39 @@
 """Patterns of names and new names, on their own."""
 
+import io
 import re
 from fnmatch import fnmatchcase
 
+import numpy as np
 import pytest
-from builders.inside import Selection, renamed, select
 from hypothesis import given
 from hypothesis import strategies as st
 
+import safeload
+import safeload.numpy
 from safeload import TensorNotFoundError
 
 NAMES = ["h.0.attn.w", "h.0.mlp.w", "h.1.attn.w", "H.1.mlp.w", "norm", "w[0]"]
+
+
+def file_of(names):
+    """A file with one tensor of each name, whose value is its number."""
+    return io.BytesIO(safeload.numpy.save({name: np.float32([k]) for k, name in enumerate(names)}))
+
+
+def select(names, only, drop):
+    """The names of the tensors that are loaded, in the order of ``names``."""
+    found = safeload.load(file_of(names), only=only, drop=drop)
+    assert {name: float(array[0]) for name, array in found.items()} == {name: names.index(name) for name in found}
+    return [name for name in names if name in found]
+
+
+def renamed(names, rename):
+    """The new name of each of the tensors of a file, told by their values."""
+    target = io.BytesIO()
+    safeload.convert(file_of(names), target, rename=rename)
+    found = safeload.load(io.BytesIO(target.getvalue()))
+    return {names[int(array[0])]: name for name, array in sorted(found.items(), key=lambda item: item[1][0])}
 
 
 @pytest.mark.parametrize(
@@ -37,8 +60,12 @@ names = st.text(st.sampled_from("ab.[]*?!"), max_size=6)
 
 @given(st.lists(names, unique=True), names)
 def test_a_pattern_matches_what_fnmatchcase_matches(known, pattern):
-    selection = Selection(pattern)
-    assert [selection.takes(name) for name in known] == [fnmatchcase(name, pattern) for name in known]
+    wanted = [name for name in known if fnmatchcase(name, pattern)]
+    if wanted:
+        assert select(known, pattern, None) == wanted
+    else:
+        with pytest.raises(TensorNotFoundError, match=f"matches none of {len(known)} name"):
+            select(known, pattern, None)
 
 
 def test_a_pattern_that_matches_nothing_names_itself_and_what_is_near():
@@ -58,9 +85,13 @@ def test_a_pattern_is_text(bad):
         select(NAMES, bad, None)
 
 
-def test_keys_that_are_not_text_match_nothing():
-    assert select(["a", 1, None], "*", None) == ["a"]
-    assert select(["a", 1], None, None) == ["a", 1]
+@pytest.mark.parametrize("patterns", [{"only": "*"}, {"drop": "b"}, {}])
+@pytest.mark.parametrize("key", [1, None])
+def test_keys_that_are_not_text_are_told_by_their_type(patterns, key):
+    """Patterns pass them by, so that the error is that of the name."""
+    x = np.zeros(2, np.float32)
+    with pytest.raises(TypeError, match=f"a tensor name must be str, got {type(key).__name__}"):
+        safeload.check({"a": x, "b": x, key: x}, **patterns)
 
 
 # ---- new names ----

@@ -12,7 +12,7 @@ import sysconfig
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import COMMANDS, Parsers, main
+from builders.inside import main, parsers
 from builders.thorough import part_of
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 
@@ -182,7 +182,7 @@ def test_an_empty_file_of_no_tensors(tmp_path, capsys):
 @pytest.mark.parametrize("command", ["info", "check", "stats", "convert", "diff", "report", "completion"])
 def test_every_argument_is_explained(command):
     """One line of plain words for each option and argument."""
-    for action in Parsers().command(command)._actions:
+    for action in parsers.Parsers().command(command)._actions:
         assert action.help
         assert not action.help.endswith(".") or action.help.endswith("...")
         assert action.metavar is None or str(action.metavar).isupper() or isinstance(action.metavar, tuple)
@@ -243,6 +243,9 @@ def test_control_c_while_modules_are_imported_prints_no_traceback(path):
     assert (status, out.count("tensor") > 0, err) == (0, True, "")
 
 
+CLI = inside.path("parsers").rpartition(".")[0]
+
+
 def ours(modules):
     return [name for name in modules if name.split(".")[0] == "safeload"]
 
@@ -256,12 +259,12 @@ def test_version_and_help_import_no_numpy_and_no_command(arguments):
     late = {"numpy", "logging", "dataclasses", "json", inside.path("_core")}
     assert not late.difference(done.stdout.split()) & set(modules)
     assert len(ours(modules)) <= 13
-    assert not [module for module, _, _ in COMMANDS.values() if inside.path("cli") + f".{module}" in modules]
+    assert not [module for module, _, _ in parsers.COMMANDS.values() if f"{CLI}.{module}" in modules]
 
 
 def test_a_command_imports_only_what_it_runs(path):
     modules = imported_by("info", path)
-    assert {module for module, _, _ in COMMANDS.values() if inside.path("cli") + f".{module}" in modules} == {"look"}
+    assert {module for module, _, _ in parsers.COMMANDS.values() if f"{CLI}.{module}" in modules} == {"look"}
     assert len(ours(modules)) <= 121
     late = tuple(map(inside.path, ("families", "conversion", "torch_zip", "mixtures")))
     assert not [name for name in ours(modules) if name.startswith(late)]
@@ -273,15 +276,15 @@ def test_a_command_imports_only_what_it_runs(path):
 
 
 def test_every_command_parses():
-    parsers = Parsers()
-    for name, (_, heading, text) in COMMANDS.items():
-        parser = parsers.command(name)
-        assert parser is parsers.command(name)  # its arguments are added once
+    made = parsers.Parsers()
+    for name, (_, heading, text) in parsers.COMMANDS.items():
+        parser = made.command(name)
+        assert parser is made.command(name)  # its arguments are added once
         assert parser.prog == f"safeload {name}"
         assert parser.description
         assert parser.epilog
         assert callable(parser.get_default("run"))
-        shown = re.sub(r"\s+", " ", parsers.top.format_help())
+        shown = re.sub(r"\s+", " ", made.top.format_help())
         assert (f"{name} {text}" in shown) == (heading is not None)
         assert heading is None or f" {heading}: " in shown
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import inside
 
 import safeload
 from safeload.numpy import save_file
@@ -114,7 +113,7 @@ for code in "safetensors.nothing", "from safetensors import nothing", "import sa
 
 def test_nothing_is_imported_before_a_program_asks_for_it():
     code = (
-        f"ALIAS = {inside.path('alias')!r}"
+        f"ALIAS = {safeload.install_as_safetensors.__module__!r}"
         + """
 import importlib.util
 assert importlib.util.find_spec("safetensors").origin == sys.modules[ALIAS].__file__

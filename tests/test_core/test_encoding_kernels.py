@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.engine_models import DTYPES, matrix
-from builders.inside import ENGINE_FORMATS, Encoding, dtypes, in_memory, native, packing, presets
+from builders.inside import ENGINE_FORMATS, Encoding, dtypes, ffi, in_memory, lib, presets
 from builders.inside import quantizing as encoding
 from builders.random import rng
 from builders.thorough import part_of
@@ -14,7 +14,7 @@ from builders.thorough import part_of
 from safeload.errors import RangeError
 
 PRESETS = presets()
-TIERS = [tier for tier in range(1, native.lib.SL_TIER_COUNT) if native.lib.sl_tier_available(tier)]
+TIERS = [tier for tier in range(1, lib.SL_TIER_COUNT) if lib.sl_tier_available(tier)]
 
 
 def encode(name, dtype, weights, tier, monkeypatch):
@@ -33,7 +33,7 @@ def test_a_tier_gives_the_codes_of_scalar(name, dtype, tier, monkeypatch):
     shapes = [(24, 128), (16, 5120 if PRESETS[name].group is None else 384), *([(20, 77)] if flat else [])]
     for seed, shape in enumerate(shapes):
         weights = matrix(*shape, seed).astype(DTYPES[dtype])
-        scalar = encode(name, dtype, weights, native.lib.SL_TIER_SCALAR, monkeypatch)
+        scalar = encode(name, dtype, weights, lib.SL_TIER_SCALAR, monkeypatch)
         parts = encode(name, dtype, weights, tier, monkeypatch)
         assert parts.keys() == scalar.keys()
         for role, part in parts.items():
@@ -78,67 +78,67 @@ def test_a_tier_gives_the_codes_of_scalar_for_hostile_weights(name, dtype, kind,
         for bad in (None, np.nan, np.inf, -np.inf):
             if bad is not None:
                 weights[-1, -3] = bad
-            scalar = encode_or_error(name, dtype, weights, native.lib.SL_TIER_SCALAR, monkeypatch)
+            scalar = encode_or_error(name, dtype, weights, lib.SL_TIER_SCALAR, monkeypatch)
             assert bad is None or isinstance(scalar, str)  # an earlier block may fail
             for tier in TIERS:
                 assert encode_or_error(name, dtype, weights, tier, monkeypatch) == scalar
 
 
-@pytest.mark.parametrize("tier", [native.lib.SL_TIER_SCALAR, *TIERS])
+@pytest.mark.parametrize("tier", [lib.SL_TIER_SCALAR, *TIERS])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
 def test_codes_are_packed_from_the_lowest_bits(bits, tier, monkeypatch):
     name = f"mlx{bits}-g32"
     for columns in (32, 64, 96, 160, 4096, 4128):
         weights = hostile("blocks", "float32", (3, columns))
-        words = encode(name, "float32", weights, tier, monkeypatch)[packing.CODES].astype("<u4").view(np.uint8)
+        words = encode(name, "float32", weights, tier, monkeypatch)["codes"].astype("<u4").view(np.uint8)
         assert words.shape == (3, columns * bits // 8)
         unpacked = np.unpackbits(words, axis=1, bitorder="little").reshape(3, columns, bits)
         codes = np.packbits(unpacked, axis=2, bitorder="little")[..., 0]
         parts = encode(name, "float32", weights, tier, monkeypatch)
-        scales, biases = (parts[role].repeat(32, axis=1) for role in (packing.SCALE, packing.BIAS))
+        scales, biases = (parts[role].repeat(32, axis=1) for role in ("scale", "bias"))
         with np.errstate(all="ignore"):
             expected = np.rint((weights - biases) / scales).clip(0, (1 << bits) - 1)
         np.testing.assert_array_equal(codes, expected)
 
 
-@pytest.mark.parametrize("tier", [native.lib.SL_TIER_SCALAR, *TIERS])
+@pytest.mark.parametrize("tier", [lib.SL_TIER_SCALAR, *TIERS])
 def test_e4m3_is_the_nearest_number(tier, monkeypatch):
-    numbers = np.arange(0x7F, dtype=np.uint8).view(dtypes.array_dtype(native.lib.SL_F8_E4M3)).astype(np.float32)
+    numbers = np.arange(0x7F, dtype=np.uint8).view(dtypes.array_dtype(lib.SL_F8_E4M3)).astype(np.float32)
     between = (numbers[1:] + numbers[:-1]) / 2
     near = [np.nextafter(between, np.float32(0)), between, np.nextafter(between, np.float32(448)), numbers]
     values = np.concatenate([*near, *(-x for x in near)]).astype(np.float32)
     weights = np.concatenate([values, [448]]).reshape(1, -1).astype(np.float32)  # the scale is 1
     parts = encode("fp8_dynamic", "float32", weights, tier, monkeypatch)
-    expected = weights.astype(parts[packing.CODES].dtype)
-    np.testing.assert_array_equal(parts[packing.CODES].view(np.uint8), expected.view(np.uint8))
+    expected = weights.astype(parts["codes"].dtype)
+    np.testing.assert_array_equal(parts["codes"].view(np.uint8), expected.view(np.uint8))
 
 
 def test_unknown_arguments_are_refused():
-    job, position = native.ffi.new("sl_encoding *"), native.ffi.new("uint64_t *")
+    job, position = ffi.new("sl_encoding *"), ffi.new("uint64_t *")
     job.row_block = job.group = 128
-    assert native.lib.sl_encode(0, job, position) == native.lib.SL_E_ARGUMENT  # dtype
-    setattr(job, "from", native.lib.SL_F32)
-    assert native.lib.sl_encode(99, job, position) == native.lib.SL_E_ARGUMENT
+    assert lib.sl_encode(0, job, position) == lib.SL_E_ARGUMENT  # dtype
+    setattr(job, "from", lib.SL_F32)
+    assert lib.sl_encode(99, job, position) == lib.SL_E_ARGUMENT
     job.group, job.columns = 8, 64
-    assert native.lib.sl_encode(0, job, position) == native.lib.SL_E_ARGUMENT
+    assert lib.sl_encode(0, job, position) == lib.SL_E_ARGUMENT
 
 
-@pytest.mark.parametrize("tier", [native.lib.SL_TIER_SCALAR, *TIERS])
+@pytest.mark.parametrize("tier", [lib.SL_TIER_SCALAR, *TIERS])
 def test_a_group_can_exceed_the_columns_by_far(tier):
     weights, results = rng.standard_normal((3, 100), np.float32), []
     for group in (100, 101, (1 << 64) - 1):
         scales, codes = np.zeros(3, np.float32), np.zeros((3, 100), np.uint8)
-        job, position = native.ffi.new("sl_encoding *"), native.ffi.new("uint64_t *")
-        setattr(job, "from", native.lib.SL_F32)
-        job.method, job.bits, job.is_signed = native.lib.SL_ENCODE_INT, 8, 1
+        job, position = ffi.new("sl_encoding *"), ffi.new("uint64_t *")
+        setattr(job, "from", lib.SL_F32)
+        job.method, job.bits, job.is_signed = lib.SL_ENCODE_INT, 8, 1
         job.rows, job.columns, job.row_block, job.group, job.row_bytes = 3, 100, 1, group, 100
         for field, kind, array in (
             ("weights", "void", weights),
             ("scales", "float", scales),
             ("codes", "uint8_t", codes),
         ):
-            setattr(job, field, native.ffi.cast(f"{kind} *", array.ctypes.data))
-        assert native.lib.sl_encode(tier, job, position) == native.lib.SL_OK
+            setattr(job, field, ffi.cast(f"{kind} *", array.ctypes.data))
+        assert lib.sl_encode(tier, job, position) == lib.SL_OK
         results.append((scales.tobytes(), codes.tobytes()))
     assert np.frombuffer(results[0][0], np.float32).all()
     assert results[1:] == results[:1] * 2

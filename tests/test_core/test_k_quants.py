@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from builders import ggml_reference
 from builders.ggml_inputs import TYPES
-from builders.inside import BLOCK_TYPES, available_tiers, ffi, lib, tier_name
+from builders.inside import available_tiers, dtypes, ffi, lib, tier_name
 from builders.kernel_inputs import F32_SPECIALS
 from builders.random import rng
 
@@ -38,7 +38,7 @@ DISTRIBUTIONS = {
 
 def quantize(tier, scheme, x):
     x = np.ascontiguousarray(x, np.float32)
-    row = BLOCK_TYPES[scheme]
+    row = dtypes.BLOCK_TYPES[scheme]
     out = np.full((x.size // 256, 256 // row.block * row.block_bytes), 0xA5, np.uint8)
     source, target = (ffi.cast("void *", array.ctypes.data) for array in (x, out))
     assert lib.sl_convert(tier, lib.SL_F32, row.number, source, target, x.size) == lib.SL_OK

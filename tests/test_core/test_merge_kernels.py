@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import Job, Update, Updates, available_tiers, dtypes, jobs, lib, panels_of, tier_name
+from builders.inside import available_tiers, dtypes, jobs, lib, tier_name
 from builders.random import rng
 from builders.thorough import dealt
 
@@ -45,10 +45,12 @@ def merged(tier, values, updates, to, monkeypatch, threads=1, out=None):
     inside.tune(monkeypatch, tier=tier)
     out = np.full(values.shape, 7, to) if out is None else out
     source, target = dtypes.row_of(values.dtype), dtypes.row_of(np.dtype(to))
-    merge = Updates(values.shape[1], [Update(left, panels_of(right), scaling) for left, right, scaling in updates])
+    merge = jobs.Updates(
+        values.shape[1], [jobs.Update(left, jobs.panels_of(right), scaling) for left, right, scaling in updates]
+    )
     little = jobs.native_order(values)
     place = None, little.ctypes.data, out.ctypes.data, values.nbytes, source.number, target.number, lib.SL_OP_MERGE
-    batch = jobs.Batch([Job(*place, merge=merge)])
+    batch = jobs.Batch([jobs.Job(*place, merge=merge)])
     batch.results([out])
     assert batch.run(threads=threads) == values.nbytes
     return out
@@ -124,7 +126,7 @@ def test_nan_and_infinity_stay(tier, monkeypatch):
 
 def test_panels():
     right = np.arange(2 * 35, dtype=np.float32).reshape(2, 35)
-    panels = panels_of(right)
+    panels = jobs.panels_of(right)
     assert panels.shape == (2, 2, 32)
     assert np.array_equal(panels.transpose(1, 0, 2).reshape(2, 64)[:, :35], right)
     assert not panels[1, :, 3:].any()
@@ -132,6 +134,6 @@ def test_panels():
 
 @pytest.mark.parametrize("to", [lib.SL_I8, lib.SL_F4, lib.SL_Q4_0, lib.SL_UNKNOWN])
 def test_only_floats_of_whole_bytes_result(to):
-    job = Job(None, 0, 0, 0, lib.SL_F32, to, lib.SL_OP_MERGE, merge=Updates(1, []))
+    job = jobs.Job(None, 0, 0, 0, lib.SL_F32, to, lib.SL_OP_MERGE, merge=jobs.Updates(1, []))
     with pytest.raises(SafeloadError, match="no merging"):
         jobs.Batch([job]).run()

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import Channels, Job, available_tiers, dtypes, ffi, jobs, lib, tier_name
+from builders.inside import available_tiers, dtypes, ffi, jobs, lib, tier_name
 from builders.packed_codes import BLOCKS, COLUMNS, PLANES, ROWS, WORDS, Case, Masked, i2_s, nvfp4
 from builders.thorough import dealt
 
@@ -140,7 +140,7 @@ def restore(case, code="F32", *, place=None, threads=1, op=lib.SL_OP_RESTORE):
     size = case.values.size // row.block * row.block_bytes
     out = np.full(size + 128, 0xA5, np.uint8)
     source = (None, case.codes.ctypes.data) if place is None else place
-    job = Job(*source, out.ctypes.data + 64, 4 * case.values.size, NUMBERS["F32"], row.number, op)
+    job = jobs.Job(*source, out.ctypes.data + 64, 4 * case.values.size, NUMBERS["F32"], row.number, op)
     jobs.Batch([job._replace(packed=case.prepared())]).run(threads=threads)
     assert (out[:64] == 0xA5).all()
     assert (out[64 + size :] == 0xA5).all()
@@ -152,7 +152,7 @@ def converted(values, code):
     row = dtypes.BY_NUMBER[getattr(lib, f"SL_{code}")]
     values = values.astype("<f4")
     out = np.empty(values.size // row.block * row.block_bytes, np.uint8)
-    job = Job(None, values.ctypes.data, out.ctypes.data, values.nbytes, NUMBERS["F32"], row.number)
+    job = jobs.Job(None, values.ctypes.data, out.ctypes.data, values.nbytes, NUMBERS["F32"], row.number)
     jobs.Batch([job._replace(op=lib.SL_OP_COPY if code == "F32" else lib.SL_OP_CONVERT)]).run(threads=1)
     return out
 
@@ -352,7 +352,7 @@ def summary(case, op, packed, threads, channels=None, place=None):
     out = np.zeros(4 * case.values.size + 65536, np.uint8)
     values = case.values.astype("<f4")
     source = (None, (case.codes if packed else values).ctypes.data) if place is None else place
-    job = Job(*source, out.ctypes.data, values.nbytes, NUMBERS["F32"], NUMBERS["I8"], op, channels=channels)
+    job = jobs.Job(*source, out.ctypes.data, values.nbytes, NUMBERS["F32"], NUMBERS["I8"], op, channels=channels)
     jobs.Batch([job._replace(packed=case.prepared() if packed else None)]).run(threads=threads)
     return out
 
@@ -362,7 +362,7 @@ def channels_of(case, axis):
     inner = int(np.prod(case.values.shape[axis:][1:])) if axis != -1 else 1
     count = case.values.shape[axis]
     factors = np.linspace(0.5, 90, count).astype(np.float32)
-    return Channels(count, inner, factors)
+    return jobs.Channels(count, inner, factors)
 
 
 @pytest.mark.parametrize("op", ["INT8", "ABSMAX", "FINITE", "STATS", "HISTOGRAM"])

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import Job, available_tiers, dtypes, ffi, jobs, lib
+from builders.inside import available_tiers, dtypes, ffi, jobs, lib
 from builders.packed_codes import COLUMNS, ROWS, WORDS, Case
 from builders.thorough import dealt
 
@@ -28,7 +28,9 @@ def test_packed_codes(layout, options):
     case = Case(layout, 4, (1, 2624, 2600), (1, 40), ("zeros",), **options)
 
     def fill(address):
-        job = Job(None, case.codes.ctypes.data, address, case.values.nbytes, lib.SL_F32, lib.SL_F32, lib.SL_OP_RESTORE)
+        job = jobs.Job(
+            None, case.codes.ctypes.data, address, case.values.nbytes, lib.SL_F32, lib.SL_F32, lib.SL_OP_RESTORE
+        )
         jobs.Batch([job._replace(packed=case.prepared())]).run(threads=3)
 
     assert np.array_equal(large(case.values.nbytes, fill), case.values.astype("<f4").view(np.uint8).ravel())
@@ -40,7 +42,7 @@ def test_packed_codes_rounded(transpose):
     size = case.values.size * 2
 
     def fill(address):
-        job = Job(None, case.codes.ctypes.data, address, 2 * size, lib.SL_F32, lib.SL_BF16, lib.SL_OP_RESTORE)
+        job = jobs.Job(None, case.codes.ctypes.data, address, 2 * size, lib.SL_F32, lib.SL_BF16, lib.SL_OP_RESTORE)
         jobs.Batch([job._replace(packed=case.prepared())]).run(threads=2)
 
     expected = safeload.astype(case.values, "bfloat16").view(np.uint16).astype("<u2").view(np.uint8).ravel()
@@ -68,7 +70,7 @@ def test_conversions(codes, tier):
 
     def by_job(address):
         place = None, data.ctypes.data, address, data.nbytes
-        jobs.Batch([Job(*place, source.number, target.number, lib.SL_OP_CONVERT)]).run(threads=3)
+        jobs.Batch([jobs.Job(*place, source.number, target.number, lib.SL_OP_CONVERT)]).run(threads=3)
 
     assert np.array_equal(large(expected.size, lambda address: convert(address, 0, count)), expected)
     assert np.array_equal(large(expected.size, by_job), expected)

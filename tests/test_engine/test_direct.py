@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.http_server import Server
-from builders.inside import DIRECT_READERS, PAGE, address_of, available_cpus, direct_of, jobs, open_local, thread_count
+from builders.inside import address_of, available_cpus, direct_of, jobs, open_local, thread_count
 from builders.random import rng
 
 import safeload
@@ -22,7 +22,7 @@ from safeload.numpy import load_file, save_file
 
 pytestmark = pytest.mark.any_python
 
-CHUNK = 3 << 20
+CHUNK, PAGE = 3 << 20, 4096
 # Around what reads past the cache move: pages and chunks; below 1 MiB tensors share memory.
 SIZES = [1, PAGE - 1, PAGE, PAGE + 1, (1 << 20) - 1, (1 << 20) + 5, CHUNK - 3, CHUNK, 2 * CHUNK + 1, 0]
 
@@ -275,7 +275,7 @@ def test_many_threads_load_one_checkpoint(path):
 
 
 def test_more_readers_than_processors_but_not_for_little():
-    assert thread_count(1 << 30, None, direct=True) == min(max(available_cpus(), DIRECT_READERS), 16)
+    assert thread_count(1 << 30, None, direct=True) == min(max(available_cpus(), 8), 16)
     assert thread_count(3 << 20, None, direct=True) == 1
     assert thread_count(1 << 30, 3, direct=True) == 3
 

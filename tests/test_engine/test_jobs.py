@@ -5,22 +5,8 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import (
-    Channels,
-    Job,
-    JobGrid,
-    Origin,
-    Update,
-    Updates,
-    address_of,
-    dtypes,
-    ffi,
-    jobs,
-    lib,
-    native_path,
-    panels_of,
-)
 from builders.inside import NativeError as Error
+from builders.inside import address_of, dtypes, ffi, jobs, lib, native_path
 from builders.inside import check_status as check
 from builders.packed_codes import ROWS, Case
 from builders.random import rng
@@ -51,7 +37,7 @@ def number(dtype):
 
 
 def run(job, grid, threads=2):
-    job = job._replace(op=lib.SL_OP_GRID, grid=grid, origin=Origin("it", path="file"))
+    job = job._replace(op=lib.SL_OP_GRID, grid=grid, origin=jobs.Origin("it", path="file"))
     return jobs.Batch([job]).run(threads=threads)
 
 
@@ -63,8 +49,8 @@ def test_a_file_is_transposed_on_its_way(open_file, shape, target):
     handle = open_file(b"head" + x.tobytes())
     out = np.zeros(shape[::-1], target)
     size = out.dtype.itemsize
-    grid = JobGrid(*shape, (shape[1] * 2, 2, size, shape[0] * size))
-    job = Job(handle, 4, address_of(out), x.nbytes, number(source), number(target))
+    grid = jobs.JobGrid(*shape, (shape[1] * 2, 2, size, shape[0] * size))
+    job = jobs.Job(handle, 4, address_of(out), x.nbytes, number(source), number(target))
     assert run(job, grid) == x.nbytes
     np.testing.assert_array_equal(out, x.T.astype(target))
 
@@ -77,8 +63,10 @@ def test_columns_of_a_file_into_a_part_of_an_array(open_file, target):
     out = np.full((60, 300), -1, target)
     size = out.dtype.itemsize
     part = out[5:55, 10:210]
-    job = Job(handle, 100 * 2, part.__array_interface__["data"][0], 50 * 200 * 2, number(np.float16), number(target))
-    run(job, JobGrid(50, 200, (800, 2, 300 * size, size)))
+    job = jobs.Job(
+        handle, 100 * 2, part.__array_interface__["data"][0], 50 * 200 * 2, number(np.float16), number(target)
+    )
+    run(job, jobs.JobGrid(50, 200, (800, 2, 300 * size, size)))
     want = np.full((60, 300), -1, target)
     want[5:55, 10:210] = x[:, 100:300]
     np.testing.assert_array_equal(out, want)
@@ -87,9 +75,9 @@ def test_columns_of_a_file_into_a_part_of_an_array(open_file, target):
 def test_a_file_that_ends_within_a_grid(open_file):
     handle = open_file(bytes(999))
     out = np.zeros((100, 5), np.uint16)
-    job = Job(handle, 0, address_of(out), 1000, number(np.uint16), number(np.uint16))
+    job = jobs.Job(handle, 0, address_of(out), 1000, number(np.uint16), number(np.uint16))
     with pytest.raises(FormatError, match="999") as caught:
-        run(job, JobGrid(100, 5, (10, 2, 10, 2)))
+        run(job, jobs.JobGrid(100, 5, (10, 2, 10, 2)))
     assert caught.value.offset == 999
 
 
@@ -108,7 +96,7 @@ def test_grids_that_cannot_be(open_file, code, grid, size, fragment):
     out = np.zeros(100, np.uint8)
     row = dtypes.BY_CODE[code].number
     with pytest.raises(SafeloadError, match=fragment):
-        run(Job(handle, 0, address_of(out), size, row, row), JobGrid(*grid))
+        run(jobs.Job(handle, 0, address_of(out), size, row, row), jobs.JobGrid(*grid))
     assert not out.any()
 
 
@@ -145,13 +133,13 @@ def op_name(op):
 
 
 def unit_update(rows, columns):
-    return Update(np.ones((rows, 1), np.float32), panels_of(np.ones((1, columns), np.float32)), 1.0)
+    return jobs.Update(np.ones((rows, 1), np.float32), jobs.panels_of(np.ones((1, columns), np.float32)), 1.0)
 
 
 @pytest.mark.parametrize("op", range(lib.SL_OP_COUNT), ids=op_name)
 def test_only_merging_takes_a_merge(op):
     merges = op == lib.SL_OP_MERGE
-    job = Job(None, 0, 0, 0, op=op, merge=None if merges else Updates(1, []))
+    job = jobs.Job(None, 0, 0, 0, op=op, merge=None if merges else jobs.Updates(1, []))
     with pytest.raises(SafeloadError, match=f"{op_name(op)} {'needs' if merges else '(takes no|needs)'} "):
         jobs.Batch([job]).run()
 
@@ -175,9 +163,11 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
     source, target = rows[source], rows[target]
     x = np.arange(96).astype(source.name)
     out = np.zeros(4096, np.uint8)
-    grid = JobGrid(8, 12, (12 * source.block_bytes, source.block_bytes, target.block_bytes, 8 * target.block_bytes))
+    grid = jobs.JobGrid(
+        8, 12, (12 * source.block_bytes, source.block_bytes, target.block_bytes, 8 * target.block_bytes)
+    )
     columns = 96 if op == lib.SL_OP_WEIGHTED else 12
-    channels = Channels(columns, 1, np.ones(columns, np.float32))
+    channels = jobs.Channels(columns, 1, np.ones(columns, np.float32))
     case = Case(ROWS, 4, (1, 8, 12))
     path = tmp_path / "written"
     with path.open("wb") as file:
@@ -185,8 +175,8 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
         begin = case.codes.ctypes.data if with_packed else x.ctypes.data
         place = (handle_of(file), 0, out.ctypes.data) if writes else (None, begin, out.ctypes.data)
         takes = grid if with_grid else None, channels if with_channels else None
-        job = Job(*place, x.nbytes, source.number, target.number, op, *takes)
-        merge = Updates(12, [unit_update(8, 12)]) if op == lib.SL_OP_MERGE else None
+        job = jobs.Job(*place, x.nbytes, source.number, target.number, op, *takes)
+        merge = jobs.Updates(12, [unit_update(8, 12)]) if op == lib.SL_OP_MERGE else None
         batch = jobs.Batch([job._replace(packed=case.prepared() if with_packed else None, merge=merge)])
         if all(given in allowed for given, allowed in zip((with_grid, with_channels, with_packed), taken, strict=True)):
             assert batch.run() == x.nbytes
@@ -203,7 +193,7 @@ def test_an_operation_refuses_what_it_does_not_take(op, with_grid, with_channels
 def test_an_operation_that_there_is_not():
     for op in (-1, lib.SL_OP_COUNT):
         with pytest.raises(SafeloadError, match=f"unknown operation {op}"):
-            jobs.Batch([Job(None, 0, 0, 0, op=op)]).run()
+            jobs.Batch([jobs.Job(None, 0, 0, 0, op=op)]).run()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import Recycler, buffer_pool
+from builders.inside import buffer_pool
 
 from safeload.errors import UnsupportedError
 
@@ -64,7 +64,7 @@ def address(array):
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.complex128, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(), (0,), (0, 5), (3,), (7, 5), (1 << 20,), (3, 1 << 20)])
 def test_arrays_are_aligned_writable_and_contiguous(dtype, shape, memory):
-    recycler = Recycler(100 * MIB)
+    recycler = buffer_pool.Recycler(100 * MIB)
     array = recycler.array(shape, np.dtype(dtype))
     assert (array.shape, array.dtype) == (shape, dtype)
     assert array.flags.writeable
@@ -76,16 +76,16 @@ def test_arrays_are_aligned_writable_and_contiguous(dtype, shape, memory):
 
 def test_a_shape_that_numpy_refuses_is_an_error():
     with pytest.raises(UnsupportedError, match="does not support shape"):
-        Recycler(MIB).array((0, 1 << 62), np.dtype(np.float64))
+        buffer_pool.Recycler(MIB).array((0, 1 << 62), np.dtype(np.float64))
 
 
 def test_what_cannot_be_allocated_is_a_memory_error():
     with pytest.raises(MemoryError, match="cannot allocate 1152921504606846976 bytes"):
-        Recycler(MIB).array((1 << 60,), U8)
+        buffer_pool.Recycler(MIB).array((1 << 60,), U8)
 
 
 def test_a_dropped_array_gives_its_memory_to_the_next_of_its_size(memory):
-    recycler = Recycler(100 * MIB)
+    recycler = buffer_pool.Recycler(100 * MIB)
     first = recycler.array((8 * MIB,), U8)
     at = address(first)
     del first
@@ -100,7 +100,7 @@ def test_a_dropped_array_gives_its_memory_to_the_next_of_its_size(memory):
 
 @pytest.mark.parametrize(("size", "fits"), [(8, True), (7, True), (6, False), (3, False), (9, False)])
 def test_memory_serves_an_array_that_is_little_smaller(size, fits, memory):
-    recycler = Recycler(100 * MIB)
+    recycler = buffer_pool.Recycler(100 * MIB)
     array = recycler.array((8 * MIB,), U8)
     at = address(array)
     del array
@@ -112,7 +112,7 @@ def test_memory_serves_an_array_that_is_little_smaller(size, fits, memory):
 
 
 def test_the_smallest_memory_that_fits_is_taken(memory):
-    recycler = Recycler(100 * MIB)
+    recycler = buffer_pool.Recycler(100 * MIB)
     arrays = [recycler.array((size * MIB,), U8) for size in (10, 9, 11)]
     at = address(arrays[1])
     arrays.clear()
@@ -122,7 +122,7 @@ def test_the_smallest_memory_that_fits_is_taken(memory):
 
 @pytest.mark.parametrize("part", [lambda x: x[5:9], lambda x: x.view(np.float64), lambda x: memoryview(x), np.asarray])
 def test_whatever_shows_an_array_keeps_its_memory(part, memory):
-    recycler = Recycler(100 * MIB)
+    recycler = buffer_pool.Recycler(100 * MIB)
     array = recycler.array((2 * MIB,), U8)
     array[...] = 7
     shown = part(array)
@@ -136,7 +136,7 @@ def test_whatever_shows_an_array_keeps_its_memory(part, memory):
 
 
 def test_no_more_is_kept_than_the_limit_less_what_is_used(memory):
-    recycler = Recycler(20 * MIB)
+    recycler = buffer_pool.Recycler(20 * MIB)
     arrays = [recycler.array((4 * MIB,), U8) for _ in range(10)]
     oldest = [address(array) for array in arrays[:2]]
     while arrays:
@@ -154,14 +154,14 @@ def test_no_more_is_kept_than_the_limit_less_what_is_used(memory):
 
 @pytest.mark.parametrize("limit", [0, 1, MIB - 1])
 def test_a_limit_below_any_array_keeps_nothing(limit, memory):
-    recycler = Recycler(limit)
+    recycler = buffer_pool.Recycler(limit)
     for _ in range(3):
         recycler.array((MIB,), U8)
         assert memory.held == 0
 
 
 def test_arrays_outlive_close_and_the_recycler(memory):
-    recycler = Recycler(100 * MIB)
+    recycler = buffer_pool.Recycler(100 * MIB)
     kept, dropped = recycler.array((MIB,), U8), recycler.array((MIB,), U8)
     kept[...] = 3
     del dropped
@@ -176,7 +176,7 @@ def test_arrays_outlive_close_and_the_recycler(memory):
 
 def test_threads_make_and_drop_at_once(memory):
     """No memory has two owners: each array keeps the number that was written into it."""
-    recycler = Recycler(6 * MIB)
+    recycler = buffer_pool.Recycler(6 * MIB)
     passed = collections.deque(maxlen=5)
     failures = []
 
@@ -204,8 +204,8 @@ def test_threads_make_and_drop_at_once(memory):
 
 def test_garbage_that_is_collected_anywhere_inside_disturbs_nothing(memory):
     """A collection may drop arrays between any two lines, in the same thread."""
-    recycler = Recycler(5 * MIB)
-    code = {one.__code__ for one in vars(Recycler).values() if hasattr(one, "__code__")}
+    recycler = buffer_pool.Recycler(5 * MIB)
+    code = {one.__code__ for one in vars(buffer_pool.Recycler).values() if hasattr(one, "__code__")}
     waiting = []
 
     def drop(frame, event, argument):
@@ -235,7 +235,7 @@ def test_garbage_that_is_collected_anywhere_inside_disturbs_nothing(memory):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_while_another_thread_is_inside_does_not_hang_the_child():
 
-    recycler = Recycler(100 * MIB)
+    recycler = buffer_pool.Recycler(100 * MIB)
     array = recycler.array((MIB,), U8)
     with recycler._lock:
         child = os.fork()

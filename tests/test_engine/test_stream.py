@@ -291,14 +291,13 @@ def test_what_streams_is_imported_with_the_first_stream(path):
 import sys, safeload
 safeload.safe_open(sys.argv[1]), safeload.load(sys.argv[1])
 print(*sorted(m.rpartition(".")[2] for m in sys.modules if m.startswith("safeload.")))
-from builders.inside import TensorStream, checkpoint_module
-print(isinstance(safeload.open(sys.argv[1]).stream(), TensorStream), hasattr(checkpoint_module, "Stream"))
+print(safeload.open(sys.argv[1]).stream())
 """)
     done = subprocess.run([sys.executable, "-I", "-c", code, str(path)], capture_output=True, text=True, check=True)
     imported, found = done.stdout.splitlines()
     assert not {"stream", "ahead", "recycled", "staging", "pieces"} & set(imported.split())
     assert not [name for name in imported.split() if name.startswith(("torch_", "jax_"))]
-    assert found == "True False"
+    assert found.startswith("<TensorStream: ")
 
 
 # ---- memory ----

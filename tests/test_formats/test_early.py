@@ -1,5 +1,6 @@
 """Remote folders: the index, config.json and the shards that the listing implies are requested at once."""
 
+import contextlib
 import json
 import threading
 
@@ -7,7 +8,6 @@ import numpy as np
 import pytest
 from builders.http_faults import Fault
 from builders.hub import Hub
-from builders.inside import EARLY_WINDOW, HEADS, implied_shards
 from builders.remote import Served, ServedStore
 from builders.threads import threads
 
@@ -78,7 +78,7 @@ def test_index_config_and_shards_are_requested_at_once():
         files.when(name, together.wait)
     assert listing(files) == (["t1", "t2", "t3"], {"a": 1})
     assert sorted(name for name, _ in files.opened) == names
-    assert {window for name, window in files.opened if name.startswith("model-")} == {EARLY_WINDOW}
+    assert {window for name, window in files.opened if name.startswith("model-")} == {12 << 10}
     assert sorted(files.closed) == names
     assert not threads()
 
@@ -149,7 +149,7 @@ def test_a_header_that_is_longer_takes_a_second_request():
     assert listing(Recorded(files))[0] == names
 
 
-MOST = [name_of(k, HEADS - 2) for k in range(1, HEADS - 1)]
+MOST = [name_of(k, 30) for k in range(1, 31)]
 
 
 @pytest.mark.parametrize(
@@ -164,16 +164,22 @@ MOST = [name_of(k, HEADS - 2) for k in range(1, HEADS - 1)]
         ("pytorch_model.bin.index.json", ["pytorch_model-00001-of-00001.bin"], ["pytorch_model-00001-of-00001.bin"]),
         (
             INDEX,
-            [name_of(k, HEADS - 2) for k in range(1, HEADS - 1)],
-            [name_of(k, HEADS - 2) for k in range(1, HEADS - 1)],
+            [name_of(k, 30) for k in range(1, 31)],
+            [name_of(k, 30) for k in range(1, 31)],
         ),
-        (INDEX, [name_of(k, HEADS - 1) for k in range(1, HEADS)], []),
+        (INDEX, [name_of(k, 31) for k in range(1, 32)], []),
         (INDEX, [], []),
     ],
     ids=range(10),
 )
 def test_complete_sets_with_the_name_of_the_index_are_implied(base, beside, shards):
-    assert implied_shards(base, beside) == shards
+    """They are opened although the index, which names none of them, has not been read."""
+    content = dict.fromkeys(beside, shard("t"))
+    files = Recorded({**content, base: json.dumps({"weight_map": {"w": "own.bin"}}).encode(), "own.bin": b""})
+    with contextlib.suppress(safeload.SafeloadError):
+        listing(files)
+    assert base in dict(files.opened)
+    assert sorted(name for name, _ in files.opened if name in content) == shards
 
 
 # ---- the Hub ----

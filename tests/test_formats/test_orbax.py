@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from builders import inside, orbax_build
 from builders.http_server import Server
-from builders.inside import crc32c, ocdbt
+from builders.inside import ocdbt
 from builders.orbax_build import OrbaxCheckpoint, column, framed, sample, varint
 from builders.paths import ROOT
 from builders.random import rng
@@ -324,13 +324,13 @@ def test_keys_and_separators_of_chunks(tmp_path):
 def test_checksums_of_chunks_are_checked(tmp_path, compress):
     array = numbers(4, 4)
     data = array.tobytes()
-    summed = data + struct.pack("<I", crc32c(data))
+    summed = data + struct.pack("<I", ocdbt.crc32c(data))
     packed = compress(data)
     for k, (steps, content) in enumerate(
         [
             (["crc32c"], summed),
             (["crc32c", "zstd"], compress(summed)),
-            (["zstd", "crc32c"], packed + struct.pack("<I", crc32c(packed))),
+            (["zstd", "crc32c"], packed + struct.pack("<I", ocdbt.crc32c(packed))),
         ]
     ):
         made = OrbaxCheckpoint(3).tensor("w", array)
@@ -369,7 +369,7 @@ def test_chunks_that_were_not_stored_have_the_fill_value(fill, dtype, value, tmp
     shard = bytearray(made.chunks["s/c/0/0"])
     index = len(shard) - 4 - 16 * 6
     shard[index + 16 : index + 32] = b"\xff" * 16
-    shard[-4:] = struct.pack("<I", crc32c(shard[index:-4]))
+    shard[-4:] = struct.pack("<I", ocdbt.crc32c(shard[index:-4]))
     made.chunks["s/c/0/0"] = bytes(shard)
     made.write(tmp_path)
     want = array.copy()
@@ -743,7 +743,7 @@ def with_index(position, *numbers):
         shard = bytearray(made.chunks["s/c/0/0"])
         begin = len(shard) - 4 - 16 * 4
         shard[begin + 8 * position : begin + 8 * (position + len(numbers))] = struct.pack(f"<{len(numbers)}Q", *numbers)
-        shard[-4:] = struct.pack("<I", crc32c(shard[begin:-4]))
+        shard[-4:] = struct.pack("<I", ocdbt.crc32c(shard[begin:-4]))
         made.chunks["s/c/0/0"] = bytes(shard)
 
     return change
@@ -981,7 +981,7 @@ def test_headers_of_manifests_and_nodes_are_checked(place, tmp_path):
     for at, kind, message in ((12, UnsupportedError, "version 1"), (13, FormatError, "zstd frame"), (13, None, None)):
         bent = bytearray(content)
         bent[at] = 1 if message else 2
-        bent[-4:] = struct.pack("<I", crc32c(bent[:-4]))
+        bent[-4:] = struct.pack("<I", ocdbt.crc32c(bent[:-4]))
         (tmp_path / place).write_bytes(bent)
         refused(tmp_path, kind or UnsupportedError, message or "compression 2")
     (tmp_path / place).write_bytes(content[:10])
@@ -1208,5 +1208,5 @@ def test_checksums_of_any_length(size):
         crc ^= byte
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    assert crc32c(data) == crc ^ 0xFFFFFFFF
-    assert crc32c(b"123456789") == 0xE3069283
+    assert ocdbt.crc32c(data) == crc ^ 0xFFFFFFFF
+    assert ocdbt.crc32c(b"123456789") == 0xE3069283

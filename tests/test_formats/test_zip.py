@@ -6,7 +6,7 @@ import zipfile
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import Archive, open_without_table, zips
+from builders.inside import open_without_table, zips
 from builders.thorough import part_of
 from builders.torch_build import Storage, tensor, zip_entries, zip_file
 
@@ -55,7 +55,7 @@ def attempt(function, *args):
 def found(file):
     """The entries of an archive and where each begins; in place of what cannot be had, its error."""
     try:
-        read = Archive(file)
+        read = zips.Archive(file)
     except SafeloadError as error:
         return str(error)
     begins = [attempt(read.locate, name) for name in read.entries]
@@ -121,10 +121,10 @@ def test_what_is_unusual_is_left_to_zipfile(tmp_path):
     content = archive({"\N{SNOWMAN}": b"12"})
     named = opened(tmp_path / "named.zip", content)
     assert zips._read_plain(directory(content)) is None
-    assert list(Archive(named).entries) == ["\N{SNOWMAN}"]
+    assert list(zips.Archive(named).entries) == ["\N{SNOWMAN}"]
     padded = opened(tmp_path / "padded.pt", zip_file(VALUE))  # fields after the names
     assert zips._read_plain(directory(zip_file(VALUE))) is None
-    assert "archive/data/0" in Archive(padded).entries
+    assert "archive/data/0" in zips.Archive(padded).entries
 
 
 @pytest.mark.parametrize("block", [30, 64, 100, 1000])
@@ -154,6 +154,6 @@ def test_entries_in_another_order_than_the_directory(tmp_path, monkeypatch):
 def test_large_entries_are_not_read_around(tmp_path):
     """More than a page is read only where headers lie close together."""
     file = opened(tmp_path / "a.zip", archive({"a": bytes(1 << 20), "b": bytes(1 << 20)}))
-    read = Archive(file)
+    read = zips.Archive(file)
     assert read.locate("b") > 1 << 20
     assert len(read._window) == zips._WINDOW

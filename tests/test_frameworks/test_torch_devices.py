@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import entries_of, parse_target, staging, tensors_of
+from builders.inside import entries_of, parse_target, tensors_of
 from builders.quantized import FIXTURES, FOLDER
 from builders.threads import threads
 
@@ -92,7 +92,7 @@ def test_a_buffer_is_not_filled_before_its_copies_are_done(tmp_path, small_ring)
     save_file({f"t{k:02}": np.full(4096, k, np.float32) for k in range(40)}, path)
     late = Late(0.005)
     assert_same(load(path, copies=late), load_file(path))
-    assert 1 < len(late.buffers) <= staging.BUFFERS
+    assert 1 < len(late.buffers) <= 4
     assert late.finished == 1
 
 
@@ -103,7 +103,7 @@ def test_number_and_size_of_the_buffers(tmp_path, small_ring, threads, count, si
     late = Late(0)
     assert_same(load(path, copies=late, threads=threads), load_file(path))
     assert 1 < len(late.buffers) <= count
-    assert {buffer.numel() for buffer in late.buffers} == {size * staging.BUFFER}
+    assert {buffer.numel() for buffer in late.buffers} == {size * 16384}
 
 
 def test_a_wait_that_does_nothing_would_be_noticed(tmp_path, small_ring):
@@ -198,11 +198,11 @@ def test_the_steps_of_a_device_with_streams(tmp_path, small_ring, monkeypatch, p
     copies = torch_devices.Copies(CPU, True)
     assert_same(load(path, "float32", copies), load_file(path, dtype="float32"))
     log = module.log
-    assert 0 < len(pinned) <= staging.BUFFERS if pins else not pinned
+    assert 0 < len(pinned) <= 4 if pins else not pinned
     assert recorded == ["own"] * 20, "memory that is converted from may be used again only after that"
     assert log.count(("allocate", "caller")) == 40, "each tensor's memory, as copied and as F32"
     assert log.count(("record", "own")) == 10
-    assert 10 - staging.BUFFERS <= log.count(("event", False)) < 10, "for each buffer that is filled again"
+    assert 10 - 4 <= log.count(("event", False)) < 10, "for each buffer that is filled again"
     assert log[-1] == ("synchronize", "own")
     steps = [entry for entry in log if entry[0] in ("allocate", "wait", "enter")]
     for before, after in pairwise(steps):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from builders import format_files, inside
 from builders.http_server import Server
-from builders.inside import ExpectedFiles, digests_of, main, registry, verified
+from builders.inside import LOCAL, ExpectedFiles, main, registry, verified
 from builders.paths import DATA
 
 import safeload
@@ -26,7 +26,12 @@ WEIGHTS = {f"w{k}": np.arange(600, dtype=np.float32) + k for k in range(4)}
 
 def manifest(path, target, **changes):
     """Write the manifest of a folder or file, and return its path."""
-    content = {"safeload_manifest": 1, "tensors": {}, "files": {**digests_of(str(path), 1), **changes}}
+    found = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    root, files = (path.parent if path.is_file() else path), {}
+    for one in found:
+        data = one.read_bytes()
+        files[one.relative_to(root).as_posix()] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    content = {"safeload_manifest": 1, "tensors": {}, "files": {**files, **changes}}
     target.write_text(json.dumps(content))
     return target
 
@@ -557,7 +562,7 @@ def test_models_of_ollama_are_verified_by_the_names_of_their_blobs(tmp_path, mon
 
 def test_a_cache_covers_nothing_else(tmp_path):
     with pytest.raises(VerificationError, match="has no digest"):
-        ExpectedFiles("the cache").of("x", inside.store_files.LOCAL, str(tmp_path / "x"))
+        ExpectedFiles("the cache").of("x", LOCAL, str(tmp_path / "x"))
 
 
 # ---- URLs ----

@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import Location
 from builders.mixed_tensors import many, tensor
 from builders.remote import Served
 from builders.rooms import without_room
@@ -152,7 +151,7 @@ def test_no_tensor_at_all(both, tmp_path):
 
 def test_behind_a_url(model, tmp_path):
     served = Served({"mem://x/model.safetensors": model.read_bytes()})
-    with safeload.open(Location(served, "mem://x/model.safetensors")) as opened:
+    with safeload.open(served.at("mem://x/model.safetensors")) as opened:
         safeload.convert(opened, tmp_path / "out.safetensors")
     assert without_room(tmp_path / "out.safetensors") == model.read_bytes()
     assert len(served.requests) < 10

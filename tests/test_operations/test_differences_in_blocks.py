@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import Location, diff_values
+from builders.inside import diff_values
 from builders.remote import Served
 from builders.thorough import THOROUGH, dealt
 
@@ -169,7 +169,7 @@ def test_a_file_that_became_shorter(files):
 
 def test_tensors_behind_a_network_are_read_ahead(files):
     served = Served({"mem://b/model.safetensors": files[1].read_bytes()}, latency=0.02)
-    with safeload.open(Location(served, "mem://b/model.safetensors")) as opened:
+    with safeload.open(served.at("mem://b/model.safetensors")) as opened:
         report = diff(files[0], opened)
     assert repr(report.tensors) == repr(diff(*files).tensors)
     assert len(served.requests) < 12

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders.diffusion import FILE_TYPES, INNER, MODELS, model, others
 from builders.http_server import Server
-from builders.inside import SHAPE_KEY, Catalog, comfyui, diffusion_models, dtypes, main, quantized_diffusion
+from builders.inside import Catalog, comfyui, diffusion_models, dtypes, main, quantized_diffusion
 from builders.llama_quantize import digest
 from builders.paths import DATA
 
@@ -352,8 +352,8 @@ def test_shapes_that_do_not_fit_are_refused(shape):
     convert(model("sd1"))
     name = "input_blocks.3.0.op.weight"
     with safeload.open("x.gguf") as file:
-        gguf.save_file(file.load(), "bad.gguf", {**file.metadata, SHAPE_KEY + name: shape})
-    with pytest.raises(FormatError, match=rf"key '{SHAPE_KEY}{name}'"):
+        gguf.save_file(file.load(), "bad.gguf", {**file.metadata, "comfy.gguf.orig_shape." + name: shape})
+    with pytest.raises(FormatError, match=rf"key 'comfy\.gguf\.orig_shape\.{name}'"):
         safeload.convert("bad.gguf", "bad.safetensors")
     (error,) = safeload.check("bad.gguf").errors
     assert (error.code, error.tensor) == ("gguf.shape", name)

@@ -10,7 +10,7 @@ import pytest
 from builders import inside
 from builders.calls import count_calls
 from builders.executors import Lazy, Plain
-from builders.inside import Catalog, executors, opened
+from builders.inside import Catalog, executors
 from builders.inside import measure_stats as stats
 from builders.mixed_tensors import many
 from builders.quantized import FIXTURES
@@ -189,12 +189,15 @@ def test_a_piece_has_its_own_tensors_only(tmp_path):
     (piece,) = executor.pieces
     names = piece["names"]
     assert names == whole[5:9]
-    with opened(piece) as (_, (catalog,)):
+    with executors.opened(piece) as (_, (catalog,)):
         assert [*catalog] == names
         assert len(catalog) == 4
         assert [name for name in names if name in catalog] == names
         assert next(iter(whole)) not in catalog
-    with pytest.raises(safeload.TensorNotFoundError, match="nothing"), opened({**piece, "names": [*names, "nothing"]}):
+    with (
+        pytest.raises(safeload.TensorNotFoundError, match="nothing"),
+        executors.opened({**piece, "names": [*names, "nothing"]}),
+    ):
         pass
 
 

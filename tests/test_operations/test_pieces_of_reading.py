@@ -487,7 +487,7 @@ def test_a_shard_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     folder = of_folder(tmp_path)
     shard = folder / "model-00003-of-00003.safetensors"
 
-    original, size = inside.opened, shard.stat().st_size
+    original, size = inside.executors.opened, shard.stat().st_size
 
     class Truncated:
         def __init__(self, *arguments):

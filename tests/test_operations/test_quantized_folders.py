@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from builders.inside import QUANTIZED_KEY as KEY
 
 import safeload
 from safeload import FormatError, QuantizedTensor
@@ -152,7 +151,7 @@ def test_hostile_descriptions(source, tmp_path, change, message):
     out = tmp_path / "out"
     safeload.convert(source, out, quantize="int8", only=NAME)
     with safeload.open(out, stored=True) as opened:
-        described = json.loads(opened.metadata[KEY])
+        described = json.loads(opened.metadata["safeload.quantized"])
     described[NAME] |= change
     save_file(stored(out), tmp_path / "x.safetensors", {"x": "y"})
     rewrite(tmp_path / "x.safetensors", described)
@@ -164,7 +163,7 @@ def rewrite(path, described):
     """Describe the tensors of a file, as `save_file` refuses to."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
-    header = {**json.loads(data[8 : 8 + size]), "__metadata__": {KEY: json.dumps(described)}}
+    header = {**json.loads(data[8 : 8 + size]), "__metadata__": {"safeload.quantized": json.dumps(described)}}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
 

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.executors import Plain
-from builders.inside import DTYPES_BY_NAME as BY_NAME
-from builders.inside import STATS_RECORD as _RECORD
-from builders.inside import Job, available_tiers, jobs, lib, main, tier_name
+from builders.inside import available_tiers, dtypes, ffi, jobs, lib, main, tier_name
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
 from builders.paths import DATA, SHARED
 from builders.random import rng
@@ -104,7 +102,7 @@ def check(found, x, *, dtype=None):
     x = np.asarray(x)
     with np.errstate(all="ignore"):
         values = x.astype(np.float64)
-    assert found.dtype == (dtype or BY_NAME[x.dtype.name].code)
+    assert found.dtype == (dtype or dtypes.BY_NAME[x.dtype.name].code)
     assert (found.shape, found.count) == (x.shape, x.size)
     nan, inf = np.isnan(values), np.isinf(values)
     assert (found.nan, found.inf, found.zeros) == (nan.sum(), inf.sum(), (values == 0).sum())
@@ -348,9 +346,9 @@ def test_tiers_give_scalars_bits(name, histogram, tier, monkeypatch):
 def record(monkeypatch, tier, name, address, length):
     """The record of one segment of bytes anywhere in memory, as bytes."""
     inside.tune(monkeypatch, tier=tier)
-    row = BY_NAME[name]
-    out = np.full(1, 0x5A, np.uint8).repeat(_RECORD.itemsize)
-    job = Job(None, address, out.ctypes.data, row.nbytes(length), row.number, op=lib.SL_OP_STATS)
+    row = dtypes.BY_NAME[name]
+    out = np.full(1, 0x5A, np.uint8).repeat(ffi.sizeof("sl_stats"))
+    job = jobs.Job(None, address, out.ctypes.data, row.nbytes(length), row.number, op=lib.SL_OP_STATS)
     jobs.Batch([job]).run(threads=1)
     return out.tobytes()
 

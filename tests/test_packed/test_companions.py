@@ -7,7 +7,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import IGNORED, codes_of, main
+from builders.inside import codes_of, main
 from builders.quantized import FIXTURES, IN_GGUF, each_kind, each_kind_with
 
 import safeload
@@ -111,8 +111,18 @@ def test_fp8_with_a_second_scale(more, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [*sorted(IGNORED - {"comfy_quant", "scaled_fp8"}), "bias_scale", "bias", "embed_scale"]
-)
+    "more",
+    [
+        "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "input_global_scale",
+        "input_zero_point", "gate_up_proj_input_scale", "down_proj_input_scale",
+        "input_scale_ub", "activation_scale", "qscale_act", "scale_input",
+        "gate_up_proj_activation_scale", "down_proj_activation_scale", "_weight_act_quant_scale",
+        "_gate_up_proj_act_quant_scale", "_down_proj_act_quant_scale",
+        "_weight_act_quant_zero_point", "input_activation_scale", "output_activation_scale", "output_zero_point",
+        "input_scale_2", "output_scale_2", "q_zero_point", "k_zero_point", "v_zero_point",
+        "bias_scale", "bias", "embed_scale",
+    ],
+)  # fmt: skip
 def test_fp8_with_a_companion_that_leaves_weights_alone(more, tmp_path):
     folder_of(tmp_path, {**FP8, f"{X}.{more}": np.float32([3])}, {"quant_method": "modelopt", "quant_algo": "FP8"})
     np.testing.assert_array_equal(safeload.load(tmp_path, dtype="float32")[f"{X}.weight"], np.full((64, 32), 2))

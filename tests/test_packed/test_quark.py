@@ -6,7 +6,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import is_kept_by, main
+from builders.inside import main
 from builders.packed_codes import AWQ_ORDER, stream, words
 from builders.quantized import FIXTURES
 from builders.random import rng
@@ -224,11 +224,25 @@ def test_the_first_glob_that_matches_a_layer_counts(tmp_path):
         safeload.load(write(tmp_path / "x", tensors, config(layers={"[z-a]": int4}, **GROUPS)), dtype="float32")
 
 
-def test_a_new_name_must_have_the_same_description():
-    text = json.dumps({"quantization_config": config(layers={"*k_proj": {"weight": {"dtype": "int4"}}}, **GROUPS)})
-    assert is_kept_by(text, "a.q_proj", "b.v_proj")
-    assert is_kept_by(text, "a.k_proj", "b.k_proj")
-    assert not is_kept_by(text, "a.k_proj", "a.v_proj")
+@pytest.mark.parametrize(
+    ("signed", "name", "new", "kept"),
+    [
+        (False, "a.q_proj", "b.v_proj", True),
+        (True, "a.k_proj", "b.k_proj", True),
+        (True, "a.k_proj", "a.v_proj", False),
+    ],
+)
+def test_a_new_name_must_have_the_same_description(signed, name, new, kept, tmp_path):
+    said = config(layers={"*k_proj": {"weight": {**GROUPS, "dtype": "int4"}}}, **GROUPS)
+    tensors, want = in_groups(signed=signed)
+    folder = write(tmp_path / "x", {f"{name}{key[1:]}": array for key, array in tensors.items()}, said)
+    if kept:
+        safeload.convert(folder, tmp_path / "out", rename=[(re.escape(name), new)])
+        assert isinstance(safeload.load(tmp_path / "out")[f"{new}.weight"], safeload.QuantizedTensor)
+        np.testing.assert_array_equal(safeload.load(tmp_path / "out", dtype="float32")[f"{new}.weight"], want)
+    else:
+        with pytest.raises(UnsupportedError, match=rf"'{name}.weight' stays packed.*names module '{name}'"):
+            safeload.convert(folder, tmp_path / "out", rename=[(re.escape(name), new)])
 
 
 def test_layers_that_keep_the_quantization_of_their_source(tmp_path):

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import AtomicFile, Locked, journal_of, main, recover_edit, write_journal
+from builders.inside import AtomicFile, main, recover_edit
 from builders.thorough import THOROUGH
 
 import safeload
@@ -279,12 +279,19 @@ def test_other_files_cannot_be_edited(tmp_path):
 # ---- recovery ----
 
 
-def interrupt(path, content=b"\xff" * 30):
-    """What an edit leaves that was killed while it wrote the header."""
+def journal_of(path):
+    return path.parent / f".{path.name}.safeload-edit"
+
+
+def interrupt(path, content=b"\xff" * 30, key="k"):
+    """What an edit leaves that was killed while it wrote the header, of which ``content`` was written."""
     data = path.read_bytes()
-    header = data[: 8 + int.from_bytes(data[:8], "little")]
-    with Locked(str(path)) as file:
-        write_journal(file, header, b"new", durable=False)
+    # Its first sync is that of the journal.
+    code = "import os, sys, safeload\nos.fsync = lambda descriptor: os._exit(3)\n"
+    code += "with safeload.edit(sys.argv[1]) as file: file.metadata[sys.argv[2]] = 'v'"
+    assert subprocess.run([sys.executable, "-c", code, str(path), key], timeout=60).returncode == 3
+    assert path.read_bytes() == data
+    assert journal_of(path).exists()
     with path.open("r+b") as file:
         file.write(content)
     return data
@@ -355,11 +362,7 @@ def test_a_child_that_was_forked_during_a_save_does_not_lock_the_file(path):
 
 def test_an_interrupted_edit_of_a_gguf_file_is_reported_and_undone(gguf, monkeypatch):
     inside.tune(monkeypatch, edit_pause=0)
-    data = gguf.read_bytes()
-    with Locked(str(gguf)) as file:
-        write_journal(file, data[:300], b"new", durable=False)
-    with gguf.open("r+b") as file:
-        file.write(b"\xff" * 20)
+    data = interrupt(gguf, key="general.name")
     for reader in (safeload.open, safeload.edit):
         with pytest.raises(safeload.FormatError, match="safeload edit --recover"):
             reader(gguf)
@@ -385,7 +388,7 @@ def test_a_header_of_odd_length_is_edited_in_place(tmp_path):
 @pytest.mark.parametrize("fault", ["other file", "cut", "text", "folder", "link", "nonsense"])
 def test_a_journal_that_does_not_belong_to_the_file_changes_nothing(fault, path):
     interrupt(path, b"")
-    place, before = journal_of(str(path)), path.read_bytes()
+    place, before = journal_of(path), path.read_bytes()
     with open(place, "rb") as file:
         journal = file.read()
     if fault == "other file":

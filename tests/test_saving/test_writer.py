@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import HEADER_ROOM as ROOM
 from builders.inside import AtomicFile
 
 import safeload
@@ -294,7 +293,6 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(name, value, error, 
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_bytes_of_a_tensor_that_failed_are_cut_off(folder, tmp_path, monkeypatch):
-    inside.tune(monkeypatch, spooled_in_memory=0)
     written = AtomicFile.write
 
     def fail(file, pieces):
@@ -308,7 +306,7 @@ def test_bytes_of_a_tensor_that_failed_are_cut_off(folder, tmp_path, monkeypatch
         with monkeypatch.context() as patch:
             inside.tune(patch, write_file=fail)
             with pytest.raises(OSError, match="No space left"):
-                writer.add("second", np.ones((1000, 500), np.float32).T)
+                writer.add("second", np.ones((3000, 1500), np.float32).T)  # more than memory takes
     same(safeload.load(path), {"first": first})
 
 
@@ -468,7 +466,7 @@ def test_4_kib_stay_free_after_the_header(tmp_path):
     for path in "abc":
         data = (tmp_path / f"{path}.safetensors").read_bytes()
         header = data[8 : 8 + int.from_bytes(data[:8], "little")]
-        assert len(header) - len(header.rstrip(b" ")) >= ROOM
+        assert len(header) - len(header.rstrip(b" ")) >= 4096
 
 
 def test_a_generator_is_saved_in_the_memory_of_a_tensor(tmp_path):

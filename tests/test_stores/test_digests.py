@@ -4,20 +4,18 @@ import base64
 import copy
 import hashlib
 import json
+from typing import NamedTuple
 
 import pytest
 from builders.inside import (
     LOCAL,
-    MAX_JSON,
     ExpectedFiles,
-    ExpectedRange,
-    check_name,
-    compare_digests,
     digest_in_cache,
     files_of_manifest,
     files_of_statement,
     is_manifest,
     parse_json,
+    verified,
 )
 from builders.inside import signature_statement as _statement
 
@@ -58,10 +56,10 @@ SHARDS = statement(
 def test_files_of_a_statement():
     signed = files_of_statement(GOOD, "x")
     assert list(signed.files) == ["a.txt", "d/b.txt"]
-    assert signed.files["d/b.txt"] == (ExpectedRange(0, None, "sha256", B),)
+    assert signed.files["d/b.txt"] == ((0, None, "sha256", B),)
     assert signed.ignored[:2] == ("model.sig", "d/c")
     shards = files_of_statement(SHARDS, "x")
-    assert shards.files["a"] == (ExpectedRange(0, 5, "sha256", A), ExpectedRange(5, 7, "sha256", B))
+    assert shards.files["a"] == ((0, 5, "sha256", A), (5, 7, "sha256", B))
     backwards = copy.deepcopy(SHARDS)
     backwards["predicate"]["resources"].reverse()
     backwards["subject"][0]["digest"]["sha256"] = root_of(backwards["predicate"]["resources"])
@@ -144,7 +142,7 @@ def test_the_first_predicate_lists_files_as_subjects():
         "subject": [{"name": "a", "digest": {"sha256": A}}],
         "predicateType": "https://model_signing/Digests/v0.1",
     }
-    assert files_of_statement(content, "x").files == {"a": (ExpectedRange(0, None, "sha256", A),)}
+    assert files_of_statement(content, "x").files == {"a": ((0, None, "sha256", A),)}
     for subject in (None, [3], [{"name": "../a", "digest": {"sha256": A}}], [{"name": "a", "digest": {"sha1": A}}]):
         with pytest.raises(VerificationError):
             files_of_statement({**content, "subject": subject}, "x")
@@ -191,7 +189,7 @@ def listing(**files):
 
 def test_files_of_a_manifest():
     files = files_of_manifest(listing(a={"size": 3, "sha256": A.upper()}), "x")
-    assert files == {"a": (ExpectedRange(0, 3, "sha256", A),)}
+    assert files == {"a": ((0, 3, "sha256", A),)}
     assert files_of_manifest({"safeload_manifest": 1, "tensors": {}}, "x") is None
     assert is_manifest(b' {"safeload_manifest": 1')
     assert not is_manifest(b'{"dsseEnvelope": {}')
@@ -223,15 +221,23 @@ def test_malformed_manifests_are_refused(files):
 def test_a_manifest_does_not_list_a_file_twice():
     with pytest.raises(FormatError, match="duplicate key 'a'"):
         parse_json(b'{"safeload_manifest": 1, "files": {"a": {}, "a": {}}}', "the manifest", "x")
-    assert MAX_JSON == 64 << 20  # files above are not read at all
 
 
 @pytest.mark.parametrize("name", ["a", "a/b", "é", "a b", "ab:c", "..a", "a\\b", "C"])
 def test_other_names_are_fine(name):
-    assert check_name(name, "x") == name
+    assert list(files_of_manifest(listing(**{name: {"size": 3, "sha256": A}}), "x")) == [name]
 
 
 # ---- names and digests ----
+
+
+class Range(NamedTuple):
+    """Bytes of a file and their digest; ``end`` is None for the end of the file."""
+
+    begin: int
+    end: int | None
+    algorithm: str
+    digest: str
 
 
 def test_names_are_relative_to_the_root(tmp_path):
@@ -256,10 +262,10 @@ def test_names_are_relative_to_the_root(tmp_path):
     ],
 )
 def test_digests(algorithm, digest):
-    expected = (ExpectedRange(0, None, algorithm, digest),)
-    compare_digests([memoryview(b"hel"), memoryview(b"lo")], expected, 5, path="x", source="y")
+    expected = (Range(0, None, algorithm, digest),)
+    verified.compare_digests([memoryview(b"hel"), memoryview(b"lo")], expected, 5, path="x", source="y")
     with pytest.raises(VerificationError, match=rf"x: the file differs from y: expected {algorithm}"):
-        compare_digests([memoryview(b"help!")], expected, 5, path="x", source="y")
+        verified.compare_digests([memoryview(b"help!")], expected, 5, path="x", source="y")
 
 
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 4], [5, 2], [6, 1], [0, 7]])
@@ -269,11 +275,11 @@ def test_ranges_and_pieces_need_not_agree(pieces):
         parts.append(memoryview(content)[at : at + count])
         at += count
     ranges = [(0, 5), (5, 7)]
-    expected = [ExpectedRange(b, e, "sha256", hashlib.sha256(content[b:e]).hexdigest()) for b, e in ranges]
-    compare_digests(parts, tuple(expected), 7, path="x", source="y")
+    expected = [Range(b, e, "sha256", hashlib.sha256(content[b:e]).hexdigest()) for b, e in ranges]
+    verified.compare_digests(parts, tuple(expected), 7, path="x", source="y")
     expected[1] = expected[1]._replace(digest=A)
     with pytest.raises(VerificationError, match=r"in bytes \[5, 7\)"):
-        compare_digests(parts, tuple(expected), 7, path="x", source="y")
+        verified.compare_digests(parts, tuple(expected), 7, path="x", source="y")
 
 
 def test_only_names_of_blobs_are_digests(tmp_path):

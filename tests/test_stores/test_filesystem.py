@@ -19,18 +19,7 @@ from builders.http_server import Server
 from builders.terminal import press_ctrl_c
 
 fsspec = pytest.importorskip("fsspec")
-from builders.inside import (  # noqa: E402
-    Filesystem,
-    LocalStore,
-    LocalUrls,
-    RemoteFiles,
-    Span,
-    Stop,
-    Stopped,
-    belonging,
-    foreign_errors,
-    thread_group,
-)
+from builders.inside import Filesystem, LocalStore, RemoteFiles, Span, thread_group  # noqa: E402
 from fsspec.implementations.dirfs import DirFileSystem  # noqa: E402
 from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -224,7 +213,7 @@ def test_errors_that_stay_end_with_url_and_bytes(error, faulty):
         store.read_into(50, bytearray(100))
     assert (caught.value.path, caught.value.begin, caught.value.end) == ("memory://m/model.bin", 50, 150)
     assert isinstance(caught.value, RemoteTimeoutError) == isinstance(error, TimeoutError)
-    assert len(faulty.reads) == foreign_errors.TRIES
+    assert len(faulty.reads) == 4
 
 
 @pytest.mark.parametrize(
@@ -260,7 +249,7 @@ def test_short_answers_are_tried_again_and_never_fill_memory(faulty):
     with pytest.raises(RemoteError, match="expected 100 bytes, got 99"):
         store.read_into(0, memory)
     assert memory == bytes(100)
-    assert len(faulty.reads) == foreign_errors.TRIES
+    assert len(faulty.reads) == 4
     faulty.change = lambda content: content[: 90 if len(faulty.reads) % 2 else 100]
     store.read_into(0, memory)
     assert memory == CONTENT[:100]
@@ -343,7 +332,7 @@ def test_many_threads_read_at_once(chain, memory, tmp_path):
 
 
 def test_nothing_is_written_once_a_call_has_ended(faulty):
-    entered, leave, stop = threading.Event(), threading.Event(), Stop()
+    entered, leave, stop = threading.Event(), threading.Event(), thread_group.Stop()
 
     def wait(fs):
         entered.set()
@@ -354,7 +343,7 @@ def test_nothing_is_written_once_a_call_has_ended(faulty):
     memory, raised = bytearray(100), []
 
     def read():
-        with belonging(stop):
+        with thread_group.belonging(stop):
             try:
                 store.read_into(0, memory)
             except BaseException as error:
@@ -366,7 +355,7 @@ def test_nothing_is_written_once_a_call_has_ended(faulty):
     stop.stop()
     leave.set()
     thread.join()
-    assert (memory, raised) == (bytes(100), [Stopped])
+    assert (memory, raised) == (bytes(100), [thread_group.Stopped])
 
 
 # ---- caches ----
@@ -465,7 +454,7 @@ def test_a_part_of_a_filesystem_is_a_filesystem(memory):
 def uploads(kind, folder, tmp_path):
     return {
         "memory": (RemoteFiles().backend(folder), folder),
-        "file": (LocalUrls(), (tmp_path / "out").as_uri()),
+        "file": (RemoteFiles().backend("file:///"), (tmp_path / "out").as_uri()),
         "local": (Filesystem(LocalFileSystem()), (tmp_path / "out").as_uri()),
         "chain": (RemoteFiles({}).backend(f"simplecache::{folder}"), f"simplecache::{folder}"),
     }[kind]

@@ -18,8 +18,8 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import WINDOW, RemoteFiles, Span, thread_group
-from builders.remote import read
+from builders.inside import HttpStore, RemoteFiles, Span, Web, thread_group
+from builders.remote import WINDOW, read
 
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError
@@ -27,8 +27,6 @@ from safeload.errors import RemoteError, RemotePermissionError
 urllib3 = pytest.importorskip("urllib3")
 retries = inside.http_client
 client = inside.http_client
-http = inside.http
-Web = http.Web
 
 pytestmark = pytest.mark.usefixtures("quick_web")
 
@@ -254,7 +252,7 @@ def test_an_expired_url_is_resolved_again():
 
     valid = [0]
     with serve(server.Fault(check)) as there:
-        store = http.HttpStore("s3://bucket/a", resolve, client.Client({}))
+        store = HttpStore("s3://bucket/a", resolve, client.Client({}))
         valid[0] = 1
         memory = [bytearray(1000) for _ in range(8)]
         spans = [[Span(WINDOW + 1000 * k, memoryview(one))] for k, one in enumerate(memory)]

@@ -18,16 +18,14 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import WINDOW, Span, thread_group
-from builders.remote import read
+from builders.inside import Span, Web, thread_group
+from builders.remote import WINDOW, read
 from builders.threads import threads
 
 from safeload.errors import RemoteError
 
 urllib3 = pytest.importorskip("urllib3")
 retries = inside.http_client
-http = inside.http
-Web = http.Web
 
 pytestmark = pytest.mark.usefixtures("quick_web")
 

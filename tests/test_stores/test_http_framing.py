@@ -8,8 +8,7 @@ import pytest
 from builders import inside
 from builders.http_faults import Fault
 from builders.http_server import Server
-from builders.inside import WINDOW
-from builders.remote import read
+from builders.remote import WINDOW, read
 
 from safeload.errors import RemoteError
 

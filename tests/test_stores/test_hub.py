@@ -19,7 +19,7 @@ pytest.importorskip("urllib3")
 
 from builders import http_faults
 from builders.hub import Hub, Repository
-from builders.inside import RemoteFiles, Span, foreign_errors, hub
+from builders.inside import RemoteFiles, Span, cleaned
 from builders.inside import http_client as retries
 
 from safeload import FormatError, UnsupportedError
@@ -110,27 +110,31 @@ def test_folders_are_those_of_the_list_of_files(server, files):
 @pytest.mark.parametrize(
     ("url", "place"),
     [
-        ("hf://o/n", hub.HubPlace("model", "o/n", None, "")),
-        ("hf://models/o/n/x", hub.HubPlace("model", "o/n", None, "x")),
-        ("hf://datasets/o/n@v1.0/a/b.bin", hub.HubPlace("dataset", "o/n", "v1.0", "a/b.bin")),
-        ("hf://spaces/o/n/", hub.HubPlace("space", "o/n", None, "")),
-        ("hf://o/n@refs%2Fpr%2F1/x", hub.HubPlace("model", "o/n", "refs/pr/1", "x")),
-        ("hf://o/n@refs/pr/1/x", hub.HubPlace("model", "o/n", "refs/pr/1", "x")),
-        ("hf://o/n@refs/convert/parquet/x", hub.HubPlace("model", "o/n", "refs/convert/parquet", "x")),
-        ("hf://o/n@feature%2Fa/x@2", hub.HubPlace("model", "o/n", "feature/a", "x@2")),
+        ("hf://o/n", ("model", "o/n", None, "")),
+        ("hf://models/o/n/x", ("model", "o/n", None, "x")),
+        ("hf://datasets/o/n@v1.0/a/b.bin", ("dataset", "o/n", "v1.0", "a/b.bin")),
+        ("hf://spaces/o/n/", ("space", "o/n", None, "")),
+        ("hf://o/n@refs%2Fpr%2F1/x", ("model", "o/n", "refs/pr/1", "x")),
+        ("hf://o/n@refs/pr/1/x", ("model", "o/n", "refs/pr/1", "x")),
+        ("hf://o/n@refs/convert/parquet/x", ("model", "o/n", "refs/convert/parquet", "x")),
+        ("hf://o/n@feature%2Fa/x@2", ("model", "o/n", "feature/a", "x@2")),
     ],
 )
-def test_a_url_is_divided_as_by_huggingface_hub(url, place, server):
-    assert hub.place_of(url) == place._replace(shown=url)
+def test_a_url_is_divided_as_by_huggingface_hub(url, place, server, files):
     from huggingface_hub import HfFileSystem
 
-    page = {"model": "", "dataset": "datasets/", "space": "spaces/"}[place.kind] + place.repo
+    kind, repo, revision, path = place
+    page = {"model": "", "dataset": "datasets/", "space": "spaces/"}[kind] + repo
     server.repositories[page] = Repository()
-    server.repositories[page].commit({"x": b"x"}, place.revision or "main")
+    server.repositories[page].commit({path or "x": b"content"}, revision or "main")
+    if path:
+        assert files.open(url).read_at(0, 100) == b"content"
+    else:
+        assert files.listing(url) == [("x", False)]
     fs = HfFileSystem(endpoint=server.url(), token=False, skip_instance_cache=True)
     found = fs.resolve_path(url.replace("hf://models/", "hf://"))
     theirs = (found.repo_type, found.repo_id, found.revision, found.path_in_repo.strip("/"))
-    assert theirs == (place.kind, place.repo, place.revision or "main", place.path)
+    assert theirs == (kind, repo, revision or "main", path)
 
 
 @pytest.mark.parametrize(
@@ -323,14 +327,14 @@ def test_an_answer_without_commit_or_list_is_an_error(answer, server, files):
 )
 def test_a_long_error_takes_linear_time(text):
     begun = time.perf_counter()
-    assert len(foreign_errors.cleaned(RuntimeError(text), ["s3cr3t"])) <= 500
+    assert len(cleaned(RuntimeError(text), ["s3cr3t"])) <= 500
     assert time.perf_counter() - begun < 1
 
 
 def test_a_long_error_is_cut_between_words():
     secret = "https://host/?signature=" + "s3cr3t" * 3000
     for text in (f"{'x ' * 100}{secret}", secret, f"{'https://host/?y ' * 1020}{secret}"):
-        assert "s3cr3t" not in foreign_errors.cleaned(RuntimeError(text), [])
+        assert "s3cr3t" not in cleaned(RuntimeError(text), [])
 
 
 def test_a_hub_that_nobody_reaches_is_an_error():

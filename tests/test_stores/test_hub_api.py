@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("huggingface_hub")
 pytest.importorskip("urllib3")
 
-from builders import http_faults, inside
+from builders import http_faults
 from builders.http_server import CERTIFICATE, Server
 from builders.hub import Hub
 from builders.inside import RemoteFiles
@@ -110,14 +110,13 @@ def commit_of(server):
 
 
 @pytest.mark.parametrize("length", ["stated", "missing"])
-def test_an_answer_of_any_size_takes_little_memory(length, server, monkeypatch):
-    inside.tune(monkeypatch, hub_json=1000)
-    server.faults = [body(b" " * 3_000_000, path=API)]
+def test_an_answer_of_any_size_takes_little_memory(length, server):
+    server.faults = [body(b" " * 70_000_000, path=API)]
     if length == "missing":
-        server.faults += [http_faults.header("Content-Length", None, path=API), http_faults.short(3_000_000, path=API)]
+        server.faults += [http_faults.header("Content-Length", None, path=API), http_faults.short(70_000_000, path=API)]
     text = refused(lambda: files_of(server).listing(URL))
-    size = "3,000,000" if length == "stated" else "more"
-    assert text == f"the Hub's response has {size} bytes, but the limit is 1,000 ({URL})"
+    size = "70,000,000" if length == "stated" else "more"
+    assert text == f"the Hub's response has {size} bytes, but the limit is 67,108,864 ({URL})"
     assert len(server.requests) == 1
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.inside import LOCAL, AtomicFile, RemoteFiles, places_of
+from builders.http_server import Server
+from builders.inside import LOCAL, AtomicFile, RemoteFiles
 from builders.remote import Served
 
 import safeload
@@ -54,12 +55,12 @@ def test_a_list_has_paths_of_one_store_and_of_this_machine(tmp_path):
     safeload.numpy.save_file({"here": np.ones(3)}, tmp_path / "a.safetensors")
     content = {f"mem://m/{name}.safetensors": safeload.numpy.save({name: np.ones(3)}) for name in "xy"}
     folder = Served(content).at("mem://m")
-    assert places_of([str(tmp_path), "https://host/x", tmp_path, "s3://b/y"])[0] == [
-        str(tmp_path), "https://host/x", str(tmp_path), "s3://b/y"
-    ]  # fmt: skip
-    assert places_of([folder / "x", tmp_path, folder / "y"])[1] is folder.files
-    assert places_of([tmp_path, tmp_path])[1] is LOCAL
+    here = tmp_path / "a.safetensors"
     assert set(safeload.load([folder / "x.safetensors", folder / "y.safetensors"])) == {"x", "y"}
+    assert set(safeload.load([folder / "x.safetensors", here, folder / "y.safetensors"])) == {"x", "here", "y"}
+    with Server({"/b.safetensors": safeload.numpy.save({"there": np.ones(3)})}) as server:
+        for local in (here, str(here)):
+            assert set(safeload.load([local, server.url("/b.safetensors")])) == {"here", "there"}
 
 
 @pytest.mark.parametrize("first", ["location", "url"])

@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 from builders import inside
-from builders.inside import Prefetch, Task, thread_group
+from builders.inside import thread_group
 from builders.threads import threads
 
 pytestmark = pytest.mark.inner
@@ -27,7 +27,7 @@ def tasks(*sizes, done=None):
             done.append(k)
         return k
 
-    return (Task(size, lambda k=k: run(k)) for k, size in enumerate(sizes))
+    return (thread_group.Task(size, lambda k=k: run(k)) for k, size in enumerate(sizes))
 
 
 def endless():
@@ -51,12 +51,12 @@ def until(condition, seconds=10):
 @pytest.mark.parametrize("limit", [0, 1, 7, 1000])
 @pytest.mark.parametrize("count", [0, 1, 50])
 def test_results_come_in_order(limit, count):
-    assert list(Prefetch(tasks(*[1] * count), limit)) == list(range(count))
+    assert list(thread_group.Prefetch(tasks(*[1] * count), limit)) == list(range(count))
 
 
 def test_nothing_runs_before_the_first_result_is_asked_for():
     done = []
-    ahead = Prefetch(tasks(1, 1, 1, 1, 1, done=done), 100)
+    ahead = thread_group.Prefetch(tasks(1, 1, 1, 1, 1, done=done), 100)
     time.sleep(0.02)
     assert (done, threads()) == ([], [])
     assert next(ahead) == 0
@@ -66,7 +66,7 @@ def test_nothing_runs_before_the_first_result_is_asked_for():
 
 def test_what_is_made_and_not_taken_stays_below_the_limit():
     done = []
-    ahead = Prefetch(tasks(*[10] * 20, done=done), 45)
+    ahead = thread_group.Prefetch(tasks(*[10] * 20, done=done), 45)
     for taken in range(1, 12):
         next(ahead)
         until(lambda taken=taken: len(done) == taken + 4)
@@ -78,7 +78,7 @@ def test_what_is_made_and_not_taken_stays_below_the_limit():
 
 def test_a_task_that_is_larger_than_the_limit_waits_until_all_before_it_are_taken():
     done = []
-    ahead = Prefetch(tasks(1, 1, 100, 1, 1, done=done), 10)
+    ahead = thread_group.Prefetch(tasks(1, 1, 100, 1, 1, done=done), 10)
     for taken, made_by_then in enumerate([2, 3, 5, 5, 5], 1):
         assert next(ahead) == taken - 1
         until(lambda wanted=made_by_then: len(done) == wanted)
@@ -91,13 +91,13 @@ def test_start_runs_in_the_consumers_thread_before_its_task():
     seen = []
 
     def task(k):
-        return Task(
+        return thread_group.Task(
             1,
             lambda: seen.append(("run", k, threading.get_ident())),
             lambda: seen.append(("start", k, threading.get_ident())),
         )
 
-    assert list(Prefetch(map(task, range(3)), 1)) == [None] * 3
+    assert list(thread_group.Prefetch(map(task, range(3)), 1)) == [None] * 3
     here = threading.get_ident()
     for k in range(3):
         begun, ran = (next(i for i, one in enumerate(seen) if one[:2] == (what, k)) for what in ("start", "run"))
@@ -113,7 +113,7 @@ def test_an_error_comes_at_its_turn_and_is_the_last(limit):
     def fail():
         raise OSError("the third")
 
-    ahead = Prefetch((Task(1, fail if k == 2 else lambda k=k: k) for k in range(5)), limit)
+    ahead = thread_group.Prefetch((thread_group.Task(1, fail if k == 2 else lambda k=k: k) for k in range(5)), limit)
     assert [next(ahead), next(ahead)] == [0, 1]
     with pytest.raises(OSError, match="the third"):
         next(ahead)
@@ -131,7 +131,7 @@ def test_an_error_keeps_nothing_alive_once_it_is_handled():
     def run(held=held):
         raise ValueError("no")
 
-    ahead = Prefetch(iter([Task(1, run)]), 1)
+    ahead = thread_group.Prefetch(iter([thread_group.Task(1, run)]), 1)
     del held, run
     gc.disable()
     try:
@@ -147,7 +147,7 @@ def test_an_error_of_the_tasks_themselves_ends_it():
         yield from tasks(1, 1)
         raise KeyError("tasks")
 
-    ahead = Prefetch(broken(), 0)
+    ahead = thread_group.Prefetch(broken(), 0)
     with pytest.raises(KeyError, match="tasks"):
         list(ahead)
     assert list(ahead) == []
@@ -159,7 +159,7 @@ def test_a_thread_that_cannot_start_is_an_error(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        ahead = Prefetch(tasks(1), 1)
+        ahead = thread_group.Prefetch(tasks(1), 1)
         with pytest.raises(RuntimeError, match="can't start"):
             next(ahead)
     assert list(ahead) == []
@@ -170,8 +170,8 @@ def test_a_thread_that_cannot_start_is_an_error(monkeypatch):
 
 def test_close_stops_a_task_in_the_middle_and_may_be_called_again():
     begun = threading.Event()
-    jobs = [Task(1, lambda: 0), Task(1, lambda: [begun.set(), endless()])]
-    ahead = Prefetch(iter(jobs), 10)
+    jobs = [thread_group.Task(1, lambda: 0), thread_group.Task(1, lambda: [begun.set(), endless()])]
+    ahead = thread_group.Prefetch(iter(jobs), 10)
     next(ahead)
     begun.wait()
     assert len(threads()) == 1
@@ -182,13 +182,13 @@ def test_close_stops_a_task_in_the_middle_and_may_be_called_again():
 
 
 def test_close_before_the_start_starts_nothing():
-    ahead = Prefetch(tasks(1, 1), 10)
+    ahead = thread_group.Prefetch(tasks(1, 1), 10)
     ahead.close()
     assert list(ahead) == []
 
 
 def test_close_from_another_thread_ends_the_wait():
-    ahead = Prefetch(iter([Task(1, endless)]), 1)
+    ahead = thread_group.Prefetch(iter([thread_group.Task(1, endless)]), 1)
     closer = threading.Timer(0.05, ahead.close)
     closer.start()
     with pytest.raises(ValueError, match="closed"):
@@ -203,7 +203,7 @@ def test_close_from_another_thread_at_any_moment_ends_it_well():
     sys.setswitchinterval(1e-6)
     try:
         for k in range(150):
-            ahead = Prefetch(tasks(*[1] * 200), 3)
+            ahead = thread_group.Prefetch(tasks(*[1] * 200), 3)
             closer = threading.Thread(target=lambda ahead=ahead, k=k: (time.sleep(k % 30 * 2e-5), ahead.close()))
             closer.start()
             with contextlib.suppress(ValueError):
@@ -215,15 +215,15 @@ def test_close_from_another_thread_at_any_moment_ends_it_well():
 
 
 def test_close_by_what_a_task_starts_with_begins_no_thread():
-    jobs = [Task(1, lambda: 0, lambda: ahead.close())]
-    ahead = Prefetch(iter(jobs), 1)
+    jobs = [thread_group.Task(1, lambda: 0, lambda: ahead.close())]
+    ahead = thread_group.Prefetch(iter(jobs), 1)
     with pytest.raises(ValueError, match="closed"):
         next(ahead)
     assert threads() == []
 
 
 def test_the_last_reference_ends_it():
-    ahead = Prefetch(iter([Task(1, lambda: 0), Task(1, endless)]), 10)
+    ahead = thread_group.Prefetch(iter([thread_group.Task(1, lambda: 0), thread_group.Task(1, endless)]), 10)
     next(ahead)
     assert len(threads()) == 1
     del ahead
@@ -241,7 +241,7 @@ def test_a_collection_in_its_own_thread_ends_it():
 
     gc.disable()
     try:
-        ahead = Prefetch(iter([Task(1, lambda: 0), Task(1, collect)]), 10)
+        ahead = thread_group.Prefetch(iter([thread_group.Task(1, lambda: 0), thread_group.Task(1, collect)]), 10)
         ahead.itself = ahead
         next(ahead)
         ready.wait()
@@ -255,7 +255,7 @@ def test_a_collection_in_its_own_thread_ends_it():
 
 def test_a_collection_in_the_middle_of_threading_itself_does_not_hang():
     """The end of a thread needs the lock under which `threading.enumerate` makes its list."""
-    ahead = Prefetch(iter([Task(1, lambda: 0), Task(1, endless)]), 10)
+    ahead = thread_group.Prefetch(iter([thread_group.Task(1, lambda: 0), thread_group.Task(1, endless)]), 10)
     next(ahead)
     started = time.monotonic()
     with threading._active_limbo_lock:
@@ -275,7 +275,7 @@ def test_results_that_are_not_taken_are_dropped_by_close():
         made.append(weakref.ref(held))
         return held
 
-    ahead = Prefetch((Task(1, run) for _ in range(4)), 10)
+    ahead = thread_group.Prefetch((thread_group.Task(1, run) for _ in range(4)), 10)
     next(ahead)
     until(lambda: len(made) == 4)
     ahead.close()
@@ -284,14 +284,14 @@ def test_results_that_are_not_taken_are_dropped_by_close():
 
 PROGRAM = inside.program("""
     import sys, time
-    from builders.inside import Prefetch, Task, thread_group
+    from builders.inside import thread_group
 
     def endless():
         while True:
             thread_group.check_stopped()
             time.sleep(0.001)
 
-    ahead = Prefetch(iter([Task(1, lambda: 0), Task(1, endless)]), 10)
+    ahead = thread_group.Prefetch(iter([thread_group.Task(1, lambda: 0), thread_group.Task(1, endless)]), 10)
     next(ahead)
 """)
 
@@ -316,7 +316,7 @@ quiet = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @quiet
 @pytest.mark.parametrize("begun", [False, True])
 def test_after_a_fork_the_iterator_is_the_parents(begun):
-    ahead = Prefetch(tasks(*[1] * 6), 2)
+    ahead = thread_group.Prefetch(tasks(*[1] * 6), 2)
     if begun:
         assert next(ahead) == 0
     child = os.fork()

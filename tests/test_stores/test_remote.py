@@ -10,8 +10,8 @@ import threading
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import WINDOW, RemoteStore, Span
-from builders.remote import Served
+from builders.inside import RemoteStore, Span
+from builders.remote import WINDOW, Served
 
 import safeload
 import safeload.numpy
@@ -213,11 +213,11 @@ def test_a_closed_checkpoint_gives_nothing_more_not_even_what_came_with_the_firs
 FORKED = inside.program("""
 import os, signal, sys, threading, warnings
 warnings.simplefilter("ignore")
-from builders.inside import remote
-from builders.inside import Span
+from builders.inside import RemoteStore, Span
+from builders.remote import WINDOW
 
-class Store(remote.RemoteStore):
-    path, size, version = "memory://x", 10 * remote.WINDOW, (1,)
+class Store(RemoteStore):
+    path, size, version = "memory://x", 10 * WINDOW, (1,)
     def read_spans(self, spans):
         for offset, memory in spans:
             memory[:] = bytes(k % 251 for k in range(offset, offset + len(memory)))
@@ -240,7 +240,7 @@ def hold_up():
 
 store, begun, ended = Store(), threading.Event(), threading.Event()
 right(0)
-right(5 * remote.WINDOW)
+right(5 * WINDOW)
 store._windows = Slow(store._windows)
 thread = threading.Thread(target={work})
 thread.start()
@@ -248,7 +248,7 @@ begun.wait(20)
 child = os.fork()
 if child == 0:
     signal.alarm(10)
-    for begin in (0, 3 * remote.WINDOW, 5 * remote.WINDOW, 7 * remote.WINDOW, 0, 3 * remote.WINDOW):
+    for begin in (0, 3 * WINDOW, 5 * WINDOW, 7 * WINDOW, 0, 3 * WINDOW):
         right(begin)
     store.settle()
     right(0)
@@ -257,13 +257,13 @@ if child == 0:
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 ended.set()
 thread.join()
-right(3 * remote.WINDOW)
+right(3 * WINDOW)
 print(status)
 """)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("work", ["lambda: right(3 * remote.WINDOW)", "store.settle"])
+@pytest.mark.parametrize("work", ["lambda: right(3 * WINDOW)", "store.settle"])
 def test_a_child_reads_although_a_thread_of_its_parent_held_the_lock(work):
     program = FORKED.replace("{work}", work)
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from builders.http_server import Server
-from builders.inside import WINDOW, window_for
+from builders.remote import WINDOW
 
 import safeload
 
@@ -72,10 +72,12 @@ def test_one_small_request_gets_the_header(count, separators):
     ids=["metadata", "escapes"],
 )
 def test_a_longer_header_takes_a_second_request(first):
-    shapes, _, ranges = listed(model(first, A_FEW))
+    files = model(first, A_FEW)
+    shapes, _, ranges = listed(files)
     assert sorted(shapes) == sorted([*first[0], *A_FEW[0]])
     (begin, end), (again, _), *rest = ranges[SHARDS[0]]
-    assert (begin, end) == (0, window_for(SHARDS[0], first[0]))
+    assert (begin, end) == (0, listed(model([first[0], {}], A_FEW))[2][SHARDS[0]][0][1])  # as without metadata
+    assert end < 8 + int.from_bytes(files[SHARDS[0]][:8], "little")
     assert again == end
     assert not rest
 
@@ -94,6 +96,14 @@ def test_a_server_without_ranges_gives_whole_shards():
 
 
 def test_estimates_are_limited():
-    assert window_for("a.safetensors", []) < WINDOW
-    assert window_for("a.safetensors", ["x" * 1000] * 100_000) == 1 << 20
-    assert window_for("a.bin", NAMES) == WINDOW
+    _, _, ranges = listed(model([[f"{'x' * 1000}{k}" for k in range(2000)], {}], A_FEW))
+    assert ranges[SHARDS[0]][0] == (0, 1 << 20)
+
+
+def test_other_shards_take_the_usual_window():
+    index, shard = "/pytorch_model.bin.index.json", "/pytorch_model-00001-of-00001.bin"
+    weights = json.dumps({"weight_map": dict.fromkeys(NAMES, shard[1:])}).encode()
+    with Server({index: weights, shard: bytes(4 * WINDOW)}) as server:
+        with pytest.raises(safeload.SafeloadError):
+            safeload.open(server.url(index))
+        assert next(one.range for one in server.requests if one.path == shard) == (0, WINDOW)

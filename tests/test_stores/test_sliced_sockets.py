@@ -10,13 +10,13 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import WINDOW, Stop, Stopped, belonging, thread_group
-from builders.remote import read
+from builders.inside import thread_group
+from builders.remote import WINDOW, read
 from builders.terminal import press_ctrl_c
 from builders.threads import threads
 
 pytest.importorskip("urllib3")
-from builders.inside import SlicedSocket, SlicedTlsSocket
+from builders.inside import http_client
 
 pytestmark = pytest.mark.inner
 
@@ -33,14 +33,14 @@ def _short_slices(monkeypatch):
 def pair(timeout=60.0):
     """A sliced socket, and what it is connected to."""
     ours, theirs = socket.socketpair()
-    with SlicedSocket(ours.family, ours.type, ours.proto, ours.detach()) as ours, theirs:
+    with http_client.SlicedSocket(ours.family, ours.type, ours.proto, ours.detach()) as ours, theirs:
         ours.settimeout(timeout)
         yield ours, theirs
 
 
 def client():
     context = ssl.create_default_context(cafile=CERTIFICATE)
-    context.sslsocket_class = SlicedTlsSocket
+    context.sslsocket_class = http_client.SlicedTlsSocket
     return context
 
 
@@ -82,11 +82,11 @@ def dribble(receiver, data):
 
 @contextmanager
 def stopped_meanwhile():
-    stop = Stop()
+    stop = thread_group.Stop()
     timer = threading.Timer(0.03, stop.stop)
     timer.start()
     begun = time.monotonic()
-    with belonging(stop):
+    with thread_group.belonging(stop):
         yield
     assert time.monotonic() - begun < SOON
     timer.join()
@@ -98,13 +98,13 @@ def stopped_meanwhile():
 @pytest.mark.parametrize("made", [pair, tls_pair], ids=["plain", "TLS"])
 def test_a_read_ends_when_it_is_stopped(made, call):
     with made() as (ours, _), stopped_meanwhile():
-        with pytest.raises(Stopped):
+        with pytest.raises(thread_group.Stopped):
             call(ours)
         assert ours.gettimeout() == 60
 
 
 def test_a_handshake_ends_when_it_is_stopped():
-    with pair() as (ours, _), stopped_meanwhile(), pytest.raises(Stopped):
+    with pair() as (ours, _), stopped_meanwhile(), pytest.raises(thread_group.Stopped):
         client().wrap_socket(ours, server_hostname="localhost")
 
 
@@ -193,4 +193,4 @@ def test_a_class_that_the_caller_has_given_its_context_is_kept():
         context = client()
         context.sslsocket_class = cls
         inside.http_client.Client({"ssl_context": context})._make("https", None).clear()
-        assert context.sslsocket_class is (Own if cls is Own else SlicedTlsSocket)
+        assert context.sslsocket_class is (Own if cls is Own else http_client.SlicedTlsSocket)

@@ -1,23 +1,15 @@
 """Byte stores: what the package asks of one, and what it does where a store is not a local file."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from builders.inside import (
-    Archive,
-    ListedTable,
-    Tensors,
-    WeightFile,
-    deliver,
     mapping_of,
     open_local,
-    open_npz,
     open_without_table,
     read_at,
-    validated_zeros,
 )
 
+import safeload
 from safeload.errors import FormatError
 from safeload.numpy import save_file
 
@@ -91,12 +83,9 @@ def test_only_a_local_file_has_a_mapping(path):
 def test_a_table_is_read_from_a_store_without_a_descriptor(tmp_path):
     np.savez(tmp_path / "a.npz", **WEIGHTS)
     store = Plain((tmp_path / "a.npz").read_bytes())
-    file = WeightFile("memory:a.npz", store, ListedTable([]))
-    assert open_npz(SimpleNamespace(archive=Archive(file), file=file), None).file is file
-    assert file.table.names == list(WEIGHTS)
-    assert (file.place, file.identity) == ("memory:a.npz", store.version)
-    assert validated_zeros.hole_begin(file) == store.size
-    arrays, _ = deliver(Tensors([file], ["a"], [0]), view=True)
-    np.testing.assert_array_equal(arrays["a"], WEIGHTS["a"])
-    file.close()
+    with safeload.open(store) as opened:
+        assert (opened.format, list(opened)) == ("npz", list(WEIGHTS))
+        assert str(opened.path) == "store://Plain"
+        np.testing.assert_array_equal(opened.load(["a"])["a"], WEIGHTS["a"])
+        assert safeload.check(opened).errors == []  # it has no holes that the file system could name
     assert store.closed

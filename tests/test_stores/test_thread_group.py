@@ -9,8 +9,7 @@ import time
 
 import pytest
 from builders import inside
-from builders.inside import Prefetch, Stop, Stopped, Task, each, in_order, thread_group
-from builders.inside import run_tasks as run
+from builders.inside import thread_group
 from builders.threads import threads
 
 pytestmark = pytest.mark.inner
@@ -32,7 +31,7 @@ def wait(condition):
 @pytest.mark.parametrize("count", [0, 1, 2, 100])
 def test_all_tasks_are_done(count):
     done = []
-    run((functools.partial(done.append, k) for k in range(count)), 8)
+    thread_group.run((functools.partial(done.append, k) for k in range(count)), 8)
     assert sorted(done) == list(range(count))
     assert not threads()
 
@@ -44,10 +43,10 @@ def test_there_are_no_more_threads_than_tasks_and_than_the_limit():
         names.add(threading.get_ident())
         gate.wait(SLEEP)
 
-    run([task] * 8, 4)
+    thread_group.run([task] * 8, 4)
     assert len(names) == 4
     names.clear()
-    run([lambda: names.add(threading.get_ident())], 8)
+    thread_group.run([lambda: names.add(threading.get_ident())], 8)
     assert len(names) == 1
 
 
@@ -57,7 +56,7 @@ def test_the_first_error_is_raised_and_ends_the_others():
     def slow():
         try:
             thread_group.current().sleep(SLEEP)
-        except Stopped:
+        except thread_group.Stopped:
             ended.append(True)
             raise
 
@@ -67,7 +66,7 @@ def test_the_first_error_is_raised_and_ends_the_others():
 
     begun = time.monotonic()
     with pytest.raises(ValueError, match="first") as caught:
-        run([slow, slow, bad, *[slow] * 100], 3)
+        thread_group.run([slow, slow, bad, *[slow] * 100], 3)
     assert time.monotonic() - begun < SOON
     assert len(ended) == 2
     assert not threads()
@@ -80,7 +79,7 @@ def test_an_error_of_the_tasks_themselves_is_raised():
         raise KeyError("tasks")
 
     with pytest.raises(KeyError, match="tasks"):
-        run(tasks(), 4)
+        thread_group.run(tasks(), 4)
 
 
 def test_what_tick_raises_ends_the_tasks():
@@ -89,14 +88,14 @@ def test_what_tick_raises_ends_the_tasks():
 
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run([lambda: thread_group.current().sleep(SLEEP)] * 4, 4, tick)
+        thread_group.run([lambda: thread_group.current().sleep(SLEEP)] * 4, 4, tick)
     assert time.monotonic() - begun < SOON
     assert not threads()
 
 
 def test_tick_is_called_at_the_end():
     seen, done = [], []
-    run([lambda: done.append(1)], 1, lambda: seen.append(len(done)))
+    thread_group.run([lambda: done.append(1)], 1, lambda: seen.append(len(done)))
     assert seen[-1] == 1
 
 
@@ -111,11 +110,11 @@ def test_tasks_go_on_where_a_thread_cannot_be_started(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", some)
     limit, done = 2, []
-    run([lambda: done.append(1)] * 20, 8)
+    thread_group.run([lambda: done.append(1)] * 20, 8)
     assert len(done) == 20
     limit = 0
     with pytest.raises(RuntimeError, match="new thread"):
-        run([lambda: done.append(1)], 8)
+        thread_group.run([lambda: done.append(1)], 8)
 
 
 def test_a_task_that_cannot_be_ended_is_not_waited_for_long(monkeypatch):
@@ -123,7 +122,7 @@ def test_a_task_that_cannot_be_ended_is_not_waited_for_long(monkeypatch):
     gate = threading.Event()
     begun = time.monotonic()
     with pytest.raises(ZeroDivisionError):
-        run([lambda: gate.wait(SLEEP)], 1, lambda: 1 // 0)
+        thread_group.run([lambda: gate.wait(SLEEP)], 1, lambda: 1 // 0)
     assert time.monotonic() - begun < SOON
     gate.set()
     wait(lambda: not threads())
@@ -142,7 +141,7 @@ def test_the_end_of_a_call_ends_those_within_it():
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run([lambda: each(lambda item: inner(), range(4))] * 2, 2, tick)
+        thread_group.run([lambda: thread_group.each(lambda item: inner(), range(4))] * 2, 2, tick)
     assert time.monotonic() - start < SOON
     wait(lambda: not threads())
 
@@ -177,12 +176,12 @@ except KeyboardInterrupt:
 
 
 def test_results_come_in_the_order_of_items():
-    assert each(lambda item: (time.sleep(0.01 * (3 - item)), item)[1], range(4), 4) == [0, 1, 2, 3]
-    assert each(str, []) == []
-    assert each(str, [None, None]) == ["None", "None"]
+    assert thread_group.each(lambda item: (time.sleep(0.01 * (3 - item)), item)[1], range(4), 4) == [0, 1, 2, 3]
+    assert thread_group.each(str, []) == []
+    assert thread_group.each(str, [None, None]) == ["None", "None"]
     here = threading.get_ident()
-    assert each(lambda item: threading.get_ident(), [1]) == [here]
-    assert here not in each(lambda item: threading.get_ident(), [1, 2])
+    assert thread_group.each(lambda item: threading.get_ident(), [1]) == [here]
+    assert here not in thread_group.each(lambda item: threading.get_ident(), [1, 2])
 
 
 # ---- in_order ----
@@ -197,7 +196,7 @@ def test_results_of_threads_come_in_the_order_of_items_and_few_calls_run_ahead(c
         time.sleep(0.001 * (item % 3))
         return item
 
-    results = in_order(call, iter(range(100)), count)
+    results = thread_group.in_order(call, iter(range(100)), count)
     for expected in range(100):
         assert next(results) == expected
         assert len(begun) <= expected + 2 * count + 2
@@ -211,12 +210,12 @@ def test_an_error_comes_at_its_turn_and_closing_the_results_ends_the_calls():
             raise ValueError("the fourth")
         return item
 
-    results = in_order(call, range(10), 4)
+    results = thread_group.in_order(call, range(10), 4)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="the fourth"):
         next(results)
     assert not threads()
-    results = in_order(lambda item: thread_group.current().sleep(SLEEP) if item else item, range(10), 4)
+    results = thread_group.in_order(lambda item: thread_group.current().sleep(SLEEP) if item else item, range(10), 4)
     assert next(results) == 0
     begun = time.monotonic()
     results.close()
@@ -234,33 +233,33 @@ def test_results_come_although_only_some_threads_can_be_started(monkeypatch):
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert list(in_order(str, range(20), 4)) == [*map(str, range(20))]
+    assert list(thread_group.in_order(str, range(20), 4)) == [*map(str, range(20))]
     started = itertools.count()
-    tasks = (Task(1, lambda k=k: k) for k in range(20))
-    assert list(Prefetch(tasks, 5, workers=3)) == [*range(20)]
+    tasks = (thread_group.Task(1, lambda k=k: k) for k in range(20))
+    assert list(thread_group.Prefetch(tasks, 5, workers=3)) == [*range(20)]
 
 
 # ---- Stop ----
 
 
 def test_a_stopped_wait_ends_at_once():
-    ending = Stop()
+    ending = thread_group.Stop()
     threading.Timer(0.05, ending.stop).start()
     begun = time.monotonic()
-    with pytest.raises(Stopped):
+    with pytest.raises(thread_group.Stopped):
         ending.sleep(SLEEP)
     assert time.monotonic() - begun < SOON
     for use in (ending.check, lambda: ending.sleep(0)):
-        with pytest.raises(Stopped):
+        with pytest.raises(thread_group.Stopped):
             use()
-    with pytest.raises(Stopped), ending.filling():
+    with pytest.raises(thread_group.Stopped), ending.filling():
         pytest.fail("it was entered")
-    with pytest.raises(Stopped), ending.aborting(lambda: None):
+    with pytest.raises(thread_group.Stopped), ending.aborting(lambda: None):
         pytest.fail("it was entered")
 
 
 def test_a_stop_aborts_and_the_failure_is_that_of_the_stop():
-    ending, broken = Stop(), threading.Event()
+    ending, broken = thread_group.Stop(), threading.Event()
     outcome = []
 
     def work():
@@ -276,17 +275,17 @@ def test_a_stop_aborts_and_the_failure_is_that_of_the_stop():
     wait(lambda: ending._aborts)
     ending.stop()
     thread.join()
-    assert isinstance(outcome[0], Stopped)
+    assert isinstance(outcome[0], thread_group.Stopped)
     assert not ending._aborts
 
 
 def test_a_failure_without_a_stop_stays_what_it_is():
-    with pytest.raises(OSError, match="reset"), Stop().aborting(pytest.fail):
+    with pytest.raises(OSError, match="reset"), thread_group.Stop().aborting(pytest.fail):
         raise OSError("reset")
 
 
 def test_a_stop_waits_until_nothing_is_written():
-    ending, events = Stop(), []
+    ending, events = thread_group.Stop(), []
 
     def work():
         with ending.filling():
@@ -303,14 +302,14 @@ def test_a_stop_waits_until_nothing_is_written():
 
 
 def test_each_thread_has_its_own_stop():
-    ending = Stop()
+    ending = thread_group.Stop()
     before = thread_group.current()
     with thread_group.belonging(ending):
         assert thread_group.current() is ending
         with thread_group.belonging(before):
             assert thread_group.current() is before
         assert thread_group.current() is ending
-        assert each(lambda item: thread_group.current() is ending, [1, 2]) == [False, False]
+        assert thread_group.each(lambda item: thread_group.current() is ending, [1, 2]) == [False, False]
     assert thread_group.current() is before
     thread_group.current().check()
     with thread_group.current().aborting(pytest.fail), thread_group.current().filling():

@@ -5,7 +5,7 @@ import random
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from builders.inside import RemoteFiles, UrlError, cleaned, divided, public_options, secrets_of_urls, web_url
+from builders.inside import RemoteFiles, cleaned, secrets_of_urls
 from builders.inside import base_urls as urls
 
 from safeload import UnsupportedError
@@ -154,11 +154,11 @@ def test_what_is_pickled_has_no_secret():
         "client_kwargs": {"endpoint_url": "http://host", "aws_secret_access_key": "s3cr3t"}, "headers": {"A": "s3cr3t"},
         "project": ["s3cr3t"],
     }  # fmt: skip
-    assert public_options(options) == {
+    assert RemoteFiles(options).public_options() == {
         "endpoint_url": "https://host", "anon": True, "region": {},
         "client_kwargs": {"endpoint_url": "http://host"}, "headers": {},
     }  # fmt: skip
-    assert public_options(None) is None
+    assert RemoteFiles(None).public_options() is None
     for url in ("http://u:1/s3cr3t@host/", "http://u:s3cr3t", "s3://k:s3/cr3t@b"):
         with pytest.raises(UnsupportedError, match="escape it as %40") as caught:
             RemoteFiles().public(url)
@@ -217,9 +217,9 @@ def test_a_page_of_the_hub_is_told_from_a_file(page, url):
     ],
 )
 def test_a_connection_gets_a_url_that_all_read_alike(url, text):
-    web, _ = web_url(divided(url))
+    web, _ = urls.web_url(urls.divided(url))
     assert web.text == text
-    assert web_url(divided(text))[0] == web
+    assert urls.web_url(urls.divided(text))[0] == web
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_connection_gets_a_url_that_all_read_alike(url, text):
     ],
 )
 def test_user_and_password_are_divided_from_the_host(url, credentials):
-    assert web_url(divided(url))[1] == credentials
+    assert urls.web_url(urls.divided(url))[1] == credentials
 
 
 @pytest.mark.parametrize(
@@ -286,8 +286,8 @@ def test_user_and_password_are_divided_from_the_host(url, credentials):
     ],
 )
 def test_a_url_that_may_be_read_in_two_ways_is_refused(url, reason):
-    with pytest.raises(UrlError, match=reason) as caught:
-        web_url(divided(url))
+    with pytest.raises(urls.UrlError, match=reason) as caught:
+        urls.web_url(urls.divided(url))
     assert "s3" not in str(caught.value)
 
 
@@ -324,11 +324,11 @@ def test_a_url_that_may_be_read_in_two_ways_is_refused(url, reason):
     ],
 )
 def test_redirects_are_resolved(location, text):
-    web, _ = web_url(divided("https://host:8/a/b?q"))
+    web, _ = urls.web_url(urls.divided("https://host:8/a/b?q"))
     if text is not None:
         assert web.redirected(location).text == text
     else:
-        with pytest.raises(UrlError):
+        with pytest.raises(urls.UrlError):
             web.redirected(location)
 
 
@@ -362,8 +362,8 @@ def test_every_library_divides_the_url_of_a_connection_alike():
     for _ in range(20_000):
         text = "http://" + "".join(choice.choices(parts, k=choice.randint(1, 8)))
         try:
-            web, _ = web_url(divided(text))
-        except UrlError:
+            web, _ = urls.web_url(urls.divided(text))
+        except urls.UrlError:
             continue
         accepted += 1
         theirs, also = parse_url(web.text), urlsplit(web.text)
@@ -405,10 +405,10 @@ def test_names_are_data(folder, name):
     assert urls.split(url) == (folder, name)
     assert urls.links(url)[1:-1] == urls.links(folder)[1:-1]
     if folder.startswith("http"):
-        web, _ = web_url(divided(url))
-        assert web.path.startswith(web_url(divided(folder))[0].path.rstrip("/") + "/")
+        web, _ = urls.web_url(urls.divided(url))
+        assert web.path.startswith(urls.web_url(urls.divided(folder))[0].path.rstrip("/") + "/")
         assert unquote(web.path.rpartition("/")[2], errors="surrogateescape") == name
-        assert web.query == divided(folder).query
+        assert web.query == urls.divided(folder).query
     if folder == "file:///a" and os.name != "nt":
         assert urls.local_path(url) == f"/a/{name}"
 

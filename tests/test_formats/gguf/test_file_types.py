@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from builders import llama_quantize
-from builders.inside import ModelSizes, mixtures
+from builders.inside import mixtures
 from builders.llama_quantize import FILE_TYPES, digest, model, save_imatrix
 from builders.paths import DATA
 from builders.thorough import part_of
@@ -33,7 +33,7 @@ def test_each_tensor_gets_the_type_of_llama_quantize(row):
     assert row["types"].keys() == set(FILE_TYPES)
     for file_type in part_of([*FILE_TYPES], TYPES["models"].index(row), 2):
         for imatrix, types in ((False, row["types"]), (True, row["types"] | row["with_imatrix"])):
-            chosen = mixtures.choose(file_type, shapes, ModelSizes.of(metadata), imatrix=imatrix)
+            chosen = mixtures.choose(file_type, shapes, mixtures.ModelSizes.of(metadata), imatrix=imatrix)
             assert digest("\n".join(chosen).encode()) == row["order"]
             assert [each.type for each in chosen.values()] == [kinds[letter] for letter in types[file_type]], file_type
 
@@ -201,6 +201,6 @@ def test_experts_outside_of_layers_are_refused(source):
 @pytest.mark.parametrize("value", ["many", True, 2.5, [], [np.arange(2)], -1, 0, 2**64])
 def test_sizes_of_the_wrong_kind_make_no_model(value):
     metadata = {"general.architecture": "llama", "llama.block_count": value, "llama.attention.head_count": value}
-    sizes = ModelSizes.of(metadata)
+    sizes = mixtures.ModelSizes.of(metadata)
     assert sizes is None or (sizes.layers == 2**64 and sizes.heads == sizes.kv_heads)
-    assert ModelSizes.of({"general.architecture": 3}) is None
+    assert mixtures.ModelSizes.of({"general.architecture": 3}) is None

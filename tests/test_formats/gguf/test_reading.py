@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import gguf_build as g
-from builders.inside import cli, dtypes
+from builders.inside import dtypes, main
 from builders.random import rng
 from builders.thorough import part_of
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
@@ -377,13 +377,13 @@ def test_info(path, capsys):
         g.entry("scores", g.ARRAY, (g.F32, [float("nan"), 1.0])),
     ]
     path.write_bytes(g.build(entries, [g.tensor("w", (32, 2), 8, 0)], bytes(68)))
-    assert cli.main(["info", str(path)]) == 0
+    assert main(["info", str(path)]) == 0
     out = capsys.readouterr().out
     assert "gguf, 1 tensor" in out
     assert "general.name: tiny" in out
     assert "tokens: 20,000 values, [" in out
     assert "w       Q8_0   [2, 32]" in out
-    assert cli.main(["info", "--json", str(path)]) == 0
+    assert main(["info", "--json", str(path)]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["metadata"] == {"general.name": "tiny", "tokens": tokens, "scores": ["nan", 1.0]}
     assert shown["tensors"][0]["dtype"] == "Q8_0"
