@@ -25,8 +25,7 @@ class ServedStore(RemoteStore):
     def read_spans(self, spans):
         begin = spans[0].offset
         content = self._served.request(self.path, begin, spans[-1].end)
-        for offset, memory in spans:
-            memory[:] = content[offset - begin : offset - begin + len(memory)]
+        thread_group.fill(spans, begin, content)
 
     def confirm(self):
         self._served.confirmed.append(self.path)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import store as local
+from builders.inside import local
 from builders.thorough import THOROUGH, part_of
 
 import safeload
@@ -28,7 +28,7 @@ SHARDS, REPEATS = 120, 3 if THOROUGH else 2
 PROLOGUE = inside.program(f"""
 import os, resource, sys, threading, time, warnings
 import numpy as np, safeload
-from builders.inside import store as local
+from builders.inside import local
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
 folder, limit = sys.argv[1], int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))

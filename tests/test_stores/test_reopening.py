@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import torch_build
-from builders.inside import open_without_table
-from builders.inside import store as local
+from builders.inside import local, open_without_table
 from builders.thorough import part_of
 
 import safeload
