@@ -67,7 +67,7 @@ _ALIASES = (
 )
 _ALIASES += (
     "Executor",
-    "Source",
+    "CheckSource",
     "FormatName",
     "UnknownGlobals",
     "Rounding",
@@ -128,8 +128,8 @@ def link_included(app: Any, path: Any, docname: str, content: list[str]) -> None
 # Modules with the classes of each door.
 _SOURCES = {
     "safeload": dict.fromkeys(safeload._MODULE_OF.values()),
-    "safeload.plugins": ("formats.registry",),
-    "safeload.remote": ("stores.files",),
+    "safeload.plugins": ("core.registry",),
+    "safeload.remote": ("core.files",),
 }
 
 
@@ -146,9 +146,10 @@ def setup(app: Any) -> None:
         if field.name == "variable":
             field.label = "Attributes"
     # Overloads tell type checkers what an option decides; a reader wants all options in one signature.
-    overloaded = {"loading.entry": "load", "checkpoint": "Checkpoint.load", "operations.saving.save": "save"}
-    for module, name in overloaded.items():
-        del analyzed(f"safeload.{module}").overloads[name]
+    overloaded = {"core.checkpoint": ("load", "Checkpoint.load"), "conversion.save": ("save",)}
+    for module, names in overloaded.items():
+        for name in names:
+            del analyzed(f"safeload.{module}").overloads[name]
     # Members follow their source, which is in other modules than the door that ``__module__`` of their class names.
     for door, modules in _SOURCES.items():
         for module in modules:
