@@ -20,9 +20,9 @@ from ..core.cast import astype, target_array
 from ..core.checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
 from ..core.jobs import Batch, Job, Origin, Update, Updates, native_order, panels_of
 from ..core.load import check_fits, check_out_names, parse_target, refuse_own_files
-from ..core.memory import address_of, check_disjoint
+from ..core.memory import check_disjoint
 from ..core.names import Patterns
-from ..core.native import lib
+from ..core.native import address_of, lib
 from ..core.progress import Progress, reporter
 from ..core.restore import rows_apart
 from ..core.runtime import warning

@@ -28,7 +28,7 @@ from ..conversion.executors import (
 from ..core import checkpoint as loading
 from ..core import dtypes, packing
 from ..core.arrays import Array, index_of, refuse_masked
-from ..core.files import Location
+from ..core.files import Located, Location
 from ..core.json_file import read_if_there, read_json
 from ..core.memory import check_threads
 from ..core.names import Patterns, Selection
@@ -52,7 +52,7 @@ from ..models.module_names import WRAPPERS, stored_names, wrapped_inside
 from ..models.schema import Schema
 from ..quant.gptq import wrapped_zeros, zeros_disagree
 from ..quant.quantization import quantization_of
-from ..remote.places import Located, places_of
+from ..remote.places import places_of
 from . import files, structure
 from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find

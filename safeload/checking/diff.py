@@ -23,9 +23,9 @@ from ..core import dtypes
 from ..core.arrays import Array, index_of
 from ..core.forking import cached_property
 from ..core.jobs import native_order, struct_dtype
-from ..core.memory import address_of, aligned_bytes, check_threads, windows
+from ..core.memory import aligned_bytes, check_threads, windows
 from ..core.names import Patterns, layer_of, natural_key, select
-from ..core.native import TIER, ffi, lib
+from ..core.native import TIER, address_of, ffi, lib
 from ..core.packing import INT8
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor

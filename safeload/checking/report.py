@@ -28,6 +28,7 @@ from ..conversion.destinations import Output
 from ..conversion.quantize import SchemeName
 from ..core import checkpoint as loading
 from ..core.checkpoint import Checkpoint
+from ..core.files import Located
 from ..core.names import pattern_of
 from ..core.packing import parse_scheme, usual_axis
 from ..core.paths import PathLike, native_path
@@ -37,7 +38,7 @@ from ..core.showing import escaped, figure
 from ..core.source import in_order
 from ..core.text import clip, plural, show, size, unit
 from ..errors import RangeError, SafeloadError, public
-from ..remote.places import Located, is_file_object
+from ..remote.places import is_file_object
 from ..remote.url import is_url
 from ..trust.verifying import entry_of
 from .check import settings, validate_path

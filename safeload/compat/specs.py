@@ -14,7 +14,7 @@ import numpy as np
 from ..core import dtypes, jobs
 from ..core.arrays import Array, as_array, byteswapped, foreign_order
 from ..core.atomic_file import written_as_is
-from ..core.memory import address_of
+from ..core.native import address_of
 from ..core.safetensors import Memory, parse_table
 from ..core.text import show
 from .serialize import TensorSpec

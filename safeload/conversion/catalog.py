@@ -22,11 +22,11 @@ from ..core import dtypes, jobs
 from ..core.arrays import Array, as_array, not_an_array
 from ..core.cast import astype
 from ..core.checkpoint import Checkpoint, codes_of, folder_of, index_of, opened_as_stored, tensors_of, with_aliases
-from ..core.files import Location
+from ..core.files import Located, Location
 from ..core.forking import cached_property
 from ..core.load import Backend
-from ..core.memory import address_of
 from ..core.names import Patterns, choose, select
+from ..core.native import address_of
 from ..core.opening import open_paths
 from ..core.packing import INT8, Part, scheme_row
 from ..core.paths import PathLike
@@ -43,7 +43,7 @@ from ..quant import finder
 from ..quant.families import Stored
 from ..quant.finder import Codes
 from ..quant.quantization import Quantization, quantization_of
-from ..remote.places import Located, is_file_object, is_located
+from ..remote.places import is_file_object, is_located
 
 if TYPE_CHECKING:
     from ..adapters.merge import Merge

@@ -23,7 +23,7 @@ from ..core import dtypes
 from ..core.arrays import Array
 from ..core.atomic_file import AtomicFile, check_place
 from ..core.described import pack
-from ..core.files import LOCAL, Location
+from ..core.files import LOCAL, Located, Location
 from ..core.native import ffi
 from ..core.paths import PathLike, absolute, native_path
 from ..core.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
@@ -37,7 +37,7 @@ from ..formats.folder import INDEX, SINGLE
 from ..models.choosing import with_dtype
 from ..quant.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ..remote import url as urls
-from ..remote.places import Located, is_file_object, places_of
+from ..remote.places import is_file_object, places_of
 from .sink import EXISTS, EXTRAS, NUMBERED, Sink, free_names, indexed_names, is_extra, is_file
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, index_of
 from ..core.cast import astype
 from ..core.jobs import Channels, Job, Origin
-from ..core.memory import address_of, check_threads, private_array, thread_count
-from ..core.native import TIER, ffi, lib
+from ..core.memory import check_threads, private_array, thread_count
+from ..core.native import TIER, address_of, ffi, lib
 from ..core.packing import INT8, SCHEMES, parse_scheme
 from ..core.progress import Progress
 from ..core.quantized_tensor import QuantizedTensor, channels_of, storage_of

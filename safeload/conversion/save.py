@@ -20,8 +20,8 @@ from ..core import dtypes
 from ..core.arrays import Array, check_mapping
 from ..core.atomic_file import AtomicFile
 from ..core.described import pack, texts_with
-from ..core.memory import ALIGNMENT, address_of, aligned_bytes
-from ..core.native import ffi
+from ..core.memory import ALIGNMENT, aligned_bytes
+from ..core.native import address_of, ffi
 from ..core.packing import CONFIG_KEY, KEY
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.safetensors import ROOM, FileWriter, Header, Memory, TensorToWrite, source_of, text

@@ -17,8 +17,7 @@ import numpy as np
 
 from . import jobs
 from .arrays import Array, byteswapped
-from .memory import address_of
-from .native import Error, check, ffi, lib
+from .native import Error, address_of, check, ffi, lib
 from .paths import PathLike, native_path, unwritable
 from .store import Identity, copy_range, identity_of, lock, replace, sync_folder, unlock
 

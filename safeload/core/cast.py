@@ -12,8 +12,8 @@ from ..errors import public
 from . import dtypes
 from .arrays import Array, as_array, byteswapped, refuse_masked
 from .jobs import Batch, Job, JobGrid, moving
-from .memory import address_of, check_threads, private_array
-from .native import lib
+from .memory import check_threads, private_array
+from .native import address_of, lib
 
 
 @public

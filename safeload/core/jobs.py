@@ -13,8 +13,8 @@ import numpy as np
 
 from ..errors import RangeError
 from .arrays import Array, byteswapped, swappable
-from .memory import address_of, empty_array, thread_count
-from .native import TIER, Error, check, ffi, lib, pointer, private_buffer, short
+from .memory import empty_array, thread_count
+from .native import TIER, Error, address_of, check, ffi, lib, pointer, private_buffer, short
 from .progress import Progress, reporter
 from .store import LocalStore, direct_of, none_free
 from .text import subject

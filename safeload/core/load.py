@@ -20,14 +20,13 @@ from .memory import (
     ALIGNMENT,
     HUGE_FROM,
     POOLED_BELOW,
-    address_of,
     aligned_bytes,
     check_disjoint,
     check_threads,
     private_array,
     thread_count,
 )
-from .native import ffi, lib, pointer, short
+from .native import address_of, ffi, lib, pointer, short
 from .packing import INT8, Packed, Part, advice_for
 from .progress import Progress, reporter
 from .runtime import paused

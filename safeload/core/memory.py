@@ -15,8 +15,7 @@ import numpy as np
 from .._version import __version__
 from ..errors import UnsupportedError
 from .arrays import Array, array_over
-from .native import TIER, available_tiers, ffi, lib, private_buffer, tier_name
-from .native import address_of as address_of
+from .native import TIER, address_of, available_tiers, ffi, lib, private_buffer, tier_name
 from .text import show
 
 _Item = TypeVar("_Item")

@@ -57,7 +57,7 @@ MLX = "mlx"
 
 # The metadata key in a safetensors file for the quantization of ``config.json`` of its packed tensors.
 CONFIG_KEY = "safeload.quantization"
-# The key for descriptions of quantized tensors there, see `formats.quantized`.
+# The key for descriptions of quantized tensors there, see `described`.
 KEY = "safeload.quantized"
 
 # Rules to derive a block's scale from the stored scale, each with a single rounding to float32.

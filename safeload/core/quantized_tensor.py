@@ -13,8 +13,8 @@ from . import dtypes, jobs, packing
 from .arrays import Array, refuse_masked
 from .cast import target_array
 from .jobs import Channels, Job, Origin
-from .memory import address_of, check_threads, private_array
-from .native import lib
+from .memory import check_threads, private_array
+from .native import address_of, lib
 from .packing import CODES, INT8, SCALE, Packed, Packing, Part, Zeros, int8_packing, scheme_row
 from .restore import (
     Range,

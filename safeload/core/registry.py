@@ -100,19 +100,12 @@ class _Absent:
         raise UnsupportedError(self._text)
 
 
-_parts: dict[str, Any] = {}
-
-
 def part(name: str) -> Any:
     """Return the module of a part, or `_Absent`."""
-    module = _parts.get(name)
-    if module is None:
-        try:
-            module = module_of(PARTS[name])
-        except UnsupportedError as error:
-            module = _Absent(str(error))
-        _parts[name] = module
-    return module
+    try:
+        return module_of(PARTS[name])
+    except UnsupportedError as error:
+        return _Absent(str(error))
 
 
 paths.explaining = partial(part, "missing paths")

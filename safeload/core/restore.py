@@ -17,8 +17,7 @@ from . import dtypes, jobs, packing
 from .arrays import Array
 from .cast import astype
 from .jobs import Job, Origin
-from .memory import address_of
-from .native import ffi, lib, short
+from .native import address_of, ffi, lib, short
 from .packing import COLUMNS, WORDS, Grid, Packed, Packing, Part, Zeros
 from .text import error_about, show
 

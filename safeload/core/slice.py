@@ -13,7 +13,8 @@ import numpy as np
 from . import jobs
 from .arrays import Array, ArraySpec, array_over, byteswapped, c_strides, with_article
 from .jobs import WINDOW, Job, Origin
-from .memory import address_of, private_array, windows
+from .memory import private_array, windows
+from .native import address_of
 from .weight_file import WeightFile
 
 # Gaps of up to this many bytes are read and dropped: the system reads whole pages anyway.

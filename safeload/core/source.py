@@ -12,7 +12,8 @@ from . import dtypes, jobs, restore, thread_group
 from .arrays import Array, as_array
 from .cast import astype
 from .jobs import WINDOW, Batch, Channels, Job, JobGrid, Origin, moving
-from .memory import address_of, thread_count
+from .memory import thread_count
+from .native import address_of
 from .packing import CODES, Packed
 from .text import subject
 from .weight_file import WeightFile

@@ -15,7 +15,8 @@ from . import dtypes
 from .arrays import Array, foreign_order
 from .jobs import Batch, Job, moving, run_columns
 from .load import deliver
-from .memory import ALIGNMENT, address_of, aligned_bytes, private_array, windows
+from .memory import ALIGNMENT, aligned_bytes, private_array, windows
+from .native import address_of
 from .packing import SCHEMES, Packing
 from .restore import Range, by_columns, flat_ranges, restore_jobs, row_unit, rows_apart, rows_range, values_before
 from .tensors import Entry, Tensors

@@ -17,8 +17,8 @@ from .arrays import Array, array_over, byteswapped
 from .cast import astype
 from .jobs import Job, Origin
 from .load import load_tensors, parse_target, read_scale
-from .memory import address_of, private_array
-from .native import lib
+from .memory import private_array
+from .native import address_of, lib
 from .packing import INT8
 from .quantized_tensor import PartRows, QuantizedTensor, cut_run, row_block, rows_of
 from .slice import TAKE, read_rows, read_slice

@@ -21,8 +21,7 @@ from ..core.atomic_file import AtomicFile, Swap, remove_abandoned
 from ..core.described import CODES_SUFFIX, QUANTIZED, SCALE_SUFFIX
 from ..core.files import LOCAL
 from ..core.json_file import read_json
-from ..core.memory import address_of
-from ..core.native import ffi
+from ..core.native import address_of, ffi
 from ..core.packing import KEY
 from ..core.paths import PathLike, native_path
 from ..core.safetensors import ROOM, Header, TensorToWrite, open_file, source_of, text

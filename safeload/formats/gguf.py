@@ -22,9 +22,8 @@ import numpy as np
 from ..core import dtypes
 from ..core.arrays import Array, check_mapping, not_an_array, refuse_masked
 from ..core.atomic_file import AtomicFile, pieces_of, written_as_is
-from ..core.memory import address_of
 from ..core.metadata import as_texts
-from ..core.native import Error, check, ffi, kept, lib, pointer, short
+from ..core.native import Error, address_of, check, ffi, kept, lib, pointer, short
 from ..core.packing import CODES, GGUF, INT8, SCALE
 from ..core.paths import PathLike
 from ..core.quantized_tensor import QuantizedTensor

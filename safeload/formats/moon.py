@@ -19,7 +19,7 @@ import numpy as np
 from ..core import dtypes
 from ..core.arrays import Array, array_fits, check_mapping
 from ..core.atomic_file import AtomicFile
-from ..core.memory import address_of
+from ..core.native import address_of
 from ..core.npy import plain_array
 from ..core.paths import PathLike
 from ..core.registry import Candidate, Content, OpenRequest, StoredTensor

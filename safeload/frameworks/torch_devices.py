@@ -19,7 +19,8 @@ from ..core import dtypes
 from ..core.arrays import Array, array_over, foreign_order
 from ..core.checkpoint import tensors_of
 from ..core.load import VIEWED_FROM, load_tensors, mapping
-from ..core.memory import MOST_THREADS, address_of, thread_count
+from ..core.memory import MOST_THREADS, thread_count
+from ..core.native import address_of
 from ..core.progress import Meter, Progress
 from ..core.runtime import paused
 from ..core.slice import as_index

@@ -14,7 +14,8 @@ from ..core import dtypes, jobs, packing
 from ..core.arrays import Array
 from ..core.jobs import Job, Origin
 from ..core.json_file import parse_json
-from ..core.memory import address_of, empty_array
+from ..core.memory import empty_array
+from ..core.native import address_of
 from ..core.packing import Grid, Packing, Part, Zeros
 from ..core.text import show
 from ..core.weight_file import WeightFile

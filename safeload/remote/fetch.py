@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.jobs import WINDOW, Batch, Job, Origin
-from ..core.memory import ALIGNMENT, address_of, aligned_bytes, windows
-from ..core.native import ffi, lib
+from ..core.memory import ALIGNMENT, aligned_bytes, windows
+from ..core.native import address_of, ffi, lib
 from ..core.store import Span
 from ..core.thread_group import RANGES, check_stopped, current, each, read_spans, run
 from ..core.weight_file import WeightFile, is_remote

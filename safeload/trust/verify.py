@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..conversion.sink import is_extra
-from ..core.files import LOCAL, Files, Location
+from ..core.files import LOCAL, Files, Located, Location
 from ..core.memory import check_threads, thread_count
 from ..core.paths import PathLike, os_error
 from ..core.progress import Meter, Progress
@@ -25,7 +25,7 @@ from ..core.thread_group import each
 from ..errors import SafeloadError, VerificationError, exported, one_line, public
 from ..quant.quantization import BESIDE, find_quantization
 from ..remote import ollama
-from ..remote.places import Located, places_of
+from ..remote.places import places_of
 from . import digests
 from .digests import GIT_PATHS, Expected, name_below
 from .verified import check_size, compare_digests, pieces_of

@@ -55,7 +55,7 @@ NAMES = {
     "fetch": "remote.fetch",
     "overlapping": "core.memory:overlapping",
     "jobs": "core.jobs",
-    "address_of": "core.memory:address_of",
+    "address_of": "core.native:address_of",
     "aligned_bytes": "core.memory:aligned_bytes",
     "progress": "core.progress",
     "available_cpus": "core.memory:available_cpus",
