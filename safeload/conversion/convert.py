@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +15,7 @@ from ..core.files import LOCAL
 from ..core.memory import check_threads
 from ..core.names import Patterns, Renames
 from ..core.paths import PathLike
-from ..core.progress import Progress, reporter
+from ..core.progress import SILENT, Progress, reporter
 from ..core.registry import SAFETENSORS, WrittenName, written_suffixes
 from ..core.runtime import paused, warning
 from ..core.signature import Signature
@@ -269,13 +269,12 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
         if old:
             check_shards(old, [file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
         outputs, path, done = prepare(stack, catalog, request), request.path, 0
-        with nullcontext() if request.progress is None else reporter(request.progress, outputs.nbytes) as report:
+        with reporter(request.progress, outputs.nbytes) if request.progress else SILENT as report:
 
             def written(nbytes: int) -> None:
                 nonlocal done
                 done += nbytes
-                if report is not None:
-                    report(done)
+                report(done)
 
             if folder is not None:
                 files, nbytes = _write_folder(outputs, request, folder, written)

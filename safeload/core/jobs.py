@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +14,7 @@ from ..errors import RangeError
 from .arrays import Array, byteswapped, swappable
 from .memory import empty_array, thread_count
 from .native import TIER, Error, address_of, check, ffi, lib, pointer, private_buffer, short
-from .progress import Progress, reporter
+from .progress import SILENT, Progress, reporter
 from .store import LocalStore, direct_of, none_free
 from .text import subject
 from .weight_file import WeightFile, is_remote
@@ -153,8 +152,6 @@ def struct_dtype(name: str) -> np.dtype[Any]:
 JOB = struct_dtype("sl_job")[
     ["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct", "merge"]
 ]
-# What runs without a report of progress; most runs are too short for one.
-_SILENT = nullcontext(lambda done: None)
 _GRID = struct_dtype("sl_grid")
 _CHANNELS = struct_dtype("sl_channels")
 _PACKED = struct_dtype("sl_packed")
@@ -284,7 +281,7 @@ class Batch:
         """
         jobs = self.jobs
         left = total = int(sum(map(_SIZE, jobs)))
-        with reporter(progress, total) if progress else _SILENT as report:
+        with reporter(progress, total) if progress else SILENT as report:
             if _reads_remote(jobs):
                 jobs = Batch.run_remote(jobs, thread_count(total, threads), report)
                 left = sum(map(_SIZE, jobs))

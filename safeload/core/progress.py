@@ -74,11 +74,15 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
             drawn.close()
 
 
+# A report to nobody, by a function that does nothing with its argument.
+SILENT: AbstractContextManager[Callable[[int], object]] = nullcontext(bool)
+
+
 def reporter(progress: Progress, total: int) -> AbstractContextManager[Callable[[int], object]]:
     """Return the context of a function that takes the bytes done and reports them as ``progress`` specifies."""
     if callable(progress):
         return nullcontext(lambda done: progress(done, total))
-    return _whole(total) if progress else nullcontext(lambda done: None)
+    return _whole(total) if progress else SILENT
 
 
 @contextmanager
