@@ -289,7 +289,8 @@ def interrupt(path, content=b"\xff" * 30, key="k"):
     # Its first sync is that of the journal.
     code = "import os, sys, safeload\nos.fsync = lambda descriptor: os._exit(3)\n"
     code += "with safeload.edit(sys.argv[1]) as file: file.metadata[sys.argv[2]] = 'v'"
-    assert subprocess.run([sys.executable, "-c", code, str(path), key], timeout=60).returncode == 3
+    command = [sys.executable, "-c", code, str(path), key]
+    assert subprocess.run(command, cwd=path.parent, timeout=60).returncode == 3  # imports nothing from here
     assert path.read_bytes() == data
     assert journal_of(path).exists()
     with path.open("r+b") as file:
