@@ -86,8 +86,8 @@ def load_file(
 
     check_backend(backend)
     check_threads(threads)
-    target = parse_target(dtype)
-    everything = names is None and target is None and threads is None and progress is None
+    parse_target(dtype)  # refuses other dtypes before anything is opened
+    everything = names is None and dtype is None and threads is None and progress is None
     if everything and sharding is None and backend in ("mmap", "pread"):
         opened = safetensors.load_or_open(filename, backend, _FOLDERS)
         if isinstance(opened, safetensors.Resident):
@@ -96,7 +96,7 @@ def load_file(
     else:
         file = safetensors.open_file(filename, folders=_FOLDERS)
     try:
-        groups = [(safetensors.chosen(file, names, dtype, "load_file"), target)]
+        groups = [(safetensors.chosen(file, names, dtype, "load_file"), dtype)]
         return jax_arrays.load(groups, sharding, progress=progress, backend=backend, checked=False, threads=threads)
     finally:
         file.close()

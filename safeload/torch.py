@@ -252,10 +252,9 @@ def _load_selected(
         load_members: Any = checkpoint.load if merge is None else partial(load_merged, checkpoint, merge)
         arrays: dict[str, Any] = {}
         raw: dict[str, Any] = {}
-        for number, (members, target) in enumerate(groups, 1):
-            if target is None and any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files):
+        for number, (members, dtype) in enumerate(groups, 1):
+            if dtype is None and any(dtypes.holds_packed(file.table.numbers) for file in checkpoint.weight_files):
                 raw = torch_arrays.raw_of(tensors_of(checkpoint, members))
-            dtype = None if target is None else target.name
             shown = progress if number == len(groups) else None
             arrays.update(load_members(members, dtype=dtype, backend=backend, threads=threads, progress=shown))
         if len(groups) > 1:

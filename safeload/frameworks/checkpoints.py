@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from ..adapters.merge import Merge, merging
-from ..core import dtypes
 from ..core.checkpoint import Checkpoint, check_unadapted, chosen, open
 from ..core.load import parse_target
 from ..core.names import Patterns
@@ -16,8 +15,8 @@ from ..core.text import error_about
 from ..errors import UnsupportedError
 from ..models.choosing import dtype_in
 
-# Names, and the dtype that their tensors are converted and dequantized to; None converts nothing.
-Group: TypeAlias = tuple[Sequence[str], dtypes.Dtype | None]
+# Names, and the dtype that their tensors are converted and dequantized to, by its name; None converts nothing.
+Group: TypeAlias = tuple[Sequence[str], str | None]
 # The tensors to load: the checkpoint, adapters to merge, names in the order of the result, and groups of these names.
 Selected: TypeAlias = tuple[Checkpoint, Merge | None, Sequence[str], Sequence[Group]]
 
@@ -48,7 +47,7 @@ def selecting(
         target = parse_target(dtype)
         tensors = chosen(checkpoint, names, only, drop, target)
         all_names = [name for name, _, _ in tensors]
-        groups: list[Group] = [(all_names, target)]
+        groups: list[Group] = [(all_names, None if target is None else target.name)]
         if target is None and any(file.table.quantized for file in checkpoint.weight_files):
             plain: list[str] = []
             packed: list[str] = []
@@ -62,7 +61,7 @@ def selecting(
         yield checkpoint, merge, all_names, groups
 
 
-def _dtype_of(checkpoint: Checkpoint, name: str) -> dtypes.Dtype:
+def _dtype_of(checkpoint: Checkpoint, name: str) -> str:
     """Return the dtype in the config, for a packed tensor."""
     target = dtype_in(checkpoint.config)
     if target is None:
@@ -71,4 +70,4 @@ def _dtype_of(checkpoint: Checkpoint, name: str) -> dtypes.Dtype:
             'pass dtype=, such as dtype="bfloat16"'
         )
         raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
-    return target
+    return target.name

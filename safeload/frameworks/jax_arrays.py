@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ from ..core.arrays import Array as NumpyArray
 from ..core.arrays import check_mapping, not_an_array
 from ..core.cast import astype
 from ..core.checkpoint import Checkpoint, slice_of, tensors_of
-from ..core.load import load_tensors
+from ..core.load import load_tensors, parse_target
 from ..core.memory import POOLED_BELOW, check_threads, windows
 from ..core.opening import Paths
 from ..core.progress import Meter, Progress
@@ -51,21 +52,6 @@ _UNGUARDED = (None, "allow")
 _ALIGNMENT = 64
 
 
-def as_place(place: Any) -> Place:
-    """Check the type of a place."""
-    if place is None or isinstance(place, (jax.sharding.Sharding, jax.Device)):
-        return place
-    message = f"sharding must be a jax.sharding.Sharding, a device or None, got {show(place)}"
-    if is_part_of_sharding(place):
-        message += ": combine mesh and spec with jax.sharding.NamedSharding(mesh, spec)"
-    raise TypeError(message)
-
-
-def is_part_of_sharding(value: Any) -> bool:
-    """Return whether a value is a component of shardings, some of which are callable."""
-    return isinstance(value, (jax.sharding.Mesh, jax.sharding.PartitionSpec, type))
-
-
 def jax_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return JAX's dtype for an array: without ``jax_enable_x64`` it has no 64-bit types."""
     narrowed: np.dtype[Any] = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -91,11 +77,6 @@ def check_values(name: str, array: NumpyArray) -> None:
                 'jax.config.update("jax_enable_x64", True), or skip the tensor with drop='
             )
             raise error_about(RangeError, text, tensor=name)
-
-
-def several_devices(place: Place) -> bool:
-    """Return whether a place has several devices."""
-    return isinstance(place, jax.sharding.Sharding) and len(place.device_set) > 1
 
 
 def check_fits(place: Place, shape: tuple[int, ...], name: str) -> None:
@@ -126,11 +107,6 @@ def slices(place: Any, shape: tuple[int, ...]) -> dict[Bounds, list[Any]]:
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         devices.setdefault(bounds, []).append(device)
     return devices
-
-
-def covered(slices: Iterable[Bounds], shape: tuple[int, ...]) -> bool:
-    """Return whether non-overlapping slices cover an array."""
-    return sum(math.prod(stop - start for start, stop in bounds) for bounds in slices) == math.prod(shape)
 
 
 # ---- to JAX ----
@@ -182,13 +158,6 @@ def on_cpu(place: Place) -> bool:
     return bool(getattr(device, "platform", device) == "cpu")
 
 
-def put_each(arrays: Sequence[tuple[NumpyArray, Any]]) -> list[Array]:
-    """Start to copy each array to its device, or divide it among several; the caller gives the arrays up."""
-    with jax.ensure_compile_time_eval():
-        results: list[Array] = jax.device_put([values for values, _ in arrays], [place for _, place in arrays])
-    return results
-
-
 def partly_aliased(views: Sequence[NumpyArray], place: Any) -> bool:
     """Return whether only some slices of an array would alias its memory: one alias would keep it all alive.
 
@@ -200,9 +169,10 @@ def partly_aliased(views: Sequence[NumpyArray], place: Any) -> bool:
     return any(aligned) and not all(aligned)
 
 
-def joined(shape: tuple[int, ...], dtype: np.dtype[Any], place: Any, slices: Sequence[Array]) -> Array:
-    """Join slices on devices into an array."""
-    result: Array = jax.make_array_from_single_device_arrays(shape, place, slices, dtype=jax_dtype(dtype))
+def joined(entry: Entry, place: Any, slices: Sequence[Array]) -> Array:
+    """Join the slices of a tensor on devices into an array."""
+    dtype = jax_dtype(entry.dtype)
+    result: Array = jax.make_array_from_single_device_arrays(entry.shape, place, slices, dtype=dtype)
     return result
 
 
@@ -280,9 +250,19 @@ class PlacedTensor(NamedTuple):
     target: str | None  # name of the dtype to convert to
     place: Place
 
+    @property
+    def several(self) -> bool:
+        """True if the tensor goes to several devices."""
+        return isinstance(self.place, jax.sharding.Sharding) and len(self.place.device_set) > 1
+
+    @property
+    def sliced(self) -> bool:
+        """True if the tensor is read slice by slice: it is large, or other processes have some of its devices."""
+        return self.several and (self.entry.nbytes > GROUP or not self.place.is_fully_addressable)
+
 
 def load(
-    groups: Sequence[tuple[Sequence[FileTensor], dtypes.Dtype | None]],
+    groups: Sequence[tuple[Sequence[FileTensor], Any]],
     sharding: Any = None,
     *,
     progress: Progress = None,
@@ -292,15 +272,15 @@ def load(
     checkpoint: Checkpoint | None = None,
     merge: Merge | None = None,
 ) -> dict[str, Array]:
-    """Load arrays by name and wait for their values.
+    """Load arrays by name and wait for their values; a group is tensors and their target dtype.
 
     ``backend`` is for tensors on a single device; tensors on several devices are always read. ``checked`` refuses
     integers that JAX cannot represent, instead of wrapping around like JAX. Tensors that ``merge`` changes are read
     whole.
     """
-    tensors = [tensor for parts, target in groups for tensor in _placed(parts, target, sharding)]
+    tensors = [tensor for parts, dtype in groups for tensor in _placed(parts, dtype, sharding)]
     loader = _Loader(backend, checked, threads, checkpoint, merge)
-    meter = Meter(progress, sum(map(_nbytes, tensors)))
+    meter = Meter(progress, sum(tensor.entry.nbytes for tensor in tensors))
     arrays: dict[str, Array] = {}
     started: deque[list[Array]] = deque()
     for group, nbytes in loader.run(tensors):
@@ -313,74 +293,73 @@ def load(
     return {tensor.entry.name: arrays[tensor.entry.name] for tensor in tensors}
 
 
-def _placed(parts: Sequence[FileTensor], target: dtypes.Dtype | None, sharding: Any) -> list[PlacedTensor]:
-    """Return the tensors to load as a dtype, after checking that JAX has the dtype and that their shardings fit."""
+def _placed(parts: Sequence[FileTensor], dtype: Any, sharding: Any) -> Iterator[PlacedTensor]:
+    """Yield the tensors to load as a dtype, after checking that JAX has the dtype and that their shardings fit."""
+    target = parse_target(dtype)
     if target is not None:
         check_target(dtypes.array_dtype(target.number))
-    name = None if target is None else target.name
-    entries = entries_of(parts, target)
-    if sharding is None:
-        return [PlacedTensor(entry, name, None) for entry in entries]
-    tensors = [PlacedTensor(entry, name, _place_of(entry, sharding)) for entry in entries]
-    for entry, _, place in tensors:
-        check_fits(place, entry.shape, entry.name)
-    return tensors
+    for entry in entries_of(parts, target):
+        place = None if sharding is None else _place_of(entry, sharding)
+        yield PlacedTensor(entry, None if target is None else target.name, place)
 
 
 def _place_of(entry: Entry, sharding: Any) -> Place:
-    """Return the place of a tensor."""
+    """Return the place of a tensor, after checking that the tensor fits it."""
+    part_of_sharding = (jax.sharding.Mesh, jax.sharding.PartitionSpec, type)  # some are callable
     if isinstance(sharding, Mapping):
         if entry.name not in sharding:
             raise ValueError(f"sharding has no entry for tensor {show(entry.name)}: use None for JAX's default device")
         sharding = sharding[entry.name]
-    elif callable(sharding) and not is_part_of_sharding(sharding):
+    elif callable(sharding) and not isinstance(sharding, part_of_sharding):
         sharding = sharding(entry.name, jax.ShapeDtypeStruct(entry.shape, jax_dtype(entry.dtype)))
-    return as_place(sharding)
+    if sharding is not None and not isinstance(sharding, (jax.sharding.Sharding, jax.Device)):
+        message = f"sharding must be a jax.sharding.Sharding, a device or None, got {show(sharding)}"
+        if isinstance(sharding, part_of_sharding):
+            message += ": combine mesh and spec with jax.sharding.NamedSharding(mesh, spec)"
+        raise TypeError(message)
+    check_fits(sharding, entry.shape, entry.name)
+    return sharding
 
 
+@dataclass
 class _Loader:
     """Load tensors group by group; see `load` for the arguments."""
 
-    def __init__(
-        self, backend: str, checked: bool, threads: int | None, checkpoint: Checkpoint | None, merge: Merge | None
-    ) -> None:
-        self._backend = backend
-        self._reading = "pread" if backend == "mmap" else backend  # of tensors that are not mapped
-        self._checked = checked
-        self._threads = threads
-        self._checkpoint = checkpoint
-        self._merge = merge
-        self._mappings: dict[WeightFile, Any] = {}
+    backend: str
+    checked: bool
+    threads: int | None
+    checkpoint: Checkpoint | None
+    merge: Merge | None
+    mappings: dict[WeightFile, Any] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[PlacedTensor]) -> Iterator[tuple[dict[str, Array], int]]:
         """Yield groups of arrays by name, possibly still without values, with the bytes of each group."""
-
-        def divided(tensor: PlacedTensor) -> bool:
-            entry, _, place = tensor
-            return several_devices(place) and (entry.nbytes > GROUP or not place.is_fully_addressable)
-
-        for group in windows(tensors, GROUP, _nbytes, divided):
-            if divided(group[0]):
-                yield from (({tensor.entry.name: self._by_slices(tensor)}, _nbytes(tensor)) for tensor in group)
+        for group in windows(tensors, GROUP, lambda tensor: tensor.entry.nbytes, lambda tensor: tensor.sliced):
+            if group[0].sliced:
+                yield from (({tensor.entry.name: self._by_slices(tensor)}, tensor.entry.nbytes) for tensor in group)
             else:
-                yield self._together(group), sum(map(_nbytes, group))
+                yield self._together(group), sum(tensor.entry.nbytes for tensor in group)
 
-    def _read(self, tensors: Sequence[PlacedTensor], backend: str) -> list[NumpyArray]:
+    def _merged(self, name: str) -> bool:
+        return self.merge is not None and name in self.merge
+
+    def _read(self, tensors: Sequence[PlacedTensor], *, mapped: bool = False) -> list[NumpyArray]:
         """Return the values of whole tensors with a common target."""
-        merge, target = self._merge, tensors[0].target
-        parts = [entry.tensor for entry, _, _ in tensors if merge is None or entry.name not in merge]
+        target = tensors[0].target
         loaded, _ = load_tensors(
-            Tensors.of(parts), backend=backend, dtype=target, threads=self._threads, mappings=self._mappings
+            Tensors.of([entry.tensor for entry, _, _ in tensors if not self._merged(entry.name)]),
+            backend="mmap" if mapped else "pread" if self.backend == "mmap" else self.backend,
+            dtype=target,
+            threads=self.threads,
+            mappings=self.mappings,
         )
         arrays = []
-        for entry, _, _ in tensors:
-            if merge is not None and entry.name in merge:
-                loaded[entry.name] = merge.values(
-                    entry.name, merge.target_row(entry.name, target), threads=self._threads
-                )
-            arrays.append(loaded[entry.name])
-            if self._checked:
-                check_values(entry.name, arrays[-1])
+        for name in (entry.name for entry, _, _ in tensors):
+            if self.merge is not None and name in self.merge:
+                loaded[name] = self.merge.values(name, self.merge.target_row(name, target), threads=self.threads)
+            arrays.append(loaded[name])
+            if self.checked:
+                check_values(name, arrays[-1])
         return arrays
 
     def _together(self, group: Sequence[PlacedTensor]) -> dict[str, Array]:
@@ -389,22 +368,18 @@ class _Loader:
         A tensor for one device is mapped, or read into memory if it is large and stays on a CPU: JAX then keeps this
         memory, in huge pages. XLA's own copy would take several times as long.
         """
-        batches: dict[tuple[bool, Any, str | None, str], list[PlacedTensor]] = {}
+        batches: dict[tuple[bool, Place, bool, str | None], list[PlacedTensor]] = {}
         for tensor in group:
-            entry, target, place = tensor
-            backend = self._reading
-            divided = several_devices(place)
-            if divided:
-                place = None
-            elif self._backend == "mmap" and (entry.nbytes < POOLED_BELOW or not on_cpu(place)):
-                backend = "mmap"
-            batches.setdefault((divided, place, target, backend), []).append(tensor)
+            place = None if tensor.several else tensor.place
+            mapped = self.backend == "mmap" and not tensor.several
+            mapped = mapped and (tensor.entry.nbytes < POOLED_BELOW or not on_cpu(place))
+            batches.setdefault((tensor.several, place, mapped, tensor.target), []).append(tensor)
         arrays: dict[str, Array] = {}
-        for (several, place, _, backend), tensors in batches.items():
+        for (several, place, mapped, _), tensors in batches.items():
             if several:
                 arrays.update(self._on_several(tensors))
             else:
-                copies = put(self._read(tensors, backend), place, borrowed=backend == "mmap")
+                copies = put(self._read(tensors, mapped=mapped), place, borrowed=mapped)
                 arrays.update(zip((tensor.entry.name for tensor in tensors), copies, strict=True))
         return arrays
 
@@ -412,35 +387,33 @@ class _Loader:
         """Put whole tensors on several devices."""
         arrays: dict[str, Array] = {}
         undivided: dict[str, tuple[NumpyArray, Place]] = {}
-        for (entry, _, place), values in zip(tensors, self._read(tensors, self._reading), strict=True):
+        for (entry, _, place), values in zip(tensors, self._read(tensors), strict=True):
             parts = slices(place, entry.shape)
             views = [values[_inside(0, bounds)] for bounds in parts]
             if partly_aliased(views, place):
-                copies = _put(list(zip(map(self._own, views), parts.values(), strict=True)))
-                arrays[entry.name] = joined(entry.shape, entry.dtype, place, copies)
+                arrays[entry.name] = joined(entry, place, _put(zip(map(self._own, views), parts.values(), strict=True)))
             else:  # a small array would keep its whole pool alive
                 undivided[entry.name] = values.copy() if values.nbytes < POOLED_BELOW else values, place
-        arrays.update(zip(undivided, put_each([*undivided.values()]), strict=True))
-        return arrays
+        copies = _put((values, [place]) for values, place in undivided.values())
+        return {**arrays, **dict(zip(undivided, copies, strict=True))}
 
     def _own(self, view: NumpyArray) -> NumpyArray:
         """Return a copy of the values."""
-        return astype(view, view.dtype, threads=self._threads)
+        return astype(view, view.dtype, threads=self.threads)
 
     def _by_slices(self, tensor: PlacedTensor) -> Array:
         """Load a large or partly local tensor, one range of its first axis after another."""
-        entry, _, place = tensor
         pieces: list[Array] = []
         started: list[Array] = []
         for band in self._bands(tensor):
-            if self._checked:
+            if self.checked:
                 for values, _ in band:
-                    check_values(entry.name, values)
+                    check_values(tensor.entry.name, values)
             jax.block_until_ready(started)
             started = _put(band)
             pieces += started
             del band  # frees host memory
-        return joined(entry.shape, entry.dtype, place, pieces)
+        return joined(tensor.entry, tensor.place, pieces)
 
     def _bands(self, tensor: PlacedTensor) -> Iterator[list[tuple[NumpyArray, list[Any]]]]:
         """Yield the values of each range of the first axis, divided into slices with their devices.
@@ -449,39 +422,35 @@ class _Loader:
         once. Otherwise slices are copied from the mapped file, which touches only their pages.
         """
         (entry, target, place), (name, file, index) = tensor, tensor.entry.tensor
-        if (self._merge is not None and name in self._merge) or _only_whole(file, index, target):
-            values: Any = self._read([tensor], self._reading)[0]
+        if self._merged(name) or _only_whole(file, index, target):
+            values: Any = self._read([tensor])[0]
             together = True
         else:
-            if self._checkpoint is None:
-                values = slice_of(file, index, OpenRequest(), target, None)
-            else:
-                values = self._checkpoint.get_slice(name, dtype=target)
+            values = slice_of(file, index, OpenRequest(), target, self.checkpoint)
             together = file.table.is_quantized(index)
         bands: dict[Bounds, dict[Bounds, list[Any]]] = {}
         for bounds, devices in slices(place, entry.shape).items():
             bands.setdefault(bounds[:1], {})[bounds] = devices
         for rows, parts in bands.items():
-            shape = (*(stop - start for start, stop in rows), *entry.shape[1:])
-            if together or covered(parts, shape):
+            size = math.prod(stop - start for start, stop in rows) * math.prod(entry.shape[1:])
+            if together or size == sum(math.prod(stop - start for start, stop in bounds) for bounds in parts):
                 block = values[_items(rows)]
                 views = [block[_inside(len(rows), bounds)] for bounds in parts]
                 if partly_aliased(views, place):
                     views = list(map(self._own, views))
                 yield list(zip(views, parts.values(), strict=True))
             else:
-                view = load_tensors(Tensors.of([entry.tensor]), backend="mmap", mappings=self._mappings)[0][name]
+                view = load_tensors(Tensors.of([entry.tensor]), backend="mmap", mappings=self.mappings)[0][name]
                 for bounds, devices in parts.items():
-                    yield [(astype(view[_items(bounds)], entry.dtype, threads=self._threads), devices)]
+                    yield [(astype(view[_items(bounds)], entry.dtype, threads=self.threads), devices)]
 
 
-def _nbytes(tensor: PlacedTensor) -> int:
-    return tensor.entry.nbytes
-
-
-def _put(slices: Sequence[tuple[NumpyArray, list[Any]]]) -> list[Array]:
-    """Start to copy slices to all their devices; the caller should drop the slices."""
-    return put_each([(values, device) for values, devices in slices for device in devices])
+def _put(slices: Iterable[tuple[NumpyArray, Sequence[Any]]]) -> list[Array]:
+    """Start to copy arrays to each of their devices or shardings; the caller gives the arrays up."""
+    pairs = [(values, place) for values, places in slices for place in places]
+    with jax.ensure_compile_time_eval():
+        results: list[Array] = jax.device_put([values for values, _ in pairs], [place for _, place in pairs])
+    return results
 
 
 def _items(bounds: Bounds) -> tuple[slice, ...]:
@@ -507,7 +476,7 @@ def load_checkpoint(
     """Load the tensors that `selecting` selects."""
     check_threads(threads)
     with selecting(path, **selection) as (checkpoint, merge, names, selected):
-        groups = [(tensors_of(checkpoint, members), target) for members, target in selected]
+        groups = [(tensors_of(checkpoint, members), dtype) for members, dtype in selected]
         arrays = load(groups, sharding, progress=progress, threads=threads, checkpoint=checkpoint, merge=merge)
         return {name: arrays[name] for name in names}
 

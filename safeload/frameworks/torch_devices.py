@@ -18,7 +18,7 @@ import numpy as np
 from ..core import dtypes
 from ..core.arrays import Array, array_over, foreign_order
 from ..core.checkpoint import tensors_of
-from ..core.load import VIEWED_FROM, load_tensors, mapping
+from ..core.load import VIEWED_FROM, load_tensors, mapping, parse_target
 from ..core.memory import MOST_THREADS, thread_count
 from ..core.native import address_of
 from ..core.progress import Meter, Progress
@@ -288,7 +288,7 @@ def _moved(entry: Entry) -> Entry:
 def load_selected(selected: Selected, device: Any, *, threads: int | None, progress: Progress) -> dict[str, Any]:
     """Load the selected tensors of a checkpoint onto a device other than the CPU."""
     checkpoint, merge, names, groups = selected
-    by_group = (entries_of(tensors_of(checkpoint, members), target) for members, target in groups)
+    by_group = (entries_of(tensors_of(checkpoint, members), parse_target(dtype)) for members, dtype in groups)
     by_name = {entry.name: entry for entries in by_group for entry in entries}
     entries = [by_name[name] for name in names]
     if device.type == "meta":
@@ -297,9 +297,9 @@ def load_selected(selected: Selected, device: Any, *, threads: int | None, progr
         return load(entries, device, threads=threads, progress=progress)
     plain = [entry for entry in entries if entry.name not in merge]
     tensors = load(plain, device, threads=threads, progress=progress)
-    for members, target in groups:
+    for members, dtype in groups:
         for name in (name for name in members if name in merge):  # one at a time in host memory
-            array = merge.values(name, merge.target_row(name, target), threads=threads)
+            array = merge.values(name, merge.target_row(name, dtype), threads=threads)
             tensors[name] = torch_arrays.from_arrays({name: array})[name].to(device)
     return {name: tensors[name] for name in names}
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import inside
+from builders import adapters, inside
 from builders.inside import entries_of, parse_target, tensors_of
 from builders.quantized import FIXTURES, FOLDER
 from builders.threads import threads
@@ -264,6 +264,20 @@ def test_codes_without_their_scales_are_refused(tmp_path, monkeypatch):
         with pytest.raises(safeload.UnsupportedError, match="gptq, checkpoint_format marlin"):
             load_checkpoint(tmp_path, device=device, dtype="float32")
         assert_same(load_checkpoint(tmp_path, device=device), load_file(tmp_path / "model.safetensors"))
+
+
+def test_adapters_are_merged_in_the_dtype_of_the_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_arrays, "device_of", lambda device: CPU if device == "there" else None)
+    weights = {"w.weight": np.ones((6, 5), np.float32), "other": np.ones(4, np.float32)}
+    save_file(weights, tmp_path / "base.safetensors")
+    adapter = adapters.write(tmp_path / "adapter", adapters.pair())
+    for dtype in (None, "bfloat16"):
+        there, here = (
+            load_checkpoint(tmp_path / "base.safetensors", device=device, dtype=dtype, adapters=adapter)
+            for device in ("there", "cpu")
+        )
+        assert {name: tensor.dtype for name, tensor in there.items()} == {name: here[name].dtype for name in here}
+        assert all(torch.equal(there[name], here[name]) for name in weights)
 
 
 def test_buffers_are_freed_by_the_end_of_the_load(tmp_path, small_ring):
