@@ -40,7 +40,7 @@ from ..core.text import clip, plural, show, size, unit
 from ..errors import RangeError, SafeloadError, public
 from ..remote.places import is_file_object
 from ..remote.url import is_url
-from ..trust.verifying import entry_of
+from ..trust.verified import entry_of
 from .check import settings, validate_path
 from .findings import CheckReport, gather
 from .info import totals_of

@@ -245,7 +245,7 @@ def verify(options: argparse.Namespace) -> int:
     refuse(options.path, "verify compares files")
     against = options.against
     if against is None and (options.key is not None or options.certificate):
-        from ..trust.verifying import signature_beside
+        from ..trust.digests import signature_beside
 
         against = signature_beside(options.path)
     with bar("verify") as progress:

@@ -59,7 +59,7 @@ def open_paths(
             opened: Opened = getattr(registry.module_of(opener[0]), opener[1])(texts[0], recipe, verify)
             return opened
     if verify is not None and verify is not False:
-        expected = part("verifying").expected_of(texts, files, verify, storage_options)
+        expected = part("digests").expected_of(texts[0], files, verify, storage_options)
         files = part("verified").VerifiedFiles(files, expected)
     recipe = recipe._replace(files=files, paths=tuple(map(files.absolute, texts)))
     text = texts[0]

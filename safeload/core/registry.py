@@ -71,6 +71,7 @@ PARTS = {
     "adapters": "..models.module_names",
     "codes": "..quant.finder",
     "diffusion": "..models.diffusion",
+    "digests": "..trust.digests",
     "edits": "..editing.edit_journal",
     "fetch": "..remote.fetch",
     "folders": "..formats.folder",
@@ -80,7 +81,6 @@ PARTS = {
     "places": "..remote.places",
     "quantization": "..quant.quantization",
     "verified": "..trust.verified",
-    "verifying": "..trust.verifying",
 }
 
 # What opens a URL by itself, by its beginning: module and function.

@@ -28,19 +28,21 @@ import re
 import stat
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import closing, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..core.files import Files
-from ..core.json_file import parse_json
+from ..core.files import LOCAL, Files
+from ..core.json_file import MAX_JSON, parse_json
 from ..core.paths import PathLike
 from ..core.runtime import needed
-from ..core.signature import Signature
+from ..core.signature import Signature, Verify
+from ..core.store import read_at
 from ..core.text import error_about, show
 from ..errors import FormatError, VerificationError, one_line
+from ..remote.places import places_of
 
 MANIFEST_KEY, MANIFEST_VERSION = "safeload_manifest", 1
 # Key of the signed statement in a bundle.
@@ -63,6 +65,15 @@ _LEVELS = 64
 # Paths that model signatures always leave out.
 GIT_PATHS = (".git", ".gitattributes", ".github", ".gitignore")
 _BLOB = re.compile(r"(?:sha256-)?([0-9a-f]{64})|([0-9a-f]{40})", re.ASCII)
+# First bytes that distinguish a manifest by safeload from other JSON.
+_START = 64
+# Largest number of JSON files beside weights to look at.
+_MOST_BESIDE = 1000
+# Suffixes of remote paths that are files, so that no request asks.
+_FILE_SUFFIXES = (".safetensors", ".json", ".gguf", ".bin", ".pt", ".pth", ".npz", ".npy", ".ckpt")
+# The caches that name files by their digests.
+HUB, OLLAMA = "the Hub's cache", "ollama's store"
+_MANIFEST_PROOF = "integrity only: a manifest does not say who made it"
 _SHARD = re.compile(r"(.+):([0-9]{1,18}):([0-9]{1,18})", re.DOTALL)
 
 
@@ -376,3 +387,113 @@ def check_readable(path: PathLike) -> None:
     if stat.S_ISREG(os.stat(path).st_mode):  # a pipe can be opened only once, by the library
         with open(path, "rb"):
             pass
+
+
+# ---- what to verify files with ----
+
+
+def expected_of(path: str, files: Files, verify: Verify, storage_options: Mapping[str, Any] | None = None) -> Expected:
+    """Return the expected digests of a model, of which ``path`` is the first file or the folder."""
+    if getattr(files, "heads", None) is not None:
+        raise VerificationError("a file object has no name that a manifest or signature could list: pass its path")
+    if verify is True:
+        return _beside(path, files)
+    if not isinstance(verify, (str, os.PathLike, Signature)):
+        raise TypeError(f"verify must be True, a path or a safeload.Signature, got {show(verify)}")
+    signature = verify if isinstance(verify, Signature) else Signature(verify)
+    (text,), beside = places_of((signature.path,), storage_options)
+    return _expected(text, beside, signature if verify is signature else None, path, files)
+
+
+def _expected(document: str, beside: Files, signature: Signature | None, path: str, files: Files) -> Expected:
+    """Return the digests in a document: in a ``signature``, or in what it is by its keys if that is None."""
+    source, folder = beside.shown(document), beside.split(beside.absolute(document))[0]
+    with closing(beside.open(document)) as store:
+        if store.size > MAX_JSON:
+            text = f"the manifest or signature has {store.size:,} bytes, but the limit is {MAX_JSON:,}"
+            raise refused(text, source)
+        content = read_at(store, 0, store.size)
+    if signature is None:
+        ours, fields, fault = is_manifest(content[:_START]), dict[str, Any](), ""
+        try:
+            fields = parse_json(content, "the manifest" if ours else "the file", source)
+        except FormatError as error:
+            if ours:
+                raise refused(f"not a manifest: {error}", source) from None
+            fault = f": {error.args[0]}"
+        if ours or MANIFEST_KEY in fields:
+            if fields.get(MANIFEST_KEY) != MANIFEST_VERSION:
+                raise refused(f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}", source)
+            listed = files_of_manifest(fields, source)
+            if listed is None:
+                text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
+                raise refused(f"{text}, or compare tensors with safeload check --manifest", source)
+            return Expected(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed, GIT_PATHS)
+        if SIGNATURE_KEY not in fields:
+            text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), "
+            raise refused(f"{text}nor an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}", source)
+        signature = Signature(document)
+    signed = signed_files(content, signature, source)
+    root = _root(path, files, folder, signed.files or {})
+    return signed._replace(root=root, alone="" if files.is_folder(path) else files.absolute(path))
+
+
+def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str:
+    """Return the folder that names are relative to: the model's, or the signature's if it lists the model below it."""
+    place = files.absolute(path)
+    is_file = place.endswith(_FILE_SUFFIXES) and files.remote
+    own = place if not is_file and files.is_folder(path) else files.split(place.rstrip("/"))[0]
+    own, top = own.rstrip("/\\") or own, folder.rstrip("/\\")
+    if own.startswith(f"{top}/") or (os.sep != "/" and own.startswith(folder + os.sep)):
+        inner = own[len(top) + 1 :].replace(os.sep, "/")
+        if any(name.startswith(f"{inner}/") for name in names):
+            return top
+    return own
+
+
+def _beside(path: str, files: Files) -> Expected:
+    """Return the digests next to the files: of a signature, a manifest or a cache."""
+    steps = [] if files.remote else os.path.abspath(path).split(os.sep)
+    snapshots = [k for k, step in enumerate(steps[:-1]) if step == "snapshots"]  # of the Hub's cache
+    if path.startswith("hf://") or any(os.path.isdir(os.sep.join([*steps[:k], "blobs"])) for k in snapshots):
+        return Expected(HUB)
+    if files.remote:
+        text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
+        raise refused(text, files.shown(path))
+    if digest_in_cache(path) is not None:
+        return Expected(OLLAMA)
+    signature = signature_beside(path)
+    if os.path.lexists(signature):
+        return _expected(signature, LOCAL, Signature(signature), path, files)
+    manifests = list(_manifests_in(path if os.path.isdir(path) else os.path.dirname(path)))
+    if len(manifests) == 1:
+        return _expected(manifests[0], LOCAL, None, path, files)
+    text = f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it. "
+    text += "To write a manifest of trusted files, run `safeload check PATH --write-manifest FILE`"
+    if manifests:
+        names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
+        text = f"{len(manifests)} manifests beside it: {names}; pass one of them"
+    raise refused(text, files.shown(path))
+
+
+def signature_beside(path: str) -> str:
+    """Return where the signature of a model stands: ``model.sig`` in its folder, or beside a file of the same name."""
+    if "://" in path:
+        return f"{path.rstrip('/')}/{SIGNATURE_NAME}"
+    if os.path.isdir(path):
+        return os.path.join(path, SIGNATURE_NAME)
+    alone = f"{path}.sig"
+    return alone if os.path.lexists(alone) else os.path.join(os.path.dirname(path), SIGNATURE_NAME)
+
+
+def _manifests_in(folder: str) -> Iterator[str]:
+    """Iterate over the manifests by safeload in a local folder, judging by their first bytes."""
+    with suppress(OSError):
+        names = [name for name in sorted(os.listdir(folder or ".")) if name.endswith(".json")]
+        for path in (os.path.join(folder, name) for name in names[:_MOST_BESIDE]):
+            with suppress(OSError):
+                if os.path.isfile(path):  # a pipe could block
+                    with open(path, "rb") as file:
+                        start = file.read(_START)
+                    if is_manifest(start):
+                        yield path

@@ -53,7 +53,7 @@ from ..formats.torch.globals import ALLOWED, replaced_modules
 from ..remote.places import places_of
 from ..remote.remote_store import RemoteStore
 from .trace import DANGEROUS, HARMLESS, MAX_TRACED, UNKNOWN, VERDICTS, Traced, Verdict, judge, trace, worst
-from .verifying import walk
+from .verified import walk
 
 # Rows of a file, and files below a table in a notebook.
 MAX_FINDINGS, _ROWS = 10_000, 8

@@ -7,17 +7,18 @@ hashed later, before the first tensor is returned.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, NoReturn
 
-from ..core.files import Files
+from ..core.files import LOCAL, Files
 from ..core.forking import ProcessLock
 from ..core.native import private_buffer
 from ..core.store import WINDOW, ByteStore, LocalStore, Span, read_from
 from ..core.thread_group import REMOTE_WORKERS, fill, in_order
-from ..errors import VerificationError
+from ..errors import LimitError, SafeloadError, VerificationError
 from ..remote.remote_store import RemoteStore
 from .digests import Expected, ExpectedFile, hash_of, refused
 
@@ -28,6 +29,8 @@ _HEAD = 128 << 20
 # Memory of verified files kept for further reads, besides the last two files. It grows, up to half of the machine's, if
 # files are dropped before half of their bytes were used: files of processes hold parts of every tensor.
 _KEPT, _FEWEST = 4 << 30, 2
+# Levels of folders to walk.
+_LEVELS = 32
 
 
 class VerifiedStore(RemoteStore):
@@ -141,44 +144,6 @@ class VerifiedStore(RemoteStore):
         self._store.close()
 
 
-def compare_digests(pieces: Iterable[memoryview], expected: ExpectedFile, size: int, *, path: str, source: str) -> None:
-    """Hash the pieces of a file, and compare the digests."""
-    waiting = filter(len, pieces)
-    at, rest = 0, memoryview(b"")
-    for part in expected:
-        digest = hash_of(part.algorithm, size)
-        while (part.end is None or at < part.end) and (rest := rest or next(waiting, rest)):
-            count = len(rest) if part.end is None else min(len(rest), part.end - at)
-            digest.update(rest[:count])
-            at, rest = at + count, rest[count:]
-        if digest.hexdigest() != part.digest:
-            whole = (part.begin, part.end) in ((0, None), (0, size))
-            where = "" if whole else f" in bytes [{part.begin:,}, {part.end:,})"
-            digests = f"expected {part.algorithm} {part.digest[:16]}..., got {digest.hexdigest()[:16]}..."
-            raise refused(f"the file differs from {source}{where}: {digests}", path)
-    for _ in waiting:  # what follows the last piece
-        pass
-
-
-def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> None:
-    """Compare the size of a file, which is known before it is read."""
-    stated = expected[-1].end if expected else 0
-    if stated is not None and stated != size:
-        text = f"the file has {size:,} bytes, but {stated:,} in {source}"
-        raise refused(text, path)
-
-
-def pieces_of(store: ByteStore, path: str, tick: Callable[[int], object] = lambda nbytes: None) -> Iterator[memoryview]:
-    """Read a file in pieces, one after another into the same memory, and report their sizes once they are used."""
-    step = _CHUNK if isinstance(store, LocalStore) else _REMOTE_CHUNK
-    buffer = memoryview(bytearray(max(1, min(step, store.size))))
-    for begin in range(0, store.size, step):
-        piece = buffer[: store.size - begin]
-        read_from(store, begin, piece, path)
-        yield piece
-        tick(len(piece))
-
-
 class VerifiedFiles:
     """`Files` of which only verified bytes are read. The files least recently used leave memory first."""
 
@@ -245,3 +210,88 @@ class VerifiedFiles:
     def __getattr__(self, name: str) -> Any:
         """Return anything else as the files behind have it."""
         return getattr(self._files, name)
+
+
+# ---- whole files ----
+
+
+def compare_digests(pieces: Iterable[memoryview], expected: ExpectedFile, size: int, *, path: str, source: str) -> None:
+    """Hash the pieces of a file, and compare the digests."""
+    waiting = filter(len, pieces)
+    at, rest = 0, memoryview(b"")
+    for part in expected:
+        digest = hash_of(part.algorithm, size)
+        while (part.end is None or at < part.end) and (rest := rest or next(waiting, rest)):
+            count = len(rest) if part.end is None else min(len(rest), part.end - at)
+            digest.update(rest[:count])
+            at, rest = at + count, rest[count:]
+        if digest.hexdigest() != part.digest:
+            whole = (part.begin, part.end) in ((0, None), (0, size))
+            where = "" if whole else f" in bytes [{part.begin:,}, {part.end:,})"
+            digests = f"expected {part.algorithm} {part.digest[:16]}..., got {digest.hexdigest()[:16]}..."
+            raise refused(f"the file differs from {source}{where}: {digests}", path)
+    for _ in waiting:  # what follows the last piece
+        pass
+
+
+def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> None:
+    """Compare the size of a file, which is known before it is read."""
+    stated = expected[-1].end if expected else 0
+    if stated is not None and stated != size:
+        text = f"the file has {size:,} bytes, but {stated:,} in {source}"
+        raise refused(text, path)
+
+
+def pieces_of(store: ByteStore, path: str, tick: Callable[[int], object] = lambda nbytes: None) -> Iterator[memoryview]:
+    """Read a file in pieces, one after another into the same memory, and report their sizes once they are used."""
+    step = _CHUNK if isinstance(store, LocalStore) else _REMOTE_CHUNK
+    buffer = memoryview(bytearray(max(1, min(step, store.size))))
+    for begin in range(0, store.size, step):
+        piece = buffer[: store.size - begin]
+        read_from(store, begin, piece, path)
+        yield piece
+        tick(len(piece))
+
+
+def walk(
+    root: str, files: Files, failed: Callable[[str, Exception], object] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield the relative name and the path of each file below a folder, hidden files too if they are local."""
+    # `failed` gets each folder that cannot be listed, or is too deep, and the error; None raises the error.
+    visited: set[tuple[int, int]] = set()
+    waiting = [("", root, 0)]
+    while waiting:
+        before, folder, level = waiting.pop()
+        try:
+            if not files.remote:
+                status = os.stat(folder)
+                if status.st_ino and (status.st_dev, status.st_ino) in visited:  # a link to a folder above
+                    continue
+                visited.add((status.st_dev, status.st_ino))
+                listing = [(name, os.path.isdir(os.path.join(folder, name))) for name in sorted(os.listdir(folder))]
+            else:
+                listing = files.listing(folder)
+        except (OSError, SafeloadError) as error:
+            if failed is None:
+                raise
+            failed(files.shown(folder), error)
+            continue
+        folders = [name for name, is_folder in listing if is_folder]
+        if folders and level >= _LEVELS:
+            path, message = files.shown(folder), f"folders are nested more than {_LEVELS} levels deep"
+            if failed is None:
+                raise LimitError(message, path=path)
+            failed(path, LimitError(message, path=path))
+            folders = []
+        waiting += [(f"{before}{name}/", files.join(folder, name), level + 1) for name in reversed(folders)]
+        yield from ((f"{before}{name}", files.join(folder, name)) for name, is_folder in listing if not is_folder)
+
+
+def entry_of(path: str, tick: Callable[[int], object] = bool) -> dict[str, Any]:
+    """Return size and SHA-256 of a local file; ``tick`` gets the bytes of each piece."""
+    digest = hashlib.sha256()
+    with closing(LOCAL.open(path)) as store:
+        for piece in pieces_of(store, path):
+            digest.update(piece)
+            tick(len(piece))
+        return {"size": store.size, "sha256": digest.hexdigest()}

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, redirect_stdout, suppress
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,9 +27,8 @@ from ..quant.quantization import BESIDE, find_quantization
 from ..remote import ollama
 from ..remote.places import places_of
 from . import digests
-from .digests import GIT_PATHS, Expected, name_below
-from .verified import check_size, compare_digests, pieces_of
-from .verifying import entry_of, expected_of, walk
+from .digests import GIT_PATHS, OLLAMA, Expected, expected_of, name_below
+from .verified import check_size, compare_digests, entry_of, pieces_of, walk
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 
@@ -38,7 +37,6 @@ _SETTINGS = (*BESIDE, "adapter_config.json")
 # Rows of a table on a terminal.
 _ROWS = 100
 _HEAD = ("file", "status", "size", "why")
-_OLLAMA = "ollama's store"
 
 
 @exported()
@@ -181,22 +179,19 @@ def verify(
     (text,), files = places_of((path,), storage_options)
     if ollama.is_name(text):
         layers = sorted({layer.path for layer in ollama.find(text).layers})
-        expected = Expected(_OLLAMA)
+        expected = Expected(OLLAMA)
         files, places = LOCAL, [(os.path.basename(layer), layer) for layer in layers]
     else:
         if not files.remote and not os.path.lexists(text):
             raise os_error(2, text)
-        expected = expected_of([text], files, True if against is None else against, storage_options)
+        expected = expected_of(text, files, True if against is None else against, storage_options)
         places = list(_places(text, expected, files))
     sizes = {place: _size(place, files) for _, place in places}
     total = sum(sizes.values())
     meter = Meter(progress, total)
 
-    def check(item: tuple[str, str]) -> FileCheck:
-        name, place = item
-        return FileCheck(name, *_checked(place, expected, files, meter))
-
     ordered = sorted(places, key=lambda item: -sizes[item[1]])
+    check = partial(_checked, expected, files, meter)
     checks = each(check, ordered, max(1, thread_count(total, threads)))
     return VerifyReport(files.shown(text), expected.source, expected.proof, sorted(checks))
 
@@ -223,7 +218,7 @@ def _places(path: str, expected: Expected, files: Files, *, settings: bool = Fal
             near = {name.rpartition("/")[2] for name in expected.files}
             with suppress(OSError, SafeloadError):  # https has no folders
                 near.update(name for name, is_folder in files.listing(folder or os.curdir) if not is_folder)
-            for place in (files.join(folder, name) for name in sorted(near) if _is_setting(name)):
+            for place in (files.join(folder, name) for name in sorted(near) if name in _SETTINGS or is_extra(name)):
                 if settings or ".index." in base or expected.covers(place, files):
                     beside[files.absolute(place)] = place
         beside.pop(files.absolute(path), None)
@@ -285,10 +280,6 @@ def files_read(path: str, files: Files) -> list[str]:
     return list(noted.paths)
 
 
-def _is_setting(name: str) -> bool:
-    return name in _SETTINGS or is_extra(name)
-
-
 def _left_out(name: str, path: str, expected: Expected, files: Files, is_read: bool) -> bool:
     """Return True if a file does not belong to the model: ignored by the signature, or the document itself."""
     if expected.files is None or name in expected.files:
@@ -316,31 +307,30 @@ def _size(place: str, files: Files) -> int:
         return 0
 
 
-def _checked(place: str, expected: Expected, files: Files, meter: Meter) -> tuple[Status, int, str]:
-    """Compare a file; return its status, its size and the reason."""
-    shown = files.shown(place)
+def _checked(expected: Expected, files: Files, meter: Meter, file: tuple[str, str]) -> FileCheck:
+    """Compare a file, which has a name and a path."""
+    (name, place), shown = file, files.shown(file[1])
     if expected.files is not None and not expected.covers(place, files):
-        return "not covered", _size(place, files), f"{expected.source} does not list it"
+        return FileCheck(name, "not covered", _size(place, files), f"{expected.source} does not list it")
     try:
         store = files.open(place)
     except FileNotFoundError:
-        return "missing", 0, f"{expected.source} lists it"
+        return FileCheck(name, "missing", 0, f"{expected.source} lists it")
     except (OSError, SafeloadError) as error:
-        return "unreadable", 0, one_line(error)
+        return FileCheck(name, "unreadable", 0, one_line(error))
     with closing(store):
+        status: Status = "not covered"
         try:
             content = expected.of(place, files, getattr(store, "place", None))
-        except VerificationError as error:
-            return "not covered", store.size, str(error).removeprefix(f"{shown}: ")
-        try:
+            status = "changed"
             check_size(content, store.size, path=shown, source=expected.source)
             pieces = pieces_of(store, shown, meter.add)
             compare_digests(pieces, content, store.size, path=shown, source=expected.source)
         except VerificationError as error:
-            return "changed", store.size, str(error).removeprefix(f"{shown}: ")
+            return FileCheck(name, status, store.size, str(error).removeprefix(f"{shown}: "))
         except (OSError, SafeloadError) as error:
-            return "unreadable", store.size, one_line(error)
-    return "ok", store.size, ""
+            return FileCheck(name, "unreadable", store.size, one_line(error))
+    return FileCheck(name, "ok", store.size, "")
 
 
 # ---- signing ----
