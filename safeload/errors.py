@@ -232,7 +232,7 @@ class _ExplainedError(OSError):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _explained, (self.errno, self.filename, self.message)
+        return path_error, (self.errno, self.filename, self.message)
 
 
 @cache
@@ -241,7 +241,8 @@ def _named_alike(base: Any, kind: Any) -> Any:
     return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-def _explained(number: int, path: str | None, message: str) -> Any:
+def path_error(number: int, path: str | None, message: str) -> Any:
+    """Return the error for a path that does not exist, or for a folder, with a message of its own."""
     kind = FileNotFoundError if number == errno.ENOENT else IsADirectoryError
     error = _named_alike(_ExplainedError, kind)(number, os.strerror(number), path)
     error.message = message
@@ -250,13 +251,7 @@ def _explained(number: int, path: str | None, message: str) -> Any:
 
 def missing_file(path: str | None, message: str) -> FileNotFoundError:
     """Return the error for a path that does not exist. safetensors' tests assert the message's first words."""
-    error: FileNotFoundError = _explained(errno.ENOENT, path, message)
-    return error
-
-
-def folder_given(path: str, function: str) -> IsADirectoryError:
-    """Return the error for a folder if a function reads files."""
-    error: IsADirectoryError = _explained(errno.EISDIR, path, f"Is a directory: {path}; {function} loads folders")
+    error: FileNotFoundError = path_error(errno.ENOENT, path, message)
     return error
 
 

@@ -21,7 +21,7 @@ from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, error_about, plural, printable, show
 from ..core.thread_group import Prefetch, Task
 from ..core.weight_file import WeightFile
-from ..errors import RangeError, SafetensorError, exported, folder_given, public
+from ..errors import RangeError, SafetensorError, exported, public
 from .serialize import TensorMeta
 
 # ---- slices ----
@@ -281,13 +281,10 @@ def planned_rows(file: WeightFile, plan: Mapping[str, slice | None]) -> dict[str
         if not isinstance(name, str):
             raise SafetensorError(f"prefetch plan keys must be tensor names, got {type(name).__name__}")
         index = file.table.index(name)
-        if value is None:
-            rows[name] = None
-        elif isinstance(value, slice):
-            rows[name] = _rows(name, value, file, index)
-        else:
+        if value is not None and not isinstance(value, slice):
             kind = clip(printable(type(value).__name__), 100)
             raise SafetensorError(f"prefetch plan values must be None or a slice, got {kind} for {show(name)}")
+        rows[name] = None if value is None else _rows(name, value, file, index)
     if not rows:
         raise SafetensorError("the prefetch plan selects no tensors")
     return rows
@@ -355,11 +352,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     def __init__(
         self, filename: PathLike, framework: str = "numpy", device: Any = "cpu", *, backend: str = "mmap"
     ) -> None:
-        try:
-            file = safetensors.open_file(filename)
-        except IsADirectoryError as error:
-            *_, loads_folders = _FRAMEWORKS.get(str(framework), ("safeload.open",))
-            raise folder_given(error.filename, loads_folders) from None
+        file = safetensors.open_file(filename, folders=_FRAMEWORKS.get(str(framework), _NUMPY)[-1])
         try:
             self._handle = _handle(framework, device, backend)
         except BaseException:
@@ -589,6 +582,7 @@ class AliasSafeOpen(safe_open):
 
 # The module and class of the `Handle` for each framework other than NumPy, by upstream's names, and the function that
 # loads folders.
+_NUMPY = ("safeload.open",)
 _TORCH = ("torch_devices", "TorchHandle", "safeload.torch.load_checkpoint")
 _JAX = ("jax_arrays", "JaxHandle", "safeload.jax.load_checkpoint")
 _FRAMEWORKS = {**dict.fromkeys(("pt", "torch", "pytorch"), _TORCH), **dict.fromkeys(("jax", "flax"), _JAX)}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..errors import SafetensorError, folder_given, unsaved
+from ..errors import SafetensorError, path_error, unsaved
 from . import dtypes, load, native
 from .arrays import Array, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, pieces_of, written_as_is
@@ -115,7 +115,7 @@ def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str, exp
     if status == lib.SL_E_OS:
         status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
     if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
-        raise folder_given(text, folders)
+        raise path_error(errno.EISDIR, text, f"Is a directory: {text}; {folders} loads folders")
     if status == lib.SL_E_FORMAT:
         edits = part("edits")  # imported here: few files are broken
         for _ in edits.editor_pauses(text) if edits else ():

@@ -149,8 +149,7 @@ def load(
     Names of equal file bytes (tied weights) share memory; all other tensors have storages of their own. If anything
     fails, nothing is left on the device.
     """
-    if copies is None:
-        copies = Copies(device, device.type in _STREAMING)
+    copies = copies or Copies(device, device.type in _STREAMING)
     tiny = sum(entry.end - entry.begin for entry in entries) < _SMALL * len(entries)
     with paused(len(entries) if tiny else 0):
         tensors = {name: tensor for name, tensor, _ in _arrivals(entries, copies, threads, progress)}
@@ -159,17 +158,6 @@ def load(
 
 # Name, tensor, and a function that returns once the tensor's bytes have been copied.
 Arrival = tuple[str, Any, Callable[[], object]]
-
-
-def prefetch(entries: Sequence[Entry], device: Any, threads: int) -> Generator[Arrival]:
-    """Return a generator that loads tensors onto a device with streams, for another thread to advance; see `load`."""
-    copies = Copies(device, True)
-
-    def arrivals() -> Generator[Arrival]:
-        with copies.allocating():
-            yield from _arrivals(entries, copies, threads, None)
-
-    return arrivals()
 
 
 def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, progress: Progress) -> Iterator[Arrival]:
@@ -395,7 +383,13 @@ class TorchHandle:
         for entry in entries:
             torch_arrays.of_entry(entry)  # an unsupported dtype is found before anything moves
         torch_arrays.device_of(place)
-        return [entry.name for entry in entries], prefetch(entries, place, min(threads, MOST_THREADS))
+        copies = Copies(place, True)
+
+        def arrivals() -> Generator[Arrival]:  # another thread advances it
+            with copies.allocating():
+                yield from _arrivals(entries, copies, min(threads, MOST_THREADS), None)
+
+        return [entry.name for entry in entries], arrivals()
 
     def _moved(self, tensor: Any) -> Any:
         return tensor if self._device is None else tensor.to(self._device)
