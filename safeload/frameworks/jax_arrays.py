@@ -58,9 +58,10 @@ def jax_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return narrowed
 
 
-def check_target(dtype: np.dtype[Any]) -> None:
+def check_target(target: dtypes.Dtype | None) -> None:
     """Refuse a target dtype that JAX lacks."""
-    if jax_dtype(dtype) != dtype:
+    dtype = None if target is None else dtypes.array_dtype(target.number)
+    if dtype is not None and jax_dtype(dtype) != dtype:
         raise UnsupportedError(f'JAX has {dtype} only after jax.config.update("jax_enable_x64", True)')
 
 
@@ -296,8 +297,7 @@ def load(
 def _placed(parts: Sequence[FileTensor], dtype: Any, sharding: Any) -> Iterator[PlacedTensor]:
     """Yield the tensors to load as a dtype, after checking that JAX has the dtype and that their shardings fit."""
     target = parse_target(dtype)
-    if target is not None:
-        check_target(dtypes.array_dtype(target.number))
+    check_target(target)
     for entry in entries_of(parts, target):
         place = None if sharding is None else _place_of(entry, sharding)
         yield PlacedTensor(entry, None if target is None else target.name, place)
@@ -513,8 +513,7 @@ class JaxHandle:
     def tensors(
         self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, NumpyArray]]
     ) -> dict[str, Array]:
-        if target is not None:
-            check_target(dtypes.array_dtype(target.number))
+        check_target(target)
         return copied(read())
 
     def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], NumpyArray]) -> Array:

@@ -216,7 +216,13 @@ def value_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
 def check_tensors_apart(tensors: Any) -> None:
     """Refuse anything but a dict of dense tensors without shared memory."""
     check_tensors(tensors)
-    check_not_shared(tensors)
+    shared = [group for group in find_shared_tensors(tensors) if len(group) > 1]
+    if shared:
+        groups = "; ".join(listed(sorted(group)) for group in shared[:_MAX_LISTED])
+        raise RuntimeError(
+            f"tensors share memory, but would be stored and loaded separately: {groups}. Save one tensor of each group "
+            "with safeload.torch.save_model, or copy tensors with x.clone()"
+        )
 
 
 def check_tensors(tensors: Any) -> None:
@@ -494,17 +500,6 @@ def _covering(state_dict: Mapping[str, Any], group: Iterable[str]) -> set[str]:
         for name, area in areas.items()
         if area == (begin, end) and state_dict[name].nelement() * state_dict[name].element_size() == end - begin
     }
-
-
-def check_not_shared(state_dict: Mapping[str, Any]) -> None:
-    """Refuse tensors that share memory."""
-    shared = [group for group in find_shared_tensors(state_dict) if len(group) > 1]
-    if shared:
-        groups = "; ".join(listed(sorted(group)) for group in shared[:_MAX_LISTED])
-        raise RuntimeError(
-            f"tensors share memory, but would be stored and loaded separately: {groups}. Save one tensor of each group "
-            "with safeload.torch.save_model, or copy tensors with x.clone()"
-        )
 
 
 def listed(names: Sequence[str]) -> str:

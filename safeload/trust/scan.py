@@ -32,9 +32,8 @@ import os
 import re
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -51,13 +50,13 @@ from ..formats.archives import is_header, number, records
 from ..formats.dcp import RECORDS
 from ..formats.torch.globals import ALLOWED, replaced_modules
 from ..remote.places import places_of
-from ..remote.remote_store import RemoteStore
 from .trace import DANGEROUS, HARMLESS, MAX_TRACED, UNKNOWN, VERDICTS, Traced, Verdict, judge, trace, worst
 from .verified import walk
 
 # Rows of a file, and files below a table in a notebook.
 MAX_FINDINGS, _ROWS = 10_000, 8
 _READ = 1 << 16
+_LOADED = "runs when the model is loaded"
 _TITLES = ("global", "verdict", "in", "why")
 # Globals that safeload reads pickles with: those of any pickle, and of the metadata of torch.distributed.checkpoint.
 _ALLOWED = {**ALLOWED, **RECORDS}
@@ -236,15 +235,6 @@ def _worst_first(finding: ScanFinding) -> int:
     return -VERDICTS.index(finding.verdict)
 
 
-def _read_remote(store: RemoteStore, offset: int, size: int) -> bytes:
-    """Read bytes of a file in a store; large reads are not kept in its windows."""
-    if size < _READ:
-        return store.read_at(offset, size)
-    memory = bytearray(size)
-    store.read_into(offset, memory)
-    return bytes(memory)
-
-
 def _scan_file(report: ScanReport, path: str, files: Files) -> None:
     """Scan a file into a report."""
     try:
@@ -253,33 +243,16 @@ def _scan_file(report: ScanReport, path: str, files: Files) -> None:
         report.unreadable.append((files.shown(path), one_line(error)))
         return
     report.files += 1
-    shown = files.shown(path)
-    count = 0
-    with closing(file):
-        store = file.store
-        read = partial(_read_remote, store) if isinstance(store, RemoteStore) else file.read_at
-        for site in PickleFinder(ScannedRange(read, file.size), files.split(path)[1]).find():
-            place = (shown, site.place, site.offset)
-            findings = []
-            if site.traced is not None:
-                for name in site.traced.names:
-                    verdict, reason = judge(name, _ALLOWED, called=name in site.traced.called)
-                    findings.append(ScanFinding(*place, show(name)[1:-1] if len(name) > 300 else name, verdict, reason))
-                report.pickles += not site.code and (bool(findings) or not site.fault)
-            elif site.code:
-                findings.append(ScanFinding(*place, site.code, DANGEROUS, "runs when the model is loaded"))
-            if count + len(findings) > MAX_FINDINGS:
-                text = f"it names more than {MAX_FINDINGS:,} globals; the rest is not listed"
-                report.unreadable.append((shown, text))
-                findings = [finding for finding in findings if finding.verdict == DANGEROUS][:MAX_FINDINGS]
-            count += len(findings)
-            report.findings += findings
-            if site.fault:
-                where = f"{shown}:{site.place}" if site.place else shown
-                at = f"the pickle at byte {site.offset:,} is malformed: " if site.traced is not None else ""
-                report.unreadable.append((where, f"{at}{site.fault}"))
-            if count > 2 * MAX_FINDINGS:
-                return
+
+    def read(offset: int, size: int) -> bytes:
+        if size < _READ:
+            return file.read_at(offset, size)
+        memory = bytearray(size)  # the windows of a store on the network keep small reads only
+        file.store.read_into(offset, memory)
+        return bytes(memory)
+
+    with closing(file), suppress(_Full):
+        _FileScan(report, files.shown(path), ScannedRange(read, file.size)).run(files.split(path)[1])
 
 
 # ---- finding ----
@@ -340,14 +313,8 @@ _STREAMS = (b"\x1f\x8b\x08", b"\xfd7zXZ\0", *(b"BZh%d" % level for level in rang
 _ENTERED = (b"PK\x03\x04", b"\x93NUMPY", *_STREAMS, *(magic for magic, _ in _CLOSED if len(magic) >= 4))
 
 
-class PickleSite(NamedTuple):
-    """A pickle or another carrier of code in a file."""
-
-    place: str  # the names of the members around it, such as "archive/data.pkl"; empty for the file itself
-    offset: int = 0  # of the pickle in its member
-    traced: Traced | None = None  # what the pickle names; None for other code
-    code: str = ""  # what else runs code
-    fault: str = ""  # why the member could not be read
+class _Full(Exception):  # noqa: N818 - ends the search of a file
+    """A file names twice as many globals as are listed."""
 
 
 class ScannedRange:
@@ -355,7 +322,7 @@ class ScannedRange:
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, place: str = "", level: int = 0) -> None:
         self._read = read  # returns bytes of the source
-        self.place = place  # see `PickleSite`
+        self.place = place  # see `ScanFinding`
         self.level = level  # of nesting
         self.root = object()  # stands for the source, which can then be freed
         self.begin, self.size = 0, size
@@ -378,16 +345,17 @@ class ScannedRange:
     def read_at(self, offset: int, size: int) -> bytes:
         return self._read(self.begin + offset, max(0, min(size, self.size - offset)))
 
-    def fault(self, text: str, at: int = 0) -> PickleSite:
-        return PickleSite(self.place, at, fault=text)
 
-
-class PickleFinder:
+class _FileScan:
     """The search of one file."""
 
-    def __init__(self, content: ScannedRange, name: str) -> None:
+    def __init__(self, report: ScanReport, shown: str, content: ScannedRange) -> None:
+        self._report = report
+        self._shown = shown
         self._content = content
-        self._name = name
+        self._listed = 0  # findings in the report
+        self._places = 0  # places with findings
+        self._encrypted = False  # what cannot be judged in an encrypted entry says nothing
         self._unpacked = 0
         self._members = 0
         self._opcodes = 0
@@ -398,17 +366,48 @@ class PickleFinder:
         # The searched ranges, apart and in order, by root and what was searched for.
         self._ranges: dict[tuple[object, str], list[tuple[int, int]]] = {}
 
-    def find(self) -> Iterator[PickleSite]:
-        """Iterate over the pickles of the file."""
+    def run(self, name: str) -> None:
+        """Report what a file of this name holds, and what of it cannot be judged."""
         file = self._content
-        yield from self._enter(file, self._name)
+        self._enter(file, name)
         if self._members > MAX_MEMBERS:
-            yield file.fault(f"it has more than {MAX_MEMBERS:,} members; the rest was not looked at")
+            self._fault(file, f"it has more than {MAX_MEMBERS:,} members; the rest was not looked at")
         if self._unsearched:
             count = plural(self._unsearched, "member")
-            yield file.fault(f"not searched for pickles: {count} after these {MAX_SEARCHED:,} bytes")
+            self._fault(file, f"not searched for pickles: {count} after these {MAX_SEARCHED:,} bytes")
         if self._opcodes >= self._most:
-            yield file.fault(f"its pickles have more than {self._most:,} opcodes; the rest was not followed")
+            self._fault(file, f"its pickles have more than {self._most:,} opcodes; the rest was not followed")
+
+    def _fault(self, content: ScannedRange, text: str, *, named: bool = False) -> None:
+        """Report why a content cannot be judged; ``named`` if it has findings."""
+        if self._listed > 2 * MAX_FINDINGS:
+            raise _Full
+        if named or not self._encrypted:
+            self._report.unreadable.append((f"{self._shown}:{content.place}" if content.place else self._shown, text))
+
+    def _code(self, content: ScannedRange, at: int, code: Iterable[tuple[str, Verdict, str]]) -> None:
+        """Report the name, the verdict and the reason of all code in one place."""
+        if self._listed > 2 * MAX_FINDINGS:
+            raise _Full
+        findings = [ScanFinding(self._shown, content.place, at, *finding) for finding in code]
+        self._places += bool(findings)
+        if self._listed + len(findings) > MAX_FINDINGS:
+            text = f"it names more than {MAX_FINDINGS:,} globals; the rest is not listed"
+            self._report.unreadable.append((self._shown, text))
+            findings = [finding for finding in findings if finding.verdict == DANGEROUS][:MAX_FINDINGS]
+        self._listed += len(findings)
+        self._report.findings += findings
+
+    def _pickle(self, content: ScannedRange, at: int, traced: Traced, fault: str) -> None:
+        """Report a pickle, and enter the torch files that it holds as bytes."""
+        if traced.names or not self._encrypted:
+            self._code(content, at, _judged(traced.names, traced.called))
+            self._report.pickles += bool(traced.names) or not fault
+        if fault:
+            text = f"the pickle at byte {at:,} is malformed: {fault}"
+            self._fault(content, text, named=bool(traced.names))
+        for offset, size in traced.inner:
+            self._enter(content.part(offset, size, f"{content.place}@{offset}", content.level + 1), ".pt")
 
     @property
     def _most(self) -> int:
@@ -441,12 +440,12 @@ class PickleFinder:
 
     # ---- kinds ----
 
-    def _enter(self, content: ScannedRange, name: str) -> Iterator[PickleSite]:
+    def _enter(self, content: ScannedRange, name: str) -> None:
         if not self._is_new(content, _ANY):
             return
         self._members += 1
         if content.level > MAX_NESTED:
-            yield content.fault(f"archives are nested more than {MAX_NESTED} levels deep")
+            self._fault(content, f"archives are nested more than {MAX_NESTED} levels deep")
             return
         if self._members > MAX_MEMBERS:
             return
@@ -460,34 +459,32 @@ class PickleFinder:
         )
         if unpack is not None:
             sure = unpack[1] and plain
-            yield from self._compressed(content, name, unpack[0], sure=sure)
+            self._compressed(content, name, unpack[0], sure=sure)
             plain = plain and not sure
         is_new_end = self._is_new(content, _BY_END)
         listed = every_entry(content, MAX_MEMBERS) if is_new_end else []
         if is_zip:
-            yield from self._zip(content, listed)
-        end = yield from self._pickles(content, name, plain=plain)
+            self._zip(content, listed)
+        end = self._pickles(content, name, plain=plain)
         if closed is not None:
-            yield content.fault(f"this is {closed}: unpack it and scan the content")
+            self._fault(content, f"this is {closed}: unpack it and scan the content")
         if is_tar:
-            yield from self._tar(content)
+            self._tar(content)
         if is_npy:
-            yield from self._npy(content)
+            self._npy(content)
         if plain or (end and not is_zip):
-            yield from self._rest(content, end)
+            self._rest(content, end)
         if listed and not is_zip:
-            yield from self._zip(content, listed)
+            self._zip(content, listed)
         if head.startswith(b"PK\x03\x04") and is_new_end and not listed:
-            yield content.fault("the zip archive has no directory: it is cut or damaged")
+            self._fault(content, "the zip archive has no directory: it is cut or damaged")
         is_keras_zip = is_zip and name.endswith(".keras")
         if head.startswith(_HDF5) or _is_json(head) or (_CONFIG_NAME.search(name) and not is_keras_zip):
-            yield from self._configs(content, head)
+            self._configs(content, head)
         if name.endswith((".pb", ".keras", ".json")):
-            yield from self._operations(content)
+            self._operations(content)
 
-    def _pickles(
-        self, content: ScannedRange, name: str, at: int = 0, *, plain: bool
-    ) -> Generator[PickleSite, None, int]:
+    def _pickles(self, content: ScannedRange, name: str, at: int = 0, *, plain: bool) -> int:
         """Follow consecutive pickles at an offset, and return the end of the last whole pickle."""
         # Only in `plain` content, of no other kind, does the name decide whether a broken pickle is reported.
         begin, expected = at, plain and _PICKLE_NAME.search(name) is not None and not name.endswith(_ARRAY_FILES)
@@ -511,38 +508,31 @@ class PickleFinder:
             whole = plain and (binary or at > begin or traced.end == content.size)
             if not repeated and (traced.fault or calls or whole):
                 fault = traced.fault if certain or traced.limited else ""
-                yield from self._found(content, at, traced, fault)
+                self._pickle(content, at, traced, fault)
             if traced.fault:
                 break
             at = traced.end
         return at
 
-    def _found(self, content: ScannedRange, at: int, traced: Traced, fault: str) -> Iterator[PickleSite]:
-        """Report a pickle, and enter the torch files that it holds as bytes."""
-        yield PickleSite(content.place, at, traced, fault=fault)
-        for offset, size in traced.inner:
-            inner = content.part(offset, size, f"{content.place}@{offset}", content.level + 1)
-            yield from self._enter(inner, ".pt")
-
-    def _rest(self, content: ScannedRange, at: int, *, search: bool = True) -> Iterator[PickleSite]:
+    def _rest(self, content: ScannedRange, at: int, *, search: bool = True) -> None:
         """Enter and search a tensor, or the bytes after pickles and arrays, if these are of another kind."""
         rest = content.part(at, content.size - at, f"{content.place}@{at}", content.level + 1)
         head = rest.read_at(0, _HEAD) if at or not search else b""
         unpack = _unpacker(head)
         if head.startswith(_ENTERED) or is_header(head):
-            yield from self._enter(rest, "")
+            self._enter(rest, "")
         elif unpack is not None:
             rest.place, rest.level = content.place, content.level
-            yield from self._compressed(rest, "", unpack[0], sure=False)
+            self._compressed(rest, "", unpack[0], sure=False)
         if search:
-            yield from self._search(content, at)
+            self._search(content, at)
 
     def _trace(self, content: Readable, at: int, *, strict: bool = False) -> Traced:
         traced = trace(content, at, max(1, min(MAX_TRACED, self._most - self._opcodes)), strict=strict)
         self._opcodes += traced.opcodes + _ATTEMPT
         return traced
 
-    def _search(self, content: ScannedRange, begin: int) -> Iterator[PickleSite]:
+    def _search(self, content: ScannedRange, begin: int) -> None:
         """Search bytes for pickles that begin somewhere."""
         # No pickle before an offset is followed again, nor from an opcode that the last of its kind passed alike.
         beyond, followed = begin, [frozenset[int](), frozenset[int]()]  # binary, text
@@ -570,24 +560,24 @@ class PickleFinder:
                             names = DANGEROUS in _verdicts(traced, traced.called & traced.names.keys())
                         if traced.limited or names:
                             beyond = max(traced.end, start + 1)
-                            yield from self._found(content, start, traced, traced.fault if traced.limited else "")
+                            self._pickle(content, start, traced, traced.fault if traced.limited else "")
                 if self._opcodes >= self._most:
                     break
                 at += size
             if at < end:
-                yield content.fault(f"it was searched for pickles up to byte {at:,}; the rest was not looked at", at)
+                self._fault(content, f"it was searched for pickles up to byte {at:,}; the rest was not looked at")
                 return
 
-    def _operations(self, content: ScannedRange) -> Iterator[PickleSite]:
+    def _operations(self, content: ScannedRange) -> None:
         """Report the first operation of TensorFlow that runs code."""
         for at in range(0, content.size, _CHUNK):
             match = _TENSORFLOW.search(content.read_at(at, _CHUNK + 64))
             if match is not None:
                 code = "a TensorFlow operation that reaches files or Python"
-                yield PickleSite(content.place, at + match.start(), code=code)
+                self._code(content, at + match.start(), [(code, DANGEROUS, _LOADED)])
                 return
 
-    def _configs(self, content: ScannedRange, head: bytes) -> Iterator[PickleSite]:
+    def _configs(self, content: ScannedRange, head: bytes) -> None:
         """Judge the configs of Keras models, which are JSON: a file, or text within other bytes."""
         text: Readable = content
         if b"\0" in head[:64] and _is_json(head) and content.size <= MAX_CONFIG:
@@ -597,18 +587,16 @@ class PickleFinder:
             except UnicodeError:
                 return
         try:
-            for config in configs(text):
-                yield from (PickleSite(content.place, config.at, code=code) for code in dict.fromkeys(config.code))
-                if config.names:
-                    names = dict.fromkeys(config.names, config.at)
-                    traced = Traced(names, frozenset(names), [], text.size, "", 0, limited=False)
-                    yield PickleSite(content.place, config.at, traced, code="a Keras config")
-        except ValueError as error:
-            yield content.fault("a Keras config that cannot be parsed", error.args[0])
+            for at, code, names in configs(text):
+                self._code(content, at, [(line, DANGEROUS, _LOADED) for line in dict.fromkeys(code)])
+                imported = dict.fromkeys(names)
+                self._code(content, at, _judged(imported, imported))
+        except ValueError:
+            self._fault(content, "a Keras config that cannot be parsed")
 
     # ---- containers ----
 
-    def _npy(self, content: ScannedRange) -> Iterator[PickleSite]:
+    def _npy(self, content: ScannedRange) -> None:
         """Follow the pickles of object arrays in npy files in turn."""
         at = 0
         while content.read_at(at, 6) == b"\x93NUMPY":
@@ -623,28 +611,26 @@ class PickleFinder:
                     raise ValueError
             except (*HEADER_ERRORS, Warning):
                 dtype = None
-                yield content.fault("the header of its array cannot be read", at)
+                self._fault(content, "the header of its array cannot be read")
             objects = dtype is None or dtype.hasobject
             traced = self._trace(content, begin, strict=not objects)
             if objects or _counted(traced):
-                yield from self._found(content, begin, traced, traced.fault if dtype is not None else "")
+                self._pickle(content, begin, traced, traced.fault if dtype is not None else "")
             if objects and traced.fault:
                 return
             at = traced.end if objects else begin + size
         if at < content.size:
-            at = yield from self._pickles(content, "", at, plain=True)
-            yield from self._rest(content, at)
+            at = self._pickles(content, "", at, plain=True)
+            self._rest(content, at)
 
-    def _compressed(
-        self, content: ScannedRange, name: str, make: Callable[[], Any], *, sure: bool
-    ) -> Iterator[PickleSite]:
+    def _compressed(self, content: ScannedRange, name: str, make: Callable[[], Any], *, sure: bool) -> None:
         """Enter the content of a file that is or may be compressed."""
         data, fault, _ = self._unpack(content, make)
         if data or (sure and not fault):
             inner = re.sub(r"\.(?:gz|bz2|xz|lzma|z|zlib)\Z", "", name, flags=re.IGNORECASE) if sure else ""
-            yield from self._enter(ScannedRange.of(data, content.place, content.level + 1), inner)
+            self._enter(ScannedRange.of(data, content.place, content.level + 1), inner)
         if fault and sure:
-            yield content.fault(fault)
+            self._fault(content, fault)
 
     def _unpack(self, content: Readable, make: Callable[[], Any], *, members: bool = True) -> tuple[bytes, str, int]:
         """Return the unpacked bytes as far as the limits and the data allow, the fault, if any, and the bytes used."""
@@ -679,32 +665,32 @@ class PickleFinder:
         self._unpacked += count
         return b"".join(chunks)[:room], fault, at - len(data)
 
-    def _zip(self, content: ScannedRange, listed: list[ZipEntry]) -> Iterator[PickleSite]:
+    def _zip(self, content: ScannedRange, listed: list[ZipEntry]) -> None:
         """Enter the entries of zip archives, listed in a directory or not."""
         folders = {match[1] for entry in listed if (match := _PICKLED.fullmatch(entry.name))}
         if fault := replaced_modules(entry.name for entry in listed):
-            yield content.fault(fault)
+            self._fault(content, fault)
         at = 0
         for entry in sorted(listed, key=lambda entry: entry.at):
-            yield from self._between(content, at, entry.at)
+            self._between(content, at, entry.at)
             begin, readings = local_readings(content, entry)
             storage = _STORAGE.fullmatch(entry.name)
             used = []
             for reading in readings:
                 is_tensor = storage is not None and storage[1] in folders and reading.method == 0
                 if not is_tensor:
-                    used.append((yield from self._entry(content, begin, reading.packed, reading)))
+                    used.append(self._entry(content, begin, reading.packed, reading))
                     continue
                 tensor = content.part(begin, reading.packed, content.name(reading.name), content.level)
                 used.append(tensor.size)
-                yield from self._rest(tensor, 0, search=False)
-                end = yield from self._pickles(tensor, "", plain=False)
+                self._rest(tensor, 0, search=False)
+                end = self._pickles(tensor, "", plain=False)
                 if end:
-                    yield from self._rest(tensor, end)
+                    self._rest(tensor, end)
             at = max(at, begin + min(used))
-        yield from self._between(content, at, content.size)
+        self._between(content, at, content.size)
 
-    def _between(self, content: ScannedRange, begin: int, end: int) -> Iterator[PickleSite]:
+    def _between(self, content: ScannedRange, begin: int, end: int) -> None:
         """Enter local headers that no directory lists, and search the bytes between entries."""
         if end - begin < 30:
             return
@@ -719,11 +705,11 @@ class PickleFinder:
                     start = begin + at + match.start()
                     first, [entry] = local_readings(content, ZipEntry("", 0, 0, 0, 0, 0, start), listed=False)
                     if entry.method < _METHODS and first < end:
-                        yield from self._entry(content, first, entry.packed or end - first, entry)
+                        self._entry(content, first, entry.packed or end - first, entry)
                 at += _CHUNK
-        yield from self._search(gap, 0)
+        self._search(gap, 0)
 
-    def _entry(self, archive: ScannedRange, begin: int, size: int, entry: ZipEntry) -> Generator[PickleSite, None, int]:
+    def _entry(self, archive: ScannedRange, begin: int, size: int, entry: ZipEntry) -> int:
         """Enter an entry of a zip archive and return the number of bytes it takes."""
         content = packed = archive.part(begin, size, archive.name(entry.name), archive.level + 1)
         self._members += 1
@@ -735,16 +721,18 @@ class PickleFinder:
             if machine := _ENTRY_UNPACKERS.get(entry.method):
                 data, fault, used = self._unpack(packed, machine, members=False)
             content = ScannedRange.of(data, packed.place, packed.level)
-        entered: Iterable[PickleSite] = self._enter(content, entry.name) if content.size else ()
-        if entry.flags & 1:  # encrypted: some readers ignore the mark, so attacks set it
-            entered = [site for site in entered if site.code or (site.traced is not None and site.traced.names)]
-            fault, used = "" if entered else "it is encrypted", packed.size
-        yield from entered
+        outer, places = self._encrypted, self._places
+        self._encrypted = outer or bool(entry.flags & 1)  # some readers ignore the mark, so attacks set it
+        if content.size:
+            self._enter(content, entry.name)
+        self._encrypted = outer
+        if entry.flags & 1:
+            fault, used = "" if self._places > places else "it is encrypted", packed.size
         if fault:
-            yield packed.fault(fault)
+            self._fault(packed, fault)
         return used
 
-    def _tar(self, content: ScannedRange) -> Iterator[PickleSite]:
+    def _tar(self, content: ScannedRange) -> None:
         at, pax = 0, 0
         while at + 512 <= content.size:
             header = content.read_at(at, 512)
@@ -753,14 +741,14 @@ class PickleFinder:
                 self._searched += len(data)
                 if self._searched > MAX_SEARCHED:
                     text = f"it was searched for members up to byte {at:,}; the rest was not looked at"
-                    yield content.fault(text, at)
+                    self._fault(content, text)
                     return
                 zeros = len(data) - len(data.lstrip(b"\0"))
                 at += max(512, zeros - zeros % 512)
                 continue
             size, kind = number(header[124:136]), header[156:157]
             if size is None or not is_header(header):
-                yield content.fault("the tar archive has a malformed header", at)
+                self._fault(content, "the tar archive has a malformed header")
                 return
             name = header[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace")
             fault = "readers disagree about its size" if kind in b"123456" and (pax or size) else ""
@@ -771,10 +759,10 @@ class PickleFinder:
                 pax, fault = _pax_size(content.read_at(at + 512, min(size, _CHUNK)), kind)
                 fault = fault or ("its description is too long" if size > _CHUNK else "")
             elif kind not in b"LK":
-                yield from self._enter(member, name)
+                self._enter(member, name)
                 fault = fault or ("it is a sparse file" if kind == b"S" else "")
             if fault:
-                yield member.fault(f"this tar member cannot be judged: {fault}")
+                self._fault(member, f"this tar member cannot be judged: {fault}")
             at += 512 + -(-size // 512) * 512
 
 
@@ -804,6 +792,13 @@ def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
         for name, at in traced.names.items()
         if name in traced.called or (_IMPORTABLE.fullmatch(name) and not (called and traced.fault))
     }
+
+
+def _judged(names: Iterable[str], called: Collection[str]) -> list[tuple[str, Verdict, str]]:
+    """Return each global as a report names it, its verdict and the reason."""
+    return [
+        (show(name)[1:-1] if len(name) > 300 else name, *judge(name, _ALLOWED, called=name in called)) for name in names
+    ]
 
 
 def _verdicts(traced: Traced, names: Iterable[str]) -> set[Verdict]:
@@ -870,16 +865,12 @@ _COMPUTING = re.compile(
 )
 
 
-class KerasConfig(NamedTuple):
-    """The code and the imports of a config."""
+def configs(content: Readable) -> Iterator[tuple[int, list[str], list[str]]]:
+    """Yield the offset of the first class, the code and the imports of each config in a content.
 
-    at: int  # offset of its first class
-    code: list[str]  # descriptions of the code in it
-    names: list[str]  # what it imports
-
-
-def configs(content: Readable) -> Iterator[KerasConfig]:
-    """Iterate over the configs in a content; ValueError if text around a class name is no JSON, or repeats a key."""
+    Raises:
+        ValueError: text around a class name is no JSON, or repeats a key.
+    """
     begin = at = tries = 0
     while at < content.size:
         match = _KEY.search(content.read_at(at, _CHUNK + _OVERLAP))
@@ -891,7 +882,7 @@ def configs(content: Readable) -> Iterator[KerasConfig]:
         text = content.read_at(first, key - first)
         for beginning in re.finditer(rb"[{\[]", text):
             start = first + beginning.start()
-            end, config = _parse(content, start, key)
+            end, code, names = _parse(content, start, key)
             if end > key:
                 break
             tries += 1
@@ -899,7 +890,7 @@ def configs(content: Readable) -> Iterator[KerasConfig]:
                 raise ValueError(key)
         else:
             raise ValueError(key)
-        yield config
+        yield key, code, names
         begin = at = end
 
 
@@ -917,40 +908,39 @@ def _first_of_text(content: Readable, begin: int, key: int) -> int:
     return first
 
 
-def _parse(content: Readable, begin: int, key: int) -> tuple[int, KerasConfig]:
-    """Return the end of the JSON value at an offset, 0 if it is none, and what is in it."""
-    config = KerasConfig(key, [], [])
-    decoder = json.JSONDecoder(object_pairs_hook=lambda pairs: _object(pairs, config))
+def _parse(content: Readable, begin: int, key: int) -> tuple[int, list[str], list[str]]:
+    """Return the end of the JSON value at an offset, 0 if it is none, and the code and the imports in it."""
+    code: list[str] = []
+    names: list[str] = []
+
+    def judged(pairs: list[tuple[str, Any]]) -> dict[str, str]:
+        """Judge an object, and return the texts its owner needs."""
+        fields, keys = dict(pairs), [key for key, _ in pairs if key in ("class_name", "config", "module")]
+        if len(keys) > len(set(keys)):
+            raise ValueError("readers would see two classes")
+        name = fields.get("class_name")
+        if name in ("Lambda", "__lambda__"):
+            code.append(_LAMBDA if name == "Lambda" else _MARSHALLED)
+        elif isinstance(name, str):
+            names.extend(_imports(name, fields.get("module"), fields.get("config")))
+        return {key: fields[key] for key in ("function", "vocabulary") if isinstance(fields.get(key), str)}
+
+    decoder = json.JSONDecoder(object_pairs_hook=judged)
     for size in _SIZES:
         if size <= key - begin:
             continue
         data = content.read_at(begin, size)
         end = _NOT_TEXT.search(data)
-        config.code.clear()
-        config.names.clear()
+        code.clear()
+        names.clear()
         try:  # Latin-1, so that characters are bytes
             _, last = decoder.raw_decode(data[: end.start() if end else None].decode("latin-1"))
         except (ValueError, RecursionError):
             if end is not None or len(data) < size:
                 break
             continue
-        return begin + last, config
-    return 0, config
-
-
-def _object(pairs: list[tuple[str, Any]], config: KerasConfig) -> dict[str, str]:
-    """Judge an object, and return the texts its owner needs."""
-    fields, keys = dict(pairs), [key for key, _ in pairs if key in ("class_name", "config", "module")]
-    if len(keys) > len(set(keys)):
-        raise ValueError("readers would see two classes")
-    name = fields.get("class_name")
-    if name == "Lambda":
-        config.code.append(_LAMBDA)
-    elif name == "__lambda__":
-        config.code.append(_MARSHALLED)
-    elif isinstance(name, str):
-        config.names.extend(_imports(name, fields.get("module"), fields.get("config")))
-    return {key: fields[key] for key in ("function", "vocabulary") if isinstance(fields.get(key), str)}
+        return begin + last, code, names
+    return 0, code, names
 
 
 def _imports(name: str, module: Any, config: Any) -> Iterator[str]:
