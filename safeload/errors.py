@@ -232,7 +232,14 @@ class _ExplainedError(OSError):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return path_error, (self.errno, self.filename, self.message)
+        return _reduced(self)
+
+
+class _UnsavedError(SafeloadError):
+    """A system error of saving, which is a SafetensorError too."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduced(self)
 
 
 @cache
@@ -241,34 +248,14 @@ def _named_alike(base: Any, kind: Any) -> Any:
     return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-def path_error(number: int, path: str | None, message: str) -> Any:
-    """Return the error for a path that does not exist, or for a folder, with a message of its own."""
-    kind = FileNotFoundError if number == errno.ENOENT else IsADirectoryError
-    error = _named_alike(_ExplainedError, kind)(number, os.strerror(number), path)
-    error.message = message
+def _made(base: Any, kind: Any, arguments: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    error = _named_alike(base, kind)(*arguments)
+    vars(error).update(fields)
     return error
 
 
-def missing_file(path: str | None, message: str) -> FileNotFoundError:
-    """Return the error for a path that does not exist. safetensors' tests assert the message's first words."""
-    error: FileNotFoundError = path_error(errno.ENOENT, path, message)
-    return error
-
-
-class _UnsavedError(SafeloadError):
-    """A system error of saving, which is a SafetensorError too."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        _, kind = type(self).__bases__
-        return _unsaved, (kind, _arguments(self), vars(self))
-
-
-def unsaved(error: OSError) -> OSError:
-    """Return a system error of saving as a SafetensorError too, because safetensors raises that class."""
-    kind = type(error)
-    if isinstance(error, SafeloadError) or kind.__module__ != "builtins":  # errors of stores have their own classes
-        return error
-    return _unsaved(kind, _arguments(error), vars(error))
+def _reduced(error: Any) -> tuple[Any, ...]:
+    return _made, (*type(error).__bases__, _arguments(error), vars(error))
 
 
 def _arguments(error: Any) -> tuple[Any, ...]:
@@ -278,11 +265,25 @@ def _arguments(error: Any) -> tuple[Any, ...]:
     return error.args if error.filename is None else (error.errno, error.strerror, error.filename)
 
 
-def _unsaved(kind: Any, arguments: tuple[Any, ...], fields: dict[str, Any]) -> OSError:
-    error: OSError = _named_alike(_UnsavedError, kind)(*arguments)
-    error.__dict__.update(fields)
-    error.__dict__["path"] = error.filename
+def path_error(number: int, path: str | None, message: str) -> Any:
+    """Return the error for a path that does not exist, or for a folder, with a message of its own."""
+    kind = FileNotFoundError if number == errno.ENOENT else IsADirectoryError
+    return _made(_ExplainedError, kind, (number, os.strerror(number), path), {"message": message})
+
+
+def missing_file(path: str | None, message: str) -> FileNotFoundError:
+    """Return the error for a path that does not exist. safetensors' tests assert the message's first words."""
+    error: FileNotFoundError = path_error(errno.ENOENT, path, message)
     return error
+
+
+def unsaved(error: OSError) -> OSError:
+    """Return a system error of saving as a SafetensorError too, because safetensors raises that class."""
+    kind = type(error)
+    if isinstance(error, SafeloadError) or kind.__module__ != "builtins":  # errors of stores have their own classes
+        return error
+    saved: OSError = _made(_UnsavedError, kind, _arguments(error), {**vars(error), "path": error.filename})
+    return saved
 
 
 class RemoteError(OSError):
@@ -327,8 +328,7 @@ class RemoteError(OSError):
         subject = "" if self.tensor is None else f"tensor {self.tensor!r}: "
         return f"{subject}{self.args[0]}" + (f" ({', '.join(where)})" if where else "")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.args, self.__dict__
+    __reduce__ = SafeloadError.__reduce__
 
 
 class RemoteTimeoutError(RemoteError, TimeoutError):
