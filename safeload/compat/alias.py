@@ -188,11 +188,6 @@ def _start_with_shim() -> Callable[[], None]:
     return undo
 
 
-def is_alias(module: ModuleType) -> bool:
-    """Return whether a module named safetensors is safeload's."""
-    return isinstance(getattr(getattr(module, "__spec__", None), "loader", None), Finder)
-
-
 def install_as_safetensors(subprocesses: bool = False) -> Callable[[], None]:
     """Import safeload wherever this program asks for ``safetensors``.
 
@@ -222,7 +217,7 @@ def install_as_safetensors(subprocesses: bool = False) -> Callable[[], None]:
         >>> undo()
     """
     module = sys.modules.get(_NAME)
-    if module is not None and not is_alias(module):
+    if module is not None and not isinstance(getattr(getattr(module, "__spec__", None), "loader", None), Finder):
         warnings.warn(
             "safetensors has already been imported, and modules keep the functions that they have imported from it: "
             "call safeload.install_as_safetensors() before other imports",

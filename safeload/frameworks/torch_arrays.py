@@ -229,9 +229,15 @@ def check_tensors(tensors: Any) -> None:
     """Refuse anything but a dict of dense tensors."""
     if not isinstance(tensors, dict):
         raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(_not_a_tensor(name, tensor))
+    for name, value in tensors.items():
+        if isinstance(value, torch.Tensor):
+            continue
+        text = f"Key `{clip(printable(str(name)), 200)}` is invalid, expected torch.Tensor but received {type(value)}"
+        if isinstance(value, Mapping) and any(isinstance(inner, (Mapping, torch.Tensor)) for inner in value.values()):
+            text += ": flatten nested dicts to dotted names with safeload.flatten(tree)"
+        elif type(value).__module__.partition(".")[0] == "numpy":
+            text += ": save NumPy arrays with safeload.numpy.save_file"
+        raise ValueError(text)
     sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
     if sparse:
         raise ValueError(  # upstream's tests assert these words
@@ -239,14 +245,6 @@ def check_tensors(tensors: Any) -> None:
             "can make it a dense tensor before saving with `.to_dense()` but be aware this might make a much larger "
             "file than needed."
         )
-
-
-def _not_a_tensor(name: object, value: Any) -> str:
-    message = f"Key `{clip(printable(str(name)), 200)}` is invalid, expected torch.Tensor but received {type(value)}"
-    if isinstance(value, Mapping) and any(isinstance(inner, (Mapping, torch.Tensor)) for inner in value.values()):
-        return f"{message}: flatten nested dicts to dotted names with safeload.flatten(tree)"
-    library = type(value).__module__.partition(".")[0]
-    return f"{message}: save NumPy arrays with safeload.numpy.save_file" if library == "numpy" else message
 
 
 def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:

@@ -164,7 +164,9 @@ def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, pro
     """Yield each tensor once its last copy was started. At the end, or if closed, all copies are done."""
     targets: dict[Any, _Target] = {}
     for entry in entries:
-        key = _key(entry)
+        layout = entry.file.table.strides.get(entry.at) if entry.strided else None
+        # The same bytes, read alike, become one tensor.
+        key = entry.file, entry.begin, entry.end, entry.shape, entry.source, entry.target, layout, entry.packed is None
         if key in targets:
             targets[key].aliases += (entry.name,)
         else:
@@ -212,12 +214,6 @@ def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, pro
         reading.close()
         copies.finish()  # before memory in use by copies is freed
         meter.close()
-
-
-def _key(entry: Entry) -> Any:
-    """Return a key: tensors with equal keys are the same bytes, read alike."""
-    layout = entry.file.table.strides.get(entry.at) if entry.strided else None
-    return entry.file, entry.begin, entry.end, entry.shape, entry.source, entry.target, layout, entry.packed is None
 
 
 class _Target:

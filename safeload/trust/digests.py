@@ -28,7 +28,7 @@ import re
 import stat
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
@@ -188,7 +188,7 @@ def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, Expec
     files: dict[str, ExpectedFile] = {}
     for name, entry in listed.items():
         check_name(name, path)
-        size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, Mapping) else (None, None)
+        size, digest = map(_fields(entry).get, ("size", "sha256"))
         if type(size) is not int or not 0 <= size < _LARGEST:
             raise refused(f"{show(name)}: size must be a number of bytes, got {show(size)}", path)
         files[name] = (ExpectedRange(0, size, "sha256", _digest(digest, "sha256", name, path)),)
@@ -224,12 +224,9 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     if kind == _V01:
         if not isinstance(subjects, list):
             raise refused("subject must be a list of files", path)
-        names = (subject.get("name") if isinstance(subject, Mapping) else None for subject in subjects)
-        digests = map(_sha256_of, subjects)
-        resources = [{"name": n, "algorithm": "sha256", "digest": d} for n, d in zip(names, digests, strict=True)]
+        resources = [{**_fields(subject), "algorithm": "sha256", "digest": _sha256_of(subject)} for subject in subjects]
     elif kind == _V1:
-        predicate = statement.get("predicate")
-        fields = predicate if isinstance(predicate, Mapping) else {}
+        fields = _fields(statement.get("predicate"))
         settings, resources = fields.get("serialization"), fields.get("resources")
         if not isinstance(settings, Mapping) or not isinstance(resources, list):
             raise refused("the predicate must have serialization and resources", path)
@@ -258,16 +255,20 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     return Expected(path, "", "", files, (*left_out, *GIT_PATHS), skips_empty=method == "shards")
 
 
+def _fields(value: Any) -> Mapping[str, Any]:
+    """Return an object of JSON; an empty one in place of anything else."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def _sha256_of(subject: Any) -> Any:
-    digests = subject.get("digest") if isinstance(subject, Mapping) else None
-    return digests.get("sha256") if isinstance(digests, Mapping) else None
+    return _fields(_fields(subject).get("digest")).get("sha256")
 
 
 def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, list[ExpectedRange]]:
     """Return the ranges of each file, and refuse duplicates."""
     ranges: dict[str, list[ExpectedRange]] = {}
     for resource in resources:
-        fields = resource if isinstance(resource, Mapping) else {}
+        fields = _fields(resource)
         name, begin, end, algorithm = fields.get("name"), 0, None, fields.get("algorithm")
         if sharded:
             shard = _SHARD.fullmatch(name) if isinstance(name, str) else None
@@ -307,8 +308,7 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> Expected:
     except FormatError as error:
         raise refused(f"not a model signature: {error}", shown) from None
     signed = files_of_statement(statement, shown)
-    material = bundle.get("verificationMaterial")
-    kinds: Collection[str] = material if isinstance(material, Mapping) else ()
+    kinds = _fields(bundle.get("verificationMaterial"))
     if signature.key is not None and "x509CertificateChain" in kinds:
         text = "the signature was made with a certificate, not with a key: pass certificate= (--certificate)"
         raise refused(text, shown)

@@ -866,11 +866,7 @@ _COMPUTING = re.compile(
 
 
 def configs(content: Readable) -> Iterator[tuple[int, list[str], list[str]]]:
-    """Yield the offset of the first class, the code and the imports of each config in a content.
-
-    Raises:
-        ValueError: text around a class name is no JSON, or repeats a key.
-    """
+    """Yield offset, code and imports of each config; ValueError if a class stands outside of JSON or repeats a key."""
     begin = at = tries = 0
     while at < content.size:
         match = _KEY.search(content.read_at(at, _CHUNK + _OVERLAP))

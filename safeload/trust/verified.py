@@ -253,11 +253,13 @@ def pieces_of(store: ByteStore, path: str, tick: Callable[[int], object] = lambd
         tick(len(piece))
 
 
-def walk(
-    root: str, files: Files, failed: Callable[[str, Exception], object] | None = None
-) -> Iterator[tuple[str, str]]:
+def _failed(path: str, error: Exception) -> NoReturn:
+    raise error
+
+
+def walk(root: str, files: Files, failed: Callable[[str, Exception], object] = _failed) -> Iterator[tuple[str, str]]:
     """Yield the relative name and the path of each file below a folder, hidden files too if they are local."""
-    # `failed` gets each folder that cannot be listed, or is too deep, and the error; None raises the error.
+    # `failed` gets each folder that cannot be listed, or is too deep, and the error.
     visited: set[tuple[int, int]] = set()
     waiting = [("", root, 0)]
     while waiting:
@@ -272,15 +274,11 @@ def walk(
             else:
                 listing = files.listing(folder)
         except (OSError, SafeloadError) as error:
-            if failed is None:
-                raise
             failed(files.shown(folder), error)
             continue
         folders = [name for name, is_folder in listing if is_folder]
         if folders and level >= _LEVELS:
             path, message = files.shown(folder), f"folders are nested more than {_LEVELS} levels deep"
-            if failed is None:
-                raise LimitError(message, path=path)
             failed(path, LimitError(message, path=path))
             folders = []
         waiting += [(f"{before}{name}/", files.join(folder, name), level + 1) for name in reversed(folders)]
@@ -291,7 +289,6 @@ def entry_of(path: str, tick: Callable[[int], object] = bool) -> dict[str, Any]:
     """Return size and SHA-256 of a local file; ``tick`` gets the bytes of each piece."""
     digest = hashlib.sha256()
     with closing(LOCAL.open(path)) as store:
-        for piece in pieces_of(store, path):
+        for piece in pieces_of(store, path, tick):
             digest.update(piece)
-            tick(len(piece))
         return {"size": store.size, "sha256": digest.hexdigest()}
