@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -249,17 +250,9 @@ class PlacedTensor(NamedTuple):
 
     entry: Entry
     target: str | None  # name of the dtype to convert to
-    place: Place
-
-    @property
-    def several(self) -> bool:
-        """True if the tensor goes to several devices."""
-        return isinstance(self.place, jax.sharding.Sharding) and len(self.place.device_set) > 1
-
-    @property
-    def sliced(self) -> bool:
-        """True if the tensor is read slice by slice: it is large, or other processes have some of its devices."""
-        return self.several and (self.entry.nbytes > GROUP or not self.place.is_fully_addressable)
+    place: Place = None
+    several: bool = False  # True if it goes to several devices
+    sliced: bool = False  # True if it is read slice by slice: it is large, or not all devices are this process's
 
 
 def load(
@@ -294,13 +287,17 @@ def load(
     return {tensor.entry.name: arrays[tensor.entry.name] for tensor in tensors}
 
 
-def _placed(parts: Sequence[FileTensor], dtype: Any, sharding: Any) -> Iterator[PlacedTensor]:
-    """Yield the tensors to load as a dtype, after checking that JAX has the dtype and that their shardings fit."""
+def _placed(parts: Sequence[FileTensor], dtype: Any, sharding: Any) -> list[PlacedTensor]:
+    """Return the tensors to load as a dtype, after checking that JAX has the dtype and that their shardings fit."""
     target = parse_target(dtype)
     check_target(target)
+    name, tensors = None if target is None else target.name, []
     for entry in entries_of(parts, target):
-        place = None if sharding is None else _place_of(entry, sharding)
-        yield PlacedTensor(entry, None if target is None else target.name, place)
+        place: Any = None if sharding is None else _place_of(entry, sharding)
+        several = isinstance(place, jax.sharding.Sharding) and len(place.device_set) > 1
+        sliced = several and (entry.nbytes > GROUP or not place.is_fully_addressable)
+        tensors.append(PlacedTensor(entry, name, place, several, sliced))
+    return tensors
 
 
 def _place_of(entry: Entry, sharding: Any) -> Place:
@@ -334,29 +331,27 @@ class _Loader:
 
     def run(self, tensors: Sequence[PlacedTensor]) -> Iterator[tuple[dict[str, Array], int]]:
         """Yield groups of arrays by name, possibly still without values, with the bytes of each group."""
-        for group in windows(tensors, GROUP, lambda tensor: tensor.entry.nbytes, lambda tensor: tensor.sliced):
+        for group in windows(tensors, GROUP, lambda tensor: tensor.entry.nbytes, attrgetter("sliced")):
             if group[0].sliced:
                 yield from (({tensor.entry.name: self._by_slices(tensor)}, tensor.entry.nbytes) for tensor in group)
             else:
                 yield self._together(group), sum(tensor.entry.nbytes for tensor in group)
 
-    def _merged(self, name: str) -> bool:
-        return self.merge is not None and name in self.merge
-
     def _read(self, tensors: Sequence[PlacedTensor], *, mapped: bool = False) -> list[NumpyArray]:
         """Return the values of whole tensors with a common target."""
-        target = tensors[0].target
+        merge, target = self.merge, tensors[0].target
         loaded, _ = load_tensors(
-            Tensors.of([entry.tensor for entry, _, _ in tensors if not self._merged(entry.name)]),
+            Tensors.of([tensor.entry.tensor for tensor in tensors if not merge or tensor.entry.name not in merge]),
             backend="mmap" if mapped else "pread" if self.backend == "mmap" else self.backend,
             dtype=target,
             threads=self.threads,
             mappings=self.mappings,
         )
         arrays = []
-        for name in (entry.name for entry, _, _ in tensors):
-            if self.merge is not None and name in self.merge:
-                loaded[name] = self.merge.values(name, self.merge.target_row(name, target), threads=self.threads)
+        for tensor in tensors:
+            name = tensor.entry.name
+            if merge and name in merge:
+                loaded[name] = merge.values(name, merge.target_row(name, target), threads=self.threads)
             arrays.append(loaded[name])
             if self.checked:
                 check_values(name, arrays[-1])
@@ -387,7 +382,7 @@ class _Loader:
         """Put whole tensors on several devices."""
         arrays: dict[str, Array] = {}
         undivided: dict[str, tuple[NumpyArray, Place]] = {}
-        for (entry, _, place), values in zip(tensors, self._read(tensors), strict=True):
+        for (entry, _, place, *_), values in zip(tensors, self._read(tensors), strict=True):
             parts = slices(place, entry.shape)
             views = [values[_inside(0, bounds)] for bounds in parts]
             if partly_aliased(views, place):
@@ -421,8 +416,8 @@ class _Loader:
         If this process holds all columns of a range, or the tensor is packed, its rows are read together and each byte
         once. Otherwise slices are copied from the mapped file, which touches only their pages.
         """
-        (entry, target, place), (name, file, index) = tensor, tensor.entry.tensor
-        if self._merged(name) or _only_whole(file, index, target):
+        (entry, target, place, *_), (name, file, index) = tensor, tensor.entry.tensor
+        if (self.merge and name in self.merge) or _only_whole(file, index, target):
             values: Any = self._read([tensor])[0]
             together = True
         else:

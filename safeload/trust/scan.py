@@ -244,15 +244,16 @@ def _scan_file(report: ScanReport, path: str, files: Files) -> None:
         return
     report.files += 1
 
-    def read(offset: int, size: int) -> bytes:
+    def read_remote(offset: int, size: int) -> bytes:
         if size < _READ:
             return file.read_at(offset, size)
-        memory = bytearray(size)  # the windows of a store on the network keep small reads only
+        memory = bytearray(size)  # the windows of the store keep small reads only
         file.store.read_into(offset, memory)
         return bytes(memory)
 
     with closing(file), suppress(_Full):
-        _FileScan(report, files.shown(path), ScannedRange(read, file.size)).run(files.split(path)[1])
+        content = ScannedRange(read_remote if file.remote else file.read_at, file.size)
+        _FileScan(report, files.shown(path), content).run(files.split(path)[1])
 
 
 # ---- finding ----
