@@ -50,7 +50,7 @@ _LATER = {
     "_filter_shared_not_shared": ("frameworks.torch_arrays", "filter_shared_not_shared"),
     "_find_shared_tensors": ("frameworks.torch_arrays", "find_shared_tensors"),
     "_flatten_as_ptr": ("compat.specs", "flatten_as_ptr"),
-    "_getdtype": ("compat.specs", "torch_dtype"),
+    "_getdtype": ("frameworks.torch_arrays", "getdtype"),
     "_is_complete": ("frameworks.torch_arrays", "is_complete"),
     "_remove_duplicate_names": ("frameworks.torch_arrays", "remove_duplicate_names"),
     "_to_ndarray": ("compat.specs", "to_ndarray"),

@@ -28,11 +28,7 @@ TYPES: dict[str, Any] = {
     if not row.packed
 }
 _STANDARD = dict(TYPES)
-
-
-def getdtype(code: str) -> Any:
-    """Return the NumPy type for a safetensors code, or raise KeyError."""
-    return TYPES[code]
+getdtype = TYPES.__getitem__
 
 
 def flatten(tensor_dict: Mapping[str, Any], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
@@ -104,13 +100,6 @@ def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dic
         dtype = str(tensor.dtype).removeprefix("torch.")
         specs[name] = TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=address, data_len=entry.nbytes)
     return specs
-
-
-def torch_dtype(code: str) -> Any:
-    """Return torch's dtype for a safetensors code, or raise KeyError."""
-    from ..frameworks import torch_arrays
-
-    return torch_arrays.TYPES[code]
 
 
 def view2torch(tensors: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:

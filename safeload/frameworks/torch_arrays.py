@@ -37,6 +37,7 @@ TYPES: dict[str, Any] = {
     for row in dtypes.SAFETENSORS
     if isinstance(dtype := getattr(torch, _NAMES.get(row.name, row.name), None), torch.dtype)
 }
+getdtype = TYPES.__getitem__  # of safetensors.torch
 # Bytes per element; per pair for the packed dtype.
 SIZES: dict[Any, int] = {dtype: max(1, dtypes.BY_CODE[code].bits // 8) for code, dtype in TYPES.items()}
 _ROWS: dict[Any, dtypes.Dtype] = {dtype: dtypes.BY_CODE[code] for code, dtype in TYPES.items()}

@@ -50,7 +50,7 @@ from ..formats.archives import is_header, number, records
 from ..formats.dcp import RECORDS
 from ..formats.torch.globals import ALLOWED, replaced_modules
 from ..remote.places import places_of
-from .trace import DANGEROUS, HARMLESS, MAX_TRACED, UNKNOWN, VERDICTS, Traced, Verdict, judge, trace, worst
+from .trace import DANGEROUS, HARMLESS, MAX_TRACED, UNKNOWN, VERDICTS, Traced, Verdict, judge, trace
 from .verified import walk
 
 # Rows of a file, and files below a table in a notebook.
@@ -127,8 +127,8 @@ class ScanReport(Report):
     @property
     def verdict(self) -> Verdict:
         """The worst verdict; what cannot be read is unknown."""
-        unread: list[Verdict] = [UNKNOWN] if self.unreadable else []
-        return worst([*unread, *(finding.verdict for finding in self.findings)])
+        verdicts = [UNKNOWN if self.unreadable else HARMLESS, *(finding.verdict for finding in self.findings)]
+        return max(verdicts, key=VERDICTS.index)
 
     @property
     def status(self) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -540,8 +540,3 @@ def _reason(parts: list[str]) -> str | None:
         if k + 1 < len(parts) and (part in _INSIDE or part in ("builtins", *_BUILTINS)):
             return _reason(parts[k:])
     return None
-
-
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the worst verdict; harmless if there is none."""
-    return max(verdicts, key=VERDICTS.index, default=HARMLESS)
