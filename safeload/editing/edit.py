@@ -173,8 +173,8 @@ class Edit(ABC):
     def _remove(self, name: str) -> None:
         del self._tensors[name]
 
-    @abstractmethod
-    def _put(self, name: str, array: Any) -> None: ...
+    def _put(self, name: str, array: Any) -> None:
+        raise NotImplementedError
 
     @abstractmethod
     def _write(self) -> None:
@@ -339,9 +339,6 @@ class GgufEdit(Edit):
 
     def _check(self, name: str, *, new: bool = False) -> None:
         raise UnsupportedError(f"{self.path}: only the metadata of a GGUF file can be edited; convert it instead")
-
-    def _put(self, name: str, array: Any) -> None:
-        self._check(name)
 
     def _write(self) -> None:
         if not self._edited.changes:
