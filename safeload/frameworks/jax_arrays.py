@@ -251,7 +251,7 @@ class PlacedTensor(NamedTuple):
     entry: Entry
     target: str | None  # name of the dtype to convert to
     place: Place = None
-    several: bool = False  # True if it goes to several devices
+    divided: bool = False  # True if it goes to several devices
     sliced: bool = False  # True if it is read slice by slice: it is large, or not all devices are this process's
 
 
@@ -294,9 +294,9 @@ def _placed(parts: Sequence[FileTensor], dtype: Any, sharding: Any) -> list[Plac
     name, tensors = None if target is None else target.name, []
     for entry in entries_of(parts, target):
         place: Any = None if sharding is None else _place_of(entry, sharding)
-        several = isinstance(place, jax.sharding.Sharding) and len(place.device_set) > 1
-        sliced = several and (entry.nbytes > GROUP or not place.is_fully_addressable)
-        tensors.append(PlacedTensor(entry, name, place, several, sliced))
+        divided = isinstance(place, jax.sharding.Sharding) and len(place.device_set) > 1
+        sliced = divided and (entry.nbytes > GROUP or not place.is_fully_addressable)
+        tensors.append(PlacedTensor(entry, name, place, divided, sliced))
     return tensors
 
 
@@ -365,13 +365,13 @@ class _Loader:
         """
         batches: dict[tuple[bool, Place, bool, str | None], list[PlacedTensor]] = {}
         for tensor in group:
-            place = None if tensor.several else tensor.place
-            mapped = self.backend == "mmap" and not tensor.several
+            place = None if tensor.divided else tensor.place
+            mapped = self.backend == "mmap" and not tensor.divided
             mapped = mapped and (tensor.entry.nbytes < POOLED_BELOW or not on_cpu(place))
-            batches.setdefault((tensor.several, place, mapped, tensor.target), []).append(tensor)
+            batches.setdefault((tensor.divided, place, mapped, tensor.target), []).append(tensor)
         arrays: dict[str, Array] = {}
-        for (several, place, mapped, _), tensors in batches.items():
-            if several:
+        for (divided, place, mapped, _), tensors in batches.items():
+            if divided:
                 arrays.update(self._on_several(tensors))
             else:
                 copies = put(self._read(tensors, mapped=mapped), place, borrowed=mapped)

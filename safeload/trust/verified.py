@@ -253,13 +253,11 @@ def pieces_of(store: ByteStore, path: str, tick: Callable[[int], object] = lambd
         tick(len(piece))
 
 
-def _failed(path: str, error: Exception) -> NoReturn:
-    raise error
-
-
-def walk(root: str, files: Files, failed: Callable[[str, Exception], object] = _failed) -> Iterator[tuple[str, str]]:
+def walk(
+    root: str, files: Files, failed: Callable[[str, Exception], object] | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield the relative name and the path of each file below a folder, hidden files too if they are local."""
-    # `failed` gets each folder that cannot be listed, or is too deep, and the error.
+    # `failed` gets each folder that cannot be listed, or is too deep, and the error; None raises the error.
     visited: set[tuple[int, int]] = set()
     waiting = [("", root, 0)]
     while waiting:
@@ -274,11 +272,15 @@ def walk(root: str, files: Files, failed: Callable[[str, Exception], object] = _
             else:
                 listing = files.listing(folder)
         except (OSError, SafeloadError) as error:
+            if failed is None:
+                raise
             failed(files.shown(folder), error)
             continue
         folders = [name for name, is_folder in listing if is_folder]
         if folders and level >= _LEVELS:
             path, message = files.shown(folder), f"folders are nested more than {_LEVELS} levels deep"
+            if failed is None:
+                raise LimitError(message, path=path)
             failed(path, LimitError(message, path=path))
             folders = []
         waiting += [(f"{before}{name}/", files.join(folder, name), level + 1) for name in reversed(folders)]
