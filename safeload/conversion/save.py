@@ -530,7 +530,7 @@ def value_of(name: str, value: Any, keep: list[Any]) -> Any:
     if jax is not None and (isinstance(value, jax.Array) or hasattr(value, "__jax_array__")):
         from ..frameworks import jax_arrays
 
-        return jax_arrays.to_write({name: value})[name]
+        return jax_arrays.value_of(name, value)
     return value  # the writer explains what it expects
 
 

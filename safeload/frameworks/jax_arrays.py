@@ -184,10 +184,11 @@ def joined(entry: Entry, place: Any, slices: Sequence[Array]) -> Array:
 def to_write(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the input of the safetensors writer; JAX arrays are copied to the host one at a time."""
     check_mapping(tensors, "tensors")
-    return {name: _to_write(name, value) for name, value in tensors.items()}
+    return {name: value_of(name, value) for name, value in tensors.items()}
 
 
-def _to_write(name: str, value: Any) -> Any:
+def value_of(name: str, value: Any) -> Any:
+    """Return the writer's input for a JAX or NumPy array."""
     if isinstance(value, (np.ndarray, np.generic, QuantizedTensor)):
         return value
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):  # variables of flax.nnx
