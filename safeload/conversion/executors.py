@@ -21,7 +21,7 @@ from .._version import __version__
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
-from ..core.files import LOCAL, Files
+from ..core.files import LOCAL, Location
 from ..core.opening import reopen_subset
 from ..core.paths import absolute, native_path
 from ..core.progress import Progress, reporter
@@ -177,16 +177,15 @@ def check_path(path: str) -> None:
         raise FormatError(f"invalid plan: {error}") from None
 
 
-def files_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Files:
-    """Return the file system of a path or URL in a plan; options of this process override ``planned`` options."""
+def place_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Location:
+    """Return the location of a path or URL in a plan; options of this process override ``planned`` options."""
     check_path(path)
     if not urls.is_url(path):
-        return LOCAL
+        return Location(LOCAL, path)
     from ..remote.remote_files import RemoteFiles  # only here: most paths are local
 
-    if planned is None and storage_options is None:
-        return RemoteFiles()
-    return RemoteFiles(_merged(planned or {}, storage_options or {}))
+    given = planned is not None or storage_options is not None
+    return Location(RemoteFiles(_merged(planned or {}, storage_options or {}) if given else None), path)
 
 
 def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,13 +246,7 @@ def pieces_of(
 class TensorFiles:
     """The files of tensors of a catalog."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        names: Sequence[str],
-        argument: str = EXECUTOR,
-        located: tuple[Sequence[Any], Array] | None = None,  # files and the file of each tensor, if they are known
-    ) -> None:
+    def __init__(self, catalog: Catalog, names: Sequence[str], argument: str = EXECUTOR) -> None:
         check_paths(catalog, argument)
         self._checkpoints = catalog.checkpoints
         self._owners = {file: k for k, owner in enumerate(self._checkpoints) for file in owner.weight_files}
@@ -267,13 +260,11 @@ class TensorFiles:
                     if unlisted:
                         self._unlisted[weights] = unlisted
         self._further: dict[int, list[int]] = {}  # files of scales and of other parts, by the index of the tensor
-        tensors = catalog.plain(names) if located is None else None
         self.files: Sequence[WeightFile]
         self.file: Array  # index of the file with the values or codes of each tensor
+        tensors = catalog.plain(names, blocks=True)
         if tensors is not None:
-            located = tensors.files, tensors.ranges.file
-        if located is not None:
-            self.files, self.file = located
+            self.files, self.file = tensors.files, tensors.ranges.file
             return
         numbers: dict[WeightFile, int] = {}
         first = []
@@ -388,7 +379,7 @@ def _reopened(source: Any, names: Sequence[str], storage_options: Mapping[str, A
         configs = [(path, (size, version)) for path, size, version in source["configs"]]
         for path, _ in (*seen, *configs):
             check_path(path)
-        files = files_at(seen[0][0], source["storage_options"], storage_options)
+        files = place_at(seen[0][0], source["storage_options"], storage_options).files
         first = {files.shown(path): names[k] for path, _, _, k in source["files"]}
         format, unknown_globals = source["format"], source["unknown_globals"]
         if format is not None:
@@ -405,10 +396,6 @@ def _reopened(source: Any, names: Sequence[str], storage_options: Mapping[str, A
             raise FormatError("the configuration is gone", path)
         check_unchanged(path, identity)
     try:
-        for path, identity in seen if files is LOCAL else ():
-            if not os.path.exists(path):
-                raise FileNotFoundError(path)
-            check_unchanged(path, identity)
         return reopen_subset(seen, config, recipe, unlisted)
     except (FileNotFoundError, FormatError) as error:
         gone = isinstance(error, FileNotFoundError)

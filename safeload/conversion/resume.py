@@ -12,8 +12,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from itertools import chain
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -47,7 +47,7 @@ from .decide import (
     request_of,
 )
 from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes
-from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, check_path, check_version, files_at, opened
+from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, check_path, check_version, opened, place_at
 from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of, weight_map
 from .rules import Summary, arranged
 from .sink import Sink, free_names, indexed_names, shared_identity
@@ -160,8 +160,9 @@ def plan_convert(
         >>> safeload.finalize(plan, results).tensors
         30
     """
-    with planned(src, request_of(dst, options, overwrite=overwrite, resume=resume)) as (plan, folder, _, _):
-        shared = folder.location.files.public_options()
+    with ExitStack() as stack:
+        plan, folder, _, _ = _planned(stack, src, request_of(dst, options, overwrite=overwrite, resume=resume))
+    shared = folder.location.files.public_options()
     for content in (plan, *plan["pieces"]):
         content["storage_options"] = shared
     plan["sum"] = _sum_of(plan)
@@ -174,88 +175,86 @@ def convert_in_pieces(
     """Plan a conversion, run all of its pieces, each of which writes its shard and its record, and complete it."""
     own = request.options["storage_options"]
     with ExitStack() as stack:
-        plan, folder, shards, stored = stack.enter_context(planned(src, request))
-        pieces = plan["pieces"]
+        plan, folder, shards, stored = _planned(stack, src, request)
+        pieces, remote = plan["pieces"], folder.location.files.remote
         if executor is None:
             run = PieceRunner(folder, own, dict(zip([piece["id"] for piece in pieces], shards, strict=True)))
         else:
             stack.close()  # workers open the sources themselves
-            run = PieceRunner(folder if folder.location.files.remote else None, own)
+            run = PieceRunner(folder if remote else None, own)
         with folder.begin():
             try:
                 results = executors.run(run, pieces, executor, threads=request.threads, progress=request.progress)
             except BaseException:
-                if not folder.location.files.remote:
+                if not remote:
                     folder.remove_empty([plan["call"]])
                 raise
     return _complete(plan, results, folder, own, stored)
 
 
-@contextmanager
-def planned(
-    src: Given | Sequence[Given], request: ConvertRequest
-) -> Iterator[tuple[dict[str, Any], Sink, list[Outputs], dict[str, str]]]:
-    """Yield a plan without storage options, its destination, its open shards, and the file of each stored tensor."""
+def _planned(
+    stack: ExitStack, src: Given | Sequence[Given], request: ConvertRequest
+) -> tuple[dict[str, Any], Sink, list[Outputs], dict[str, str]]:
+    """Return a plan without storage options, its destination, its open shards, and the file of each stored tensor."""
     folder, overwrite, resume = request.folder, request.overwrite, request.resume
     if folder is None:
         raise ValueError(
             f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
             "written by several processes; pass the path of a folder"
         )
-    sources: Any = src if has_names(src) else list(src)  # type: ignore[arg-type]
+    sources: list[Any] = [src] if has_names(src) else [*src]  # type: ignore[misc]
     plain = _options(request)
-    call = digest_of([__version__, plain, [*map(_source_id, sources if isinstance(sources, list) else [sources])]])
-    with ExitStack() as stack:
-        catalog = open_sources(stack, sources, request)
-        if is_restored(catalog, request):
-            raise UnsupportedError(
-                f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
-                "executor=; raw=True writes the tensors as they are"
-            )
-        with paused(len(catalog)):
-            outputs = prepare(stack, catalog, request)
-            shards = outputs.divided(request.limit)
-            stored = weight_map(shards)  # refuses two tensors with the same name
-            pieces = _pieces(outputs, shards, request, plain)
-            plan_id = digest_of([__version__, pieces[0]["options"], [piece["id"] for piece in pieces]])
-            for piece in pieces:
-                piece.update(plan=plan_id, call=call, folder=folder.place)
-            folder.check_free(overwrite=overwrite or resume)
-            remote = folder.location.files.remote
-            records = folder.records() if resume or remote else {}
-            if resume and not overwrite:
-                _check_folder(pieces, folder, records)
-            if resume:
-                _check_not_applied(outputs.catalog, folder, call, records.get(call, {}))
-            if remote:
-                _choose_names(pieces, folder, records.get(call, {}), overwrite=overwrite)
-                files = dict(zip(shards, [piece["file"] for piece in pieces], strict=True))
-                stored = {name: files[file] for name, file in stored.items()}
-            summary = outputs.summary
-            extras = {name: place for name, place in outputs.files.items() if isinstance(place, Location)}
-            plan = {
-                "safeload_plan": 2,
-                "operation": "convert",
-                "version": __version__,
-                "id": plan_id,
-                "call": call,
-                "options": pieces[0]["options"],
-                "folder": folder.place,
-                "overwrite": overwrite,
-                "storage_options": None,
-                "pieces": pieces,
-                "tensors": outputs.tensor_count,
-                "config": config_for(outputs, folder, request),
-                "extras": {  # without secrets
-                    name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
-                    for name, place in extras.items()
-                },
-                "quantized": None if summary is None else [summary.bytes_before, summary.kept],
-                "schemes": [*outputs.schemes],
-                "left_out": [*outputs.left_out],
-                "parameters": outputs.parameters,
-            }
-        yield plan, folder, [*shards.values()], stored
+    call = digest_of([__version__, plain, [*map(_source_id, sources)]])
+    catalog = open_sources(stack, sources, request)
+    if is_restored(catalog, request):
+        raise UnsupportedError(
+            f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
+            "executor=; raw=True writes the tensors as they are"
+        )
+    with paused(len(catalog)):
+        outputs = prepare(stack, catalog, request)
+        shards = outputs.divided(request.limit)
+        stored = weight_map(shards)  # refuses two tensors with the same name
+        pieces = _pieces(outputs, shards, request, plain)
+        plan_id = digest_of([__version__, plain, [piece["id"] for piece in pieces]])
+        for piece in pieces:
+            piece.update(plan=plan_id, call=call, folder=folder.place)
+        folder.check_free(overwrite=overwrite or resume)
+        remote = folder.location.files.remote
+        records = folder.records() if resume or remote else {}
+        if resume and not overwrite:
+            _check_folder(pieces, folder, records)
+        if resume:
+            _check_not_applied(outputs.catalog, folder, call, records.get(call, {}))
+        if remote:
+            _choose_names(pieces, folder, records.get(call, {}), overwrite=overwrite)
+            files = dict(zip(shards, [piece["file"] for piece in pieces], strict=True))
+            stored = {name: files[file] for name, file in stored.items()}
+        summary = outputs.summary
+        plan = {
+            "safeload_plan": 2,
+            "operation": "convert",
+            "version": __version__,
+            "id": plan_id,
+            "call": call,
+            "options": plain,
+            "folder": folder.place,
+            "overwrite": overwrite,
+            "storage_options": None,
+            "pieces": pieces,
+            "tensors": outputs.tensor_count,
+            "config": config_for(outputs, folder, request),
+            "extras": {  # without secrets
+                name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
+                for name, place in outputs.files.items()
+                if isinstance(place, Location)
+            },
+            "quantized": None if summary is None else [summary.bytes_before, summary.kept],
+            "schemes": [*outputs.schemes],
+            "left_out": [*outputs.left_out],
+            "parameters": outputs.parameters,
+        }
+    return plan, folder, [*shards.values()], stored
 
 
 def _source_id(source: Any) -> Any:
@@ -282,10 +281,7 @@ def _pieces(
         reads = [[*dict.fromkeys(source for name in names for source in sources_of(name))] for names in reads]
     adapters = planned_adapters(stored)
     position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
-    texts, spans = outputs.texts, outputs.spans
-    located = None if spans is None else (spans.files, spans.file)
-    side = TensorFiles(stored, [*position], "a conversion in pieces", located)
-    pieces = []
+    texts, side, pieces = outputs.texts, TensorFiles(stored, [*position], "a conversion in pieces"), []
     for (file, shard), names in zip(shards.items(), reads, strict=True):
         piece: dict[str, Any] = {
             "operation": "convert",
@@ -477,19 +473,18 @@ def run(
     started = time.perf_counter()
     if outputs is None:
         _check_piece(piece)
-    call, file = piece["call"], piece["file"]
     if folder is None:
-        files = files_at(piece["folder"], piece.get("storage_options"), storage_options)
-        folder = sink_at(Location(files, piece["folder"]))
-    whole, remote = folder.whole_shard(call, file, piece["id"]), folder.location.files.remote
-    if whole is not None:
-        record, place, name = whole
-        identity = None if remote else place.identity(name)
+        folder = sink_at(place_at(piece["folder"], piece.get("storage_options"), storage_options))
+    call, file, remote = piece["call"], piece["file"], folder.location.files.remote
+    record = folder.record(call, file)
+    whole = folder.find(call, file, record) if record is not None and record["piece"] == piece["id"] else None
+    if record is not None and whole is not None:
+        identity = None if remote else whole[0].identity(whole[1])
     else:
         if remote:  # a shard of a finished checkpoint, or of another conversion, stays
             shown = folder.shown(file)
             finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
-            if finished and folder.record(call, file) is None:
+            if finished and record is None:
                 message = "A finished checkpoint has a shard of this name: plan again"
                 raise FileExistsError(errno.EEXIST, message, shown)
             if any(file in records for other, records in folder.records().items() if other != call):
@@ -610,8 +605,7 @@ def finalize(
         raise FormatError(f"{INVALID_PLAN}: it has changed since it was made")
     for k, piece in enumerate(pieces):
         _check_piece(piece, f"{INVALID_PLAN}: pieces[{k}]")
-    files = files_at(plan["folder"], plan["storage_options"], storage_options)
-    folder = sink_at(Location(files, plan["folder"]))
+    folder = sink_at(place_at(plan["folder"], plan["storage_options"], storage_options))
     return _complete(plan, results, folder, storage_options)
 
 
@@ -661,7 +655,7 @@ def _complete(
         name_of = dict(zip(expected, names, strict=True))
         stored = {tensor: name_of[file] for tensor, file in planned.items()}
     files: dict[str, bytes | Location] = {
-        name: Location(files_at(path, public, storage_options), path) for name, (path, public) in plan["extras"].items()
+        name: place_at(path, public, storage_options) for name, (path, public) in plan["extras"].items()
     }
     total = sum(piece["nbytes"] for piece in plan["pieces"])
     if plan["parameters"] is not None or names != [SINGLE]:
@@ -685,16 +679,15 @@ def _complete(
 
 def _place_of(plan: Mapping[str, Any], result: Mapping[str, Any], folder: Sink, *, trusted: bool) -> tuple[Sink, str]:
     """Return the place of a shard that has the content of its result."""
-    remote, file, sha256, identity = folder.location.files.remote, result["file"], result["sha256"], result["identity"]
-    record = folder.record(plan["call"], file) if remote else None
-    # A shard that is in the folder already need not come from the subfolder again.
-    for place, name in reversed(folder.places(plan["call"], file)):
-        known = trusted and identity is not None and place.identity(name) == identity
-        if known or place.holds(name, result["size"], sha256, None if record is None else record.get("object")):
-            return place, name
-    usual = folder if remote else folder.waiting(plan["call"])
+    call, file, remote = plan["call"], result["file"], folder.location.files.remote
+    record = folder.record(call, file) if remote else None
+    content = {**result, "object": None if record is None else record.get("object")}
+    place = folder.find(call, file, content, result["identity"] if trusted else None)
+    if place is not None:
+        return place
+    usual = folder if remote else folder.waiting(call)
     if file in usual.names():
-        text = f"not what its piece wrote: run its piece again (expected SHA-256 {sha256[:16]}...)"
+        text = f"not what its piece wrote: run its piece again (expected SHA-256 {result['sha256'][:16]}...)"
     else:
         text = "gone: run its piece again, on a machine that shares this folder"
     raise FormatError(f"the shard is {text}", usual.shown(file))
