@@ -230,20 +230,21 @@ def outputs_of(
     rename: Renames = None,
     threads: int | None = None,
     tensors: Tensors | None = None,  # plain or in blocks, as far as they are known already
+    spans: Spans | None = None,  # of ``tensors``, in place of ``decisions``
     descriptions: Mapping[str, TensorDescription] | None = None,  # available already
     matrix: ImportanceMatrix | None = None,  # by names in the source
 ) -> Outputs:
     """Return the tensors as decided."""
-    reads, decided = [*decisions], [*decisions.values()]
-    names = [*renamed(reads, rename).values()] if rename else reads
-    if format == SAFETENSORS and matrix is None and not catalog.makes:
+    reads = [*decisions] if tensors is None or spans is None else tensors.names
+    names, decided = [*renamed(reads, rename).values()] if rename else reads, [*decisions.values()]
+    if spans is None and format == SAFETENSORS and matrix is None and not catalog.makes:
         targets = {decision: decision.target for decision in {*decided}}
         if None not in targets.values():
             tensors = catalog.plain(reads, blocks=True) if tensors is None else tensors.named(reads)
             numbers = np.array([targets[decision] for decision in decided], np.int16)
             spans = None if tensors is None else spans_of(tensors, numbers)
-            if tensors is not None and spans is not None:
-                return Outputs(catalog, format, threads, reads, names, decided, tensors.columns.shapes, spans)
+    if tensors is not None and spans is not None:
+        return Outputs(catalog, format, threads, reads, names, decided, tensors.columns.shapes, spans)
     maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
     outputs = [maker.output(name, decision) for name, decision in decisions.items()]
     return Outputs(catalog, format, threads, reads, names, decided, made=outputs, maker=maker)
