@@ -87,13 +87,9 @@ def about_value(name: str, value: Any) -> TensorDescription:
     if isinstance(value, Mapping):
         raise not_an_array(tensor_named(name), value)
     if isinstance(value, QuantizedTensor):
-        if value.packing is not None:
-            row = dtypes.BY_NAME[value.data.dtype.name]
-            return TensorDescription(
-                name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, None, True
-            )
-        row = scheme_row(value.scheme)
-        return TensorDescription(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
+        scheme, packed = value.scheme, value.packing is not None
+        row = dtypes.BY_NAME[value.data.dtype.name] if packed else scheme_row(scheme)
+        return TensorDescription(name, scheme, value.shape, value.nbytes, row, False, scheme, value.axis, packed)
     array = as_array(value, name)
     stored = dtypes.row_of(array.dtype)
     # Packed elements take one byte each in memory, unlike in files.

@@ -156,7 +156,7 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
     if in_folder and options["imatrix"] is not None:
         raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
     folder = sink_of(place) if in_folder else None
-    if folder is None and place.files.remote:
+    if folder is None:
         check_writable(place)
     limit, preset = limit_of(max_shard_size), None if options["quantize"] is None else preset_of(options["quantize"])
     if preset is not None:

@@ -116,13 +116,12 @@ def is_folder(location: Location, format: str | None = None) -> bool:
 
 def sink_of(location: Location) -> Sink:
     """Return the sink of a destination folder, without listing it."""
-    files, path = location.files, location.path
-    if files.remote:
-        check_writable(location)
+    files = location.files
+    check_writable(location)
     if files.remote and not is_folder(location):
         raise ValueError(
             f"{show(location.shown)} has the suffix of a file, but max_shard_size= writes a folder of shards: pass a "
-            f"folder such as {show(files.shown(files.split(path)[0]) + '/')}, or end the URL with a slash"
+            f"folder such as {show(files.shown(files.split(location.path)[0]) + '/')}, or end the URL with a slash"
         )
     return sink_at(location)
 
@@ -138,9 +137,9 @@ def sink_at(location: Location) -> Sink:
 
 def check_writable(location: Location) -> None:
     """Refuse a read-only store."""
-    from .store_sink import backend_of
-
-    backend_of(location).check_writable(location.path)
+    files: Any = location.files
+    if files.remote:
+        files.backend(location.path).check_writable(location.path)
 
 
 def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, str]:
@@ -270,17 +269,15 @@ def target_of(
         file = ObjectFile(dst)
         return FileSink(file.open, file.in_order)
     location = where(cast(Destination, dst), storage_options)
-    if not location.files.remote:  # the path must be valid until the end, even if the working directory changes
-        path = location.path
+    path, remote = location.path, location.files.remote
+    if not remote:  # the path must be valid until the end, even if the working directory changes
         if not path:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        slash = "/" if path.endswith(("/", os.sep)) and len(path) > 1 else ""
-        location = Location(location.files, absolute(path) + slash)
-    path, shown = location.path, location.shown
-    suffix = os.path.splitext(path)[1].lower()
-    if not location.files.remote and os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        return _local_file(path, overwrite=overwrite, durable=durable)  # a device or a pipe
-    folder = is_folder(location)
+        path = absolute(path) + ("/" if path.endswith(("/", os.sep)) and len(path) > 1 else "")
+        location = Location(location.files, path)
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            return _local_file(path, overwrite=overwrite, durable=durable)  # a device or a pipe
+    shown, suffix, folder = location.shown, os.path.splitext(path)[1].lower(), is_folder(location)
     if max_shard_size is not None and not folder and suffix in WEIGHT_SUFFIXES:
         raise ValueError(f"max_shard_size writes a folder, but {show(shown)} has the suffix of a file")
     if max_shard_size is not None or folder:
@@ -292,7 +289,7 @@ def target_of(
             f"{show(shown)}: tensors are saved as safetensors: use the suffix .safetensors, or end the path "
             "with a slash for a folder"
         )
-    if not location.files.remote:
+    if not remote:
         return _local_file(path, overwrite=overwrite, durable=durable)
     store, name = file_in_store(location, overwrite=overwrite)
     return FileSink(lambda size: store.writing(name, size or 0))

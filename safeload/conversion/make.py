@@ -399,7 +399,7 @@ class Maker:
         if scheme in presets():
             return self._encoded(source, decision, tensor)
         if scheme is not None and importance is None and self._is_small(source, tensor):
-            codes, scale = partial(self._in_group, "codes", name), partial(self._in_group, "scale", name)
+            codes, scale = (partial(self._in_group, part, name) for part in (packing.CODES, packing.SCALE))
             output = _quantized_later(scheme, tensor.shape, usual_axis(scheme, tensor.shape), codes, scale)
             values: Any = partial(self._catalog.values, source, name)
             self._small[name] = output, tensor.nbytes, values
@@ -587,7 +587,7 @@ class Maker:
                 group, used = [], 0
             group.append(name)
             last[output.scheme] = group, used + size
-            self._groups["codes", name] = self._groups["scale", name] = group
+            self._groups[packing.CODES, name] = self._groups[packing.SCALE, name] = group
 
     def _in_group(self, part: str, name: str) -> Array:
         """Return codes or scales of a small tensor, made with its group, or alone if the group fails."""
@@ -595,30 +595,26 @@ class Maker:
             group, arrays = self._groups.get((part, name), [name]), {}
             for other in group:
                 self._groups.pop((part, other), None)
-            make = self._codes_of if part == "codes" else self._scales_of
             if len(group) > 1:
                 try:
-                    arrays = make(group)
+                    arrays = self._together(part, group)
                 except Exception as error:
                     debug("a group of %d small tensors failed: %s", len(group), error)
                     self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
-            self._grouped.update({(part, other): array for other, array in (arrays or make([name])).items()})
+            arrays = arrays or self._together(part, [name])
+            self._grouped.update({(part, other): array for other, array in arrays.items()})
         return self._grouped.pop((part, name))
 
-    def _scales_of(self, group: Sequence[str]) -> dict[str, Array]:
-        tensors = [self._small[name] for name in group]
-        maxima = maxima_of([(source(), output.axis) for output, _, source in tensors], self._threads)
-        return {
-            name: scales_of(bits)[0].reshape(output.scale.shape)
-            for name, bits, (output, _, _) in zip(group, maxima, tensors, strict=True)
-            if output.scale is not None
-        }
-
-    def _codes_of(self, group: Sequence[str]) -> dict[str, Array]:
-        tensors = ((output, source()) for output, _, source in map(self._small.__getitem__, group))
-        pairs = [quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors]
-        run_requests([request for request, _ in pairs], threads=self._threads, progress=None)
-        return {name: result.data for name, (_, result) in zip(group, pairs, strict=True)}
+    def _together(self, part: str, group: Sequence[str]) -> dict[str, Array]:
+        """Make codes or scales of small tensors."""
+        tensors = [(output, source()) for output, _, source in map(self._small.__getitem__, group)]
+        if part == packing.CODES:
+            pairs = [quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors]
+            run_requests([request for request, _ in pairs], threads=self._threads, progress=None)
+            return {name: result.data for name, (_, result) in zip(group, pairs, strict=True)}
+        maxima = maxima_of([(values, output.axis) for output, values in tensors], self._threads)
+        shapes = [output.roles[packing.SCALE].shape for output, _ in tensors]
+        return {name: scales_of(bits)[0].reshape(s) for name, bits, s in zip(group, maxima, shapes, strict=True)}
 
 
 def _quantized_later(
