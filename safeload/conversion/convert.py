@@ -24,7 +24,6 @@ from ..core.text import show
 from ..errors import SafeloadError, UnsupportedError, public
 from ..formats.folder import CONFIG, INDEX, SINGLE
 from ..models.layout import Layout
-from ..quant.quantization import is_own, without_quantization
 from .catalog import Catalog, Given
 from .decide import (
     ConvertOptions,
@@ -334,10 +333,7 @@ def _write_folder(
 def _warn_of_old_config(outputs: Outputs, path: str) -> None:
     """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
     beside = Sink(LOCAL, os.path.dirname(path) or ".")
-    config = old_config(outputs, beside)
-    if config is None or (is_own(config) and outputs.schemes):
-        return
-    if without_quantization(config) != config:
+    if old_config(outputs, beside)[1]:
         warning(
             "%s describes a quantization that the weights in %s do not have. Remove it, or other programs cannot load "
             "the weights. A conversion from folder to folder, with max_shard_size=, removes it",

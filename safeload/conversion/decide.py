@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -813,25 +813,28 @@ def config_for(outputs: Outputs, folder: Sink, request: ConvertRequest) -> dict[
     """
     if outputs.config is not None or not request.overwrite:
         return outputs.config
-    config, schemes = old_config(outputs, folder), outputs.schemes
-    if config is None:
+    config, stale = old_config(outputs, folder)
+    if config is None or not (stale or outputs.schemes):
         return None
-    stale = without_quantization(config) != config
-    if stale and not (is_own(config) and schemes):
+    if stale:
         warning(
             "%s: removed the quantization of the old weights, because the new weights have none and their source has "
             "no %s",
             folder.shown(CONFIG),
             CONFIG,
         )
-    return config_with(config, request.target, restored=stale, schemes=schemes) if stale or schemes else None
+    return config_with(config, request.target, restored=stale, schemes=outputs.schemes)
 
 
-def old_config(outputs: Outputs, folder: Sink) -> dict[str, Any] | None:
-    """Return a folder's ``config.json``; None if none is readable, or the new weights can be the codes it describes."""
-    if not outputs.restored and outputs.may_hold_codes:
-        return None
-    try:
-        return folder.read_json(CONFIG, CONFIG) if CONFIG in folder.names() else None
-    except (FormatError, OSError):
-        return None
+def old_config(outputs: Outputs, folder: Sink) -> tuple[dict[str, Any] | None, bool]:
+    """Return a folder's ``config.json``, and whether the new weights lack the quantization that it describes.
+
+    There is none if it cannot be read, or if the new weights can be the codes that it describes.
+    """
+    config = None
+    with suppress(FormatError, OSError):
+        if (outputs.restored or not outputs.may_hold_codes) and CONFIG in folder.names():
+            config = folder.read_json(CONFIG, CONFIG)
+    if config is None or (is_own(config) and outputs.schemes):
+        return config, False
+    return config, without_quantization(config) != config

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ from ..formats.numbered import PART
 from ..quant.families import presets
 from ..remote import url as urls
 from . import executors
-from .catalog import Catalog, Given, RestructuredCatalog, has_names
+from .catalog import Catalog, Given, RestructuredCatalog
 from .decide import (
     ConvertOptions,
     ConvertReport,
@@ -202,10 +201,12 @@ def _planned(
             f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
             "written by several processes; pass the path of a folder"
         )
-    sources: list[Any] = [src] if has_names(src) else [*src]  # type: ignore[misc]
-    plain = _options(request)
-    call = digest_of([__version__, plain, [*map(_source_id, sources)]])
-    catalog = open_sources(stack, sources, request)
+    plain, catalog = _options(request), open_sources(stack, src, request)
+    sources = [
+        [[recipe.files.shown(path).rstrip("/") for path in recipe.paths], recipe.root, recipe.stored]
+        for recipe in map(recipe_of, catalog.checkpoints)
+    ]
+    call = digest_of([__version__, plain, sources])
     if is_restored(catalog, request):
         raise UnsupportedError(
             f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
@@ -255,19 +256,6 @@ def _planned(
             "parameters": outputs.parameters,
         }
     return plan, folder, [*shards.values()], stored
-
-
-def _source_id(source: Any) -> Any:
-    if hasattr(source, "weight_files"):  # an open checkpoint
-        recipe = recipe_of(source)
-        shown = [recipe.files.shown(path).rstrip("/") for path in recipe.paths]
-        return shown[0] if (len(shown), recipe.root, recipe.stored) == (1, None, False) else [shown, recipe.root]
-    if isinstance(source, Location):
-        return source.shown.rstrip("/")
-    text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
-    if isinstance(text, str):
-        return (urls.shown(text) if urls.is_url(text) else os.path.abspath(text)).rstrip("/")
-    return f"{type(source).__name__} {getattr(source, 'path', '')}"
 
 
 def _pieces(
