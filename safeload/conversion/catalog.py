@@ -555,11 +555,6 @@ class TensorView(NamedTuple):
     rows: slice = _ALL  # of the item, after it is transposed
     transposed: bool = False
 
-    @property
-    def whole(self) -> bool:
-        """True if rows are neither chosen nor transposed."""
-        return self.rows == _ALL and not self.transposed
-
     def of(self, tensor: Array) -> Array:
         """Return the part of an array, without copying."""
         item: Array = tensor if self.item is None else tensor[self.item]
@@ -604,7 +599,7 @@ class TensorRecipe(NamedTuple):
         by_item: dict[int, list[Move]] = {}
         for move in self.moves:
             item = move.written.item
-            if item is None or self.heads or (move.read.item is None and not move.read.whole):
+            if item is None or self.heads or (move.read.item is None and move.read != TensorView()):
                 return (self,)
             by_item.setdefault(item, []).append(move._replace(written=move.written._replace(item=None)))
         return tuple(self._replace(shape=self.shape[1:], moves=tuple(by_item.get(k, ()))) for k in range(self.shape[0]))
@@ -739,12 +734,10 @@ class RestructuredCatalog(Catalog):
             out[...] = astype(recipe.constant, row.name)
         for move in recipe.moves:
             target = move.written.of(out)
-            if move.read.whole and not recipe.heads and not recipe.shift and target.flags.c_contiguous:
-                if move.read.item is None:
-                    stored: Array = target.reshape(self.base.about(move.source).shape)
-                    self.base.read_into(move.source, row, stored, threads)
-                else:
-                    target[...] = self._item(move.source, move.read.item, row, threads)
+            unchanged = move.read == TensorView() and not recipe.heads and not recipe.shift
+            if unchanged and target.flags.c_contiguous:
+                stored: Array = target.reshape(self.base.about(move.source).shape)
+                self.base.read_into(move.source, row, stored, threads)
                 continue
             work = _F32 if recipe.shift else row
             array = self._item(move.source, move.read.item, work, threads)

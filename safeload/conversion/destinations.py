@@ -389,10 +389,8 @@ def remove_shards(old: Iterable[str]) -> None:
 
 def check_shards(old: Collection[str], read: Iterable[str], *, every_tensor: bool) -> None:
     """Refuse to remove shards of the source if the new file does not get all of their tensors."""
-    if not old:
-        return
     shards = [path for path in old if path.endswith(".safetensors") and os.path.exists(path)]
-    identities = {identity_of(os.stat(path))[2:] for path in read if os.path.exists(path)} if shards else set()
+    identities = {identity_of(os.stat(path))[2:] for path in read if os.path.exists(path)}
     lost = [path for path in shards if identity_of(os.stat(path))[2:] in identities]
     if lost and not (every_tensor and len(lost) == len(shards)):
         message = (
