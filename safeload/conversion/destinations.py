@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array
-from ..core.atomic_file import AtomicFile, check_place
+from ..core.atomic_file import AtomicFile, check_place, exists
 from ..core.described import pack
 from ..core.files import LOCAL, Located, Location
 from ..core.native import ffi
@@ -38,7 +38,7 @@ from ..models.choosing import with_dtype
 from ..quant.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ..remote import url as urls
 from ..remote.places import is_file_object, places_of
-from .sink import EXISTS, EXTRAS, NUMBERED, Sink, free_names, indexed_names, is_extra, is_file
+from .sink import EXTRAS, NUMBERED, Sink, free_names, indexed_names, is_extra, is_file
 
 if TYPE_CHECKING:
     from .store_sink import StoreSink
@@ -150,10 +150,10 @@ def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, st
     parent, name = location.files.split(location.path)
     sink = StoreSink(location.files, parent)
     if not overwrite and is_file(location):
-        raise FileExistsError(errno.EEXIST, EXISTS, location.shown)
+        raise exists(location.shown)
     if name == SINGLE and is_file(sink.location / INDEX):
         message = f"The shards of {INDEX} beside it would be read instead: remove them, or choose a new folder"
-        raise FileExistsError(errno.EEXIST, message, sink.shown(INDEX))
+        raise exists(sink.shown(INDEX), message)
     return sink, name
 
 
@@ -318,7 +318,7 @@ def _local_file(path: str, *, overwrite: bool, durable: bool) -> FileSink:
 def check_free(path: str, overwrite: bool) -> None:
     """Refuse an existing file before anything is read."""
     if not overwrite and os.path.lexists(path):
-        raise FileExistsError(errno.EEXIST, EXISTS, path)
+        raise exists(path)
 
 
 def refuse_inputs(path: Any, inputs: Iterable[Any], *, beside: Iterable[Any] = ()) -> None:
@@ -373,8 +373,7 @@ def shards_beside(path: str, overwrite: bool) -> list[str]:
         if os.path.basename(place) != SINGLE or not os.path.isfile(index):
             continue
         if not overwrite:
-            message = f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it"
-            raise FileExistsError(errno.EEXIST, message, index)
+            raise exists(index, f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it")
         old += [index, *map(folder.shown, sorted(filter(NUMBERED.fullmatch, indexed_names(folder))))]
     return old
 
@@ -393,11 +392,11 @@ def check_shards(old: Collection[str], read: Iterable[str], *, every_tensor: boo
     identities = {identity_of(os.stat(path))[2:] for path in read if os.path.exists(path)}
     lost = [path for path in shards if identity_of(os.stat(path))[2:] in identities]
     if lost and not (every_tensor and len(lost) == len(shards)):
-        message = (
+        raise exists(
+            lost[0],
             f"{SINGLE} would replace all shards of {INDEX}, which are the source, but not get all of their "
-            "tensors: choose another folder"
+            "tensors: choose another folder",
         )
-        raise FileExistsError(errno.EEXIST, message, lost[0])
 
 
 # ---- text files ----
@@ -446,11 +445,7 @@ class Output(NamedTuple):
             raise self._exists() from None
 
     def _exists(self) -> FileExistsError:
-        return FileExistsError(
-            errno.EEXIST,
-            f"File exists and is not a safeload {self.kind}; pass overwrite=True to replace it",
-            self.path,
-        )
+        return exists(self.path, f"File exists and is not a safeload {self.kind}; pass overwrite=True to replace it")
 
     def is_ours(self) -> bool:
         """True if safeload wrote the existing file as this kind of file."""

@@ -6,7 +6,6 @@ their files, with the size of each file and the time of its last change when the
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import re
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._version import __version__
 from ..adapters.adapter import listed
-from ..core.atomic_file import Digest, hidden_name
+from ..core.atomic_file import Digest, exists, hidden_name
 from ..core.checkpoint import recipe_of
 from ..core.files import Location
 from ..core.names import pairs_of
@@ -357,15 +356,15 @@ def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, records: Mappi
     if not names or (own and not complete):
         return
     if own and SINGLE in names and all(piece["file"] != SINGLE for piece in pieces):
-        message = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
-        raise FileExistsError(errno.EEXIST, message, folder.shown(SINGLE))
+        text = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
+        raise exists(folder.shown(SINGLE), text)
     earlier = next(filter(None, (own, *records.values())), None)
     if earlier is None:
         what = "complete checkpoint: there is nothing to continue" if complete else "no record of this conversion"
         message = f"The folder has {'a ' if complete else 'other files, and '}{what}; pass overwrite=True to replace it"
         begun = {RESUME, *({piece["file"] for piece in pieces} if folder.location.files.remote else ())}
         if any(name not in begun and hidden_name(name) is None for name in names):
-            raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+            raise exists(folder.location.shown, message)
     elif not complete or any(own.get(piece["file"], {}).get("piece") != piece["id"] for piece in pieces):
         changed = [piece for piece in pieces if earlier.get(piece["file"], {}).get("piece") not in (None, piece["id"])]
         file = changed[0]["file"] if changed else next(iter(earlier))
@@ -473,8 +472,7 @@ def run(
             shown = folder.shown(file)
             finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
             if finished and record is None:
-                message = "A finished checkpoint has a shard of this name: plan again"
-                raise FileExistsError(errno.EEXIST, message, shown)
+                raise exists(shown, "A finished checkpoint has a shard of this name: plan again")
             if any(file in records for other, records in folder.records().items() if other != call):
                 raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
         place, identity = folder if remote else folder.waiting(call), None
@@ -634,7 +632,7 @@ def _complete(
     names = [file if place is folder else free[file] for place, file in shards]
     for name in () if plan["overwrite"] else {INDEX, SINGLE} & folder.names():  # of another conversion
         if not (indexed_names(folder) >= {*names} if name == INDEX else name in placed or name not in names):
-            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", folder.shown(name))
+            raise exists(folder.shown(name))
     if planned is None:
         stored = {
             tensor: name for name, tensors in zip(names, each(names_in, shards), strict=True) for tensor in tensors

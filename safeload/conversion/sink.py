@@ -41,7 +41,6 @@ an old index. Programs that ignore the index and read every ``model*.safetensors
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -52,7 +51,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from ..core.atomic_file import AtomicFile, Digest, Swap, hidden_name, naming, remove_abandoned
+from ..core.atomic_file import AtomicFile, Digest, Swap, exists, hidden_name, naming, remove_abandoned
 from ..core.files import Files, Location
 from ..core.json_file import MAX_JSON, read_json
 from ..core.paths import absolute
@@ -71,8 +70,6 @@ EXTRAS = (
     *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
     *("preprocessor_config.json", "processor_config.json"),
 )
-# The refusal of files that are there.
-EXISTS = "File exists; pass overwrite=True to replace it"
 # The limit in bytes; tokenizers have up to 40 MB.
 LARGEST_EXTRA = 1 << 30
 _BUFFER = 8 << 20
@@ -226,7 +223,7 @@ class Sink:
         outdated = self._outdated({*new, *files}) if self._overwrite else []
         if new != {SINGLE} and SINGLE not in outdated and os.path.isfile(self.shown(SINGLE)):
             text = f"Other programs load this file instead of the shards of {INDEX}: remove it, or choose a new folder"
-            raise FileExistsError(errno.EEXIST, text, self.shown(SINGLE))
+            raise exists(self.shown(SINGLE), text)
         self._overwrite = self._overwrite or not shards  # an earlier call may have put files beside shards of pieces
         block = None
         if self._is_read_between(new, placed):
@@ -256,8 +253,7 @@ class Sink:
                         swap.hide(target)
                     continue
                 if waits and name != SINGLE and os.path.lexists(target):
-                    text = "Another conversion has written this shard; repeat the call"
-                    raise FileExistsError(errno.EEXIST, text, target)
+                    raise exists(target, "Another conversion has written this shard; repeat the call")
                 overwrite, owner = waits or self._replaces(name), like if name in new else None
                 swap.put(source, target, like=owner, overwrite=overwrite, durable=not waits)
             with naming(self.location.path):
@@ -401,7 +397,7 @@ class Sink:
         """Refuse a folder with content before anything is read; say how to continue an unfinished conversion."""
         location, names = self.location, self.names()
         if not names and not (location.files.remote and location.path.endswith("/")) and is_file(location):
-            raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
+            raise exists(location.shown, "This is a file, but shards need a folder")
         if not names or overwrite:
             return
         for call, of_call in {} if INDEX in names else self.records().items():
@@ -410,11 +406,9 @@ class Sink:
                 number = PART.fullmatch(complete[0])
                 total = 1 if number is None else int(number[3])
                 of = f"{len(complete):,} of {plural(total, 'shard')} {'is' if total == 1 else 'are'} there"
-                message = (
-                    f"An unfinished conversion: {of}; pass resume=True to continue or overwrite=True to start over"
-                )
-                raise FileExistsError(errno.EEXIST, message, location.shown)
-        raise FileExistsError(errno.EEXIST, EXISTS, location.shown)
+                text = f"An unfinished conversion: {of}; pass resume=True to continue or overwrite=True to start over"
+                raise exists(location.shown, text)
+        raise exists(location.shown)
 
 
 def is_file(location: Location) -> bool:
