@@ -339,9 +339,7 @@ def opened(
     with ExitStack() as stack:
         catalogs = []
         for side in sides:
-            sources = piece.get(side)
-            if not isinstance(sources, (list, tuple)):
-                raise FormatError(f"{INVALID_PIECE}: {side} must be a list, got {show(sources)}")
+            sources = field_of(piece, side, (list, tuple), "a list")
             paths = (_reopened(source, names, storage_options) for source in sources)
             catalog = Catalog.of([stack.enter_context(Checkpoint(path)) for path in paths] or {})
             catalog.mapped = False
@@ -351,11 +349,17 @@ def opened(
         yield names, catalogs
 
 
+def field_of(content: Any, key: str, kinds: Any, what: str, prefix: str = INVALID_PIECE) -> Any:
+    """Return a field of a plan or a piece, and refuse a value of any other kind."""
+    value = content.get(key) if isinstance(content, Mapping) else None
+    if not isinstance(value, kinds):
+        raise FormatError(f"{prefix}: {key} must be {what}, got {show(value)}")
+    return value
+
+
 def check_version(plan: Any, prefix: str = INVALID_PLAN) -> None:
     """Refuse a plan, piece or note of another version of safeload."""
-    version = plan.get("version") if isinstance(plan, Mapping) else None
-    if not isinstance(version, str):
-        raise FormatError(f"{prefix}: version must be a string, got {show(version)}")
+    version = field_of(plan, "version", str, "a string", prefix)
     if version != __version__:
         raise UnsupportedError(
             f"the plan was made by safeload {printable(version)}, but this is safeload {__version__}: "

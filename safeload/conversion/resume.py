@@ -45,7 +45,7 @@ from .decide import (
     request_of,
 )
 from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes
-from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, check_path, check_version, opened, place_at
+from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, field_of, opened, place_at
 from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of, weight_map
 from .rules import Summary, arranged
 from .sink import Sink, free_names, indexed_names, shared_identity
@@ -94,21 +94,15 @@ class Plan(dict[str, Any]):
     @public
     def pieces(self) -> list[dict[str, Any]]:
         """Arguments for `run_piece`. Pieces can run in any order, on any machine, and more than once."""
-        pieces: list[dict[str, Any]] = self._checked("pieces", list, "a list")
+        pieces: list[dict[str, Any]] = field_of(self, "pieces", list, "a list", INVALID_PLAN)
         return pieces
 
     @property
     @public
     def id(self) -> str:
         """A hash of the options, the sources and safeload's version."""
-        plan_id: str = self._checked("id", str, "a string")
+        plan_id: str = field_of(self, "id", str, "a string", INVALID_PLAN)
         return plan_id
-
-    def _checked(self, key: str, kind: type, kind_name: str) -> Any:
-        value = self.get(key)
-        if not isinstance(value, kind):
-            raise FormatError(f"{INVALID_PLAN}: {key} must be {kind_name}, got {show(value)}")
-        return value
 
     def __repr__(self) -> str:
         content = f"{self.get('operation')}, {plural(len(self.get('pieces', ())), 'piece')}"
@@ -430,23 +424,21 @@ def _bare_name(name: Any) -> str:
     """Return a file name, unless it leads out of its folder."""
     if not isinstance(name, str) or not name or name in (".", "..") or not _NOT_BARE.isdisjoint(name):
         raise FormatError(f"{INVALID_PLAN}: files must have bare names, got {show(name)}")
-    check_path(name)
+    executors.check_path(name)
     return name
 
 
 def _check_piece(piece: Any, prefix: str = INVALID_PIECE) -> None:
     """Refuse a piece that is not what the plan had."""
-    check_version(piece, prefix)
+    executors.check_version(piece, prefix)
     _bare_name(piece.get("file"))
-    check_path(piece["folder"] if isinstance(piece.get("folder"), str) else "\0")
-    if not isinstance(piece.get("plan"), str):
-        raise FormatError(f"{prefix}: plan must be a string, got {show(piece.get('plan'))}")
+    executors.check_path(piece["folder"] if isinstance(piece.get("folder"), str) else "\0")
+    field_of(piece, "plan", str, "a string", prefix)
     if digest_of({key: value for key, value in piece.items() if key not in _OF_PLAN}) != piece.get("id"):
         raise FormatError(f"{prefix}: it has changed since it was planned")
     if not (isinstance(piece.get("call"), str) and _CALL.fullmatch(piece["call"])):
         raise FormatError(f"{prefix}: call must be {_DIGITS} hexadecimal digits, got {show(piece.get('call'))}")
-    if not isinstance(piece.get("storage_options"), (dict, NoneType)):
-        raise FormatError(f"{prefix}: storage_options must be an object, got {show(piece['storage_options'])}")
+    field_of(piece, "storage_options", (dict, NoneType), "an object", prefix)
 
 
 def run(
@@ -583,7 +575,7 @@ def finalize(
         >>> safeload.finalize(plan, map(safeload.run_piece, plan["pieces"])).tensors
         30
     """
-    check_version(plan, INVALID_PLAN)
+    executors.check_version(plan, INVALID_PLAN)
     for name in plan["extras"] if isinstance(plan.get("extras"), dict) else ():
         _bare_name(name)
     pieces = plan.get("pieces")
