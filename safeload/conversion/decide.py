@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
-from ..core import dtypes
+from ..core import dtypes, registry
 from ..core.arrays import check_mapping
 from ..core.checkpoint import file_notes_of
 from ..core.files import Location
@@ -21,20 +21,10 @@ from ..core.names import Patterns, Renames, Selection, check_matches
 from ..core.packing import MLX, SCHEMES
 from ..core.paths import PathLike
 from ..core.progress import Progress
-from ..core.registry import (
-    BY_NAME,
-    KERAS,
-    SAFETENSORS,
-    SUFFIXES,
-    WEIGHT_SUFFIXES,
-    WRITTEN,
-    WrittenName,
-    plugin_rows,
-    row_of,
-    written_suffixes,
-)
+from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
 from ..core.runtime import debug, paused, warning
 from ..core.showing import Result
+from ..core.signature import Verify
 from ..core.staging import Spans
 from ..core.tensors import LazyParts, Tensors
 from ..core.text import plural, printable, show, size
@@ -69,10 +59,6 @@ from .rules import (
     tied_heads,
 )
 from .sink import Sink
-
-if TYPE_CHECKING:
-    from ..core.signature import Verify
-
 
 _EMBEDDING = "embed_tokens.weight"
 # Options with which the result is no complete model.
@@ -181,7 +167,7 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
 def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder: bool) -> str:
     """Return the format to write: ``format=`` if given, else the format of the destination's suffix."""
     format = options["format"]
-    usual = () if format is None else written_suffixes(format)
+    usual = () if format is None else registry.written_suffixes(format)
     suffix = os.path.splitext(path)[1].lower()
     if in_folder:
         if format not in (None, SAFETENSORS):
@@ -189,18 +175,18 @@ def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder
                 f"{show(path)} becomes a folder of safetensors shards, got format={show(format)}; pass a file"
             )
         local_file = not place.files.remote and not is_folder(place)
-        if local_file and any(suffix in suffixes for suffixes in WRITTEN.values()):
+        if local_file and any(suffix in suffixes for suffixes in registry.WRITTEN.values()):
             raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
         return SAFETENSORS
-    known = ", ".join(SUFFIXES)
+    known = ", ".join(registry.SUFFIXES)
     if format is not None:
-        if suffix in WEIGHT_SUFFIXES and suffix not in usual:
+        if suffix in registry.WEIGHT_SUFFIXES and suffix not in usual:
             advice = " or ".join(usual) or "another suffix"
             raise ValueError(f"{show(path)} has the suffix of a format other than {format}: use {advice}")
         return format
-    if suffix in SUFFIXES:
-        return SUFFIXES[suffix]
-    for name, suffixes in WRITTEN.items():
+    if suffix in registry.SUFFIXES:
+        return registry.SUFFIXES[suffix]
+    for name, suffixes in registry.WRITTEN.items():
         if suffix in suffixes:
             if options["layout"] is not None:
                 return name
@@ -208,7 +194,8 @@ def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder
                 f"{show(path)}: other programs read {suffix} as a torch file: use one of {known}, or pass "
                 f'format="{name}" if you mean {BY_NAME[name].title}'
             )
-    row = next((row for row in plugin_rows() if row.writes and suffix in row.suffixes), None) if suffix else None
+    rows = registry.plugin_rows() if suffix else ()
+    row = next((row for row in rows if row.writes and suffix in row.suffixes), None)
     if row is not None:
         return row.name
     raise ValueError(f"{show(path)}: the suffix must be one of {known}; for a folder, end the path with a slash")

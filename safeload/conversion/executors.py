@@ -184,8 +184,8 @@ def place_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapp
         return Location(LOCAL, path)
     from ..remote.remote_files import RemoteFiles  # only here: most paths are local
 
-    given = planned is not None or storage_options is not None
-    return Location(RemoteFiles(_merged(planned or {}, storage_options or {}) if given else None), path)
+    options = None if planned is None and storage_options is None else _merged(planned or {}, storage_options or {})
+    return Location(RemoteFiles(options), path)
 
 
 def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
