@@ -24,18 +24,9 @@ from ..core.text import show
 from ..errors import SafeloadError, UnsupportedError, public
 from ..formats.folder import CONFIG, INDEX, SINGLE
 from ..models.layout import Layout
-from . import destinations
+from . import decide, destinations
 from .catalog import Catalog, Given
-from .decide import (
-    ConvertOptions,
-    ConvertReport,
-    ConvertRequest,
-    config_for,
-    old_config,
-    open_sources,
-    prepare,
-    request_of,
-)
+from .decide import ConvertOptions, ConvertReport, ConvertRequest
 from .destinations import Destination, SaveDestination
 from .executors import Executor, check_executor
 from .make import Outputs, weight_map
@@ -205,15 +196,15 @@ def convert(
             file, name, written = destinations.ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
             options["format"] = cast("WrittenName", written)
             with file.staging(f"converted{next(iter(written_suffixes(written)), '')}") as temporary:
-                report = _at_once(src, request_of(temporary, options, **{**others, "overwrite": False}))
+                report = _at_once(src, decide.request_of(temporary, options, **{**others, "overwrite": False}))
             report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
-            report = _at_once(src, request_of(path, options, **others))
+            report = _at_once(src, decide.request_of(path, options, **others))
         else:
             from .resume import convert_in_pieces  # only here: most conversions are written at once
 
             check_executor(executor)
-            report = convert_in_pieces(src, request_of(path, options, resume=resume, **others), executor)
+            report = convert_in_pieces(src, decide.request_of(path, options, resume=resume, **others), executor)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         text = str(error)
@@ -241,7 +232,7 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
             folder.check_free(overwrite=overwrite)
             for name in (SINGLE, INDEX, CONFIG) if beside_sources else ():
                 destinations.refuse_inputs((folder.location / name).path, beside_sources)
-        catalog = open_sources(stack, src, request)
+        catalog = decide.open_sources(stack, src, request)
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
         if folder is None and overwrite:
@@ -250,7 +241,7 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
         if old:
             read = [file.path for file in catalog.weight_files]
             destinations.check_shards(old, read, every_tensor=request.every_tensor)
-        outputs, path, done = prepare(stack, catalog, request), request.path, 0
+        outputs, path, done = decide.prepare(stack, catalog, request), request.path, 0
         with reporter(request.progress, outputs.nbytes) if request.progress else SILENT as report:
 
             def written(nbytes: int) -> None:
@@ -297,7 +288,7 @@ def _write_folder(
         files = dict(outputs.files)
         if parameters is not None or [*shards] != [SINGLE]:
             files[INDEX] = destinations.index_text(weight_map(shards), outputs.nbytes, parameters)
-        config = destinations.config_text(config_for(outputs, folder, request))
+        config = destinations.config_text(decide.config_for(outputs, folder, request))
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
     nbytes = destinations.write_shards(writers, files, folder, overwrite=request.overwrite, config=config)
     # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
@@ -316,7 +307,7 @@ def _write_folder(
 def _warn_of_old_config(outputs: Outputs, path: str) -> None:
     """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
     beside = Sink(LOCAL, os.path.dirname(path) or ".")
-    if old_config(outputs, beside)[1]:
+    if decide.old_config(outputs, beside)[1]:
         warning(
             "%s describes a quantization that the weights in %s do not have. Remove it, or other programs cannot load "
             "the weights. A conversion from folder to folder, with max_shard_size=, removes it",

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import chain
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,18 +33,9 @@ from ..formats.folder import INDEX, RESUME, SINGLE
 from ..formats.numbered import PART
 from ..quant.families import presets
 from ..remote import url as urls
-from . import executors
+from . import decide, executors
 from .catalog import Catalog, Given, RestructuredCatalog
-from .decide import (
-    ConvertOptions,
-    ConvertReport,
-    ConvertRequest,
-    config_for,
-    is_restored,
-    open_sources,
-    prepare,
-    request_of,
-)
+from .decide import ConvertOptions, ConvertReport, ConvertRequest
 from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes
 from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, field_of, opened, place_at
 from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of, weight_map
@@ -153,7 +145,7 @@ def plan_convert(
         30
     """
     with ExitStack() as stack:
-        plan, folder, _, _ = _planned(stack, src, request_of(dst, options, overwrite=overwrite, resume=resume))
+        plan, folder, _, _ = _planned(stack, src, decide.request_of(dst, options, overwrite=overwrite, resume=resume))
     shared = folder.location.files.public_options()
     for content in (plan, *plan["pieces"]):
         content["storage_options"] = shared
@@ -194,19 +186,19 @@ def _planned(
             f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
             "written by several processes; pass the path of a folder"
         )
-    plain, catalog = _options(request), open_sources(stack, src, request)
+    plain, catalog = _options(request), decide.open_sources(stack, src, request)
     sources = [
         [[recipe.files.shown(path).rstrip("/") for path in recipe.paths], recipe.root, recipe.stored]
         for recipe in map(recipe_of, catalog.checkpoints)
     ]
     call = digest_of([__version__, plain, sources])
-    if is_restored(catalog, request):
+    if decide.is_restored(catalog, request):
         raise UnsupportedError(
             f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
             "executor=; raw=True writes the tensors as they are"
         )
     with paused(len(catalog)):
-        outputs = prepare(stack, catalog, request)
+        outputs = decide.prepare(stack, catalog, request)
         shards = outputs.divided(request.limit)
         stored = weight_map(shards)  # refuses two tensors with the same name
         pieces = _pieces(outputs, shards, request, plain)
@@ -237,7 +229,7 @@ def _planned(
             "storage_options": None,
             "pieces": pieces,
             "tensors": outputs.tensor_count,
-            "config": config_for(outputs, folder, request),
+            "config": decide.config_for(outputs, folder, request),
             "extras": {  # without secrets
                 name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
                 for name, place in outputs.files.items()
@@ -606,10 +598,7 @@ def _complete(
     if missing:
         count = f"{plural(len(missing), 'piece')} of {len(expected):,}"
         raise ValueError(f"no result for {count}, such as {show(missing[0])}: run them first")
-    done = [by_file[file] for file in expected]
-
-    def find(result: Mapping[str, Any]) -> tuple[Sink, str]:
-        return _place_of(plan, result, folder, trusted=planned is not None)
+    done, find = [by_file[file] for file in expected], partial(_place_of, plan, folder, planned is not None)
 
     def names_in(shard: tuple[Sink, str]) -> list[str]:
         location = shard[0].location / shard[1]
@@ -655,7 +644,7 @@ def _complete(
     return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, summary, left_out)
 
 
-def _place_of(plan: Mapping[str, Any], result: Mapping[str, Any], folder: Sink, *, trusted: bool) -> tuple[Sink, str]:
+def _place_of(plan: Mapping[str, Any], folder: Sink, trusted: bool, result: Mapping[str, Any]) -> tuple[Sink, str]:
     """Return the place of a shard that has the content of its result."""
     call, file, remote = plan["call"], result["file"], folder.location.files.remote
     record = folder.record(call, file) if remote else None
