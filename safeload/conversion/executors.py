@@ -27,6 +27,7 @@ from ..core.paths import absolute, native_path
 from ..core.progress import Progress, reporter
 from ..core.registry import Opened, Recipe, formats_of, row_of
 from ..core.runtime import debug, paused
+from ..core.staging import Spans
 from ..core.store import check_unchanged, identity_of
 from ..core.text import plural, printable, show
 from ..core.weight_file import WeightFile
@@ -246,7 +247,9 @@ def pieces_of(
 class TensorFiles:
     """The files of tensors of a catalog."""
 
-    def __init__(self, catalog: Catalog, names: Sequence[str], argument: str = EXECUTOR) -> None:
+    def __init__(
+        self, catalog: Catalog, names: Sequence[str], argument: str = EXECUTOR, spans: Spans | None = None
+    ) -> None:
         check_paths(catalog, argument)
         self._checkpoints = catalog.checkpoints
         self._owners = {file: k for k, owner in enumerate(self._checkpoints) for file in owner.weight_files}
@@ -260,11 +263,12 @@ class TensorFiles:
                     if unlisted:
                         self._unlisted[weights] = unlisted
         self._further: dict[int, list[int]] = {}  # files of scales and of other parts, by the index of the tensor
-        self.files: Sequence[WeightFile]
+        self.files: Sequence[Any]
         self.file: Array  # index of the file with the values or codes of each tensor
-        tensors = catalog.plain(names, blocks=True)
-        if tensors is not None:
-            self.files, self.file = tensors.files, tensors.ranges.file
+        tensors = catalog.plain(names, blocks=True) if spans is None else None
+        spans = spans if tensors is None else Spans.of(tensors)
+        if spans is not None:
+            self.files, self.file = spans.files, spans.file
             return
         numbers: dict[WeightFile, int] = {}
         first = []

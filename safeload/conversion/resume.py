@@ -254,7 +254,8 @@ def _pieces(
         reads = [[*dict.fromkeys(source for name in names for source in sources_of(name))] for names in reads]
     adapters = planned_adapters(stored)
     position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
-    texts, side, pieces = outputs.texts, TensorFiles(stored, [*position], "a conversion in pieces"), []
+    texts, side = outputs.texts, TensorFiles(stored, [*position], "a conversion in pieces", outputs.spans)
+    pieces = []
     for (file, shard), names in zip(shards.items(), reads, strict=True):
         piece: dict[str, Any] = {
             "operation": "convert",
