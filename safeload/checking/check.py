@@ -811,7 +811,7 @@ def run(
     if check == _CRC:
         try:
             archives = [
-                (Location(executors.files_at(path, planned, storage_options), path), (size, version), dict(names))
+                (executors.place_at(path, planned, storage_options), (size, version), dict(names))
                 for path, planned, size, version, names in [*piece["archives"]] or [None]
             ]
         except executors.MALFORMED as error:

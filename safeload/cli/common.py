@@ -391,34 +391,44 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     if address is None:
         yield None
         return
-    import logging  # only here: most commands need neither
+    import asyncio  # only here: most commands need none of these
+    import logging
     from concurrent.futures import CancelledError
     from pkgutil import resolve_name
 
     from ..core.runtime import is_absent
 
     try:
-        from distributed import Client, client
+        from distributed import Client, Security, client, comm
         from distributed.scheduler import KilledWorker
     except ImportError:
         if not is_absent("distributed") and not is_absent("dask"):
             raise  # Dask is installed but broken
         raise SafeloadError("--dask needs Dask, which is not installed: pip install distributed") from None
-    is_file = ":" not in address or os.path.exists(address)
-    scheduler = _address_in(address) if is_file else address
+    scheduler = _address_in(address) if ":" not in address or os.path.exists(address) else address
     option = f"--dask {printable(scheduler)}"
-    _try(scheduler, option)
+
+    async def check() -> None:  # first, because a failing `Client` takes 20 seconds to end
+        how: dict[str, Any] = Security().get_connection_args("client")
+        await (await comm.connect(scheduler, timeout=_TIMEOUT, **how)).close()
+
+    try:
+        asyncio.run(check())
+    except OSError:
+        raise SafeloadError(f"{option}: no scheduler answered in {_TIMEOUT} seconds") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{option}: {error}") from None
     if not logging.getLogger(NAME).isEnabledFor(logging.DEBUG):
         for name in ("distributed", "distributed.client"):  # their tracebacks would hide our message
             logging.getLogger(name).setLevel(logging.CRITICAL)
     lost = (CancelledError, getattr(client, "ClosedClientError", CancelledError))  # releases of 2023 have no such class
     try:
         with Client(scheduler, timeout=_TIMEOUT, set_as_default=False) as executor:
-            waits = not executor.scheduler_info()["workers"]
-            if waits:
+            if not executor.scheduler_info()["workers"]:
                 print(f"safeload: {option}: waiting for a worker", file=sys.stderr, flush=True)
-            # Workers without this version of safeload would die at their first piece and leave Dask waiting.
-            versions = {} if waits else executor.run(resolve_name, "safeload:__version__", on_error="return")
+                versions = {}
+            else:  # workers without this version of safeload would die at their first piece and leave Dask waiting
+                versions = executor.run(resolve_name, "safeload:__version__", on_error="return")
             for worker, version in versions.items():
                 if isinstance(version, (ImportError, AttributeError)):
                     raise SafeloadError(f"{option}: worker {worker}: {version}; {_ON_WORKERS}")
@@ -449,22 +459,3 @@ def _address_in(path: str) -> str:
     if not isinstance(address, str):
         raise FormatError("not a Dask scheduler file: it has no address", path)
     return address
-
-
-def _try(address: str, option: str) -> None:
-    """Connect to a scheduler and disconnect, because a failing `Client` takes 20 seconds to end."""
-    import asyncio  # imported here: it takes tens of milliseconds
-
-    from distributed import Security
-    from distributed.comm import connect
-
-    async def run() -> None:
-        how: dict[str, Any] = Security().get_connection_args("client")
-        await (await connect(address, timeout=_TIMEOUT, **how)).close()
-
-    try:
-        asyncio.run(run())
-    except OSError:
-        raise SafeloadError(f"{option}: no scheduler answered in {_TIMEOUT} seconds") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{option}: {error}") from None

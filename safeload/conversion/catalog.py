@@ -87,13 +87,9 @@ def about_value(name: str, value: Any) -> TensorDescription:
     if isinstance(value, Mapping):
         raise not_an_array(tensor_named(name), value)
     if isinstance(value, QuantizedTensor):
-        if value.packing is not None:
-            row = dtypes.BY_NAME[value.data.dtype.name]
-            return TensorDescription(
-                name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, None, True
-            )
-        row = scheme_row(value.scheme)
-        return TensorDescription(name, value.scheme, value.shape, value.nbytes, row, False, value.scheme, value.axis)
+        scheme, packed = value.scheme, value.packing is not None
+        row = dtypes.BY_NAME[value.data.dtype.name] if packed else scheme_row(scheme)
+        return TensorDescription(name, scheme, value.shape, value.nbytes, row, False, scheme, value.axis, packed)
     array = as_array(value, name)
     stored = dtypes.row_of(array.dtype)
     # Packed elements take one byte each in memory, unlike in files.
@@ -559,11 +555,6 @@ class TensorView(NamedTuple):
     rows: slice = _ALL  # of the item, after it is transposed
     transposed: bool = False
 
-    @property
-    def whole(self) -> bool:
-        """True if rows are neither chosen nor transposed."""
-        return self.rows == _ALL and not self.transposed
-
     def of(self, tensor: Array) -> Array:
         """Return the part of an array, without copying."""
         item: Array = tensor if self.item is None else tensor[self.item]
@@ -608,7 +599,7 @@ class TensorRecipe(NamedTuple):
         by_item: dict[int, list[Move]] = {}
         for move in self.moves:
             item = move.written.item
-            if item is None or self.heads or (move.read.item is None and not move.read.whole):
+            if item is None or self.heads or (move.read.item is None and move.read != TensorView()):
                 return (self,)
             by_item.setdefault(item, []).append(move._replace(written=move.written._replace(item=None)))
         return tuple(self._replace(shape=self.shape[1:], moves=tuple(by_item.get(k, ()))) for k in range(self.shape[0]))
@@ -743,12 +734,10 @@ class RestructuredCatalog(Catalog):
             out[...] = astype(recipe.constant, row.name)
         for move in recipe.moves:
             target = move.written.of(out)
-            if move.read.whole and not recipe.heads and not recipe.shift and target.flags.c_contiguous:
-                if move.read.item is None:
-                    stored: Array = target.reshape(self.base.about(move.source).shape)
-                    self.base.read_into(move.source, row, stored, threads)
-                else:
-                    target[...] = self._item(move.source, move.read.item, row, threads)
+            unchanged = move.read == TensorView() and not recipe.heads and not recipe.shift
+            if unchanged and target.flags.c_contiguous:
+                stored: Array = target.reshape(self.base.about(move.source).shape)
+                self.base.read_into(move.source, row, stored, threads)
                 continue
             work = _F32 if recipe.shift else row
             array = self._item(move.source, move.read.item, work, threads)

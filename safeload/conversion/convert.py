@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ..adapters.adapter import listed
 from ..core.checkpoint import Adapters
@@ -18,48 +18,20 @@ from ..core.paths import PathLike
 from ..core.progress import SILENT, Progress, reporter
 from ..core.registry import SAFETENSORS, WrittenName, written_suffixes
 from ..core.runtime import paused, warning
-from ..core.signature import Signature
+from ..core.signature import Signature, Verify
 from ..core.store import LocalStore
 from ..core.text import show
 from ..errors import SafeloadError, UnsupportedError, public
 from ..formats.folder import CONFIG, INDEX, SINGLE
 from ..models.layout import Layout
-from ..quant.quantization import is_own, without_quantization
+from . import decide, destinations
 from .catalog import Catalog, Given
-from .decide import (
-    ConvertOptions,
-    ConvertReport,
-    ConvertRequest,
-    config_for,
-    old_config,
-    open_sources,
-    prepare,
-    request_of,
-)
-from .destinations import (
-    Destination,
-    ObjectFile,
-    SaveDestination,
-    check_free,
-    check_shards,
-    config_text,
-    extras_of,
-    file_in_store,
-    index_text,
-    is_written_to,
-    refuse_inputs,
-    remove_shards,
-    shards_beside,
-    warn_of_schemes,
-    write_shards,
-)
+from .decide import ConvertOptions, ConvertReport, ConvertRequest
+from .destinations import Destination, SaveDestination
 from .executors import Executor, check_executor
 from .make import Outputs, weight_map
 from .rules import ConvertScheme, Keep
 from .sink import Sink, free_names
-
-if TYPE_CHECKING:
-    from ..core.signature import Verify
 
 
 @public
@@ -216,23 +188,23 @@ def convert(
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
         started, path = time.perf_counter(), cast("Destination", dst)
         others: Any = {"overwrite": overwrite, "threads": threads, "progress": progress, "verify": verify}
-        if not isinstance(dst, (str, os.PathLike)) and is_written_to(dst):
+        if not isinstance(dst, (str, os.PathLike)) and destinations.is_written_to(dst):
             if executor is not None or resume or max_shard_size is not None:
                 raise ValueError(
                     "executor=, resume= and max_shard_size= need a folder, but the destination is a file object"
                 )
-            file, name, written = ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
+            file, name, written = destinations.ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
             options["format"] = cast("WrittenName", written)
             with file.staging(f"converted{next(iter(written_suffixes(written)), '')}") as temporary:
-                report = _at_once(src, request_of(temporary, options, **{**others, "overwrite": False}))
+                report = _at_once(src, decide.request_of(temporary, options, **{**others, "overwrite": False}))
             report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
-            report = _at_once(src, request_of(path, options, **others))
+            report = _at_once(src, decide.request_of(path, options, **others))
         else:
             from .resume import convert_in_pieces  # only here: most conversions are written at once
 
             check_executor(executor)
-            report = convert_in_pieces(src, request_of(path, options, resume=resume, **others), executor)
+            report = convert_in_pieces(src, decide.request_of(path, options, resume=resume, **others), executor)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         text = str(error)
@@ -250,25 +222,26 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
     beside_sources = [*filter(None, (options["imatrix"], *adapters, *(() if verify is True else documents)))]
     with ExitStack() as stack:
         if folder is None and request.place.files.remote:
-            file_in_store(request.place, overwrite=overwrite)
+            destinations.file_in_store(request.place, overwrite=overwrite)
         elif folder is None:
-            check_free(request.path, overwrite)
+            destinations.check_free(request.path, overwrite)
             if beside_sources:
-                refuse_inputs(request.path, beside_sources, beside=adapters)
-            old = shards_beside(request.path, overwrite)
+                destinations.refuse_inputs(request.path, beside_sources, beside=adapters)
+            old = destinations.shards_beside(request.path, overwrite)
         else:
             folder.check_free(overwrite=overwrite)
             for name in (SINGLE, INDEX, CONFIG) if beside_sources else ():
-                refuse_inputs((folder.location / name).path, beside_sources)
-        catalog = open_sources(stack, src, request)
+                destinations.refuse_inputs((folder.location / name).path, beside_sources)
+        catalog = decide.open_sources(stack, src, request)
         if overwrite and os.name == "nt":
             _give_way(catalog, src)
         if folder is None and overwrite:
             whole = len(catalog.files) == 1  # a single file is replaced as a whole
-            refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
+            destinations.refuse_inputs(request.path, () if whole else catalog.files, beside=catalog.files)
         if old:
-            check_shards(old, [file.path for file in catalog.weight_files], every_tensor=request.every_tensor)
-        outputs, path, done = prepare(stack, catalog, request), request.path, 0
+            read = [file.path for file in catalog.weight_files]
+            destinations.check_shards(old, read, every_tensor=request.every_tensor)
+        outputs, path, done = decide.prepare(stack, catalog, request), request.path, 0
         with reporter(request.progress, outputs.nbytes) if request.progress else SILENT as report:
 
             def written(nbytes: int) -> None:
@@ -278,9 +251,9 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
 
             if folder is not None:
                 files, nbytes = _write_folder(outputs, request, folder, written)
-                warn_of_schemes(path, outputs.schemes)
+                destinations.warn_of_schemes(path, outputs.schemes)
             elif request.place.files.remote:
-                store, name = file_in_store(request.place, overwrite=overwrite)
+                store, name = destinations.file_in_store(request.place, overwrite=overwrite)
                 with store.staging(name) as staged:
                     files, nbytes = [path], outputs.write_file(staged, False, written)
             else:
@@ -288,7 +261,7 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
                 if request.format == SAFETENSORS and os.path.basename(path) == SINGLE:
                     _warn_of_old_config(outputs, path)
     if old:
-        remove_shards(old)  # after the sources are closed
+        destinations.remove_shards(old)  # after the sources are closed
     count, summary = outputs.tensor_count, outputs.summary
     return ConvertReport(path, request.format, files, count, nbytes, 0.0, summary, outputs.left_out)
 
@@ -314,13 +287,13 @@ def _write_folder(
         shards = {names[file]: shard for file, shard in shards.items()}
         files = dict(outputs.files)
         if parameters is not None or [*shards] != [SINGLE]:
-            files[INDEX] = index_text(weight_map(shards), outputs.nbytes, parameters)
-        config = config_text(config_for(outputs, folder, request))
+            files[INDEX] = destinations.index_text(weight_map(shards), outputs.nbytes, parameters)
+        config = destinations.config_text(decide.config_for(outputs, folder, request))
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
-    nbytes = write_shards(writers, files, folder, overwrite=request.overwrite, config=config)
+    nbytes = destinations.write_shards(writers, files, folder, overwrite=request.overwrite, config=config)
     # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
     new_tokenizer = request.overwrite and any(isinstance(content, bytes) for content in outputs.files.values())
-    older = sorted(extras_of(folder.location).keys() - outputs.files.keys()) if new_tokenizer else ()
+    older = sorted(destinations.extras_of(folder.location).keys() - outputs.files.keys()) if new_tokenizer else ()
     if older:
         warning(
             "%s: %s stays from before, and other programs may load it in place of the new tokenizer: remove it if it "
@@ -334,10 +307,7 @@ def _write_folder(
 def _warn_of_old_config(outputs: Outputs, path: str) -> None:
     """Warn if a ``config.json`` beside a new ``model.safetensors`` claims a quantization that the weights lack."""
     beside = Sink(LOCAL, os.path.dirname(path) or ".")
-    config = old_config(outputs, beside)
-    if config is None or (is_own(config) and outputs.schemes):
-        return
-    if without_quantization(config) != config:
+    if decide.old_config(outputs, beside)[1]:
         warning(
             "%s describes a quantization that the weights in %s do not have. Remove it, or other programs cannot load "
             "the weights. A conversion from folder to folder, with max_shard_size=, removes it",

@@ -7,35 +7,26 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
-from ..core import dtypes
+from ..core import dtypes, registry
 from ..core.arrays import check_mapping
 from ..core.checkpoint import file_notes_of
 from ..core.files import Location
 from ..core.load import parse_target
 from ..core.metadata import as_texts
-from ..core.names import Patterns, Renames, Selection, check_matches, renamed
+from ..core.names import Patterns, Renames, Selection, check_matches
 from ..core.packing import MLX, SCHEMES
 from ..core.paths import PathLike
 from ..core.progress import Progress
-from ..core.registry import (
-    BY_NAME,
-    KERAS,
-    SAFETENSORS,
-    SUFFIXES,
-    WEIGHT_SUFFIXES,
-    WRITTEN,
-    WrittenName,
-    plugin_rows,
-    row_of,
-    written_suffixes,
-)
+from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
 from ..core.runtime import debug, paused, warning
 from ..core.showing import Result
-from ..core.tensors import LazyParts
+from ..core.signature import Verify
+from ..core.staging import Spans
+from ..core.tensors import LazyParts, Tensors
 from ..core.text import plural, printable, show, size
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ..formats.folder import CONFIG, read_config
@@ -68,10 +59,6 @@ from .rules import (
     tied_heads,
 )
 from .sink import Sink
-
-if TYPE_CHECKING:
-    from ..core.signature import Verify
-
 
 _EMBEDDING = "embed_tokens.weight"
 # Options with which the result is no complete model.
@@ -155,7 +142,7 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
     if in_folder and options["imatrix"] is not None:
         raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
     folder = sink_of(place) if in_folder else None
-    if folder is None and place.files.remote:
+    if folder is None:
         check_writable(place)
     limit, preset = limit_of(max_shard_size), None if options["quantize"] is None else preset_of(options["quantize"])
     if preset is not None:
@@ -180,7 +167,7 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
 def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder: bool) -> str:
     """Return the format to write: ``format=`` if given, else the format of the destination's suffix."""
     format = options["format"]
-    usual = () if format is None else written_suffixes(format)
+    usual = () if format is None else registry.written_suffixes(format)
     suffix = os.path.splitext(path)[1].lower()
     if in_folder:
         if format not in (None, SAFETENSORS):
@@ -188,18 +175,18 @@ def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder
                 f"{show(path)} becomes a folder of safetensors shards, got format={show(format)}; pass a file"
             )
         local_file = not place.files.remote and not is_folder(place)
-        if local_file and any(suffix in suffixes for suffixes in WRITTEN.values()):
+        if local_file and any(suffix in suffixes for suffixes in registry.WRITTEN.values()):
             raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
         return SAFETENSORS
-    known = ", ".join(SUFFIXES)
+    known = ", ".join(registry.SUFFIXES)
     if format is not None:
-        if suffix in WEIGHT_SUFFIXES and suffix not in usual:
+        if suffix in registry.WEIGHT_SUFFIXES and suffix not in usual:
             advice = " or ".join(usual) or "another suffix"
             raise ValueError(f"{show(path)} has the suffix of a format other than {format}: use {advice}")
         return format
-    if suffix in SUFFIXES:
-        return SUFFIXES[suffix]
-    for name, suffixes in WRITTEN.items():
+    if suffix in registry.SUFFIXES:
+        return registry.SUFFIXES[suffix]
+    for name, suffixes in registry.WRITTEN.items():
         if suffix in suffixes:
             if options["layout"] is not None:
                 return name
@@ -207,7 +194,8 @@ def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder
                 f"{show(path)}: other programs read {suffix} as a torch file: use one of {known}, or pass "
                 f'format="{name}" if you mean {BY_NAME[name].title}'
             )
-    row = next((row for row in plugin_rows() if row.writes and suffix in row.suffixes), None) if suffix else None
+    rows = registry.plugin_rows() if suffix else ()
+    row = next((row for row in rows if row.writes and suffix in row.suffixes), None)
     if row is not None:
         return row.name
     raise ValueError(f"{show(path)}: the suffix must be one of {known}; for a folder, end the path with a slash")
@@ -326,12 +314,6 @@ def is_restored(catalog: Catalog, request: ConvertRequest) -> bool:
     return request.folder is not None and isinstance(catalog.metadata.get(ARCHITECTURE), str)
 
 
-def extras_for(catalog: Catalog, request: ConvertRequest) -> dict[str, Location]:
-    """Return the other files to copy into the destination folder, by name."""
-    copies = request.folder is not None and request.options["extras"]
-    return extras_of(catalog.folder) if copies and catalog.folder is not None else {}
-
-
 def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]:
     """Return the metadata of the result: the metadata of the sources, updated with ``metadata=``."""
     update, format = request.options["metadata"], request.format
@@ -426,9 +408,6 @@ class ConvertReport(Result, _ConvertFields):
 
 def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Outputs:
     """Merge adapters, which ``stack`` closes, decide about every tensor, and name the outputs."""
-    copied = _copied(catalog, request)
-    if copied is not None:
-        return copied
     options = request.options
     if options["adapters"] is not None:
         with_config = request.folder is not None
@@ -436,38 +415,6 @@ def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Outp
     catalog = _as_model(catalog, request)
     with paused(len(catalog)):
         return Decider(catalog, _in_names_of(catalog, request)).outputs()
-
-
-def _copied(catalog: Catalog, request: ConvertRequest) -> Outputs | None:
-    """Return the result if plain tensors are only copied and cast, or blocks dequantized; None for any other."""
-    options, target, format = request.options, request.target, request.format
-    if format != SAFETENSORS or options["quantize"] is not None or options["adapters"] is not None:
-        return None
-    copies = options["layout"] is None and not is_restored(catalog, request)
-    tensors = catalog.plain(blocks=True) if copies else None
-    if tensors is None:
-        return None
-    refuses = target is not None or catalog.format == KERAS  # see `Decider`
-    if refuses and dtypes.may_hold_codes(tensors.columns.numbers) and catalog.codes:
-        return None
-    if not request.every_tensor:
-        tensors = tensors.named(request.chosen(catalog))
-    targets = numbers = tensors.ranges.numbers
-    if target is not None:
-        targets = numbers.copy()
-        for number in {*numbers.tolist()}:
-            targets[numbers == number] = dtypes.BY_NUMBER[number].loaded_as(target).number
-    spans = spans_of(tensors, targets)
-    if spans is None:
-        return None
-    names = [*renamed(tensors.names, options["rename"]).values()] if options["rename"] else tensors.names
-    metadata, shapes = metadata_for(catalog, request), tensors.columns.shapes
-    outputs = Outputs(catalog, format, request.threads, tensors.names, names, (), shapes, spans, metadata=metadata)
-    outputs = outputs._replace(left_out=_left_out(catalog, {}, empty=not names))
-    if request.folder is None:
-        return outputs
-    config = config_with(catalog.config, target, schemes=outputs.schemes)
-    return outputs._replace(config=config, files=extras_for(catalog, request))
 
 
 def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:
@@ -535,13 +482,12 @@ def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
     return request._replace(options=options)
 
 
-def _check_mlx(catalog: Catalog, request: ConvertRequest, *, restored: bool) -> None:
+def _check_mlx(catalog: Catalog, request: ConvertRequest) -> None:
     """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file."""
     config = catalog.config
     quantization = quantization_of(config)
     of_mlx = catalog.metadata.get("format") == "mlx" or (quantization is not None and quantization.method == "mlx")
-    # `restored`: the result is dequantized, or quantized for another engine.
-    if not restored or not of_mlx or request.options["raw"] or not changed_by_mlx(config):
+    if not of_mlx or request.options["raw"] or not changed_by_mlx(config):
         return
     why = not_as_in_mlx((config or {}).get("model_type"))
     if request.folder is None:
@@ -606,30 +552,51 @@ class Decider:
                 if not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog):
                     tied = tied_heads(catalog, schema) if whole and ties is not False else {}
         self._engine = self._rules if isinstance(self._rules, EngineRules) else None
-        chosen = dict.fromkeys(request.chosen(catalog, [*tied, *catalog.ignored]))
-        unknown = catalog.unknown() if whole and ties is None else {}
         # Entries other than tensors, with their types. Selecting such an entry by its exact name is an error.
-        self._left_out = {key: entry.label for key, entry in unknown.items() if key in chosen and not entry.is_tensor}
-        self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
-        self._ignored = [name for name in catalog.ignored if name in chosen]
-        beside = {*self._heads, *self._left_out, *(name for name in self._ignored if name not in catalog)}
-        stored = [name for name in chosen if name not in beside]
-        every = request.every_tensor and not self._left_out
-        tensors = catalog.plain(None if every else stored, blocks=True) if not catalog.makes else None
-        self._tensors = None if tensors is None else tensors.named(stored)
-        self._descriptions = catalog.descriptions(stored, self._tensors)
+        self._left_out: dict[str, str] = {}
+        self._heads: dict[str, str] = {}
+        self._ignored: list[str] = []
+        names: Sequence[str]
+        copies = self._rules is None and format == SAFETENSORS and options["layout"] is None and not catalog.makes
+        tensors = catalog.plain(blocks=True) if copies else None
+        if tensors is not None:  # nothing is tied, ignored or unreadable
+            tensors = tensors if request.every_tensor else tensors.named(request.chosen(catalog))
+            names = tensors.names
+        else:
+            chosen = dict.fromkeys(request.chosen(catalog, [*tied, *catalog.ignored]))
+            unknown = catalog.unknown() if whole and ties is None else {}
+            self._left_out = {k: entry.label for k, entry in unknown.items() if k in chosen and not entry.is_tensor}
+            self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
+            self._ignored = [name for name in catalog.ignored if name in chosen]
+            beside = {*self._heads, *self._left_out, *(name for name in self._ignored if name not in catalog)}
+            names = [name for name in chosen if name not in beside]
+            every = request.every_tensor and not self._left_out
+            tensors = None if catalog.makes else catalog.plain(None if every else names, blocks=True)
+            tensors = None if tensors is None else tensors.named(names)
+        self._tensors = tensors
+        self._spans = self._copied(tensors) if copies and tensors is not None else None
+        self._descriptions = {} if self._spans is not None else catalog.descriptions(names, tensors)
         if isinstance(self._rules, FileTypeRules):
             self._rules.prepare(self._descriptions)
         if self._engine is not None:
             self._descriptions = {k: v for k, v in self._descriptions.items() if not self._engine.drops(k)}
-        packed = self._tensors is None
-        self._restored = converts and packed and any(tensor.packed for tensor in self._descriptions.values())
+            names = [*self._descriptions]
+        self._restored = converts and tensors is None and any(tensor.packed for tensor in self._descriptions.values())
         unnamed = catalog.format == KERAS and not options["raw"]  # in a copy nothing would tell codes from weights
-        coded = self._tensors is None or dtypes.may_hold_codes(self._tensors.columns.numbers)
+        coded = tensors is None or dtypes.may_hold_codes(tensors.columns.numbers)
         if coded and (converts or format != SAFETENSORS or unnamed):
             cause = f"the format {format}" if self._target is None else "dtype="
             cause = cause if self._rules is None else "quantize="
-            finder.refuse(catalog.codes, self._descriptions, f"convert with {cause}")
+            finder.refuse(catalog.codes, names, f"convert with {cause}")
+
+    def _copied(self, tensors: Tensors) -> Spans | None:
+        """Return the spans if tensors are only copied and cast, or blocks dequantized."""
+        targets = numbers = tensors.ranges.numbers
+        if self._target is not None:
+            targets = numbers.copy()
+            for number in {*numbers.tolist()}:
+                targets[numbers == number] = dtypes.BY_NUMBER[number].loaded_as(self._target).number
+        return spans_of(tensors, targets)
 
     def outputs(self) -> Outputs:
         """Decide about all tensors, and about what the result has beside them."""
@@ -655,10 +622,11 @@ class Decider:
             rename=options["rename"],
             threads=request.threads,
             tensors=self._tensors,
+            spans=self._spans,
             descriptions=self._descriptions,
             matrix=matrix,
         )
-        names = dict(zip(outputs.reads, outputs.names, strict=True))
+        names = dict(zip(outputs.reads, outputs.names, strict=True)) if outputs.made else {}
         for name, output in zip(outputs.reads, outputs.made, strict=False):
             if not isinstance(output, LazyParts) or output.packing is None or names[name] == name:
                 continue
@@ -669,8 +637,9 @@ class Decider:
                     f"{show(module)}: pass dtype= to dequantize it",
                     tensor=name,
                 )
-        if engine is None or not engine.engine.stacks_experts:
-            _check_mlx(catalog, request, restored=self._restored or engine is not None)
+        # Results that are dequantized, or quantized for an engine other than MLX.
+        if self._restored if engine is None else not engine.engine.stacks_experts:
+            _check_mlx(catalog, request)
             if self._restored:
                 _warn_of_stacks(catalog, names, request.path)
         for (requested, scheme), count in self._fallbacks.items():
@@ -695,8 +664,11 @@ class Decider:
                     metadata, keys = with_file_type(metadata, rules.file_type, keys.items()), {}
                 metadata = {**metadata, **keys, **{key: value for key, value in own.items() if value is not None}}
         config = summary = parameters = None
+        files: dict[str, Location | bytes] = {**catalog.texts}
         if request.folder is not None:
             config = config_with(catalog.config, self._target, restored=self._restored, schemes=outputs.schemes)
+            if options["extras"] and catalog.folder is not None:
+                files = {**extras_of(catalog.folder), **files}
         if rules is not None:
             summary = self.summary(outputs.nbytes)
         if engine is not None:
@@ -707,9 +679,9 @@ class Decider:
         return outputs._replace(
             metadata=metadata,
             editable=engine is None,
-            left_out=_left_out(catalog, self._left_out, empty=not decisions and not self._ignored),
+            left_out=_left_out(catalog, self._left_out, empty=not outputs.names and not self._ignored),
             config=config,
-            files={**extras_for(catalog, request), **catalog.texts},
+            files=files,
             summary=summary,
             parameters=parameters,
             restored=self._restored and engine is None,
@@ -828,25 +800,28 @@ def config_for(outputs: Outputs, folder: Sink, request: ConvertRequest) -> dict[
     """
     if outputs.config is not None or not request.overwrite:
         return outputs.config
-    config, schemes = old_config(outputs, folder), outputs.schemes
-    if config is None:
+    config, stale = old_config(outputs, folder)
+    if config is None or not (stale or outputs.schemes):
         return None
-    stale = without_quantization(config) != config
-    if stale and not (is_own(config) and schemes):
+    if stale:
         warning(
             "%s: removed the quantization of the old weights, because the new weights have none and their source has "
             "no %s",
             folder.shown(CONFIG),
             CONFIG,
         )
-    return config_with(config, request.target, restored=stale, schemes=schemes) if stale or schemes else None
+    return config_with(config, request.target, restored=stale, schemes=outputs.schemes)
 
 
-def old_config(outputs: Outputs, folder: Sink) -> dict[str, Any] | None:
-    """Return a folder's ``config.json``; None if none is readable, or the new weights can be the codes it describes."""
-    if not outputs.restored and outputs.may_hold_codes:
-        return None
-    try:
-        return folder.read_json(CONFIG, CONFIG) if CONFIG in folder.names() else None
-    except (FormatError, OSError):
-        return None
+def old_config(outputs: Outputs, folder: Sink) -> tuple[dict[str, Any] | None, bool]:
+    """Return a folder's ``config.json``, and whether the new weights lack the quantization that it describes.
+
+    There is none if it cannot be read, or if the new weights can be the codes that it describes.
+    """
+    config = None
+    with suppress(FormatError, OSError):
+        if (outputs.restored or not outputs.may_hold_codes) and CONFIG in folder.names():
+            config = folder.read_json(CONFIG, CONFIG)
+    if config is None or (is_own(config) and outputs.schemes):
+        return config, False
+    return config, without_quantization(config) != config

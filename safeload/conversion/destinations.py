@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array
-from ..core.atomic_file import AtomicFile, check_place
+from ..core.atomic_file import AtomicFile, check_place, exists
 from ..core.described import pack
 from ..core.files import LOCAL, Located, Location
 from ..core.native import ffi
@@ -38,7 +38,7 @@ from ..models.choosing import with_dtype
 from ..quant.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ..remote import url as urls
 from ..remote.places import is_file_object, places_of
-from .sink import EXISTS, EXTRAS, NUMBERED, Sink, free_names, indexed_names, is_extra, is_file
+from .sink import EXTRAS, NUMBERED, Sink, free_names, indexed_names, is_extra, is_file
 
 if TYPE_CHECKING:
     from .store_sink import StoreSink
@@ -116,13 +116,12 @@ def is_folder(location: Location, format: str | None = None) -> bool:
 
 def sink_of(location: Location) -> Sink:
     """Return the sink of a destination folder, without listing it."""
-    files, path = location.files, location.path
-    if files.remote:
-        check_writable(location)
+    files = location.files
+    check_writable(location)
     if files.remote and not is_folder(location):
         raise ValueError(
             f"{show(location.shown)} has the suffix of a file, but max_shard_size= writes a folder of shards: pass a "
-            f"folder such as {show(files.shown(files.split(path)[0]) + '/')}, or end the URL with a slash"
+            f"folder such as {show(files.shown(files.split(location.path)[0]) + '/')}, or end the URL with a slash"
         )
     return sink_at(location)
 
@@ -138,9 +137,9 @@ def sink_at(location: Location) -> Sink:
 
 def check_writable(location: Location) -> None:
     """Refuse a read-only store."""
-    from .store_sink import backend_of
-
-    backend_of(location).check_writable(location.path)
+    files: Any = location.files
+    if files.remote:
+        files.backend(location.path).check_writable(location.path)
 
 
 def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, str]:
@@ -151,10 +150,10 @@ def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, st
     parent, name = location.files.split(location.path)
     sink = StoreSink(location.files, parent)
     if not overwrite and is_file(location):
-        raise FileExistsError(errno.EEXIST, EXISTS, location.shown)
+        raise exists(location.shown)
     if name == SINGLE and is_file(sink.location / INDEX):
         message = f"The shards of {INDEX} beside it would be read instead: remove them, or choose a new folder"
-        raise FileExistsError(errno.EEXIST, message, sink.shown(INDEX))
+        raise exists(sink.shown(INDEX), message)
     return sink, name
 
 
@@ -270,17 +269,15 @@ def target_of(
         file = ObjectFile(dst)
         return FileSink(file.open, file.in_order)
     location = where(cast(Destination, dst), storage_options)
-    if not location.files.remote:  # the path must be valid until the end, even if the working directory changes
-        path = location.path
+    path, remote = location.path, location.files.remote
+    if not remote:  # the path must be valid until the end, even if the working directory changes
         if not path:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        slash = "/" if path.endswith(("/", os.sep)) and len(path) > 1 else ""
-        location = Location(location.files, absolute(path) + slash)
-    path, shown = location.path, location.shown
-    suffix = os.path.splitext(path)[1].lower()
-    if not location.files.remote and os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        return _local_file(path, overwrite=overwrite, durable=durable)  # a device or a pipe
-    folder = is_folder(location)
+        path = absolute(path) + ("/" if path.endswith(("/", os.sep)) and len(path) > 1 else "")
+        location = Location(location.files, path)
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            return _local_file(path, overwrite=overwrite, durable=durable)  # a device or a pipe
+    shown, suffix, folder = location.shown, os.path.splitext(path)[1].lower(), is_folder(location)
     if max_shard_size is not None and not folder and suffix in WEIGHT_SUFFIXES:
         raise ValueError(f"max_shard_size writes a folder, but {show(shown)} has the suffix of a file")
     if max_shard_size is not None or folder:
@@ -292,7 +289,7 @@ def target_of(
             f"{show(shown)}: tensors are saved as safetensors: use the suffix .safetensors, or end the path "
             "with a slash for a folder"
         )
-    if not location.files.remote:
+    if not remote:
         return _local_file(path, overwrite=overwrite, durable=durable)
     store, name = file_in_store(location, overwrite=overwrite)
     return FileSink(lambda size: store.writing(name, size or 0))
@@ -321,7 +318,7 @@ def _local_file(path: str, *, overwrite: bool, durable: bool) -> FileSink:
 def check_free(path: str, overwrite: bool) -> None:
     """Refuse an existing file before anything is read."""
     if not overwrite and os.path.lexists(path):
-        raise FileExistsError(errno.EEXIST, EXISTS, path)
+        raise exists(path)
 
 
 def refuse_inputs(path: Any, inputs: Iterable[Any], *, beside: Iterable[Any] = ()) -> None:
@@ -376,8 +373,7 @@ def shards_beside(path: str, overwrite: bool) -> list[str]:
         if os.path.basename(place) != SINGLE or not os.path.isfile(index):
             continue
         if not overwrite:
-            message = f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it"
-            raise FileExistsError(errno.EEXIST, message, index)
+            raise exists(index, f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it")
         old += [index, *map(folder.shown, sorted(filter(NUMBERED.fullmatch, indexed_names(folder))))]
     return old
 
@@ -392,17 +388,15 @@ def remove_shards(old: Iterable[str]) -> None:
 
 def check_shards(old: Collection[str], read: Iterable[str], *, every_tensor: bool) -> None:
     """Refuse to remove shards of the source if the new file does not get all of their tensors."""
-    if not old:
-        return
     shards = [path for path in old if path.endswith(".safetensors") and os.path.exists(path)]
-    identities = {identity_of(os.stat(path))[2:] for path in read if os.path.exists(path)} if shards else set()
+    identities = {identity_of(os.stat(path))[2:] for path in read if os.path.exists(path)}
     lost = [path for path in shards if identity_of(os.stat(path))[2:] in identities]
     if lost and not (every_tensor and len(lost) == len(shards)):
-        message = (
+        raise exists(
+            lost[0],
             f"{SINGLE} would replace all shards of {INDEX}, which are the source, but not get all of their "
-            "tensors: choose another folder"
+            "tensors: choose another folder",
         )
-        raise FileExistsError(errno.EEXIST, message, lost[0])
 
 
 # ---- text files ----
@@ -451,11 +445,7 @@ class Output(NamedTuple):
             raise self._exists() from None
 
     def _exists(self) -> FileExistsError:
-        return FileExistsError(
-            errno.EEXIST,
-            f"File exists and is not a safeload {self.kind}; pass overwrite=True to replace it",
-            self.path,
-        )
+        return exists(self.path, f"File exists and is not a safeload {self.kind}; pass overwrite=True to replace it")
 
     def is_ours(self) -> bool:
         """True if safeload wrote the existing file as this kind of file."""

@@ -21,12 +21,13 @@ from .._version import __version__
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
-from ..core.files import LOCAL, Files
+from ..core.files import LOCAL, Location
 from ..core.opening import reopen_subset
 from ..core.paths import absolute, native_path
 from ..core.progress import Progress, reporter
 from ..core.registry import Opened, Recipe, formats_of, row_of
 from ..core.runtime import debug, paused
+from ..core.staging import Spans
 from ..core.store import check_unchanged, identity_of
 from ..core.text import plural, printable, show
 from ..core.weight_file import WeightFile
@@ -177,16 +178,15 @@ def check_path(path: str) -> None:
         raise FormatError(f"invalid plan: {error}") from None
 
 
-def files_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Files:
-    """Return the file system of a path or URL in a plan; options of this process override ``planned`` options."""
+def place_at(path: str, planned: Mapping[str, Any] | None, storage_options: Mapping[str, Any] | None) -> Location:
+    """Return the location of a path or URL in a plan; options of this process override ``planned`` options."""
     check_path(path)
     if not urls.is_url(path):
-        return LOCAL
+        return Location(LOCAL, path)
     from ..remote.remote_files import RemoteFiles  # only here: most paths are local
 
-    if planned is None and storage_options is None:
-        return RemoteFiles()
-    return RemoteFiles(_merged(planned or {}, storage_options or {}))
+    options = None if planned is None and storage_options is None else _merged(planned or {}, storage_options or {})
+    return Location(RemoteFiles(options), path)
 
 
 def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,11 +248,7 @@ class TensorFiles:
     """The files of tensors of a catalog."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        names: Sequence[str],
-        argument: str = EXECUTOR,
-        located: tuple[Sequence[Any], Array] | None = None,  # files and the file of each tensor, if they are known
+        self, catalog: Catalog, names: Sequence[str], argument: str = EXECUTOR, spans: Spans | None = None
     ) -> None:
         check_paths(catalog, argument)
         self._checkpoints = catalog.checkpoints
@@ -267,13 +263,12 @@ class TensorFiles:
                     if unlisted:
                         self._unlisted[weights] = unlisted
         self._further: dict[int, list[int]] = {}  # files of scales and of other parts, by the index of the tensor
-        tensors = catalog.plain(names) if located is None else None
-        self.files: Sequence[WeightFile]
+        self.files: Sequence[Any]
         self.file: Array  # index of the file with the values or codes of each tensor
-        if tensors is not None:
-            located = tensors.files, tensors.ranges.file
-        if located is not None:
-            self.files, self.file = located
+        tensors = catalog.plain(names, blocks=True) if spans is None else None
+        spans = spans if tensors is None else Spans.of(tensors)
+        if spans is not None:
+            self.files, self.file = spans.files, spans.file
             return
         numbers: dict[WeightFile, int] = {}
         first = []
@@ -348,9 +343,7 @@ def opened(
     with ExitStack() as stack:
         catalogs = []
         for side in sides:
-            sources = piece.get(side)
-            if not isinstance(sources, (list, tuple)):
-                raise FormatError(f"{INVALID_PIECE}: {side} must be a list, got {show(sources)}")
+            sources = field_of(piece, side, (list, tuple), "a list")
             paths = (_reopened(source, names, storage_options) for source in sources)
             catalog = Catalog.of([stack.enter_context(Checkpoint(path)) for path in paths] or {})
             catalog.mapped = False
@@ -360,11 +353,17 @@ def opened(
         yield names, catalogs
 
 
+def field_of(content: Any, key: str, kinds: Any, what: str, prefix: str = INVALID_PIECE) -> Any:
+    """Return a field of a plan or a piece, and refuse a value of any other kind."""
+    value = content.get(key) if isinstance(content, Mapping) else None
+    if not isinstance(value, kinds):
+        raise FormatError(f"{prefix}: {key} must be {what}, got {show(value)}")
+    return value
+
+
 def check_version(plan: Any, prefix: str = INVALID_PLAN) -> None:
     """Refuse a plan, piece or note of another version of safeload."""
-    version = plan.get("version") if isinstance(plan, Mapping) else None
-    if not isinstance(version, str):
-        raise FormatError(f"{prefix}: version must be a string, got {show(version)}")
+    version = field_of(plan, "version", str, "a string", prefix)
     if version != __version__:
         raise UnsupportedError(
             f"the plan was made by safeload {printable(version)}, but this is safeload {__version__}: "
@@ -388,7 +387,7 @@ def _reopened(source: Any, names: Sequence[str], storage_options: Mapping[str, A
         configs = [(path, (size, version)) for path, size, version in source["configs"]]
         for path, _ in (*seen, *configs):
             check_path(path)
-        files = files_at(seen[0][0], source["storage_options"], storage_options)
+        files = place_at(seen[0][0], source["storage_options"], storage_options).files
         first = {files.shown(path): names[k] for path, _, _, k in source["files"]}
         format, unknown_globals = source["format"], source["unknown_globals"]
         if format is not None:
@@ -405,10 +404,6 @@ def _reopened(source: Any, names: Sequence[str], storage_options: Mapping[str, A
             raise FormatError("the configuration is gone", path)
         check_unchanged(path, identity)
     try:
-        for path, identity in seen if files is LOCAL else ():
-            if not os.path.exists(path):
-                raise FileNotFoundError(path)
-            check_unchanged(path, identity)
         return reopen_subset(seen, config, recipe, unlisted)
     except (FileNotFoundError, FormatError) as error:
         gone = isinstance(error, FileNotFoundError)

@@ -42,26 +42,11 @@ from ..formats.mixtures import ImportanceMatrix
 from ..models.choosing import untied as without_ties
 from ..models.layout import LAYER, Layout, StackedTensor
 from ..quant.families import presets
+from . import quantize
 from .catalog import Catalog, Made, TensorDescription, read_values
 from .destinations import AnyTensor, ShardWriter, shard_bounds, writer_of
 from .destinations import weight_map as stored_in
 from .executors import in_memory
-from .quantize import (
-    Encoding,
-    Rounding,
-    Scratch,
-    ScratchBuffers,
-    Weights,
-    encode,
-    global_scale,
-    largest_in,
-    maxima_of,
-    quantize_source,
-    quantizing,
-    run_requests,
-    scales_of,
-    weights_in,
-)
 from .rules import Summary, vectors_for
 
 _BYTES = dtypes.BY_CODE["U8"]
@@ -230,20 +215,21 @@ def outputs_of(
     rename: Renames = None,
     threads: int | None = None,
     tensors: Tensors | None = None,  # plain or in blocks, as far as they are known already
+    spans: Spans | None = None,  # of ``tensors``, in place of ``decisions``
     descriptions: Mapping[str, TensorDescription] | None = None,  # available already
     matrix: ImportanceMatrix | None = None,  # by names in the source
 ) -> Outputs:
     """Return the tensors as decided."""
-    reads, decided = [*decisions], [*decisions.values()]
-    names = [*renamed(reads, rename).values()] if rename else reads
-    if format == SAFETENSORS and matrix is None and not catalog.makes:
+    reads = [*decisions] if tensors is None or spans is None else tensors.names
+    names, decided = [*renamed(reads, rename).values()] if rename else reads, [*decisions.values()]
+    if spans is None and format == SAFETENSORS and matrix is None and not catalog.makes:
         targets = {decision: decision.target for decision in {*decided}}
         if None not in targets.values():
             tensors = catalog.plain(reads, blocks=True) if tensors is None else tensors.named(reads)
             numbers = np.array([targets[decision] for decision in decided], np.int16)
             spans = None if tensors is None else spans_of(tensors, numbers)
-            if tensors is not None and spans is not None:
-                return Outputs(catalog, format, threads, reads, names, decided, tensors.columns.shapes, spans)
+    if tensors is not None and spans is not None:
+        return Outputs(catalog, format, threads, reads, names, decided, tensors.columns.shapes, spans)
     maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
     outputs = [maker.output(name, decision) for name, decision in decisions.items()]
     return Outputs(catalog, format, threads, reads, names, decided, made=outputs, maker=maker)
@@ -342,7 +328,7 @@ class _CopyWriter:
                 source, target = (int(column[k]) for column in self._spans[4:])
                 if k in blocks and source != target:
                     values, scheme = outputs.catalog.source(outputs.reads[k]), dtypes.of_number(target).name
-                    quantize_source(values, scheme, axis=None, rounding=None, threads=outputs.threads)
+                    quantize.quantize_source(values, scheme, axis=None, rounding=None, threads=outputs.threads)
             raise refused
         finally:
             del refused  # it refers to this frame
@@ -372,10 +358,10 @@ class Maker:
         self._decisions = decisions
         self._descriptions = {} if descriptions is None else descriptions
         self._format = format
-        self._rounding: Rounding | None = "ggml" if format == "gguf" else None
+        self._rounding: quantize.Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
-        self._scratch, self._codes = Scratch(), Scratch()
-        self._buffers = ScratchBuffers()
+        self._scratch, self._codes = quantize.Scratch(), quantize.Scratch()
+        self._buffers = quantize.ScratchBuffers()
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
@@ -398,7 +384,7 @@ class Maker:
         if scheme in presets():
             return self._encoded(source, decision, tensor)
         if scheme is not None and importance is None and self._is_small(source, tensor):
-            codes, scale = partial(self._in_group, "codes", name), partial(self._in_group, "scale", name)
+            codes, scale = partial(self._in_group, packing.CODES, name), partial(self._in_group, packing.SCALE, name)
             output = _quantized_later(scheme, tensor.shape, usual_axis(scheme, tensor.shape), codes, scale)
             values: Any = partial(self._catalog.values, source, name)
             self._small[name] = output, tensor.nbytes, values
@@ -469,7 +455,7 @@ class Maker:
             value = read()
             stacked = isinstance(value, np.ndarray)  # occupies the scratch memory itself
             data = private_array(stored, dtype) if stacked else self._scratch.array(stored, dtype)
-            return quantize_source(
+            return quantize.quantize_source(
                 value,
                 scheme,
                 axis=axis,
@@ -494,18 +480,18 @@ class Maker:
             parts[part.suffix] = Lazy(*encoding.stored(role), make)
         return LazyParts(encoding.preset.name, tensor.shape, parts, encoded=True)
 
-    def _encoding(self, source: str, decision: Decision, shape: tuple[int, ...]) -> Encoding:
+    def _encoding(self, source: str, decision: Decision, shape: tuple[int, ...]) -> quantize.Encoding:
         assert decision.scheme is not None
         assert decision.dtype is not None
-        return Encoding(source, presets()[decision.scheme], shape, dtypes.BY_CODE[decision.dtype])
+        return quantize.Encoding(source, presets()[decision.scheme], shape, dtypes.BY_CODE[decision.dtype])
 
-    def encoded(self, source: str, decision: Decision) -> tuple[Encoding, dict[str, Array]]:
+    def encoded(self, source: str, decision: Decision) -> tuple[quantize.Encoding, dict[str, Array]]:
         """Quantize a weight for an engine at once: its parts that depend on values, by role."""
         encoding = self._encoding(source, decision, self._about(source).shape)
         largest, weights = self._largest(encoding, decision.partners), self._weights(source, encoding.row)
-        return encoding, encode(encoding, weights, largest=largest, threads=self._threads)
+        return encoding, quantize.encode(encoding, weights, largest=largest, threads=self._threads)
 
-    def _largest(self, encoding: Encoding, partners: tuple[str, ...]) -> float | None:
+    def _largest(self, encoding: quantize.Encoding, partners: tuple[str, ...]) -> float | None:
         """Return the largest magnitude of the weights that share a global scale; None without such a scale."""
         if packing.GLOBAL not in encoding.preset.parts:
             return None
@@ -513,10 +499,10 @@ class Maker:
         if names not in self._maxima:
             sharing = (encoding._replace(name=other, shape=self._about(other).shape) for other in names)
             weights = ((each, self._weights(each.name, each.row)) for each in sharing)
-            self._maxima[names] = max(largest_in(each, values, self._threads) for each, values in weights)
+            self._maxima[names] = max(quantize.largest_in(each, values, self._threads) for each, values in weights)
         return self._maxima[names]
 
-    def _part_of(self, encoding: Encoding, partners: tuple[str, ...], role: str) -> Array:
+    def _part_of(self, encoding: quantize.Encoding, partners: tuple[str, ...], role: str) -> Array:
         """Return a part of a quantized weight."""
         name = encoding.name
         kept = self._kept_parts.get(name, {}).pop(role, None)
@@ -525,12 +511,12 @@ class Maker:
             return kept
         largest = self._largest(encoding, partners)
         if largest is not None and role == packing.GLOBAL:
-            return jobs.native_order(np.array([global_scale(largest, encoding.row)]))
+            return jobs.native_order(np.array([quantize.global_scale(largest, encoding.row)]))
         codes = None
         if role == packing.CODES:
             dtype, shape = encoding.stored(role)
             codes = self._codes.array(shape, dtype)
-        parts = encode(
+        parts = quantize.encode(
             encoding,
             self._weights(name, encoding.row),
             largest=largest,
@@ -546,8 +532,8 @@ class Maker:
             self._kept_bytes += nbytes
         return parts[role]
 
-    def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
-        return weights_in(self._catalog, name, row, self._buffers, self._scratch.array, threads=self._threads)
+    def _weights(self, name: str, row: dtypes.Dtype) -> quantize.Weights:
+        return quantize.weights_in(self._catalog, name, row, self._buffers, self._scratch.array, threads=self._threads)
 
     def _packed(self, name: str, tensor: TensorDescription) -> LazyParts:
         """Return a packed tensor as stored."""
@@ -586,7 +572,7 @@ class Maker:
                 group, used = [], 0
             group.append(name)
             last[output.scheme] = group, used + size
-            self._groups["codes", name] = self._groups["scale", name] = group
+            self._groups[packing.CODES, name] = self._groups[packing.SCALE, name] = group
 
     def _in_group(self, part: str, name: str) -> Array:
         """Return codes or scales of a small tensor, made with its group, or alone if the group fails."""
@@ -594,30 +580,30 @@ class Maker:
             group, arrays = self._groups.get((part, name), [name]), {}
             for other in group:
                 self._groups.pop((part, other), None)
-            make = self._codes_of if part == "codes" else self._scales_of
             if len(group) > 1:
                 try:
-                    arrays = make(group)
+                    arrays = self._together(part, group)
                 except Exception as error:
                     debug("a group of %d small tensors failed: %s", len(group), error)
                     self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
-            self._grouped.update({(part, other): array for other, array in (arrays or make([name])).items()})
+            arrays = arrays or self._together(part, [name])
+            self._grouped.update({(part, other): array for other, array in arrays.items()})
         return self._grouped.pop((part, name))
 
-    def _scales_of(self, group: Sequence[str]) -> dict[str, Array]:
-        tensors = [self._small[name] for name in group]
-        maxima = maxima_of([(source(), output.axis) for output, _, source in tensors], self._threads)
+    def _together(self, part: str, group: Sequence[str]) -> dict[str, Array]:
+        """Make codes or scales of small tensors."""
+        tensors = [(output, source()) for output, _, source in map(self._small.__getitem__, group)]
+        if part == packing.CODES:
+            pairs = [
+                quantize.quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors
+            ]
+            quantize.run_requests([request for request, _ in pairs], threads=self._threads, progress=None)
+            return {name: result.data for name, (_, result) in zip(group, pairs, strict=True)}
+        maxima = quantize.maxima_of([(values, output.axis) for output, values in tensors], self._threads)
+        shapes = [output.roles[packing.SCALE].shape for output, _ in tensors]
         return {
-            name: scales_of(bits)[0].reshape(output.scale.shape)
-            for name, bits, (output, _, _) in zip(group, maxima, tensors, strict=True)
-            if output.scale is not None
+            name: quantize.scales_of(bits)[0].reshape(s) for name, bits, s in zip(group, maxima, shapes, strict=True)
         }
-
-    def _codes_of(self, group: Sequence[str]) -> dict[str, Array]:
-        tensors = ((output, source()) for output, _, source in map(self._small.__getitem__, group))
-        pairs = [quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors]
-        run_requests([request for request, _ in pairs], threads=self._threads, progress=None)
-        return {name: result.data for name, (_, result) in zip(group, pairs, strict=True)}
 
 
 def _quantized_later(

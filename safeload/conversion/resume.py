@@ -6,21 +6,20 @@ their files, with the size of each file and the time of its last change when the
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from itertools import chain
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._version import __version__
 from ..adapters.adapter import listed
-from ..core.atomic_file import Digest, hidden_name
+from ..core.atomic_file import Digest, exists, hidden_name
 from ..core.checkpoint import recipe_of
 from ..core.files import Location
 from ..core.names import pairs_of
@@ -34,20 +33,11 @@ from ..formats.folder import INDEX, RESUME, SINGLE
 from ..formats.numbered import PART
 from ..quant.families import presets
 from ..remote import url as urls
-from . import executors
-from .catalog import Catalog, Given, RestructuredCatalog, has_names
-from .decide import (
-    ConvertOptions,
-    ConvertReport,
-    ConvertRequest,
-    config_for,
-    is_restored,
-    open_sources,
-    prepare,
-    request_of,
-)
+from . import decide, executors
+from .catalog import Catalog, Given, RestructuredCatalog
+from .decide import ConvertOptions, ConvertReport, ConvertRequest
 from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes
-from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, check_path, check_version, files_at, opened
+from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, field_of, opened, place_at
 from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of, weight_map
 from .rules import Summary, arranged
 from .sink import Sink, free_names, indexed_names, shared_identity
@@ -96,21 +86,15 @@ class Plan(dict[str, Any]):
     @public
     def pieces(self) -> list[dict[str, Any]]:
         """Arguments for `run_piece`. Pieces can run in any order, on any machine, and more than once."""
-        pieces: list[dict[str, Any]] = self._checked("pieces", list, "a list")
+        pieces: list[dict[str, Any]] = field_of(self, "pieces", list, "a list", INVALID_PLAN)
         return pieces
 
     @property
     @public
     def id(self) -> str:
         """A hash of the options, the sources and safeload's version."""
-        plan_id: str = self._checked("id", str, "a string")
+        plan_id: str = field_of(self, "id", str, "a string", INVALID_PLAN)
         return plan_id
-
-    def _checked(self, key: str, kind: type, kind_name: str) -> Any:
-        value = self.get(key)
-        if not isinstance(value, kind):
-            raise FormatError(f"{INVALID_PLAN}: {key} must be {kind_name}, got {show(value)}")
-        return value
 
     def __repr__(self) -> str:
         content = f"{self.get('operation')}, {plural(len(self.get('pieces', ())), 'piece')}"
@@ -160,8 +144,9 @@ def plan_convert(
         >>> safeload.finalize(plan, results).tensors
         30
     """
-    with planned(src, request_of(dst, options, overwrite=overwrite, resume=resume)) as (plan, folder, _, _):
-        shared = folder.location.files.public_options()
+    with ExitStack() as stack:
+        plan, folder, _, _ = _planned(stack, src, decide.request_of(dst, options, overwrite=overwrite, resume=resume))
+    shared = folder.location.files.public_options()
     for content in (plan, *plan["pieces"]):
         content["storage_options"] = shared
     plan["sum"] = _sum_of(plan)
@@ -174,101 +159,88 @@ def convert_in_pieces(
     """Plan a conversion, run all of its pieces, each of which writes its shard and its record, and complete it."""
     own = request.options["storage_options"]
     with ExitStack() as stack:
-        plan, folder, shards, stored = stack.enter_context(planned(src, request))
-        pieces = plan["pieces"]
+        plan, folder, shards, stored = _planned(stack, src, request)
+        pieces, remote = plan["pieces"], folder.location.files.remote
         if executor is None:
             run = PieceRunner(folder, own, dict(zip([piece["id"] for piece in pieces], shards, strict=True)))
         else:
             stack.close()  # workers open the sources themselves
-            run = PieceRunner(folder if folder.location.files.remote else None, own)
+            run = PieceRunner(folder if remote else None, own)
         with folder.begin():
             try:
                 results = executors.run(run, pieces, executor, threads=request.threads, progress=request.progress)
             except BaseException:
-                if not folder.location.files.remote:
+                if not remote:
                     folder.remove_empty([plan["call"]])
                 raise
     return _complete(plan, results, folder, own, stored)
 
 
-@contextmanager
-def planned(
-    src: Given | Sequence[Given], request: ConvertRequest
-) -> Iterator[tuple[dict[str, Any], Sink, list[Outputs], dict[str, str]]]:
-    """Yield a plan without storage options, its destination, its open shards, and the file of each stored tensor."""
+def _planned(
+    stack: ExitStack, src: Given | Sequence[Given], request: ConvertRequest
+) -> tuple[dict[str, Any], Sink, list[Outputs], dict[str, str]]:
+    """Return a plan without storage options, its destination, its open shards, and the file of each stored tensor."""
     folder, overwrite, resume = request.folder, request.overwrite, request.resume
     if folder is None:
         raise ValueError(
             f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
             "written by several processes; pass the path of a folder"
         )
-    sources: Any = src if has_names(src) else list(src)  # type: ignore[arg-type]
-    plain = _options(request)
-    call = digest_of([__version__, plain, [*map(_source_id, sources if isinstance(sources, list) else [sources])]])
-    with ExitStack() as stack:
-        catalog = open_sources(stack, sources, request)
-        if is_restored(catalog, request):
-            raise UnsupportedError(
-                f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
-                "executor=; raw=True writes the tensors as they are"
-            )
-        with paused(len(catalog)):
-            outputs = prepare(stack, catalog, request)
-            shards = outputs.divided(request.limit)
-            stored = weight_map(shards)  # refuses two tensors with the same name
-            pieces = _pieces(outputs, shards, request, plain)
-            plan_id = digest_of([__version__, pieces[0]["options"], [piece["id"] for piece in pieces]])
-            for piece in pieces:
-                piece.update(plan=plan_id, call=call, folder=folder.place)
-            folder.check_free(overwrite=overwrite or resume)
-            remote = folder.location.files.remote
-            records = folder.records() if resume or remote else {}
-            if resume and not overwrite:
-                _check_folder(pieces, folder, records)
-            if resume:
-                _check_not_applied(outputs.catalog, folder, call, records.get(call, {}))
-            if remote:
-                _choose_names(pieces, folder, records.get(call, {}), overwrite=overwrite)
-                files = dict(zip(shards, [piece["file"] for piece in pieces], strict=True))
-                stored = {name: files[file] for name, file in stored.items()}
-            summary = outputs.summary
-            extras = {name: place for name, place in outputs.files.items() if isinstance(place, Location)}
-            plan = {
-                "safeload_plan": 2,
-                "operation": "convert",
-                "version": __version__,
-                "id": plan_id,
-                "call": call,
-                "options": pieces[0]["options"],
-                "folder": folder.place,
-                "overwrite": overwrite,
-                "storage_options": None,
-                "pieces": pieces,
-                "tensors": outputs.tensor_count,
-                "config": config_for(outputs, folder, request),
-                "extras": {  # without secrets
-                    name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
-                    for name, place in extras.items()
-                },
-                "quantized": None if summary is None else [summary.bytes_before, summary.kept],
-                "schemes": [*outputs.schemes],
-                "left_out": [*outputs.left_out],
-                "parameters": outputs.parameters,
-            }
-        yield plan, folder, [*shards.values()], stored
-
-
-def _source_id(source: Any) -> Any:
-    if hasattr(source, "weight_files"):  # an open checkpoint
-        recipe = recipe_of(source)
-        shown = [recipe.files.shown(path).rstrip("/") for path in recipe.paths]
-        return shown[0] if (len(shown), recipe.root, recipe.stored) == (1, None, False) else [shown, recipe.root]
-    if isinstance(source, Location):
-        return source.shown.rstrip("/")
-    text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
-    if isinstance(text, str):
-        return (urls.shown(text) if urls.is_url(text) else os.path.abspath(text)).rstrip("/")
-    return f"{type(source).__name__} {getattr(source, 'path', '')}"
+    plain, catalog = _options(request), decide.open_sources(stack, src, request)
+    sources = [
+        [[recipe.files.shown(path).rstrip("/") for path in recipe.paths], recipe.root, recipe.stored]
+        for recipe in map(recipe_of, catalog.checkpoints)
+    ]
+    call = digest_of([__version__, plain, sources])
+    if decide.is_restored(catalog, request):
+        raise UnsupportedError(
+            f"{catalog.title}: the folder of a GGUF model is written at once, without resume= and "
+            "executor=; raw=True writes the tensors as they are"
+        )
+    with paused(len(catalog)):
+        outputs = decide.prepare(stack, catalog, request)
+        shards = outputs.divided(request.limit)
+        stored = weight_map(shards)  # refuses two tensors with the same name
+        pieces = _pieces(outputs, shards, request, plain)
+        plan_id = digest_of([__version__, plain, [piece["id"] for piece in pieces]])
+        for piece in pieces:
+            piece.update(plan=plan_id, call=call, folder=folder.place)
+        folder.check_free(overwrite=overwrite or resume)
+        remote = folder.location.files.remote
+        records = folder.records() if resume or remote else {}
+        if resume and not overwrite:
+            _check_folder(pieces, folder, records)
+        if resume:
+            _check_not_applied(outputs.catalog, folder, call, records.get(call, {}))
+        if remote:
+            _choose_names(pieces, folder, records.get(call, {}), overwrite=overwrite)
+            files = dict(zip(shards, [piece["file"] for piece in pieces], strict=True))
+            stored = {name: files[file] for name, file in stored.items()}
+        summary = outputs.summary
+        plan = {
+            "safeload_plan": 2,
+            "operation": "convert",
+            "version": __version__,
+            "id": plan_id,
+            "call": call,
+            "options": plain,
+            "folder": folder.place,
+            "overwrite": overwrite,
+            "storage_options": None,
+            "pieces": pieces,
+            "tensors": outputs.tensor_count,
+            "config": decide.config_for(outputs, folder, request),
+            "extras": {  # without secrets
+                name: [place.files.public(place.files.absolute(place.path)), place.files.public_options()]
+                for name, place in outputs.files.items()
+                if isinstance(place, Location)
+            },
+            "quantized": None if summary is None else [summary.bytes_before, summary.kept],
+            "schemes": [*outputs.schemes],
+            "left_out": [*outputs.left_out],
+            "parameters": outputs.parameters,
+        }
+    return plan, folder, [*shards.values()], stored
 
 
 def _pieces(
@@ -282,9 +254,7 @@ def _pieces(
         reads = [[*dict.fromkeys(source for name in names for source in sources_of(name))] for names in reads]
     adapters = planned_adapters(stored)
     position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
-    texts, spans = outputs.texts, outputs.spans
-    located = None if spans is None else (spans.files, spans.file)
-    side = TensorFiles(stored, [*position], "a conversion in pieces", located)
+    texts, side = outputs.texts, TensorFiles(stored, [*position], "a conversion in pieces", outputs.spans)
     pieces = []
     for (file, shard), names in zip(shards.items(), reads, strict=True):
         piece: dict[str, Any] = {
@@ -373,15 +343,15 @@ def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, records: Mappi
     if not names or (own and not complete):
         return
     if own and SINGLE in names and all(piece["file"] != SINGLE for piece in pieces):
-        message = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
-        raise FileExistsError(errno.EEXIST, message, folder.shown(SINGLE))
+        text = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
+        raise exists(folder.shown(SINGLE), text)
     earlier = next(filter(None, (own, *records.values())), None)
     if earlier is None:
         what = "complete checkpoint: there is nothing to continue" if complete else "no record of this conversion"
         message = f"The folder has {'a ' if complete else 'other files, and '}{what}; pass overwrite=True to replace it"
         begun = {RESUME, *({piece["file"] for piece in pieces} if folder.location.files.remote else ())}
         if any(name not in begun and hidden_name(name) is None for name in names):
-            raise FileExistsError(errno.EEXIST, message, folder.location.shown)
+            raise exists(folder.location.shown, message)
     elif not complete or any(own.get(piece["file"], {}).get("piece") != piece["id"] for piece in pieces):
         changed = [piece for piece in pieces if earlier.get(piece["file"], {}).get("piece") not in (None, piece["id"])]
         file = changed[0]["file"] if changed else next(iter(earlier))
@@ -447,23 +417,21 @@ def _bare_name(name: Any) -> str:
     """Return a file name, unless it leads out of its folder."""
     if not isinstance(name, str) or not name or name in (".", "..") or not _NOT_BARE.isdisjoint(name):
         raise FormatError(f"{INVALID_PLAN}: files must have bare names, got {show(name)}")
-    check_path(name)
+    executors.check_path(name)
     return name
 
 
 def _check_piece(piece: Any, prefix: str = INVALID_PIECE) -> None:
     """Refuse a piece that is not what the plan had."""
-    check_version(piece, prefix)
+    executors.check_version(piece, prefix)
     _bare_name(piece.get("file"))
-    check_path(piece["folder"] if isinstance(piece.get("folder"), str) else "\0")
-    if not isinstance(piece.get("plan"), str):
-        raise FormatError(f"{prefix}: plan must be a string, got {show(piece.get('plan'))}")
+    executors.check_path(piece["folder"] if isinstance(piece.get("folder"), str) else "\0")
+    field_of(piece, "plan", str, "a string", prefix)
     if digest_of({key: value for key, value in piece.items() if key not in _OF_PLAN}) != piece.get("id"):
         raise FormatError(f"{prefix}: it has changed since it was planned")
     if not (isinstance(piece.get("call"), str) and _CALL.fullmatch(piece["call"])):
         raise FormatError(f"{prefix}: call must be {_DIGITS} hexadecimal digits, got {show(piece.get('call'))}")
-    if not isinstance(piece.get("storage_options"), (dict, NoneType)):
-        raise FormatError(f"{prefix}: storage_options must be an object, got {show(piece['storage_options'])}")
+    field_of(piece, "storage_options", (dict, NoneType), "an object", prefix)
 
 
 def run(
@@ -477,21 +445,19 @@ def run(
     started = time.perf_counter()
     if outputs is None:
         _check_piece(piece)
-    call, file = piece["call"], piece["file"]
     if folder is None:
-        files = files_at(piece["folder"], piece.get("storage_options"), storage_options)
-        folder = sink_at(Location(files, piece["folder"]))
-    whole, remote = folder.whole_shard(call, file, piece["id"]), folder.location.files.remote
-    if whole is not None:
-        record, place, name = whole
-        identity = None if remote else place.identity(name)
+        folder = sink_at(place_at(piece["folder"], piece.get("storage_options"), storage_options))
+    call, file, remote = piece["call"], piece["file"], folder.location.files.remote
+    record = folder.record(call, file)
+    whole = folder.find(call, file, record) if record is not None and record["piece"] == piece["id"] else None
+    if record is not None and whole is not None:
+        identity = None if remote else whole[0].identity(whole[1])
     else:
         if remote:  # a shard of a finished checkpoint, or of another conversion, stays
             shown = folder.shown(file)
             finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
-            if finished and folder.record(call, file) is None:
-                message = "A finished checkpoint has a shard of this name: plan again"
-                raise FileExistsError(errno.EEXIST, message, shown)
+            if finished and record is None:
+                raise exists(shown, "A finished checkpoint has a shard of this name: plan again")
             if any(file in records for other, records in folder.records().items() if other != call):
                 raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
         place, identity = folder if remote else folder.waiting(call), None
@@ -602,7 +568,7 @@ def finalize(
         >>> safeload.finalize(plan, map(safeload.run_piece, plan["pieces"])).tensors
         30
     """
-    check_version(plan, INVALID_PLAN)
+    executors.check_version(plan, INVALID_PLAN)
     for name in plan["extras"] if isinstance(plan.get("extras"), dict) else ():
         _bare_name(name)
     pieces = plan.get("pieces")
@@ -610,8 +576,7 @@ def finalize(
         raise FormatError(f"{INVALID_PLAN}: it has changed since it was made")
     for k, piece in enumerate(pieces):
         _check_piece(piece, f"{INVALID_PLAN}: pieces[{k}]")
-    files = files_at(plan["folder"], plan["storage_options"], storage_options)
-    folder = sink_at(Location(files, plan["folder"]))
+    folder = sink_at(place_at(plan["folder"], plan["storage_options"], storage_options))
     return _complete(plan, results, folder, storage_options)
 
 
@@ -634,10 +599,7 @@ def _complete(
     if missing:
         count = f"{plural(len(missing), 'piece')} of {len(expected):,}"
         raise ValueError(f"no result for {count}, such as {show(missing[0])}: run them first")
-    done = [by_file[file] for file in expected]
-
-    def find(result: Mapping[str, Any]) -> tuple[Sink, str]:
-        return _place_of(plan, result, folder, trusted=planned is not None)
+    done, find = [by_file[file] for file in expected], partial(_place_of, plan, folder, planned is not None)
 
     def names_in(shard: tuple[Sink, str]) -> list[str]:
         location = shard[0].location / shard[1]
@@ -652,7 +614,7 @@ def _complete(
     names = [file if place is folder else free[file] for place, file in shards]
     for name in () if plan["overwrite"] else {INDEX, SINGLE} & folder.names():  # of another conversion
         if not (indexed_names(folder) >= {*names} if name == INDEX else name in placed or name not in names):
-            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", folder.shown(name))
+            raise exists(folder.shown(name))
     if planned is None:
         stored = {
             tensor: name for name, tensors in zip(names, each(names_in, shards), strict=True) for tensor in tensors
@@ -661,7 +623,7 @@ def _complete(
         name_of = dict(zip(expected, names, strict=True))
         stored = {tensor: name_of[file] for tensor, file in planned.items()}
     files: dict[str, bytes | Location] = {
-        name: Location(files_at(path, public, storage_options), path) for name, (path, public) in plan["extras"].items()
+        name: place_at(path, public, storage_options) for name, (path, public) in plan["extras"].items()
     }
     total = sum(piece["nbytes"] for piece in plan["pieces"])
     if plan["parameters"] is not None or names != [SINGLE]:
@@ -683,18 +645,17 @@ def _complete(
     return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, summary, left_out)
 
 
-def _place_of(plan: Mapping[str, Any], result: Mapping[str, Any], folder: Sink, *, trusted: bool) -> tuple[Sink, str]:
+def _place_of(plan: Mapping[str, Any], folder: Sink, trusted: bool, result: Mapping[str, Any]) -> tuple[Sink, str]:
     """Return the place of a shard that has the content of its result."""
-    remote, file, sha256, identity = folder.location.files.remote, result["file"], result["sha256"], result["identity"]
-    record = folder.record(plan["call"], file) if remote else None
-    # A shard that is in the folder already need not come from the subfolder again.
-    for place, name in reversed(folder.places(plan["call"], file)):
-        known = trusted and identity is not None and place.identity(name) == identity
-        if known or place.holds(name, result["size"], sha256, None if record is None else record.get("object")):
-            return place, name
-    usual = folder if remote else folder.waiting(plan["call"])
+    call, file, remote = plan["call"], result["file"], folder.location.files.remote
+    record = folder.record(call, file) if remote else None
+    content = {**result, "object": None if record is None else record.get("object")}
+    place = folder.find(call, file, content, result["identity"] if trusted else None)
+    if place is not None:
+        return place
+    usual = folder if remote else folder.waiting(call)
     if file in usual.names():
-        text = f"not what its piece wrote: run its piece again (expected SHA-256 {sha256[:16]}...)"
+        text = f"not what its piece wrote: run its piece again (expected SHA-256 {result['sha256'][:16]}...)"
     else:
         text = "gone: run its piece again, on a machine that shares this folder"
     raise FormatError(f"the shard is {text}", usual.shown(file))

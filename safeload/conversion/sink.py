@@ -41,7 +41,6 @@ an old index. Programs that ignore the index and read every ``model*.safetensors
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -52,9 +51,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from ..core.atomic_file import AtomicFile, Digest, Swap, hidden_name, naming, remove_abandoned
+from ..core.atomic_file import AtomicFile, Digest, Swap, exists, hidden_name, naming, remove_abandoned
 from ..core.files import Files, Location
-from ..core.forking import cached_property
 from ..core.json_file import MAX_JSON, read_json
 from ..core.paths import absolute
 from ..core.store import ByteStore, Identity, identity_of, read_at, sync_folder
@@ -72,8 +70,6 @@ EXTRAS = (
     *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
     *("preprocessor_config.json", "processor_config.json"),
 )
-# The refusal of files that are there.
-EXISTS = "File exists; pass overwrite=True to replace it"
 # The limit in bytes; tokenizers have up to 40 MB.
 LARGEST_EXTRA = 1 << 30
 _BUFFER = 8 << 20
@@ -227,7 +223,7 @@ class Sink:
         outdated = self._outdated({*new, *files}) if self._overwrite else []
         if new != {SINGLE} and SINGLE not in outdated and os.path.isfile(self.shown(SINGLE)):
             text = f"Other programs load this file instead of the shards of {INDEX}: remove it, or choose a new folder"
-            raise FileExistsError(errno.EEXIST, text, self.shown(SINGLE))
+            raise exists(self.shown(SINGLE), text)
         self._overwrite = self._overwrite or not shards  # an earlier call may have put files beside shards of pieces
         block = None
         if self._is_read_between(new, placed):
@@ -257,8 +253,7 @@ class Sink:
                         swap.hide(target)
                     continue
                 if waits and name != SINGLE and os.path.lexists(target):
-                    text = "Another conversion has written this shard; repeat the call"
-                    raise FileExistsError(errno.EEXIST, text, target)
+                    raise exists(target, "Another conversion has written this shard; repeat the call")
                 overwrite, owner = waits or self._replaces(name), like if name in new else None
                 swap.put(source, target, like=owner, overwrite=overwrite, durable=not waits)
             with naming(self.location.path):
@@ -321,14 +316,9 @@ class Sink:
 
     # ---- unfinished conversions ----
 
-    @cached_property
-    def unfinished(self) -> Sink:
-        """The subfolder of unfinished conversions."""
-        return self / RESUME
-
     def waiting(self, call: str) -> Sink:
-        """Return the subfolder of a call."""
-        return self.unfinished / call
+        """Return the subfolder of an unfinished conversion."""
+        return self / RESUME / call
 
     def write_record(self, call: str, file: str, record: Mapping[str, Any]) -> None:
         """Write the record of a complete shard."""
@@ -358,7 +348,7 @@ class Sink:
     def records(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return the valid records of the folder by call and by shard."""
         by_call = {}
-        for call in sorted(filter(_CALL.fullmatch, self.unfinished.names())):
+        for call in sorted(filter(_CALL.fullmatch, (self / RESUME).names())):
             listed = sorted(self.waiting(call).names())
             files = [name.removesuffix(RECORD) for name in listed if name.endswith(".safetensors" + RECORD)]
             of_call = self.location.files.each(partial(self.record, call), files)
@@ -366,30 +356,30 @@ class Sink:
         return by_call
 
     def places(self, call: str, file: str) -> list[tuple[Sink, str]]:
-        """Return where a shard can be: where it waits, or where an interrupted call has put it."""
+        """Return where a shard can be: where an interrupted call has put it, or where it waits."""
         if self.location.files.remote:
             return [(self, file)]
         waiting, usual = self.waiting(call), PART.fullmatch(file)
-        shards = [(waiting, file)] if file in waiting.names() else []
-        for name in sorted(self.names()):  # with any total number of shards
+        placed = []
+        for name in sorted(self.names(), reverse=True):  # with any total number of shards
             part = PART.fullmatch(name)
             if name == file or (part and usual and part.group(1, 2, 4) == usual.group(1, 2, 4)):
-                shards.append((self, name))
-        return shards
+                placed.append((self, name))
+        return [*placed, *([(waiting, file)] if file in waiting.names() else [])]
 
-    def whole_shard(self, call: str, file: str, piece: str) -> tuple[dict[str, Any], Sink, str] | None:
-        """Return record and place of a shard if the piece with this id wrote it and it is unchanged; else None."""
-        record = self.record(call, file)
-        if record is None or record["piece"] != piece:
-            return None
+    def find(
+        self, call: str, file: str, content: Mapping[str, Any], identity: list[Any] | None = None
+    ) -> tuple[Sink, str] | None:
+        """Return the place of a shard with the ``content`` of its record, or with an ``identity`` that is trusted."""
         for place, name in self.places(call, file):
-            if place.holds(name, record["size"], record["sha256"], record.get("object")):
-                return record, place, name
+            trusted = identity is not None and place.identity(name) == identity
+            if trusted or place.holds(name, content["size"], content["sha256"], content.get("object")):
+                return place, name
         return None
 
     def clear_records(self, calls: Iterable[str] | None = None) -> None:
         """Remove the records and waiting shards of calls, or of all; other files stay."""
-        calls = sorted(filter(_CALL.fullmatch, self.unfinished.names() if calls is None else calls))
+        calls = sorted(filter(_CALL.fullmatch, (self / RESUME).names() if calls is None else calls))
         for call in calls:
             place = self.waiting(call)
             ours = (".safetensors" + RECORD, ".tmp")
@@ -399,7 +389,7 @@ class Sink:
     def remove_empty(self, calls: Sequence[str]) -> None:
         """Remove the subfolders of calls if they have no file."""
         if calls:
-            self.unfinished.remove([call + "/" for call in calls])
+            (self / RESUME).remove([call + "/" for call in calls])
         if calls or not self.location.files.remote:
             self.remove([RESUME + "/"])
 
@@ -407,7 +397,7 @@ class Sink:
         """Refuse a folder with content before anything is read; say how to continue an unfinished conversion."""
         location, names = self.location, self.names()
         if not names and not (location.files.remote and location.path.endswith("/")) and is_file(location):
-            raise FileExistsError(errno.EEXIST, "This is a file, but shards need a folder", location.shown)
+            raise exists(location.shown, "This is a file, but shards need a folder")
         if not names or overwrite:
             return
         for call, of_call in {} if INDEX in names else self.records().items():
@@ -416,11 +406,9 @@ class Sink:
                 number = PART.fullmatch(complete[0])
                 total = 1 if number is None else int(number[3])
                 of = f"{len(complete):,} of {plural(total, 'shard')} {'is' if total == 1 else 'are'} there"
-                message = (
-                    f"An unfinished conversion: {of}; pass resume=True to continue or overwrite=True to start over"
-                )
-                raise FileExistsError(errno.EEXIST, message, location.shown)
-        raise FileExistsError(errno.EEXIST, EXISTS, location.shown)
+                text = f"An unfinished conversion: {of}; pass resume=True to continue or overwrite=True to start over"
+                raise exists(location.shown, text)
+        raise exists(location.shown)
 
 
 def is_file(location: Location) -> bool:

@@ -73,8 +73,21 @@ class StoreSink(Sink):
     def _upload(self, path: str, name: str) -> None:
         nbytes, shown = os.path.getsize(path), self.shown(name)
         debug("%s: uploading %d bytes", shown, nbytes)
-        backend = backend_of(self.location)
-        _bounded(backend.timeout, lambda: backend.upload(path, (self.location / name).path), nbytes, shown)
+        self._change(lambda backend: backend.upload(path, (self.location / name).path), nbytes, shown)
+
+    def _change(self, change: Callable[[Backend], object], nbytes: int, shown: str) -> None:
+        """Change files of the store within a time limit: libraries may wait forever for a silent server."""
+        backend = cast(RemoteFiles, self.location.files).backend(self.location.path)
+        seconds = _TIMEOUTS * backend.timeout + nbytes / _SLOWEST
+        try:
+            left_behind(lambda: change(backend), seconds)
+        except RemoteError:
+            raise
+        except TimeoutError:
+            text = (
+                f"the store has not completed a write of {nbytes:,} bytes within {seconds:,.0f} s, but may still do so"
+            )
+            raise RemoteTimeoutError(text, shown) from None
 
     @contextmanager
     def room(self, nbytes: int) -> Iterator[None]:
@@ -90,8 +103,7 @@ class StoreSink(Sink):
     def remove(self, names: Iterable[str]) -> None:
         paths = [(self.location / name.rstrip("/")).path + name[len(name.rstrip("/")) :] for name in names]
         if paths:
-            backend = backend_of(self.location)
-            _bounded(backend.timeout, lambda: backend.remove(paths), 0, self.location.shown)
+            self._change(lambda backend: backend.remove(paths), 0, self.location.shown)
 
     # ---- a new checkpoint ----
 
@@ -181,20 +193,3 @@ class StoreSink(Sink):
                 raise
             text = "%s: cannot delete %s of the replaced checkpoint: %s"
             warning(text, self.location.shown, plural(len(outdated), "file"), error)
-
-
-def _bounded(timeout: float, change: Callable[[], object], nbytes: int, shown: str) -> None:
-    """Change files of a store within a time limit: libraries may wait forever for a silent server."""
-    seconds = _TIMEOUTS * timeout + nbytes / _SLOWEST
-    try:
-        left_behind(change, seconds)
-    except RemoteError:
-        raise
-    except TimeoutError:
-        text = f"the store has not completed a write of {nbytes:,} bytes within {seconds:,.0f} s, but may still do so"
-        raise RemoteTimeoutError(text, shown) from None
-
-
-def backend_of(location: Location) -> Backend:
-    """Return the store of a location."""
-    return cast(RemoteFiles, location.files).backend(location.path)

@@ -79,7 +79,7 @@ class AtomicFile:
             existing = None
             check_place(self.path)
         if existing is not None and not self._overwrite:
-            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", self.path)
+            raise exists(self.path)
         if existing is not None and stat.S_ISDIR(existing.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         if existing is not None and not stat.S_ISREG(existing.st_mode):
@@ -368,6 +368,11 @@ def _resolved(path: str) -> str:
         return os.path.abspath(path)
 
 
+def exists(path: str, text: str = "File exists; pass overwrite=True to replace it") -> FileExistsError:
+    """Return the refusal of a file that is there."""
+    return FileExistsError(errno.EEXIST, text, path)
+
+
 def check_place(path: str) -> None:
     """Refuse, like open(2), a new path that realpath would change: "new/", "new/." or "missing/../new"."""
     folder, name = os.path.split(path)
@@ -481,7 +486,7 @@ def _move(source: str, target: str, shown: str, *, overwrite: bool) -> None:
         raise
     except OSError:
         if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, "File exists; pass overwrite=True to replace it", target) from None
+            raise exists(target) from None
         os.rename(source, target)
     else:
         os.unlink(source)
