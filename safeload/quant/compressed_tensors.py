@@ -168,9 +168,6 @@ def ct_fp4(group: PackedGroup) -> Packing:
 
 # ---- sparse values ----
 
-# Suffixes of the other parts, the most telling first.
-_SPARSE_PARTS = (".bitmask", ".row_offsets", ".shape")
-
 
 def bitmask(group: PackedGroup) -> Packing:
     """``X.compressed`` holds the values of all rows, ``X.bitmask`` a bit per position, lowest bit first."""
@@ -349,11 +346,11 @@ FAMILIES = [
     _sparse(".weight"),
     _sparse(".bias"),
     _sparse("")._replace(
-        telling=_SPARSE_PARTS,
+        telling=(packing.MASK, packing.OFFSETS, packing.SHAPE),
         described_in=(".shape",),
         strays=Strays(
             "compressed-tensors",
-            (SPARSE, *_SPARSE_PARTS[:2]),
+            (SPARSE, ".bitmask", ".row_offsets"),
             "but not the other parts of a sparse tensor",
             (".weight", ".bias"),
         ),

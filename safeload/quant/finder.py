@@ -9,7 +9,7 @@ they treat tensors as plain numbers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -425,39 +425,33 @@ class Codes(NamedTuple):
 
 # The suffix of a scale that norms have too: their parameter has an element per column.
 _AMBIGUOUS = ".scale"
-# Companions that no family lists; the last two are quanto's, of 2 and 4 bits.
+# Companions that no family lists; the last are quanto's, of 2 and 4 bits.
 _MORE = (
-    *(("", suffix, packing.SCALE) for suffix in ("_scale_2", "_scales", "_scb")),
-    *(("_quantized", "_scale", packing.SCALE), ("._data._data", "._scale", packing.SCALE)),
-    ("._data._data", "._shift", packing.ZERO),
+    Family("", "", frozenset(), {packing.SCALE: ("_scale_2", "_scales", "_scb")}, None),
+    Family("", "_quantized", frozenset(), {packing.SCALE: ("_scale",)}, None),
+    Family("", "._data._data", frozenset(), {packing.SCALE: ("._scale",), packing.ZERO: ("._shift",)}, None),
 )
-# The suffix of codes, that of a companion in its place, and whether such a companion identifies codes. The companion
-# is None in an unopened shard, where its name alone counts.
-_Fits = Callable[[Stored, "Stored | None"], bool]
-_Row = tuple[str, str, _Fits]
+# Roles of parts that must fit codes in shape; as factors, Quark has scales of scales.
+_SCALES = (packing.SCALE, packing.FACTORS)
+# A family, and the role and the suffix of a companion; with the name in place of the suffix for a tensor.
+_Clue = tuple[Family, str, str]
 
 
 @cache
-def _table() -> tuple[list[_Row], list[_Row], tuple[str, ...]]:
-    """Return the rows for dtypes of codes, scales first, and the rows for all dtypes.
+def _clues() -> tuple[list[_Clue], tuple[str, ...]]:
+    """Return the companions that identify codes, the usual ones first: they are in the last rows.
 
     Also the suffixes of codes without a companion, which can be in a missing shard, if a method is configured.
     """
-    listed = [
-        (row.main, suffix, "" if row.describe is None else role)
-        for row in reversed(families())  # the usual names are in the last rows
-        for role, suffixes in (*row.required.items(), *row.optional.items())
-        for suffix in (suffixes if packing.MASK not in row.required else ())
+    clues = [
+        (row, role, suffix)
+        for row in (*reversed(families()), *_MORE)
+        for parts in ({**row.required, **row.optional},)
+        for role in (row.telling if packing.MASK in parts else dict.fromkeys((*row.telling, *parts)))
+        for suffix in parts[role]
     ]
-    rows: dict[tuple[str, str], _Fits] = {}
-    for main, suffix, role in sorted((*listed, *_MORE), key=lambda row: row[2] != packing.SCALE):
-        fits = _always if role != packing.SCALE else _fits_in_blocks if suffix == _AMBIGUOUS else _fits
-        rows.setdefault((main, suffix), fits)
-    telling: list[_Row] = [
-        (row.main, suffix, _is_column if row.wide else _always) for row in families() for suffix in row.telling
-    ]
-    mains = (".weight", *(main for main, _ in rows if main), "gate_up_proj", "down_proj")
-    return [(*pair, fits) for pair, fits in rows.items()], telling, mains
+    mains = dict.fromkeys(row.main for row, _, _ in clues if row.main and packing.MASK not in row.required)
+    return clues, (*mains, ".weight", "gate_up_proj", "down_proj")
 
 
 def find(
@@ -467,88 +461,71 @@ def find(
     if not tensors:
         return {}
     names = {*tensors, *elsewhere} if elsewhere else tensors.keys()
-    rows, telling, mains = _table()
-    present = _present({suffix for _, suffix, _ in (*rows, *telling)}, names)
-    rows, telling = ([row for row in each if row[1] in present] for each in (rows, telling))
-    refusals = [row for row in _refusals() for suffixes in row.required.values() if not present.isdisjoint(suffixes)]
-    coded = {name: stored for name, stored in tensors.items() if stored.row.code in _CODES}
-    companions = {name: _companion(name, stored, tensors, elsewhere, rows) for name, stored in coded.items()}
+    listed, mains = _clues()
+    present = _present({suffix for _, _, suffix in listed}, names)
+    clues = [clue for clue in listed if clue[2] in present]
+    telling = [clue for clue in clues if clue[1] in clue[0].telling]
+    companions: dict[str, str] = {}
+    refusals: dict[str, tuple[str, str]] = {}
+    for name, stored in tensors.items():
+        coded = stored.row.code in _CODES
+        named = [
+            (row, role, other)
+            for row, role, suffix in (clues if coded else telling)
+            if name.endswith(row.main) and (other := name[: len(name) - len(row.main)] + suffix) in names
+            if coded or not row.wide or stored.shape[1:] == (1,)
+        ]
+        fitting = (other for _, role, other in named if role in _SCALES and _fits(stored, other, tensors))
+        companion = next(fitting, None) or next((other for _, role, other in named if role not in _SCALES), None)
+        if companion is not None:
+            companions[name] = companion
+            for row, _, _ in named:
+                if row.reader is not None and stored.row.code in row.dtypes:
+                    refusals[name] = row.name, row.reader
     # Any companion with the name of a scale identifies a matrix of fp8.
-    matrices = (name for name, stored in coded.items() if stored.row.code in FP8 and len(stored.shape) > 1)
-    bare = {name: name for name in matrices if companions[name] is None}
-    named = ((name, other) for name, other in _unread(tensors, bare) if not other.endswith(_AMBIGUOUS)) if bare else ()
-    companions.update((name, other) for name, other in named if _fits(tensors[name], tensors[other]))
+    matrices = (name for name, stored in tensors.items() if stored.row.code in FP8 and len(stored.shape) > 1)
+    bare = {name: name for name in matrices if name not in companions}
+    unread = ((name, other) for name, other in _unread(tensors, bare) if not other.endswith(_AMBIGUOUS))
+    companions.update((name, other) for name, other in (unread if bare else ()) if _fits(tensors[name], other, tensors))
     scales = set(companions.values())
     method = None if quantization is None else quantization.shown
     codes = {}
     for name, stored in tensors.items():
-        code, companion = stored.row.code, companions.get(name)
+        code = stored.row.code
         # Under a configuration, a tensor without a companion holds codes if its dtype or its name says so.
         floating = code in dtypes.FLOAT_CODES and not name.endswith(_PLAIN)
-        coding = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(mains))
-        known = quantization is not None and name in coded and name not in scales and coding
-        if companion is None and not known:
-            companion = _companion(name, stored, tensors, elsewhere, telling)
-            if companion is None:
-                continue
-        refusal = next((row for row in refusals if code in row.dtypes and named_parts(row, name, names)), None)
-        why = _refusal_of(name, code, quantization) if refusal is None else (refusal.name, refusal.reader)
-        codes[name] = Codes(code, companion, method, *why)
+        coding = floating or (code in dtypes.INTEGER_CODES and len(stored.shape) > 1 and name.endswith(mains))
+        known = quantization is not None and name not in scales and coding
+        if name in companions or known:
+            companion = None if known and name.endswith(SPARSE) else companions.get(name)
+            why = refusals.get(name) or _refusal_of(name, code, quantization)
+            codes[name] = Codes(code, companion, method, *why)
     return codes
 
 
-def _companion(
-    name: str, stored: Stored, tensors: Mapping[str, Stored], elsewhere: Collection[str], rows: Iterable[_Row]
-) -> str | None:
-    """Return the identifying companion of a tensor, preferably from the open files."""
-    beside = [(name[: len(name) - len(main)] + suffix, fits) for main, suffix, fits in rows if name.endswith(main)]
-    for other, fits in beside:
-        if other in tensors and fits(stored, tensors[other]):
-            return other
-    return next((other for other, fits in beside if other in elsewhere and fits(stored, None)), None)
-
-
-def _always(codes: Stored, companion: Stored | None) -> bool:
-    return True
-
-
-def _is_column(codes: Stored, companion: Stored | None) -> bool:
-    return codes.shape[1:] == (1,)
-
-
-def _fits(codes: Stored, scale: Stored | None) -> bool:
+def _fits(codes: Stored, name: str, tensors: Mapping[str, Stored]) -> bool:
     """Return True if a scale can be broadcast over codes, with a block of codes per element.
 
     Axes of the scale longer than 1 must match different axes of the codes, in order, without exceeding their lengths.
+    Of a scale in an unopened shard only the name is known. A `_AMBIGUOUS` scale must have fewer elements.
     """
-    if scale is None or not _is_scale(scale):
-        return scale is None
+    scale, in_blocks = tensors.get(name), name.endswith(_AMBIGUOUS)
+    if scale is None:
+        return not in_blocks
+    if not scale.row.floating and scale.row.code != "U8":  # U8 can have the bits of a float8
+        return False
+    if in_blocks:
+        same = len(scale.shape) == len(codes.shape) > 1 and scale.shape != codes.shape and codes.row.block_bytes == 1
+        return same and all(a <= b for a, b in zip(scale.shape, codes.shape, strict=True))
     per_element = _PER_ELEMENT.get(codes.row.code, 1)
     axes: Iterator[int] = iter(codes.shape)
     return all(any(length <= axis * per_element for axis in axes) for length in scale.shape if length != 1)
-
-
-def _fits_in_blocks(codes: Stored, scale: Stored | None) -> bool:
-    """Return True if a scale has fewer elements than its codes, and not the form of a norm's parameter."""
-    if scale is None or not _is_scale(scale) or codes.row.block_bytes != 1:
-        return False
-    same = len(scale.shape) == len(codes.shape) > 1 and scale.shape != codes.shape
-    return same and all(a <= b for a, b in zip(scale.shape, codes.shape, strict=True))
-
-
-def _is_scale(scale: Stored) -> bool:
-    return scale.row.floating or scale.row.code == "U8"  # U8 can have the bits of a float8
 
 
 # ---- refusing ----
 
 # Keys with more specific values than the method.
 _KEYS = ("format", "checkpoint_format", "version", "quant_algo")
-
-
-@cache
-def _refusals() -> tuple[Family, ...]:
-    return tuple(family for family in families() if family.describe is None)
 
 
 def _refusal_of(name: str, dtype: str, quantization: Quantization | None) -> tuple[str | None, str | None]:
@@ -563,7 +540,7 @@ def _refusal_of(name: str, dtype: str, quantization: Quantization | None) -> tup
             reason = _unread_by_quark(quantization, name)
         return reason, reason and "AMD Quark"
     for value in (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ():
-        for family in _refusals():
+        for family in families():
             if value in family.methods:
                 return family.name, family.reader
     return None, None
