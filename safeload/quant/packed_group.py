@@ -168,9 +168,7 @@ class PackedGroup:
 
     def unknown(self) -> str | None:
         """Return a setting with an unknown effect on the values, as text, or None."""
-        why = self.config.unknown
-        if not self.config.is_uniform:
-            why = self.config.unknown_of(self._own, self.weights if self.method in _IN_GROUPS else [])
+        why = self.config.unknown_of(self._own, self.weights if self.method in _IN_GROUPS else [])
         if why is None and self.method == "compressed-tensors":
             kind = "int" if self.row.code in ("I8", "I32") else "float"
             kinds = [str(weights["type"]) for weights in self.weights if weights.get("type") is not None]
@@ -318,20 +316,18 @@ def described(family: Family, group: PackedGroup) -> Packing:
         for role in (packing.SCALE, packing.BIAS, *(() if packed.zeros is not None else (packing.ZERO,))):
             if role in group.parts and math.prod(group.parts[role].shape) != count:
                 raise Misfit(f"{role} {list(group.parts[role].shape)} must have {count} elements to fit its codes")
-    configured, fits, symmetric, asymmetric = None, False, bool(group.weights), bool(group.weights)
+    widths = [weights["num_bits"] for weights in group.weights if weights.get("num_bits") is not None]
     fitting = range(1, 9) if packed.numbers in ("I8", "U8") else (packed.bits,)  # a byte can hold fewer bits
-    for weights in group.weights:
-        bits, symmetry = weights.get("num_bits"), weights.get("symmetric")
-        if bits is not None:
-            configured = bits if configured is None else configured
-            fits = fits or (type(bits) is int and bits in fitting)
-        symmetric, asymmetric = symmetric and symmetry is True, asymmetric and symmetry is False
-    if configured is not None and not fits and packed.numbers not in NUMBERS:  # else values of sparse tensors
-        raise Misfit(f"its codes have {packed.bits} bits, but num_bits is {brief(show(configured))} (config_groups)")
+    fits = any(type(bits) is int and bits in fitting for bits in widths)
+    if widths and not fits and packed.numbers not in NUMBERS:  # else values of sparse tensors
+        raise Misfit(f"its codes have {packed.bits} bits, but num_bits is {brief(show(widths[0]))} (config_groups)")
+    symmetry = [weights.get("symmetric") for weights in group.weights]
     if packing.ZERO in group.parts:
-        return packed._replace(symmetric=True) if symmetric else packed
-    setting = "symmetric is false in config_groups" if asymmetric else None
-    if not group.weights and packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
+        return packed._replace(symmetric=True) if symmetry and all(each is True for each in symmetry) else packed
+    setting = None
+    if symmetry:
+        setting = "symmetric is false in config_groups" if all(each is False for each in symmetry) else None
+    elif packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
         values = group.config.values
         setting = next((f"{key} is {value}" for key, value in _ASYMMETRIC if values.get(key) is value), None)
     if setting is not None:
