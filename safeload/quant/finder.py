@@ -384,24 +384,20 @@ def _unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[s
         if not telling and not _is_telling(module.rpartition(".")[2]):  # such as X.weight_scale.second
             continue
         # Beside the codes: X.weight or X, and X.scale. Below the codes: X.weight_scale, X.weight.absmax.
-        owner = (owners.get(f"{module}.weight") or owners.get(module)) if telling else None
-        if owner is not None and not last.startswith(_OF_BIAS):
-            yield owner, name
-            continue
+        beside = telling and not last.startswith(_OF_BIAS)
+        places = [(f"{module}.weight", last), (module, last)] if beside else []
         end = len(name)
         for _ in range(_MOST_PARTS):
             end = max(name.rfind("_", 0, end), name.rfind(".", 0, end))
             if end < 0:
                 break
             rest = name[end + 1 :]
-            owner = owners.get(name[:end])
-            beside = name[end] == "_" and _is_telling(rest.partition("_")[0].partition(".")[0])
-            if owner is None and beside:  # X_scale_2 of X.weight
-                owner = owners.get(f"{name[:end]}.weight")
-            if owner is not None:
-                if rest not in _HARMLESS and not rest.startswith(_OF_BIAS):
-                    yield owner, name
-                break
+            places.append((name[:end], rest))
+            if name[end] == "_" and _is_telling(rest.partition("_")[0].partition(".")[0]):  # X_scale_2 of X.weight
+                places.append((f"{name[:end]}.weight", rest))
+        owner, rest = next(((owners[place], rest) for place, rest in places if place in owners), (None, ""))
+        if owner is not None and rest not in _HARMLESS and not rest.startswith(_OF_BIAS):
+            yield owner, name
 
 
 def _is_telling(last: str) -> bool:
@@ -475,6 +471,8 @@ def find(
             if name.endswith(row.main) and (other := name[: len(name) - len(row.main)] + suffix) in names
             if coded or not row.wide or stored.shape[1:] == (1,)
         ]
+        if not named:
+            continue
         fitting = (other for _, role, other in named if role in _SCALES and _fits(stored, other, tensors))
         companion = next(fitting, None) or next((other for _, role, other in named if role not in _SCALES), None)
         if companion is not None:
@@ -493,9 +491,14 @@ def find(
     for name, stored in tensors.items():
         code = stored.row.code
         # Under a configuration, a tensor without a companion holds codes if its dtype or its name says so.
-        floating = code in dtypes.FLOAT_CODES and not name.endswith(_PLAIN)
-        coding = floating or (code in dtypes.INTEGER_CODES and len(stored.shape) > 1 and name.endswith(mains))
-        known = quantization is not None and name not in scales and coding
+        known = (
+            quantization is not None
+            and name not in scales
+            and (
+                (code in dtypes.FLOAT_CODES and not name.endswith(_PLAIN))
+                or (code in dtypes.INTEGER_CODES and len(stored.shape) > 1 and name.endswith(mains))
+            )
+        )
         if name in companions or known:
             companion = None if known and name.endswith(SPARSE) else companions.get(name)
             why = refusals.get(name) or _refusal_of(name, code, quantization)
