@@ -279,11 +279,7 @@ def _preset(name: str, method: int, bits: int, group: int | None, parts: Mapping
 
 
 _WORDS = {**parts_of(".weight_packed", "I32", ".weight_scale", None), packing.SHAPE: StoredPart(".weight_shape", "I64")}
-_ASYMMETRIC = {
-    **parts_of(".weight_packed", "I32", ".weight_scale", None),
-    packing.ZERO: StoredPart(".weight_zero_point", "I32"),
-    packing.SHAPE: StoredPart(".weight_shape", "I64"),
-}
+_ASYMMETRIC = {**_WORDS, packing.ZERO: StoredPart(".weight_zero_point", "I32")}
 _INT8 = parts_of(".weight", "I8", ".weight_scale", None)
 _FLOAT8 = parts_of(".weight", "F8_E4M3", ".weight_scale", None)
 _NVFP4 = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -71,13 +72,13 @@ class GroupContext:
         self.quantization = quantization
         self.text = quantization.text(model_type)  # for `Packing.config`
         self.places, self._suffixes = places, suffixes
-        self._ranges: dict[WeightFile, list[tuple[int, int]]] = {}
+        self._ranges = cache(lambda file: file.table.byte_ranges())
         columns = {file: (file.table.rows, file.table.shapes) for file in dict(places.values())}
         self.tensors = {
             name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
         }
         self.arrays: dict[str, Array] | None = None
-        self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
+        self.metadata = cache(lambda file: file.table.metadata() or {})
 
     def part(self, name: str) -> Part | None:
         """Return a tensor as a part; None if its bytes are not in C order and little-endian."""
@@ -85,9 +86,7 @@ class GroupContext:
         table = file.table
         if table.shaped and (table.strides.get(index) is not None or index in table.big_endian):
             return None
-        if file not in self._ranges:
-            self._ranges[file] = table.byte_ranges()
-        return Part(name, file, *self.tensors[name], *self._ranges[file][index])
+        return Part(name, file, *self.tensors[name], *self._ranges(file)[index])
 
     def content(self, name: str) -> Array | None:
         """Return a small tensor; None if it is too large or of a dtype that describes nothing."""
@@ -103,14 +102,6 @@ class GroupContext:
     def _small(self, name: str) -> Part | None:
         part = self.part(name)
         return part if part is not None and part.end - part.begin <= _MOST_BYTES.get(part.row.code, -1) else None
-
-    def note(self, name: str, key: str) -> str | None:
-        """Return the text under a key in the metadata of a tensor's file, or None."""
-        file = self.places[name][0]
-        if file not in self._metadata:
-            self._metadata[file] = file.table.metadata() or {}
-        text = self._metadata[file].get(key)
-        return text if isinstance(text, str) else None
 
 
 def _contents(parts: Iterable[Part]) -> dict[str, Array]:

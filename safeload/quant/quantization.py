@@ -204,21 +204,22 @@ class Quantization:
         All descriptions are returned if no target names the module, or if a target is a pattern with unsupported
         syntax: shapes and dtypes then decide.
         """
-        described, targets = self._weights
-        return [
+        described, targeted = self._weights
+        own = [
             weights
-            for weights, (names, patterns) in zip(described, targets, strict=False)
+            for weights, names, patterns in targeted
             if module in names or any(pattern.matches(module) for pattern in patterns)
-        ] or described
+        ]
+        return own or described
 
     @cached_property
-    def _weights(self) -> tuple[list[Mapping[str, Any]], list[tuple[list[str], list[Pattern]]]]:
-        """Weight descriptions, and names and patterns of their targets; only one, without, if all are alike."""
+    def _weights(self) -> tuple[list[Mapping[str, Any]], list[tuple[Mapping[str, Any], list[str], list[Pattern]]]]:
+        """Weight descriptions, and again with names and patterns of their targets; only one, once, if all agree."""
         groups = self.values.get("config_groups")
         if not groups and isinstance(self.values.get("weights"), Mapping):  # modelopt, without groups
             groups = {"": {key: self.values.get(key) for key in ("weights", "targets", "format")}}
         described: list[Mapping[str, Any]] = []
-        targeted: list[list[str]] = []
+        targeted: list[tuple[Mapping[str, Any], list[str]]] = []
         for key, group in mapping(groups).items():
             if not isinstance(group, Mapping):  # such as {"W4A16": ["Linear"]}, a preset of compressed-tensors
                 weights, targets = {f"config_groups {key}": group}, group
@@ -228,13 +229,14 @@ class Quantization:
             else:
                 continue
             described.append(weights)
-            targeted.append([text for text in targets if isinstance(text, str)] if isinstance(targets, list) else [])
+            texts = [text for text in targets if isinstance(text, str)] if isinstance(targets, list) else []
+            targeted.append((weights, texts))
         if not described or described.count(described[0]) == len(described):
             return described[:1], []
         with suppress(UnsupportedError):
             return described, [
-                (texts, [compiled(text[3:], "config_groups") for text in texts if text.startswith("re:")])
-                for texts in targeted
+                (weights, texts, [compiled(text[3:], "config_groups") for text in texts if text.startswith("re:")])
+                for weights, texts in targeted
             ]
         return described, []
 
