@@ -427,9 +427,7 @@ _MORE = (
     Family("", "_quantized", frozenset(), {packing.SCALE: ("_scale",)}, None),
     Family("", "._data._data", frozenset(), {packing.SCALE: ("._scale",), packing.ZERO: ("._shift",)}, None),
 )
-# Roles of parts that must fit codes in shape; as factors, Quark has scales of scales.
-_SCALES = (packing.SCALE, packing.FACTORS)
-# A family, and the role and the suffix of a companion; with the name in place of the suffix for a tensor.
+# A family, and the role and the suffix of a companion.
 _Clue = tuple[Family, str, str]
 
 
@@ -446,6 +444,9 @@ def _clues() -> tuple[list[_Clue], tuple[str, ...]]:
         for role in (row.telling if packing.MASK in parts else dict.fromkeys((*row.telling, *parts)))
         for suffix in parts[role]
     ]
+    # Quark has some of its scales under other roles too.
+    scales = {(row.main, suffix) for row, role, suffix in clues if role == packing.SCALE}
+    clues = [clue for clue in clues if clue[1] == packing.SCALE or (clue[0].main, clue[2]) not in scales]
     mains = dict.fromkeys(row.main for row, _, _ in clues if row.main and packing.MASK not in row.required)
     return clues, (*mains, ".weight", "gate_up_proj", "down_proj")
 
@@ -466,26 +467,28 @@ def find(
     for name, stored in tensors.items():
         coded = stored.row.code in _CODES
         named = [
-            (row, role, other)
-            for row, role, suffix in (clues if coded else telling)
-            if name.endswith(row.main) and (other := name[: len(name) - len(row.main)] + suffix) in names
-            if coded or not row.wide or stored.shape[1:] == (1,)
+            (clue, other)
+            for clue in (clues if coded else telling)
+            if name.endswith(clue[0].main) and (other := name[: len(name) - len(clue[0].main)] + clue[2]) in names
+            if coded or not clue[0].wide or stored.shape[1:] == (1,)
         ]
         if not named:
             continue
-        fitting = (other for _, role, other in named if role in _SCALES and _fits(stored, other, tensors))
-        companion = next(fitting, None) or next((other for _, role, other in named if role not in _SCALES), None)
+        scales = ((tensors.get(other), suffix, other) for (_, role, suffix), other in named if role == packing.SCALE)
+        fitting = (other for scale, suffix, other in scales if _fits(stored, scale, in_blocks=suffix == _AMBIGUOUS))
+        rest = (other for (_, role, _), other in named if role != packing.SCALE)
+        companion = next(fitting, None) or next(rest, None)
         if companion is not None:
             companions[name] = companion
-            for row, _, _ in named:
+            for (row, _, _), _ in named:
                 if row.reader is not None and stored.row.code in row.dtypes:
                     refusals[name] = row.name, row.reader
     # Any companion with the name of a scale identifies a matrix of fp8.
     matrices = (name for name, stored in tensors.items() if stored.row.code in FP8 and len(stored.shape) > 1)
     bare = {name: name for name in matrices if name not in companions}
     unread = ((name, other) for name, other in _unread(tensors, bare) if not other.endswith(_AMBIGUOUS))
-    companions.update((name, other) for name, other in (unread if bare else ()) if _fits(tensors[name], other, tensors))
-    scales = set(companions.values())
+    companions.update((name, other) for name, other in (unread if bare else ()) if _fits(tensors[name], tensors[other]))
+    identifying = set(companions.values())
     method = None if quantization is None else quantization.shown
     codes = {}
     for name, stored in tensors.items():
@@ -493,7 +496,7 @@ def find(
         # Under a configuration, a tensor without a companion holds codes if its dtype or its name says so.
         known = (
             quantization is not None
-            and name not in scales
+            and name not in identifying
             and (
                 (code in dtypes.FLOAT_CODES and not name.endswith(_PLAIN))
                 or (code in dtypes.INTEGER_CODES and len(stored.shape) > 1 and name.endswith(mains))
@@ -506,14 +509,13 @@ def find(
     return codes
 
 
-def _fits(codes: Stored, name: str, tensors: Mapping[str, Stored]) -> bool:
+def _fits(codes: Stored, scale: Stored | None, *, in_blocks: bool = False) -> bool:
     """Return True if a scale can be broadcast over codes, with a block of codes per element.
 
     Axes of the scale longer than 1 must match different axes of the codes, in order, without exceeding their lengths.
-    Of a scale in an unopened shard only the name is known. A `_AMBIGUOUS` scale must have fewer elements.
+    ``in_blocks`` requires fewer elements, because norms have a parameter of this name too.
     """
-    scale, in_blocks = tensors.get(name), name.endswith(_AMBIGUOUS)
-    if scale is None:
+    if scale is None:  # in an unopened shard, so that only its name is known
         return not in_blocks
     if not scale.row.floating and scale.row.code != "U8":  # U8 can have the bits of a float8
         return False
