@@ -465,24 +465,22 @@ def find(
     companions: dict[str, str] = {}
     refusals: dict[str, tuple[str, str]] = {}
     for name, stored in tensors.items():
-        coded = stored.row.code in _CODES
-        named = [
-            (clue, other)
-            for clue in (clues if coded else telling)
-            if name.endswith(clue[0].main) and (other := name[: len(name) - len(clue[0].main)] + clue[2]) in names
-            if coded or not clue[0].wide or stored.shape[1:] == (1,)
-        ]
-        if not named:
-            continue
-        scales = ((tensors.get(other), suffix, other) for (_, role, suffix), other in named if role == packing.SCALE)
-        fitting = (other for scale, suffix, other in scales if _fits(stored, scale, in_blocks=suffix == _AMBIGUOUS))
-        rest = (other for (_, role, _), other in named if role != packing.SCALE)
-        companion = next(fitting, None) or next(rest, None)
+        code, scale, rest = stored.row.code, None, None
+        for row, role, suffix in clues if code in _CODES else telling:
+            other = name[: len(name) - len(row.main)] + suffix
+            if other not in names or not name.endswith(row.main):
+                continue
+            if row.wide and code not in _CODES and stored.shape[1:] != (1,):
+                continue
+            if role != packing.SCALE:
+                rest = rest or other
+            elif scale is None and _fits(stored, tensors.get(other), in_blocks=suffix == _AMBIGUOUS):
+                scale = other
+            if row.reader is not None and code in row.dtypes:
+                refusals[name] = row.name, row.reader
+        companion = scale or rest
         if companion is not None:
             companions[name] = companion
-            for (row, _, _), _ in named:
-                if row.reader is not None and stored.row.code in row.dtypes:
-                    refusals[name] = row.name, row.reader
     # Any companion with the name of a scale identifies a matrix of fp8.
     matrices = (name for name, stored in tensors.items() if stored.row.code in FP8 and len(stored.shape) > 1)
     bare = {name: name for name in matrices if name not in companions}
