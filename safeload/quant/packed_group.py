@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -251,12 +252,9 @@ def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts
     codes, methods = names[packing.CODES], (None, context.quantization.method)
     for family in families():
         fits = family.describe is not None and context.tensors[codes].row.code in family.dtypes
-        if not fits or family.method not in methods or named_parts(family, codes, context.tensors) is None:
-            continue
-        try:
-            return described(family, PackedGroup(codes, name, names, context))
-        except Misfit:
-            continue
+        if fits and family.method in methods and named_parts(family, codes, context.tensors) is not None:
+            with suppress(Misfit):
+                return described(family, PackedGroup(codes, name, names, context))
     raise AssertionError(f"no family reads {context.quantization}")
 
 
