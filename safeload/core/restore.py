@@ -34,8 +34,12 @@ _LONGEST_BLOCK = 256
 _SMALL_PART = 1 << 20
 _ALIGNMENT = 16  # of these parts in memory, for every dtype
 
-# Parts that become float32 grids, with their field of an ``sl_packed``.
-_GRIDS = {packing.SCALE: "scales", packing.BIAS: "biases", packing.ZERO: "zeros"}
+# Parts with an element per block, and their fields of an ``sl_packed``: as float32; and as stored, with the dtype.
+_GRIDS = {
+    packing.SCALE: ("scales", "stored_scales", "scale_dtype"),
+    packing.BIAS: ("biases", "stored_biases", "bias_dtype"),
+    packing.ZERO: ("zeros", "", ""),
+}
 # Rules of scales that the core does not compute.
 _AS_FLOATS = (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE)
 # The unused code of ternary planes.
@@ -266,7 +270,7 @@ def _only_code(zeros: Zeros, grid: Grid, part: Part, matrices: int) -> int | Non
     return first if all((_unpacked(line, zeros, span) == first).all() for line in lines) else None
 
 
-def read_numbers(zeros: Zeros, grid: Grid, part: Part, place: Place, *, table: Array) -> Array:
+def read_numbers(zeros: Zeros, grid: Grid, part: Part, place: Place, table: Array) -> Array:
     """Return values of the grid as float32 [matrices, rows, columns]."""
     numbers = numbers_of(zeros, np.arange(1 << zeros.bits, dtype=np.uint32), table)
     per_word, columns = 32 // zeros.bits, place[1][1]
@@ -465,11 +469,10 @@ class CodeReader:
             fields.update(self._mask_fields())
         if packed.grid is not None:
             self._add_grid(fields, packed.grid)
-        if packing.FACTORS in self._parts:
-            factors = self._finite_floats(packing.FACTORS, 0, packed.columns)
-            fields["factors"] = np.full(packed.columns, factors[0], np.float32) if factors.size == 1 else factors
-        elif packed.factor != 1:
-            fields["factors"] = np.full(packed.columns, packed.factor, np.float32)
+        stored_factors = packing.FACTORS in self._parts
+        if stored_factors or packed.factor != 1:
+            factors = self._finite_floats(packing.FACTORS, 0, packed.columns) if stored_factors else packed.factor
+            fields["factors"] = np.full(packed.columns, factors, np.float32)
         return fields
 
     def _fail(self, message: str, role: str) -> FormatError:
@@ -494,14 +497,11 @@ class CodeReader:
             grid_step=0 if grid.shared else height * width,
         )
         storable = can_store(self._packed, grid, grouped=packing.GROUPS in self._parts)
-        for role, name in _GRIDS.items():
-            if role not in self._parts:
-                continue
-            if role == packing.ZERO and self._packed.zeros is not None:
+        for role in _GRIDS:
+            if role == packing.ZERO and role in self._parts and self._packed.zeros is not None:
                 self._add_packed_zeros(fields, grid, self._packed.zeros, storable)
-                continue
-            stored = self._stored_numbers(role, grid) if storable else None
-            fields.update({name: self._elements(role, grid)} if stored is None else stored)
+            elif role in self._parts:
+                fields.update(self._elements(role, grid, storable))
         if self._packed.symmetric and "zeros" in fields and fields["zeros"].any():
             raise self._fail(
                 f"its zero points are not all 0, but the configuration says symmetric ({fields['zeros'].max():g})",
@@ -510,38 +510,29 @@ class CodeReader:
         if packing.GROUPS in self._parts:
             fields["groups"] = self._groups(grid)
 
-    def _stored_numbers(self, role: str, grid: Grid) -> dict[str, Any] | None:
-        """Return the fields for scales or biases as they are stored; None if they must become float32 first."""
-        packed, rule = self._packed, self._packed.scale_rule if role == packing.SCALE else packing.STORED
-        if role == packing.ZERO or rule in _AS_FLOATS or packed.family == packing.OWN:
-            return None
-        stored, row = self._parts[role], self._dtype_of(role)
-        matrices, (rows, columns) = self._place
-        count = matrices[1] * (rows.stop - rows.start) * grid.columns
-        begin = (matrices[0] * grid.rows + rows.start) * grid.columns
-        if columns != slice(0, grid.columns) or begin + count > math.prod(stored.shape):
-            return None
-        raw = read_part(stored, begin * row.block_bytes, count * row.block_bytes).view(np.uint8)
-        if not all_finite(raw, row):
-            return None
-        if role == packing.BIAS:
-            return {"stored_biases": raw, "bias_dtype": row.number}
-        fields = {"stored_scales": raw, "scale_dtype": row.number}
-        if rule == packing.STORED:
-            return fields
-        shared = shared_fields(packed, row, self._shared(), matrices)
-        return None if shared is None else fields | shared
-
-    def _elements(self, role: str, grid: Grid) -> Array:
-        """Return elements of a part as finite float32 [matrices, rows, columns]; whole rows of the grid at once."""
+    def _elements(self, role: str, grid: Grid, storable: bool) -> dict[str, Any]:
+        """Return the fields of a part: as stored if the core can convert it, else as float32; both are finite."""
+        packed, part, row = self._packed, self._parts[role], self._dtype_of(role)
+        floats, stored, dtype = _GRIDS[role]
+        rule = packed.scale_rule if role == packing.SCALE else packing.STORED
         (first, count), (rows, columns) = self._place
         height, width = rows.stop - rows.start, columns.stop - columns.start
-        begin = (first * grid.rows + rows.start) * grid.columns + columns.start
+        begin, size = (first * grid.rows + rows.start) * grid.columns + columns.start, count * height * width
+        storable = storable and stored != "" and rule not in _AS_FLOATS and packed.family != packing.OWN
+        if storable and width == grid.columns and begin + size <= math.prod(part.shape):
+            raw = read_part(part, begin * row.block_bytes, size * row.block_bytes).view(np.uint8)
+            shared: dict[str, Any] | None = {} if all_finite(raw, row) else None
+            if shared is not None and rule != packing.STORED:
+                shared = shared_fields(packed, row, self._shared(), (first, count))
+            if shared is not None:
+                return {stored: raw, dtype: row.number, **shared}
+        # Whole rows of the grid at once.
         lines = 1 if width == grid.columns or count * height == 1 else count * height
         read = self._scales if role == packing.SCALE else lambda begin, n: self._floats(role, begin, n)
-        each = [read(begin + k * grid.columns, count * height * width // lines) for k in range(lines)] if lines else []
+        each = [read(begin + k * grid.columns, size // lines) for k in range(lines)] if lines else []
         elements = each[0] if len(each) == 1 else np.array(each, np.float32)
-        return self._finite(role, elements.reshape(count, height, width), (first, rows.start, columns.start))
+        elements = elements.reshape(count, height, width)
+        return {floats: self._finite(role, elements, (first, rows.start, columns.start))}
 
     def _dtype_of(self, role: str) -> dtypes.Dtype:
         scales = self._packed.scale_dtype if role == packing.SCALE else None
@@ -622,12 +613,8 @@ class CodeReader:
         if only is not None:
             fields["table"] = table - numbers_of(zeros, np.array(only, np.uint32), table)
             return
-        stored = None
-        if can_store and not packed.symmetric:
-            stored = zero_fields(zeros, grid, part, self._place, table)
-        if stored is None:
-            stored = {"zeros": np.ascontiguousarray(read_numbers(zeros, grid, part, self._place, table=table))}
-        fields.update(stored)
+        stored = zero_fields(zeros, grid, part, self._place, table) if can_store and not packed.symmetric else None
+        fields.update(stored or {"zeros": np.ascontiguousarray(read_numbers(zeros, grid, part, self._place, table))})
 
     def _groups(self, grid: Grid) -> Array | None:
         groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")

@@ -229,7 +229,7 @@ FAMILIES = [
         {packing.STATE: (*_STATES.values(), _GPTQMODEL_STATE)},
         four_bits,
         {role: (suffix, _GPTQMODEL_PARTS[role]) for role, suffix in _STATE_PARTS.items()},
-        telling=(*_STATES.values(), ".quant_map", _GPTQMODEL_STATE, "_quant_map"),
+        telling=(packing.STATE, packing.TABLE),
         wide=True,
         described_in=(*_STATES.values(), _GPTQMODEL_STATE),
         strays=Strays(

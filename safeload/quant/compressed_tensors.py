@@ -168,9 +168,6 @@ def ct_fp4(group: PackedGroup) -> Packing:
 
 # ---- sparse values ----
 
-# Suffixes of the other parts, the most telling first.
-_SPARSE_PARTS = (".bitmask", ".row_offsets", ".shape")
-
 
 def bitmask(group: PackedGroup) -> Packing:
     """``X.compressed`` holds the values of all rows, ``X.bitmask`` a bit per position, lowest bit first."""
@@ -282,11 +279,7 @@ def _preset(name: str, method: int, bits: int, group: int | None, parts: Mapping
 
 
 _WORDS = {**parts_of(".weight_packed", "I32", ".weight_scale", None), packing.SHAPE: StoredPart(".weight_shape", "I64")}
-_ASYMMETRIC = {
-    **parts_of(".weight_packed", "I32", ".weight_scale", None),
-    packing.ZERO: StoredPart(".weight_zero_point", "I32"),
-    packing.SHAPE: StoredPart(".weight_shape", "I64"),
-}
+_ASYMMETRIC = {**_WORDS, packing.ZERO: StoredPart(".weight_zero_point", "I32")}
 _INT8 = parts_of(".weight", "I8", ".weight_scale", None)
 _FLOAT8 = parts_of(".weight", "F8_E4M3", ".weight_scale", None)
 _NVFP4 = {
@@ -349,11 +342,11 @@ FAMILIES = [
     _sparse(".weight"),
     _sparse(".bias"),
     _sparse("")._replace(
-        telling=_SPARSE_PARTS,
+        telling=(packing.MASK, packing.OFFSETS, packing.SHAPE),
         described_in=(".shape",),
         strays=Strays(
             "compressed-tensors",
-            (SPARSE, *_SPARSE_PARTS[:2]),
+            (SPARSE, ".bitmask", ".row_offsets"),
             "but not the other parts of a sparse tensor",
             (".weight", ".bias"),
         ),

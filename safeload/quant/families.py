@@ -34,6 +34,8 @@ MODULES = [
 
 FP8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
 _NOT_FP8 = dtypes.FLOAT_CODES - FP8 | dtypes.INTEGER_CODES
+# The role of the tensors beside codes of an unsupported quantization.
+MARK = "mark"
 # The suffix of compressed-tensors' sparse values, which mean nothing without their positions.
 SPARSE = ".compressed"
 
@@ -67,7 +69,7 @@ class Family(NamedTuple):
     # required ``quant_method`` of the configuration; if set, only this row and fp8 apply to its codes
     method: str | None = None
     private: bool = False  # True if the names of parameters begin with "_" in the file: X._weight_qdata is X.weight
-    telling: tuple[str, ...] = ()  # suffixes in place of ``main`` beside codes of any dtype
+    telling: tuple[str, ...] = ()  # roles of parts beside codes of any dtype
     wide: bool = False  # True if codes of any dtype are a single column
     described_in: tuple[str, ...] = ()  # suffixes of small parts, to read in a batch
     strays: Strays | None = None
@@ -87,7 +89,7 @@ def families() -> tuple[Family, ...]:
     rows = [row for module in _modules() for row in module.FAMILIES]
     for row in read_data(__name__, "refused.json")["refused"]:
         codes = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES if row.get("fp8") else _NOT_FP8
-        beside, methods = {SCALE: row["beside"]} if "beside" in row else {}, row.get("methods", ())
+        beside, methods = {MARK: row["beside"]} if "beside" in row else {}, row.get("methods", ())
         rows.append(
             Family(row["name"], row.get("main", ""), codes, beside, None, reader=row["reader"], methods=methods)
         )

@@ -12,18 +12,18 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core import dtypes, packing
 from ..core.json_file import read_json
 from ..core.packing import CODES, Packed, Packing, Part
-from ..core.table import ListedTable, Listing
+from ..core.table import ListedTable, Listing, Table
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, plural, printable, show, tensor_named
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError
 from .families import FP8, SPARSE, Family, Stored, families
+from .gguf import IN_GGUF, across_rows, ternary
 from .packed_group import GroupContext, Misfit, PackedGroup, Refused, described, named_parts
 from .quantization import (
     QUARK,
@@ -40,10 +40,8 @@ from .quantization import (
 _LISTED = 5
 # Maximum number of indexes to read beside a shard: each variant of a model has its own.
 _MOST_INDEXES = 4
-# Markers of ComfyUI, which stores 4-bit codes in another order and can rotate wider codes, except fp8.
+# Marks of ComfyUI, which stores 4-bit codes in another order and can rotate wider codes, except fp8.
 _COMFY_METADATA, _COMFY_SUFFIX = "_quantization_metadata", ".comfy_quant"
-# Markers beside scales with ordinary names; the markers are more specific.
-_MARKERS = (_COMFY_SUFFIX, ".input_rotation")
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
 # Dtypes of codes with ordinary names.
 _PACKING = frozenset(("U8", "I8", "U32"))
@@ -75,9 +73,9 @@ def make_logical(
     *,
     title: str,
     complete: bool,
-    in_gguf: bool = False,
-    config: Mapping[str, Any] | None = None,
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    in_gguf: bool,
+    config: Mapping[str, Any] | None,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part], dict[str, str], Quantization | None]:
     """Give open files tables in which each packed tensor appears once.
 
@@ -89,26 +87,22 @@ def make_logical(
         the configuration, the files or their folders.
     """
     places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
-    comfy, conv1d = False, None
+    conv1d = None
     if not in_gguf:
         if quantization is None:
             quantization = find_quantization(files, title)
-        comfy = any(_COMFY_METADATA in (file.table.metadata() or ()) for file in files)
         if _present(CONV1D_SUFFIXES, places):
             conv1d = conv1d_model(config or config_inside(files[0]) or config_beside(files[0]))
     rival = None if quantization is None else quantization.rival
     if rival is not None and all(row.code != "U32" for file in files for row in file.table.rows):
         quantization = rival  # the settings of MLX are stray
-    finder = _Finder(places, None if in_gguf else quantization, in_gguf=in_gguf, comfy=comfy, model_type=conv1d)
+    finder = _Finder(places, None if in_gguf else quantization, in_gguf=in_gguf, model_type=conv1d)
     try:
-        finder.run()
-        finder.restore_shapes(shapes)
+        finder.run(files, shapes)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{title}: {error}; pass stored=True to open the tensors as stored", path=title
         ) from None
-    if conv1d is not None:
-        finder.turn()
     if finder.faults and (complete or in_gguf):
         for file in files:
             file.close()
@@ -117,15 +111,15 @@ def make_logical(
         rest = f"; and {plural(more, 'more fault')}" if more > 0 else ""
         raise FormatError(f"{listed}{rest}. Pass stored=True to open the tensors as stored", title)
     packed, hidden = finder.packed, finder.hidden
-    if not packed and not finder.shapes:
+    if not packed and not shapes:
         return None if where is None else places, {}, {}, finder.refused, quantization
     changed = {part.file for _, each in packed.values() for part in each.parts.values()}
-    changed |= {places[name][0] for name in (*hidden, *finder.shapes)}
+    changed |= {places[name][0] for name in (*hidden, *shapes)}
     aside = ((name, finder.part(name)) for name, owner in hidden.items() if not owner)
     ignored = {name: part for name, part in aside if part is not None}
     for file in changed:
         unknown = file.table.unknown
-        file.table = ListedTable(_listings(file, finder), file.table.metadata())
+        file.table = ListedTable(_listings(file.table, finder, shapes), file.table.metadata())
         file.table.unknown = unknown
     result = None
     if where is not None:
@@ -137,15 +131,13 @@ def make_logical(
     return result, hidden, ignored, finder.refused, quantization
 
 
-def _listings(file: WeightFile, finder: _Finder) -> Iterable[Listing]:
-    table = file.table
+def _listings(table: Table, finder: _Finder, shapes: Mapping[str, tuple[int, ...]]) -> Iterable[Listing]:
     for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
         if name in finder.packed:
             logical, packed = finder.packed[name]
             yield Listing(logical, _U8 if row.blocked else row, packed.packing.shape, begin, end, packed=packed)
         elif name not in finder.hidden:
-            index = table.find(name)
-            own = finder.shapes.get(name, shape)
+            index, own = table.find(name), shapes.get(name, shape)
             yield Listing(name, row, own, begin, end, table.strides.get(index), table.scales.get(index))
 
 
@@ -158,27 +150,23 @@ class _Finder:
         quantization: Quantization | None,
         *,
         in_gguf: bool,
-        comfy: bool,
-        model_type: str | None,
+        model_type: str | None,  # of a model with Conv1D layers
     ) -> None:
-        from .gguf import IN_GGUF
-
         self._rows = IN_GGUF if in_gguf else families()
         self.packed: dict[str, tuple[str, Packed]] = {}  # by the name of the codes: logical name and packed tensor
-        self.shapes: dict[str, tuple[int, ...]] = {}  # original shapes of plain tensors that are stored as rows
         self.hidden: dict[str, str] = {}  # parts, with their packed tensor, and ignored tensors, with ""
         self.faults: list[str] = []  # missing or misfitting parts
         self.refused: dict[str, str] = {}  # unsupported codes, with the reason
         self._companions: set[str] = set()  # of refused codes
         # By family and kind: thousands of experts have the parts of the first.
         self._kinds: dict[tuple[int, object], Packing] = {}
-        self._places, self._in_gguf, self._comfy = places, in_gguf, comfy
+        self._in_gguf, self._has_conv1d = in_gguf, model_type is not None
         self._quantization = quantization or UNCONFIGURED
         described_in = tuple([suffix for family in self._rows for suffix in family.described_in])
         self._context = GroupContext(places, self._quantization, model_type, described_in)
         self.part, self._tensors = self._context.part, self._context.tensors
 
-    def run(self) -> None:
+    def run(self, files: Sequence[WeightFile], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Find all packed tensors and faults."""
         if self._quantization.is_rotated:
             return  # weights in a rotated basis
@@ -187,7 +175,9 @@ class _Finder:
         required = [suffix for row in rows for suffixes in row.required.values() for suffix in suffixes]
         present = _present((*required, _COMFY_SUFFIX), self._tensors)
         rows = [row for row in rows if not any(map(present.isdisjoint, row.required.values()))]
-        comfy = self._comfy or _COMFY_SUFFIX in present
+        comfy = not self._in_gguf and (
+            _COMFY_SUFFIX in present or any(_COMFY_METADATA in (file.table.metadata() or ()) for file in files)
+        )
         by_code = {code: [row for row in rows if code in row.dtypes] for code in codes if not comfy or code in FP8}
         for name, stored in self._tensors.items():
             if by_code.get(stored.row.code):
@@ -195,29 +185,14 @@ class _Finder:
         self._hide_parts()
         self._refuse_unread()
         if self._in_gguf:
-            from .gguf import ternary
-
-            files = {file for file, _ in self._places.values()}
-            self.packed.update((name, (name, packed)) for name, packed in ternary(files))
+            self.packed.update(ternary(files))
         if self.packed:  # activation scales and similar companions
             for name in self._tensors:
                 if name.rpartition(".")[2] in IGNORED and name not in self.packed:
                     self.hidden.setdefault(name, "")
+        self.packed.update(across_rows(self._context, shapes))
         if self._quantization.is_covered():
             self._report_codes_alone(self._quantization)
-
-    def restore_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Add tensors that are stored as rows of another length."""
-        for name, shape in shapes.items():
-            file, index = self._places[name]
-            across = shape[-1] % file.table.row(index).block and 0 not in shape  # blocks cross rows
-            part = self.part(name) if across else None
-            if part is not None:
-                from .gguf import of_rows
-
-                self.packed[name] = name, of_rows(part, shape)
-            elif name not in self.packed:
-                self.shapes[name] = shape
 
     def _group(self, name: str, stored: Stored, rows: Iterable[Family]) -> None:
         """Add the packed tensor with codes of this name, or a fault if the codes fit no family."""
@@ -235,8 +210,10 @@ class _Finder:
                 if why is not None:
                     raise Refused(f"{why} (config.json) can change their values in an unknown way")
                 packed = packed or described(family, group)
+                own = _of_conv1d(packed) if self._has_conv1d and is_named_conv1d(logical) else packed
             except Refused as refused:
-                self._refuse(name, str(refused), names.values())
+                self.refused[name] = str(refused)
+                self._companions.update(names.values())
                 return
             except Misfit as misfit:
                 fault = fault or f"tensor {show(logical)}: {misfit}"
@@ -249,31 +226,12 @@ class _Finder:
             parts = {role: self.part(part) for role, part in names.items()}
             if None in parts.values():
                 continue
-            self.packed[name] = logical, Packed(packed, parts)  # type: ignore[arg-type]
+            self.packed[name] = logical, Packed(own, parts)  # type: ignore[arg-type]
             if group.is_alike and kind[1] is not None:
                 self._kinds[kind] = packed
             return
         if fault is not None and (self._in_gguf or self._quantization.is_covered(name)):
             self.faults.append(fault)
-
-    def turn(self) -> None:
-        """Give the weights of Conv1D layers the axes of their files, or refuse them."""
-        for name, (logical, packed) in list(self.packed.items()):
-            stored = as_stored(packed.packing) if is_named_conv1d(logical) else packed.packing
-            if isinstance(stored, str):
-                self._refuse(name, stored, ())
-            else:
-                self.packed[name] = logical, packed._replace(packing=stored)
-
-    def _refuse(self, codes: str, reason: str, names: Iterable[str]) -> None:
-        """Refuse codes beside companions of these names; they and their parts appear as stored."""
-        self.refused.setdefault(codes, reason)
-        self._companions.update(names)
-        if codes in self.packed:
-            parts = [part.name for part in self.packed.pop(codes)[1].parts.values()]
-            self._companions.update(parts)
-            for part in parts:
-                self.hidden.pop(part, None)
 
     def _hide_parts(self) -> None:
         """Hide the parts of packed tensors. A part is never packed itself, and logical names are unique."""
@@ -299,9 +257,13 @@ class _Finder:
         unknown = [name for name in self._tensors if name not in self.packed and name not in self.hidden]
         for codes, name in _unread(unknown, owners) if owners else ():
             if codes in self.packed:
-                module = self.packed[codes][0].removesuffix(".weight")
-                shown = show(name.removeprefix(module).lstrip("._"))
-                self._refuse(codes, f"{shown} beside its codes can change their values", [name])
+                logical, packed = self.packed.pop(codes)
+                shown = show(name.removeprefix(logical.removesuffix(".weight")).lstrip("._"))
+                self.refused[codes] = f"{shown} beside its codes can change their values"
+                parts = [part.name for part in packed.parts.values()]
+                self._companions.update((name, *parts))
+                for part in parts:
+                    self.hidden.pop(part, None)
 
     # ---- faults of a covered configuration ----
 
@@ -314,16 +276,13 @@ class _Finder:
             if len(stored.shape) < 2 or not _looks_like_codes(name, stored, quantization):
                 continue
             bare = name.removesuffix("_packed"), name.removesuffix("_blocks"), name.replace(".qweight", ".weight")
-            if quantization.method == QUARK:
-                from . import quark
-
-                if quark.unread(quantization, name) is not None:
-                    continue
-            if quantization.is_covered(name) and reported.isdisjoint(map(tensor_named, (name, *bare))):
-                self.faults.append(
-                    f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
-                    f"({quantization} in config.json)"
-                )
+            is_reported = not reported.isdisjoint(map(tensor_named, (name, *bare)))
+            if is_reported or _unread_by_quark(quantization, name) is not None or not quantization.is_covered(name):
+                continue
+            self.faults.append(
+                f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
+                f"({quantization} in config.json)"
+            )
         for family in self._rows:
             strays = family.strays
             if strays is None or strays.method != quantization.method:
@@ -371,12 +330,12 @@ def is_named_conv1d(name: str) -> bool:
     return last in ("weight", "qweight") and module.rpartition(".")[2] in CONV1D
 
 
-def as_stored(packed: Packing) -> Packing | str:
-    """Return the packing of a layer's weight as [in, out], or why there is none."""
+def _of_conv1d(packed: Packing) -> Packing:
+    """Return the packing of a layer's weight as [in, out]."""
     if packed.family not in _TURNED or len(packed.shape) != 2:
         return packed
     if packed.flat:
-        return "its module is a Conv1D, which stores [in, out], and its blocks cross the rows of [out, in]"
+        raise Refused("its module is a Conv1D, which stores [in, out], and its blocks cross the rows of [out, in]")
     return packed._replace(shape=packed.shape[::-1], transpose=not packed.transpose)
 
 
@@ -425,24 +384,20 @@ def _unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[s
         if not telling and not _is_telling(module.rpartition(".")[2]):  # such as X.weight_scale.second
             continue
         # Beside the codes: X.weight or X, and X.scale. Below the codes: X.weight_scale, X.weight.absmax.
-        owner = (owners.get(f"{module}.weight") or owners.get(module)) if telling else None
-        if owner is not None and not last.startswith(_OF_BIAS):
-            yield owner, name
-            continue
+        beside = telling and not last.startswith(_OF_BIAS)
+        places = [(f"{module}.weight", last), (module, last)] if beside else []
         end = len(name)
         for _ in range(_MOST_PARTS):
             end = max(name.rfind("_", 0, end), name.rfind(".", 0, end))
             if end < 0:
                 break
             rest = name[end + 1 :]
-            owner = owners.get(name[:end])
-            beside = name[end] == "_" and _is_telling(rest.partition("_")[0].partition(".")[0])
-            if owner is None and beside:  # X_scale_2 of X.weight
-                owner = owners.get(f"{name[:end]}.weight")
-            if owner is not None:
-                if rest not in _HARMLESS and not rest.startswith(_OF_BIAS):
-                    yield owner, name
-                break
+            places.append((name[:end], rest))
+            if name[end] == "_" and _is_telling(rest.partition("_")[0].partition(".")[0]):  # X_scale_2 of X.weight
+                places.append((f"{name[:end]}.weight", rest))
+        owner, rest = next(((owners[place], rest) for place, rest in places if place in owners), (None, ""))
+        if owner is not None and rest not in _HARMLESS and not rest.startswith(_OF_BIAS):
+            yield owner, name
 
 
 def _is_telling(last: str) -> bool:
@@ -464,40 +419,36 @@ class Codes(NamedTuple):
     reader: str | None = None  # the tool that reads the codes
 
 
-# Pairs of suffixes, of codes and of companions, that no family lists.
-_MORE = (
-    *(("", suffix) for suffix in ("_scale_2", "_scales", "_scb")),
-    ("_quantized", "_scale"),
-    ("_qdata", "_scale"),  # torchao
-    ("._data._data", "._scale"),  # quanto, 2 and 4 bits
-)
-_QUANTO_SHIFT = ("._data._data", "._shift")
-# The scale of DeepSeek V4; norms have a parameter of this name too.
+# The suffix of a scale that norms have too: their parameter has an element per column.
 _AMBIGUOUS = ".scale"
+# Companions that no family lists; the last are quanto's, of 2 and 4 bits.
+_MORE = (
+    Family("", "", frozenset(), {packing.SCALE: ("_scale_2", "_scales", "_scb")}, None),
+    Family("", "_quantized", frozenset(), {packing.SCALE: ("_scale",)}, None),
+    Family("", "._data._data", frozenset(), {packing.SCALE: ("._scale",), packing.ZERO: ("._shift",)}, None),
+)
+# A family, and the role and the suffix of a companion.
+_Clue = tuple[Family, str, str]
 
 
 @cache
-def _companions() -> tuple[Mapping[tuple[str, str], bool], tuple[str, ...]]:
-    """Return the suffixes of codes and companions: first scales (True), whose shape must fit, then other tensors.
+def _clues() -> tuple[list[_Clue], tuple[str, ...]]:
+    """Return the companions that identify codes, the usual ones first: they are in the last rows.
 
     Also the suffixes of codes without a companion, which can be in a missing shard, if a method is configured.
     """
-    # The usual names are in the last rows. `find` looks for the companions of telling rows.
-    readable = [row for row in reversed(families()) if row.describe is not None and packing.MASK not in row.required]
-    listed = [
-        (main, suffix, role)
-        for main in dict.fromkeys(row.main for row in readable)
-        for row in readable
-        if row.main == main
-        for role, suffixes in (*row.required.items(), *row.optional.items())
-        for suffix in suffixes
+    clues = [
+        (row, role, suffix)
+        for row in (*reversed(families()), *_MORE)
+        for parts in ({**row.required, **row.optional},)
+        for role in (row.telling if packing.MASK in parts else dict.fromkeys((*row.telling, *parts)))
+        for suffix in parts[role]
     ]
-    scales = [(main, suffix) for main, suffix, role in listed if role == packing.SCALE and suffix != _AMBIGUOUS]
-    marks = [(row.main, suffix) for row in _refusals() for suffix in row.required.get(packing.SCALE, ())]
-    parts = [(main, suffix) for main, suffix, role in listed if role != packing.SCALE]
-    fitting = dict.fromkeys((*scales, *_MORE), True)
-    pairs = fitting | {pair: False for pair in (_QUANTO_SHIFT, *marks, *parts) if pair not in fitting}
-    return pairs, (".weight", *(main for main, _ in pairs if main), "gate_up_proj", "down_proj")
+    # Quark has some of its scales under other roles too.
+    scales = {(row.main, suffix) for row, role, suffix in clues if role == packing.SCALE}
+    clues = [clue for clue in clues if clue[1] == packing.SCALE or (clue[0].main, clue[2]) not in scales]
+    mains = dict.fromkeys(row.main for row, _, _ in clues if row.main and packing.MASK not in row.required)
+    return clues, (*mains, ".weight", "gate_up_proj", "down_proj")
 
 
 def find(
@@ -506,62 +457,64 @@ def find(
     """Return the code tensors, in the given order. All tensors are needed, because a companion can be in any file."""
     if not tensors:
         return {}
-    coded = {name: stored for name, stored in tensors.items() if stored.row.code in _CODES}
-    pairs, mains = _companions()
-    present = _present({suffix for _, suffix in pairs}, (*tensors, *elsewhere)) if coded else set()
-    rows = [(*pair, fit) for pair, fit in pairs.items() if pair[1] in present]
-    companions = {name: _companion(name, stored, tensors, elsewhere, rows) for name, stored in coded.items()}
+    names = {*tensors, *elsewhere} if elsewhere else tensors.keys()
+    listed, mains = _clues()
+    present = _present({suffix for _, _, suffix in listed}, names)
+    clues = [clue for clue in listed if clue[2] in present]
+    telling = [clue for clue in clues if clue[1] in clue[0].telling]
+    companions: dict[str, str] = {}
+    refusals: dict[str, tuple[str, str]] = {}
+    for name, stored in tensors.items():
+        code, scale, rest = stored.row.code, None, None
+        for row, role, suffix in clues if code in _CODES else telling:
+            other = name[: len(name) - len(row.main)] + suffix
+            if other not in names or not name.endswith(row.main):
+                continue
+            if row.wide and code not in _CODES and stored.shape[1:] != (1,):
+                continue
+            if role != packing.SCALE:
+                rest = rest or other
+            elif scale is None and _fits(stored, tensors.get(other), in_blocks=suffix == _AMBIGUOUS):
+                scale = other
+            if row.reader is not None and code in row.dtypes:
+                refusals[name] = row.name, row.reader
+        companion = scale or rest
+        if companion is not None:
+            companions[name] = companion
     # Any companion with the name of a scale identifies a matrix of fp8.
-    matrices = (name for name, stored in coded.items() if stored.row.code in FP8 and len(stored.shape) > 1)
-    bare = {name: name for name in matrices if companions[name] is None}
-    named = ((name, other) for name, other in _unread(tensors, bare) if not other.endswith(_AMBIGUOUS)) if bare else ()
-    companions.update((name, other) for name, other in named if _fits(tensors[name], tensors[other]))
-    scales = set(companions.values())
+    matrices = (name for name, stored in tensors.items() if stored.row.code in FP8 and len(stored.shape) > 1)
+    bare = {name: name for name in matrices if name not in companions}
+    unread = ((name, other) for name, other in _unread(tensors, bare) if not other.endswith(_AMBIGUOUS))
+    companions.update((name, other) for name, other in (unread if bare else ()) if _fits(tensors[name], tensors[other]))
+    identifying = set(companions.values())
     method = None if quantization is None else quantization.shown
-    telling = [family for family in families() if family.telling]
     codes = {}
     for name, stored in tensors.items():
-        code, companion = stored.row.code, companions.get(name)
+        code = stored.row.code
         # Under a configuration, a tensor without a companion holds codes if its dtype or its name says so.
-        floating = code in dtypes.FLOAT_CODES and not name.endswith(_PLAIN)
-        coding = floating or (code not in dtypes.FLOAT_CODES and len(stored.shape) > 1 and name.endswith(mains))
-        known = quantization is not None and name in coded and name not in scales and coding
-        if companion is None and not known:
-            rows_of = [row for row in telling if name.endswith(row.main) and (not row.wide or stored.shape[1:] == (1,))]
-            beside = (name.removesuffix(row.main) + suffix for row in rows_of for suffix in row.telling)
-            companion = next((other for other in beside if other in tensors or other in elsewhere), None)
-            if companion is None:
-                continue
-        stem = name.removesuffix(".weight")
-        marker = next((stem + suffix for suffix in _MARKERS if stem + suffix in tensors), companion)
-        codes[name] = Codes(code, companion, method, *_refusal_of(name, code, marker, quantization))
+        known = (
+            quantization is not None
+            and name not in identifying
+            and (
+                (code in dtypes.FLOAT_CODES and not name.endswith(_PLAIN))
+                or (code in dtypes.INTEGER_CODES and len(stored.shape) > 1 and name.endswith(mains))
+            )
+        )
+        if name in companions or known:
+            companion = None if known and name.endswith(SPARSE) else companions.get(name)
+            why = refusals.get(name) or _refusal_of(name, code, quantization)
+            codes[name] = Codes(code, companion, method, *why)
     return codes
 
 
-def _companion(
-    name: str,
-    stored: Stored,
-    tensors: Mapping[str, Stored],
-    elsewhere: Collection[str],
-    rows: Iterable[tuple[str, str, bool]],
-) -> str | None:
-    """Return the identifying companion of a code tensor; in an unopened shard its name, not its shape, counts."""
-    beside = [(name[: len(name) - len(main)] + suffix, fit) for main, suffix, fit in rows if name.endswith(main)]
-    for other, fit in beside:
-        if other in tensors and (not fit or _fits(stored, tensors[other])):
-            return other
-    scale = name.removesuffix(".weight") + _AMBIGUOUS
-    if name.endswith(".weight") and scale in tensors and _fits(stored, tensors[scale], in_blocks=True):
-        return scale
-    return next((other for other, _ in beside if other in elsewhere), None)
-
-
-def _fits(codes: Stored, scale: Stored, *, in_blocks: bool = False) -> bool:
+def _fits(codes: Stored, scale: Stored | None, *, in_blocks: bool = False) -> bool:
     """Return True if a scale can be broadcast over codes, with a block of codes per element.
 
     Axes of the scale longer than 1 must match different axes of the codes, in order, without exceeding their lengths.
     ``in_blocks`` requires fewer elements, because norms have a parameter of this name too.
     """
+    if scale is None:  # in an unopened shard, so that only its name is known
+        return not in_blocks
     if not scale.row.floating and scale.row.code != "U8":  # U8 can have the bits of a float8
         return False
     if in_blocks:
@@ -578,36 +531,31 @@ def _fits(codes: Stored, scale: Stored, *, in_blocks: bool = False) -> bool:
 _KEYS = ("format", "checkpoint_format", "version", "quant_algo")
 
 
-@cache
-def _refusals() -> tuple[Family, ...]:
-    return tuple(family for family in families() if family.describe is None)
-
-
-def _refusal_of(
-    name: str, dtype: str, companion: str | None, quantization: Quantization | None
-) -> tuple[str | None, str | None]:
-    """Return the unsupported quantization of codes and its reader, or None twice."""
-    for family in _refusals() if companion is not None else ():
-        if name.endswith(family.main) and dtype in family.dtypes:
-            stem = name.removesuffix(family.main)
-            if any(companion == stem + suffix for suffixes in family.required.values() for suffix in suffixes):
-                return family.name, family.reader
+def _refusal_of(name: str, dtype: str, quantization: Quantization | None) -> tuple[str | None, str | None]:
+    """Return the unsupported quantization of a configuration for codes, and its reader, or None twice."""
     if quantization is None:
         return None, None
     if quantization.is_rotated:
         return "compressed-tensors in a rotated basis (transform_config)", "vLLM"  # of any dtype
     if quantization.method == QUARK:
-        from . import quark
-
+        reason = None
         with suppress(UnsupportedError):  # opening the checkpoint reports it, except with stored=True
-            reason = quark.unread(quantization, name)
-            return reason, reason and quark.READER
-        return None, None
+            reason = _unread_by_quark(quantization, name)
+        return reason, reason and "AMD Quark"
     for value in (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ():
-        for family in _refusals():
+        for family in families():
             if value in family.methods:
                 return family.name, family.reader
     return None, None
+
+
+def _unread_by_quark(quantization: Quantization, name: str) -> str | None:
+    """Return Quark's unsupported quantization of a tensor, or None."""
+    if quantization.method != QUARK:
+        return None
+    from . import quark
+
+    return quark.unread(quantization, name)
 
 
 def refuse(codes: Mapping[str, Codes], names: Iterable[str], what: str, where: str = "") -> None:
@@ -650,23 +598,21 @@ def codes_of(
     parts: Sequence[FileTensor],
     quantization: Quantization | None,
     *,
-    search: bool = False,
-    incomplete: bool = False,
-    refused: Mapping[str, str] | None = None,
+    search: bool,
+    incomplete: bool,
+    refused: Mapping[str, str],
 ) -> dict[str, Codes]:
     """Return the code tensors of open files."""
     if not any(file.table.may_be_packed() or file.table.quantized for file in files):
         return {}
     if search:
         quantization = quantization_beside(files[0])
-    elsewhere = _shards_beside(files[0]) if incomplete and len(files) == 1 else ()
-    codes = find(stored_of(parts), quantization, elsewhere)
-    if refused:
+    stored = stored_of(parts)
+    codes = find(stored, quantization, _shards_beside(files[0]) if incomplete and len(files) == 1 else ())
+    for name, reason in refused.items():
         method = None if quantization is None else quantization.shown
-        code_dtypes = {name: file.table.row(index).code for name, file, index in parts}
-        for name, reason in refused.items():
-            known = codes.get(name, Codes(code_dtypes[name], None, method))
-            codes[name] = known if known.reader is not None else known._replace(reason=reason)
+        known = codes.get(name, Codes(stored[name].row.code, None, method))
+        codes[name] = known if known.reader is not None else known._replace(reason=reason)
     return codes
 
 
@@ -720,6 +666,6 @@ def refuse_floating(file: WeightFile, parts: Iterable[FileTensor], what: str) ->
     sparse = any(name.endswith(SPARSE) for name in file.table.names)
     if not wide and not sparse and all(row.code not in dtypes.FLOAT_CODES for row in set(file.table.rows)):
         return
-    codes = codes_of([file], Tensors.in_file(file), None, search=True, incomplete=True)
+    codes = find(stored_of(Tensors.in_file(file)), quantization_beside(file), _shards_beside(file))
     converted = (name for name, _, index in parts if file.table.row(index).floating)
     refuse(codes, converted, f"{what} with dtype=", file.path)

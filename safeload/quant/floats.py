@@ -220,8 +220,8 @@ def _grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
 
 def _check_type(group: PackedGroup) -> None:
     """Check the type in the metadata of the file; rewritten files can have lost it."""
-    text = group.context.note(group.codes, group.logical)
-    if text is None:
+    text = group.context.metadata(group.context.places[group.codes][0]).get(group.logical)
+    if not isinstance(text, str):
         return
     kind = parsed(text.encode(), f"metadata of {show(group.logical)}").get("_type")
     if not isinstance(kind, str) or kind not in _TYPES:

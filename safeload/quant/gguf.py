@@ -6,14 +6,14 @@ Sources: llama.cpp ``conversion/base.py`` (NVFP4); microsoft/BitNet ``src/ggml-b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from ..core import dtypes, packing
 from ..core.packing import CODES, SCALE, Grid, Packed, Packing, Part
+from ..core.weight_file import WeightFile
 from .families import Family
-from .packed_group import Misfit, PackedGroup, matrices_of, one_scale
+from .packed_group import GroupContext, Misfit, PackedGroup, matrices_of, one_scale
 from .quantization import GGUF
 
 # The configuration of these tensors in a safetensors file, which stores the bytes of blocks as U8.
@@ -52,17 +52,23 @@ def blocks_of(row: dtypes.Dtype, label: str, shape: tuple[int, ...], *, shared: 
     )  # fmt: skip
 
 
-def of_rows(part: Part, shape: tuple[int, ...]) -> Packed:
-    """Return blocks along stored rows as a tensor of its original shape, with blocks across rows."""
-    row, count = part.row, math.prod(shape)
-    grid = Grid(1, row.block, 1, count // row.block)
-    kind = blocks_of(row, row.name, (count,), shared=False)._replace(shape=shape, grid=grid, config="", flat=True)
-    codes = part._replace(row=_U8, shape=(*part.shape[:-1], row.nbytes(part.shape[-1])))
-    return Packed(kind, {CODES: codes})
+def across_rows(
+    context: GroupContext, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, tuple[str, Packed]]]:
+    """Yield tensors stored as rows of another length if their blocks cross the rows of the original shape."""
+    for name, shape in shapes.items():
+        row, count = context.tensors[name].row, math.prod(shape)
+        part = context.part(name) if shape[-1] % row.block and count else None
+        if part is not None:
+            grid = Grid(1, row.block, 1, count // row.block)
+            kind = blocks_of(row, row.name, (count,), shared=False)
+            kind = kind._replace(shape=shape, grid=grid, config="", flat=True)
+            codes = part._replace(row=_U8, shape=(*part.shape[:-1], row.nbytes(part.shape[-1])))
+            yield name, (name, Packed(kind, {CODES: codes}))
 
 
-def ternary(files: Iterable[Any]) -> Iterator[tuple[str, Packed]]:
-    """Yield the I2_S tensors by name: codes, and the scale that follows them as a separate part."""
+def ternary(files: Iterable[WeightFile]) -> Iterator[tuple[str, tuple[str, Packed]]]:
+    """Yield the I2_S tensors: codes, and the scale that follows them as a separate part."""
     for file in files:
         for name, shape in file.table.ternary.items():
             begin, _ = file.table.byte_range(file.table.find(name))
@@ -70,7 +76,7 @@ def ternary(files: Iterable[Any]) -> Iterator[tuple[str, Packed]]:
             middle = begin + _I2_S.nbytes(math.prod(shape))
             codes = Part(name, file, _U8, (*shape[:-1], packed.row_bytes), begin, middle)
             scale = Part(f"{name}_scale", file, _F32, (), middle, middle + _F32.block_bytes)
-            yield name, Packed(packed, {CODES: codes, SCALE: scale})
+            yield name, (name, Packed(packed, {CODES: codes, SCALE: scale}))
 
 
 _nvfp4 = partial(_scaled, row=_NVFP4, label="nvfp4")

@@ -84,7 +84,7 @@ def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
     packed = group.packing(
         packing.MLX, mode, shape, bits, numbers, grid=whole_grid(shape, 1, block), scale_dtype=exponents
     )
-    return (check_shared(group, packed) if packing.GLOBAL in group.parts else packed)._replace(scale_rule=rule)
+    return check_shared(group, packed)._replace(scale_rule=rule)
 
 
 # ---- writing ----

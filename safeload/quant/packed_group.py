@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -71,13 +73,13 @@ class GroupContext:
         self.quantization = quantization
         self.text = quantization.text(model_type)  # for `Packing.config`
         self.places, self._suffixes = places, suffixes
-        self._ranges: dict[WeightFile, list[tuple[int, int]]] = {}
+        self._ranges = cache(lambda file: file.table.byte_ranges())
         columns = {file: (file.table.rows, file.table.shapes) for file in dict(places.values())}
         self.tensors = {
             name: Stored(columns[file][0][index], columns[file][1][index]) for name, (file, index) in places.items()
         }
         self.arrays: dict[str, Array] | None = None
-        self._metadata: dict[WeightFile, Mapping[str, Any]] = {}
+        self.metadata = cache(lambda file: file.table.metadata() or {})
 
     def part(self, name: str) -> Part | None:
         """Return a tensor as a part; None if its bytes are not in C order and little-endian."""
@@ -85,9 +87,7 @@ class GroupContext:
         table = file.table
         if table.shaped and (table.strides.get(index) is not None or index in table.big_endian):
             return None
-        if file not in self._ranges:
-            self._ranges[file] = table.byte_ranges()
-        return Part(name, file, *self.tensors[name], *self._ranges[file][index])
+        return Part(name, file, *self.tensors[name], *self._ranges(file)[index])
 
     def content(self, name: str) -> Array | None:
         """Return a small tensor; None if it is too large or of a dtype that describes nothing."""
@@ -103,14 +103,6 @@ class GroupContext:
     def _small(self, name: str) -> Part | None:
         part = self.part(name)
         return part if part is not None and part.end - part.begin <= _MOST_BYTES.get(part.row.code, -1) else None
-
-    def note(self, name: str, key: str) -> str | None:
-        """Return the text under a key in the metadata of a tensor's file, or None."""
-        file = self.places[name][0]
-        if file not in self._metadata:
-            self._metadata[file] = file.table.metadata() or {}
-        text = self._metadata[file].get(key)
-        return text if isinstance(text, str) else None
 
 
 def _contents(parts: Iterable[Part]) -> dict[str, Array]:
@@ -168,9 +160,7 @@ class PackedGroup:
 
     def unknown(self) -> str | None:
         """Return a setting with an unknown effect on the values, as text, or None."""
-        why = self.config.unknown
-        if not self.config.is_uniform:
-            why = self.config.unknown_of(self._own, self.weights if self.method in _IN_GROUPS else [])
+        why = self.config.unknown_of(self._own, self.weights if self.method in _IN_GROUPS else [])
         if why is None and self.method == "compressed-tensors":
             kind = "int" if self.row.code in ("I8", "I32") else "float"
             kinds = [str(weights["type"]) for weights in self.weights if weights.get("type") is not None]
@@ -262,12 +252,9 @@ def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts
     codes, methods = names[packing.CODES], (None, context.quantization.method)
     for family in families():
         fits = family.describe is not None and context.tensors[codes].row.code in family.dtypes
-        if not fits or family.method not in methods or named_parts(family, codes, context.tensors) is None:
-            continue
-        try:
-            return described(family, PackedGroup(codes, name, names, context))
-        except Misfit:
-            continue
+        if fits and family.method in methods and named_parts(family, codes, context.tensors) is not None:
+            with suppress(Misfit):
+                return described(family, PackedGroup(codes, name, names, context))
     raise AssertionError(f"no family reads {context.quantization}")
 
 
@@ -318,20 +305,18 @@ def described(family: Family, group: PackedGroup) -> Packing:
         for role in (packing.SCALE, packing.BIAS, *(() if packed.zeros is not None else (packing.ZERO,))):
             if role in group.parts and math.prod(group.parts[role].shape) != count:
                 raise Misfit(f"{role} {list(group.parts[role].shape)} must have {count} elements to fit its codes")
-    configured, fits, symmetric, asymmetric = None, False, bool(group.weights), bool(group.weights)
+    widths = [weights["num_bits"] for weights in group.weights if weights.get("num_bits") is not None]
     fitting = range(1, 9) if packed.numbers in ("I8", "U8") else (packed.bits,)  # a byte can hold fewer bits
-    for weights in group.weights:
-        bits, symmetry = weights.get("num_bits"), weights.get("symmetric")
-        if bits is not None:
-            configured = bits if configured is None else configured
-            fits = fits or (type(bits) is int and bits in fitting)
-        symmetric, asymmetric = symmetric and symmetry is True, asymmetric and symmetry is False
-    if configured is not None and not fits and packed.numbers not in NUMBERS:  # else values of sparse tensors
-        raise Misfit(f"its codes have {packed.bits} bits, but num_bits is {brief(show(configured))} (config_groups)")
+    fits = any(type(bits) is int and bits in fitting for bits in widths)
+    if widths and not fits and packed.numbers not in NUMBERS:  # else values of sparse tensors
+        raise Misfit(f"its codes have {packed.bits} bits, but num_bits is {brief(show(widths[0]))} (config_groups)")
+    symmetry = [weights.get("symmetric") for weights in group.weights]
     if packing.ZERO in group.parts:
-        return packed._replace(symmetric=True) if symmetric else packed
-    setting = "symmetric is false in config_groups" if asymmetric else None
-    if not group.weights and packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
+        return packed._replace(symmetric=True) if symmetry and all(each is True for each in symmetry) else packed
+    setting = None
+    if symmetry:
+        setting = "symmetric is false in config_groups" if all(each is False for each in symmetry) else None
+    elif packed.numbers in _INTEGERS and packing.BIAS not in group.parts:
         values = group.config.values
         setting = next((f"{key} is {value}" for key, value in _ASYMMETRIC if values.get(key) is value), None)
     if setting is not None:

@@ -16,6 +16,7 @@ optimum, autoawq 0.2.9, auto-round 0.16, nvidia-modelopt 0.47, amd-quark 0.13, m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeGuard
@@ -141,16 +142,13 @@ class Quantization:
             return f"quant_method {brief(self.method)}"
         values = self.values
         if self.method == "mlx":  # other keys are names of modules, with their settings or whether they are quantized
-            pairs = [pair for pair in values.items() if not isinstance(pair[1], bool)]
-            values = {key: value for key, value in pairs if _MLX_MODULE.isdisjoint(mapping(value))}
-        exporter = method_of(QUARK)
-        assert exporter is not None
+            of_modules = {key for key, value in values.items() if not _MLX_MODULE.isdisjoint(mapping(value))}
+            values = {k: v for k, v in values.items() if k not in of_modules and not isinstance(v, bool)}
         # Quark's export is also written for method AWQ. Of sparse tensors only the format matters: the other settings
         # describe the model.
         layout = {"format": mapping(self.values.get("sparsity_config")).get("format")}
-        sparsity = _setting_text((layout, part_of("sparsity")))
-        text = _setting_text((values, row), (mapping(self.values.get("export")), exporter))
-        return text if text is not None or sparsity is None else f"sparsity_config {sparsity}"
+        text = _setting_text((values, row), (mapping(self.values.get("export")), _methods()[0][QUARK]))
+        return text or _setting_text((layout, part_of("sparsity")), before="sparsity_config ")
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -163,7 +161,7 @@ class Quantization:
     def unknown_of(self, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
         """Like `unknown`, for a single module: of its own settings, and of its `weights`."""
         row = method_of(self.method) if self.method else None
-        if self.unknown is not None or row is None:
+        if self.is_uniform or self.unknown is not None or row is None:
             return self.unknown
         return _setting_text((own or {}, row), *((weights, part_of("weights")) for weights in described))
 
@@ -206,58 +204,52 @@ class Quantization:
         All descriptions are returned if no target names the module, or if a target is a pattern with unsupported
         syntax: shapes and dtypes then decide.
         """
-        described, targets = self._weights
-        targeted = (
-            [
-                described[k]
-                for k, (names, patterns) in enumerate(targets)
-                if module in names or any(pattern.matches(module) for pattern in patterns)
-            ]
-            if targets
-            else []
-        )
-        return targeted or described
+        described, targeted = self._weights
+        own = [
+            weights
+            for weights, names, patterns in targeted
+            if module in names or any(pattern.matches(module) for pattern in patterns)
+        ]
+        return own or described
 
     @cached_property
-    def _weights(self) -> tuple[list[Mapping[str, Any]], list[tuple[list[str], list[Pattern]]]]:
-        """Weight descriptions, and names and patterns of their targets; only one, without, if all are alike."""
+    def _weights(self) -> tuple[list[Mapping[str, Any]], list[tuple[Mapping[str, Any], list[str], list[Pattern]]]]:
+        """Weight descriptions, and again with names and patterns of their targets; only one, once, if all agree."""
         groups = self.values.get("config_groups")
         if not groups and isinstance(self.values.get("weights"), Mapping):  # modelopt, without groups
             groups = {"": {key: self.values.get(key) for key in ("weights", "targets", "format")}}
         described: list[Mapping[str, Any]] = []
-        targeted: list[list[str]] = []
+        targeted: list[tuple[Mapping[str, Any], list[str]]] = []
         for key, group in mapping(groups).items():
-            weights, targets = {f"config_groups {key}": group}, group
-            if isinstance(group, Mapping):
-                if not isinstance(group.get("weights"), Mapping):
-                    continue
+            if not isinstance(group, Mapping):  # such as {"W4A16": ["Linear"]}, a preset of compressed-tensors
+                weights, targets = {f"config_groups {key}": group}, group
+            elif isinstance(group.get("weights"), Mapping):
                 rest = {name: value for name, value in group.items() if name not in _BESIDE_WEIGHTS}
                 weights, targets = {**group["weights"], **rest}, group.get("targets")
-            # else such as {"W4A16": ["Linear"]}, a preset of compressed-tensors
+            else:
+                continue
             described.append(weights)
-            targeted.append([text for text in targets if isinstance(text, str)] if isinstance(targets, list) else [])
+            texts = [text for text in targets if isinstance(text, str)] if isinstance(targets, list) else []
+            targeted.append((weights, texts))
         if not described or described.count(described[0]) == len(described):
             return described[:1], []
-        try:
+        with suppress(UnsupportedError):
             return described, [
-                (texts, [compiled(text[3:], "config_groups") for text in texts if text.startswith("re:")])
-                for texts in targeted
+                (weights, texts, [compiled(text[3:], "config_groups") for text in texts if text.startswith("re:")])
+                for weights, texts in targeted
             ]
-        except UnsupportedError:
-            return described, []
+        return described, []
 
 
 # The configuration of a checkpoint that has none.
 UNCONFIGURED = Quantization("", None, {})
 
 
-def _setting_text(*settings: tuple[Mapping[str, Any], Method]) -> str | None:
+def _setting_text(*settings: tuple[Mapping[str, Any], Method], before: str = "") -> str | None:
     """Return the first unknown key and value of settings as text, or None."""
-    setting = next(filter(None, (unknown_setting(values, row) for values, row in settings)), None)
-    if setting is None:
-        return None
-    key, value = setting
-    return f"{brief(key)} {brief(value) if isinstance(value, str) else brief(show(value))}"
+    for key, value in filter(None, (unknown_setting(values, row) for values, row in settings)):
+        return f"{before}{brief(key)} {brief(value if isinstance(value, str) else show(value))}"
+    return None
 
 
 def brief(text: str) -> str:
@@ -379,7 +371,7 @@ def _method(settings: Mapping[str, Any]) -> str | None:
 def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization | None:
     """Return the quantization in the metadata of files, else in their folders."""
     parsed: dict[tuple[str | None, str], Quantization | None] = {}  # by the text in the file, or its folder
-    pairs: list[tuple[str, Quantization | None]] = []
+    first: tuple[str, Quantization | None] | None = None
     for file in files:
         if not dtypes.may_hold_codes(file.table.numbers):
             continue
@@ -387,19 +379,16 @@ def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization |
         key = text, _folder_of(file) if text is None else ""
         if key not in parsed:
             parsed[key] = quantization_beside(file) if text is None else quantization_of(config_inside(file))
-        if text is not None or parsed[key] is not None:
-            pairs.append((file.path, parsed[key]))
-    if not pairs:
-        return None
-    first, quantization = pairs[0]
-    for path, other in pairs:
-        if other != quantization:
+        if text is None and parsed[key] is None:
+            continue
+        first = first or (file.path, parsed[key])
+        if parsed[key] != first[1]:
             raise UnsupportedError(
-                f"{title}: {show(first)} and {show(path)} have different quantization configurations; open them "
-                "separately, or pass stored=True",
-                path=path,
+                f"{title}: {show(first[0])} and {show(file.path)} have different quantization configurations; open "
+                "them separately, or pass stored=True",
+                path=file.path,
             )
-    return quantization
+    return None if first is None else first[1]
 
 
 def config_inside(file: WeightFile) -> dict[str, Any] | None:

@@ -25,7 +25,6 @@ from .quantization import QUARK, Quantization, brief, is_length, mapping, part_o
 _CODES_IN_WORD = 8
 # Values of `ch_axis` for the rows and for the columns of a weight.
 _ROWS, _COLUMNS = (0, -2), (1, -1)
-READER = "AMD Quark"
 # Orders of the codes in a word, by ``pack_method``.
 _ORDERS = {"reorder": packing.WORDS, "order": packing.ROWS}
 _EXPONENTS = ("U8", "F8_E8M0")
