@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, check_mapping
-from ..core.atomic_file import AtomicFile
+from ..core.atomic_file import AtomicFile, write_pieces
 from ..core.described import pack, texts_with
 from ..core.memory import ALIGNMENT, aligned_bytes
 from ..core.native import address_of, ffi
@@ -218,7 +218,7 @@ class _Buffer:
         source = source_of(name, value)
         memory = self.take(source.nbytes)
         begin = at = address_of(memory) if source.nbytes else 0
-        for _owner, address, size in source.pieces():
+        for _owner, address, size, _streamed in source.pieces():
             ffi.memmove(ffi.cast("char *", at), ffi.cast("char *", address), size)
             at += size
         return Memory(source.row, source.shape, begin, source.nbytes)
@@ -613,22 +613,14 @@ class _Spool:
             if position != self._small_begin + len(self._small):
                 self._flush()
                 self._small_begin = position
-            for _owner, address, size in source.pieces():
+            for _owner, address, size, _streamed in source.pieces():
                 self._small += ffi.buffer(ffi.cast("char *", address), size)
             if len(self._small) >= _TOGETHER:
                 self._flush()
             return
         self._flush()
         self._seek(position)
-        waiting: list[tuple[int, int]] = []
-        owners: list[Any] = []
-        for owner, address, size in source.pieces():
-            waiting.append((address, size))
-            owners.append(owner)
-            if not source.whole:
-                self.file.write(waiting)
-                waiting, owners = [], []
-        self.file.write(waiting)
+        write_pieces(self.file, source.pieces())
         self._small_begin = position + source.nbytes
 
     def _flush(self) -> None:

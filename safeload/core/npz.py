@@ -76,14 +76,7 @@ def _array(archive: Archive, file: WeightFile, name: str, begin: int) -> Listing
 # ---- write ----
 
 
-def write(
-    tensors: Mapping[str, Any],
-    metadata: Mapping[Any, Any] | None,
-    path: PathLike,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
-) -> None:
+def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
     """Write an uncompressed npz archive atomically."""
     import zipfile
 
@@ -91,7 +84,7 @@ def write(
     arrays = {name: check_writable(name, value, "npz") for name, value in tensors.items()}
     entries = [_entry(name) for name in arrays]
     with (
-        AtomicFile(path, 0, overwrite=overwrite, durable=durable) as file,
+        AtomicFile(path, 0, **options) as file,
         file.stream() as stream,
         zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED, allowZip64=True) as archive,
     ):

@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import SafetensorError, folder_given, unsaved
 from . import dtypes, load, native
 from .arrays import Array, check_mapping, not_an_array, refuse_masked
-from .atomic_file import AtomicFile, pieces_of, written_as_is
+from .atomic_file import AtomicFile, Piece, pieces_of, write_pieces, written_as_is
 from .memory import thread_count
 from .native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
 from .paths import PathLike, native_path
@@ -25,7 +25,7 @@ from .registry import Candidate, Content, OpenRequest, explain, part
 from .runtime import paused
 from .store import WINDOW, LocalStore, with_room
 from .table import Table
-from .tensors import Lazy, Staged, Tensors, materialize
+from .tensors import Lazy, Staged, Tensors
 from .text import encode, show, tensor_named
 from .weight_file import WeightFile
 
@@ -363,12 +363,10 @@ class TensorToWrite(NamedTuple):
     shape: Sequence[int]
     data: Array | Lazy | Memory
 
-    def pieces(self) -> Iterator[tuple[Any, int, int]]:
-        """Iterate over the tensor's bytes as (owner, address, bytes), without copying memory in C order."""
-        if isinstance(self.data, Memory):
-            yield None, self.data.address, self.data.nbytes
-            return
-        yield from pieces_of(materialize(self.data))
+    def pieces(self) -> Iterator[Piece]:
+        """Iterate over the tensor's bytes, without copying memory in C order."""
+        data = self.data
+        return iter([(None, data.address, data.nbytes, False)]) if isinstance(data, Memory) else pieces_of(data)
 
     @property
     def staged(self) -> Staged | None:
@@ -377,7 +375,7 @@ class TensorToWrite(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """True if `buffer` has the bytes of the tensor; else each buffer of `pieces` is written before the next."""
+        """True if `buffer` has the bytes of the tensor; else each of `pieces` is written before the next."""
         data = self.data
         return isinstance(data, Memory) or (not isinstance(data, Lazy) and written_as_is(data))
 
@@ -421,20 +419,13 @@ def source_of(name: str, value: Any) -> TensorToWrite:
     return TensorToWrite(dtypes.of_array(value, name), value.shape, value)
 
 
-def write(
-    tensors: Mapping[str, Any],
-    metadata: Mapping[Any, Any] | None,
-    path: PathLike,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
-) -> None:
+def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
     """Write tensors of any format; `quantized.pack` turns quantized tensors into plain tensors."""
     from .described import pack
     from .metadata import as_texts
 
     packed, texts = pack(tensors, as_texts(metadata or {}) or None)
-    FileWriter(packed, texts, room=ROOM).to_file(path, overwrite=overwrite, durable=durable)
+    FileWriter(packed, texts, room=ROOM).to_file(path, **options)
 
 
 def writer(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> FileWriter:
@@ -470,8 +461,8 @@ class FileWriter:
                 raise SafetensorError(f"Error while serializing: tensor {show(name)}: {fault}", tensor=name)
         self.size: int = len(self._head) + sum(sizes)
 
-    def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
-        """Iterate over all bytes as (owner, address, bytes, True if all buffers so far must be used first)."""
+    def pieces(self) -> Generator[Piece]:
+        """Iterate over all bytes of the file."""
         sources = [self._sources[index] for index in self._order]
         waiting, size = [self._head], 0  # small buffers: a system call for each would take longer than a copy
         if len(self._head) > _TINY or not sources or not sources[0].small:
@@ -491,9 +482,7 @@ class FileWriter:
                     continue
                 lazy, stage = source.data, source.staged
                 if stage is None or not isinstance(lazy, Lazy):
-                    streamed = not source.whole
-                    for owner, address, nbytes in source.pieces():
-                        yield owner, address, nbytes, streamed
+                    yield from source.pieces()
                     continue
                 left = stage.entry.nbytes
                 while left:
@@ -517,27 +506,21 @@ class FileWriter:
                 position += size
         return bytes(out)
 
-    def to_file(self, path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
+    def to_file(self, path: PathLike, **options: Any) -> None:
         """Write the file; see `AtomicFile`."""
         try:
-            with AtomicFile(path, self.size, overwrite=overwrite, durable=durable) as file:
+            with AtomicFile(path, self.size, **options) as file:
                 self.write_to(file)
         except OSError as error:
             raise unsaved(error) from None
 
     def write_to(self, file: AtomicFile) -> None:
         """Write all bytes into a file under construction."""
-        waiting: list[tuple[int, int]] = []
         tensors = len(self._sources)
         with paused(tensors if self.size <= _TINY * tensors else 0), closing(self.pieces()) as pieces:
-            for _owner, address, size, streamed in pieces:
-                waiting.append((address, size))
-                if streamed:
-                    file.write(waiting)
-                    waiting.clear()
-            file.write(waiting)
+            write_pieces(file, pieces)
 
 
-def _joined(arrays: list[Any]) -> tuple[Any, int, int, bool]:
+def _joined(arrays: list[Any]) -> Piece:
     joined = b"".join(arrays)
     return joined, pointer(ffi.from_buffer(joined)), len(joined), True

@@ -337,11 +337,11 @@ def _tensors_of(table: Table, read_at: Callable[[int, int], Any]) -> dict[str, _
 def _in_memory(source: TensorToWrite) -> _Tensor:
     def chunks() -> Iterator[Array]:
         pieces = []
-        for _owner, address, nbytes in source.pieces():
+        for _owner, address, nbytes, streamed in source.pieces():
             if nbytes:
                 piece = np.frombuffer(ffi.buffer(ffi.cast("char *", address), nbytes), np.uint8)
-                # Only the memory of a whole tensor stays valid, as long as its source lives.
-                pieces.append(piece if source.whole else piece.copy())
+                # Other memory stays valid as long as its source lives.
+                pieces.append(piece.copy() if streamed else piece)
         whole = _joined(pieces)
         return (whole[at : at + _CHUNK] for at in range(0, whole.size, _CHUNK))
 
