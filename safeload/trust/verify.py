@@ -19,7 +19,7 @@ from ..core.progress import Meter, Progress
 from ..core.registry import BY_NAME
 from ..core.showing import Report, Row, table
 from ..core.signature import Verify
-from ..core.store import WINDOW, ByteStore
+from ..core.store import WINDOW, ByteStore, blocks_of
 from ..core.text import more, plural, printable, size
 from ..core.thread_group import each
 from ..errors import SafeloadError, VerificationError, exported, one_line, public
@@ -28,7 +28,7 @@ from ..remote import ollama
 from ..remote.places import places_of
 from . import digests
 from .digests import GIT_PATHS, Expected, name_below
-from .verified import check_size, compare_digests, pieces_of
+from .verified import check_size, compare_digests
 from .verifying import entry_of, expected_of, walk
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
@@ -334,7 +334,7 @@ def _checked(place: str, expected: Expected, files: Files, meter: Meter) -> tupl
             return "not covered", store.size, str(error).removeprefix(f"{shown}: ")
         try:
             check_size(content, store.size, path=shown, source=expected.source)
-            pieces = pieces_of(store, shown, meter.add)
+            pieces = blocks_of(store, shown, meter.add)
             compare_digests(pieces, content, store.size, path=shown, source=expected.source)
         except VerificationError as error:
             return "changed", store.size, str(error).removeprefix(f"{shown}: ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -11,13 +10,12 @@ from typing import Any
 from ..core.files import LOCAL, Files
 from ..core.json_file import MAX_JSON, parse_json
 from ..core.signature import Signature, Verify
-from ..core.store import read_at
+from ..core.store import read_at, sha256_of
 from ..core.text import show
 from ..errors import FormatError, LimitError, SafeloadError, VerificationError
 from ..remote.places import places_of
 from . import digests
 from .digests import GIT_PATHS, MANIFEST_KEY, SIGNATURE_KEY, Expected, is_manifest, refused, signed_files
-from .verified import pieces_of
 
 _HUB, _OLLAMA = "the Hub's cache", "ollama's store"
 _MANIFEST_PROOF = "integrity only: a manifest does not say who made it"
@@ -184,9 +182,5 @@ def walk(
 
 def entry_of(path: str, tick: Callable[[int], object] = bool) -> dict[str, Any]:
     """Return size and SHA-256 of a local file; ``tick`` gets the bytes of each piece."""
-    digest = hashlib.sha256()
     with closing(LOCAL.open(path)) as store:
-        for piece in pieces_of(store, path):
-            digest.update(piece)
-            tick(len(piece))
-        return {"size": store.size, "sha256": digest.hexdigest()}
+        return {"size": store.size, "sha256": sha256_of(store, path, tick)}
