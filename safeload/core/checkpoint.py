@@ -203,52 +203,35 @@ class Checkpoint(Mapping[str, TensorLike]):
     ignored: Mapping[str, StoredPart]  # internal
 
     def __init__(self, opened: Opened) -> None:
-        title, kind, files, where, metadata, config, index_file, notes, recipe, complete = opened
-        stored = recipe is not None and recipe.stored
-        self._hidden: Mapping[str, str] = {}
-        self.ignored = {}
-        self._refused: Mapping[str, str] = {}
-        self._quantization: Any = None
-        self._searched = False  # for a quantization in the config, in the files and beside the files
-        if kind == SAFETENSORS and not stored:
+        self.path, self.format, files, where, metadata, self.config, self._index, self._notes, self._recipe, _ = opened
+        stored = self._recipe is not None and self._recipe.stored
+        if self.format == SAFETENSORS and not stored:
             if where is not None or KEY in metadata:
                 with paused(sum(file.table.count for file in files)):
                     where = described.unpack_all(files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
-        if not stored and kind in (SAFETENSORS, GGUF) and any(file.table.may_be_packed() for file in files):
+        self._hidden: Mapping[str, str] = {}
+        self.ignored = {}
+        self._refused: Mapping[str, str] = {}
+        self._quantization: Any = None
+        # For a quantization in the config, in the files and beside the files.
+        self._searched = (
+            not stored and self.format in (SAFETENSORS, GGUF) and any(file.table.may_be_packed() for file in files)
+        )
+        if self._searched:
             with paused(sum(file.table.count for file in files)):
-                shapes: dict[str, tuple[int, ...]] = {}
-                if kind == GGUF:
-                    for file in files:
-                        shapes.update(part("diffusion").original_shapes(file.table))
-                logical = _codes.make_logical(
-                    files,
-                    where,
-                    _quantization.quantization_of(config),
-                    title=title,
-                    complete=complete,
-                    in_gguf=kind == GGUF,
-                    config=config,
-                    shapes=shapes,
-                )
+                logical = _codes.make_logical(opened._replace(where=where))
             where, self._hidden, self.ignored, self._refused, self._quantization = logical
-            self._searched = True
-        self.path = title
         self.weight_files = files
         self._where = where
         self._views = Views()
         self._tensors: Mapping[str, TensorInfo] | None = None
         self._codes: Mapping[str, Any] | None = None
         self._closed = False
-        self._recipe = recipe
-        self._index = index_file
-        index = None if index_file is None else index_of(self)
+        index = index_of(self)
         self.index = None if index is None else index.shown
-        self._notes = notes
-        self.format = kind
         self.files = list(dict.fromkeys([file.path for file in files]))
         self.metadata = metadata
-        self.config = config
         self.last_load: LoadStats | None = None
 
     def _locate(self, name: str) -> tuple[WeightFile, int]:

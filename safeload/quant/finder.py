@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..core import dtypes, packing
+from ..core import dtypes, packing, registry
 from ..core.json_file import read_json
 from ..core.packing import CODES, Packed, Packing, Part
+from ..core.registry import Opened
 from ..core.table import ListedTable, Listing
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, plural, printable, show, tensor_named
@@ -34,6 +34,7 @@ from .quantization import (
     find_quantization,
     nested,
     quantization_beside,
+    quantization_of,
 )
 
 # Faults listed in an error.
@@ -69,25 +70,20 @@ def _present(suffixes: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def make_logical(
-    files: Sequence[WeightFile],
-    where: Mapping[str, Place] | None,
-    quantization: Quantization | None,
-    *,
-    title: str,
-    complete: bool,
-    in_gguf: bool = False,
-    config: Mapping[str, Any] | None = None,
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    opened: Opened,
 ) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part], dict[str, str], Quantization | None]:
     """Give open files tables in which each packed tensor appears once.
 
-    A missing scale is an error if the files are a ``complete`` checkpoint.
+    A missing scale is an error if the files are a complete checkpoint.
 
     Returns:
         File and index of each tensor, None for a single file; unlisted names, with their packed tensor ("" for
         activation scales); activation scales by name; unsupported codes, with the reason; and the quantization from
         the configuration, the files or their folders.
     """
+    title, format, files, where, _, config, *_, complete = opened
+    in_gguf, quantization = format == registry.GGUF, quantization_of(config)
+    shapes = [registry.part("diffusion").original_shapes(file.table) for file in files] if in_gguf else []
     places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
     comfy, conv1d = False, None
     if not in_gguf:
@@ -102,7 +98,8 @@ def make_logical(
     finder = _Finder(places, None if in_gguf else quantization, in_gguf=in_gguf, comfy=comfy, model_type=conv1d)
     try:
         finder.run()
-        finder.restore_shapes(shapes)
+        for of_file in shapes:
+            finder.restore_shapes(of_file)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{title}: {error}; pass stored=True to open the tensors as stored", path=title
