@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported
 from . import dtypes, foreign, paths
 from .arrays import array_fits
-from .files import LOCAL, Files, rather_changed
+from .files import LOCAL, Files, unchanged
 from .forking import cached_property
 from .paths import is_bare
 from .runtime import paused
@@ -696,6 +696,10 @@ class Opened(NamedTuple):
     def __repr__(self) -> str:
         return f"<Opened {self.title}>"  # the path of an index can hold the secrets of its URL
 
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
     @property
     def file(self) -> WeightFile:
         return self.files[0]
@@ -771,8 +775,7 @@ def _open_by_path(path: str, request: OpenRequest, *, explained: bool = True) ->
 
 def reopen_file(path: str, identity: tuple[Any, ...], request: OpenRequest) -> Opened:
     """Open a file again, if it is still the same."""
-    request.files.check_unchanged(path, identity)
-    with rather_changed(request.files, [(path, identity)]):
+    with unchanged(request.files, [(path, identity)]):
         opened = open_file(path, request)
     opened.file.check_identity(identity)
     return opened

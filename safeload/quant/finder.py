@@ -107,8 +107,7 @@ def make_logical(
     if conv1d is not None:
         finder.turn()
     if finder.faults and (complete or in_gguf):
-        for file in files:
-            file.close()
+        opened.close()
         listed = "; ".join(finder.faults[:_LISTED])
         more = len(finder.faults) - _LISTED
         rest = f"; and {plural(more, 'more fault')}" if more > 0 else ""
