@@ -24,7 +24,7 @@ from ..core.memory import ALIGNMENT, aligned_bytes
 from ..core.native import address_of, ffi
 from ..core.packing import CONFIG_KEY, KEY
 from ..core.quantized_tensor import QuantizedTensor
-from ..core.safetensors import ROOM, FileWriter, Header, Memory, TensorToWrite, source_of, text
+from ..core.safetensors import ROOM, FileWriter, Header, TensorToWrite, source_of, text
 from ..core.text import error_about, show
 from ..errors import SafetensorError, UnsupportedError, exported, public, unsaved
 from ..formats.folder import INDEX, SINGLE
@@ -221,7 +221,7 @@ class _Buffer:
         for _owner, address, size, _streamed in source.pieces():
             ffi.memmove(ffi.cast("char *", at), ffi.cast("char *", address), size)
             at += size
-        return Memory(source.row, source.shape, begin, source.nbytes)
+        return TensorToWrite(source.row, source.shape, source.nbytes, None, begin)
 
     def _copy_array(self, array: Array) -> Array:
         copy: Array = self.take(array.nbytes).view(array.dtype).reshape(array.shape)

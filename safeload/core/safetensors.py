@@ -347,26 +347,18 @@ _TINY, _TOGETHER = 64 << 10, 1 << 20
 _PLAIN = frozenset((np.ndarray, Lazy))
 
 
-class Memory(NamedTuple):
-    """A tensor's bytes in file layout, at an address that the caller keeps valid."""
-
-    row: dtypes.Dtype
-    shape: Sequence[int]  # logical
-    address: int  # of the first byte
-    nbytes: int
-
-
 class TensorToWrite(NamedTuple):
     """A tensor to write."""
 
     row: dtypes.Dtype
-    shape: Sequence[int]
-    data: Array | Lazy | Memory
+    shape: Sequence[int]  # logical
+    nbytes: int
+    data: Array | Lazy | None
+    address: int = 0  # without data: of the bytes in file layout, which the caller keeps valid
 
     def pieces(self) -> Iterator[Piece]:
         """Iterate over the tensor's bytes, without copying memory in C order."""
-        data = self.data
-        return iter([(None, data.address, data.nbytes, False)]) if isinstance(data, Memory) else pieces_of(data)
+        return iter([(None, self.address, self.nbytes, False)]) if self.data is None else pieces_of(self.data)
 
     @property
     def staged(self) -> Staged | None:
@@ -376,23 +368,17 @@ class TensorToWrite(NamedTuple):
     @property
     def whole(self) -> bool:
         """True if `buffer` has the bytes of the tensor; else each of `pieces` is written before the next."""
-        data = self.data
-        return isinstance(data, Memory) or (not isinstance(data, Lazy) and written_as_is(data))
+        return self.data is None or (not isinstance(self.data, Lazy) and written_as_is(self.data))
 
     @property
     def small(self) -> bool:
         """True if the tensor is `whole` and should be written together with its neighbours."""
-        return self.data.nbytes <= _TINY and self.whole
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.nbytes <= _TINY and self.whole
 
     @property
     def buffer(self) -> Any:
         """The bytes of a `whole` tensor."""
-        data = self.data
-        return ffi.buffer(ffi.cast("char *", data.address), data.nbytes) if isinstance(data, Memory) else data
+        return ffi.buffer(ffi.cast("char *", self.address), self.nbytes) if self.data is None else self.data
 
 
 def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[Iterator[tuple[int, int, bool]]]:
@@ -405,18 +391,16 @@ def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[Iterator[tuple[in
 
 
 def source_of(name: str, value: Any) -> TensorToWrite:
-    """Return the tensor to write for an array, `Memory`, `Lazy` or a tensor to write."""
-    if isinstance(value, Memory):
-        return TensorToWrite(value.row, value.shape, value)
+    """Return the tensor to write for an array, `Lazy` or a tensor to write."""
+    if isinstance(value, TensorToWrite):
+        return value
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, (np.ndarray, Lazy)):
-        if isinstance(value, TensorToWrite):
-            return value
         raise not_an_array(tensor_named(name), value, safetensors=True)
     if type(value) not in _PLAIN:
         refuse_masked(value, tensor_named(name))
-    return TensorToWrite(dtypes.of_array(value, name), value.shape, value)
+    return TensorToWrite(dtypes.of_array(value, name), value.shape, value.nbytes, value)
 
 
 def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
@@ -454,10 +438,9 @@ class FileWriter:
         # `room` spaces follow the header; 0 gives the bytes of upstream.
         self._head, self._order, sizes = _header(names, numbers, shapes, metadata, room=room)
         for name, source, size in zip(names, sources, sizes, strict=True):
-            memory = source.data
-            if isinstance(memory, Memory) and (memory.nbytes != size or (size and memory.address == 0)):
-                fault = f"data_len is {memory.nbytes}, but {memory.row.code} {list(memory.shape)} needs {size} bytes"
-                fault = "data_ptr is null" if memory.nbytes == size else fault
+            if source.data is None and (source.nbytes != size or (size and source.address == 0)):
+                fault = f"data_len is {source.nbytes}, but {source.row.code} {list(source.shape)} needs {size} bytes"
+                fault = "data_ptr is null" if source.nbytes == size else fault
                 raise SafetensorError(f"Error while serializing: tensor {show(name)}: {fault}", tensor=name)
         self.size: int = len(self._head) + sum(sizes)
 

@@ -151,8 +151,10 @@ def make_patch(
             _KEY: json.dumps(facts._asdict()),
         }
         # The writer reads the bytes of a tensor when its turn comes.
-        lazy = {name: Lazy(np.dtype(np.uint8), (tensor.nbytes,), tensor.whole) for name, tensor in tensors.items()}
-        stored = {name: TensorToWrite(tensors[name].row, tensors[name].shape, data) for name, data in lazy.items()}
+        stored = {}
+        for name, tensor in tensors.items():
+            lazy = Lazy(np.dtype(np.uint8), (tensor.nbytes,), tensor.whole)
+            stored[name] = TensorToWrite(tensor.row, tensor.shape, tensor.nbytes, lazy)
         target.write(stored, texts, room=0)
     return report
 
@@ -409,7 +411,8 @@ def _difference(old: Mapping[str, _Tensor], new: Mapping[str, _Tensor]) -> tuple
             if count * (np.dtype(width).itemsize + tensor.dtype.itemsize) < tensor.nbytes:
                 indices = np.concatenate(positions).astype(width)
                 tensors[name + _INDICES] = _in_memory(source_of(name, indices))
-                tensors[name + _VALUES] = _in_memory(TensorToWrite(tensor.row, (count,), np.concatenate(values)))
+                joined = np.concatenate(values)
+                tensors[name + _VALUES] = _in_memory(TensorToWrite(tensor.row, (count,), joined.nbytes, joined))
         tensors.setdefault(name + _VALUES, tensor)
         changed += count
     report = PatchReport(
