@@ -883,15 +883,8 @@ def load(
     """
     if adapters is not None:
         check_unadapted(verify)
-    with open(
-        path,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        storage_options=storage_options,
-        verify=verify,
-    ) as checkpoint:
+    opened = open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options, verify=verify)
+    with Checkpoint(opened) as checkpoint:
         load_from: Callable[..., dict[str, Any]] = checkpoint.load
         if adapters is not None:
             load_from = partial(part("merging").load_with_adapters, checkpoint, adapters, storage_options)
