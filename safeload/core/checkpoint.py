@@ -278,7 +278,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         return f"<Checkpoint {show(self.path)}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
 
     def _repr_html_(self) -> str:
-        return as_html(repr(self)[1:-1], self.tensors.values(), len(self))
+        return as_html(repr(self)[1:-1], self.tensors)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)

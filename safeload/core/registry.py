@@ -497,11 +497,11 @@ WrittenName: TypeAlias = Literal["safetensors", "gguf", "npz", "npy", "moon"]
 WRITTEN = {row.name: (*row.suffixes, *row.extra_suffixes) for row in ROWS if row.writes}
 
 
-def row_of(name: str) -> Format:
-    """Return the row of a format, which may be a plug-in's."""
+def row_of(name: str, *, written: bool = False) -> Format:
+    """Return the row of a format, which may be a plug-in's, and must be one that is written if ``written``."""
     row = BY_NAME.get(name) or _plugin(name)
-    if row is None:
-        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(FORMATS)}")
+    if row is None or (written and not row.writes):
+        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(WRITTEN if written else FORMATS)}")
     return row
 
 
@@ -512,9 +512,7 @@ def formats_of(name: str) -> tuple[str, ...]:
 
 def written_suffixes(name: str) -> tuple[str, ...]:
     """Return the suffixes of files that `convert` writes in a format."""
-    row = BY_NAME.get(name) or _plugin(name)
-    if row is None or not row.writes:
-        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(WRITTEN)}")
+    row = row_of(name, written=True)
     return (*row.suffixes, *row.extra_suffixes)
 
 
@@ -784,8 +782,9 @@ def reopen_file(path: str, identity: tuple[Any, ...], request: OpenRequest) -> O
 def _open_candidate(candidate: Candidate, request: OpenRequest, parsed: bool) -> Opened | None:
     """Open a file by its container or row; None if it is ``parsed`` and only the parser of safetensors says more."""
     file, formats, head = candidate.file, request.formats, candidate.head
-    foreign_head = _PROGRAM(head) or foreign.is_tar(head)  # of a container, whatever the format
-    if parsed and (foreign.is_safetensors(head) or (formats is not None and not foreign_head)):
+    if parsed and (
+        foreign.is_safetensors(head) or (formats is not None and not _PROGRAM(head) and not foreign.is_tar(head))
+    ):
         return None
     own = formats is None or not FORMATS.keys().isdisjoint(formats)  # else a plug-in was asked for
     container = _container(candidate) if own else None

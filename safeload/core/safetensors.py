@@ -256,19 +256,10 @@ class Header:
                 setattr(columns, field, alive[-1])
         self.order: Array = np.empty(count, np.uint32)  # the tensors in the order of their bytes
         self.sizes: Array = np.empty(count, np.uint64)  # bytes of each tensor, in the order of the names
+        order, sizes = ffi.from_buffer("uint32_t[]", self.order), ffi.from_buffer("uint64_t[]", self.sizes)
         memory, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
-        check(
-            lib.sl_safetensors_header(
-                columns,
-                ffi.from_buffer("uint32_t[]", self.order),
-                ffi.from_buffer("uint64_t[]", self.sizes),
-                memory,
-                size,
-                error,
-            ),
-            error,
-            subject="Error while serializing",
-        )
+        status = lib.sl_safetensors_header(columns, order, sizes, memory, size, error)
+        check(status, error, subject="Error while serializing")
         self.memory = ffi.gc(memory[0], lib.sl_free)  # the length of the header and the header itself
         self.address = pointer(self.memory)
         self.nbytes: int = size[0]

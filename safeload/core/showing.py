@@ -188,7 +188,7 @@ class TensorInfos(dict[str, "TensorInfo"]):
         return list(self)
 
     def _repr_html_(self) -> str:
-        return as_html(plural(len(self), "tensor"), self.values(), len(self))
+        return as_html(plural(len(self), "tensor"), self)
 
 
 def _screen(head: str, tensors: Mapping[str, Any]) -> str:
@@ -200,10 +200,10 @@ def _screen(head: str, tensors: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"  {line}" for line in more(len(tensors), _LINES))])
 
 
-def as_html(title: str, infos: Iterable[TensorInfo], count: int) -> str:
+def as_html(title: str, infos: Mapping[str, TensorInfo]) -> str:
     """Return a table of the first tensors for a notebook."""
-    rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos, _ROWS)]
-    return html_table(title, ("tensor", "dtype", "shape", "size"), rows, "".join(more(count, _ROWS)))
+    rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos.values(), _ROWS)]
+    return html_table(title, ("tensor", "dtype", "shape", "size"), rows, "".join(more(len(infos), _ROWS)))
 
 
 def dict_repr(kind: str, arrays: Mapping[str, Any], note: str = "") -> str:

@@ -605,7 +605,7 @@ def _change_arrays(arrays: Mapping[str, Any], base: Mapping[str, _Tensor], resul
     puts = {name: _putter(name, arrays[name]) for name in changes}
     spans = {name: _span(arrays[name]) for name in result if name in arrays and name not in replaced}
     kept = {name: (indices.tobytes(), values.tobytes()) for name, (indices, values) in changes.items()}
-    check_spans({name: span for name, span in spans.items() if span is not None}, kept, kept, "arrays")
+    check_spans({name: span for name, span in spans.items() if span is not None}, kept, lambda: kept, "arrays")
     new = {name: tensor.array() for name, tensor in replaced.items()}
     if any(map(_is_torch, arrays.values())):
         from ..frameworks import torch_arrays
