@@ -55,11 +55,9 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         for name in names:
             archive.locate(name)
         archive.check_overlap()
-        opened, begins = unpacked(archive, names, file, "safeload-npz-")
-        opened.table = ListedTable([*map(partial(_array, archive, opened), names, begins)])
-        file.close()
-        opened.stand_for(file)
-        return Content(opened)
+        with unpacked(archive, names, file, "safeload-npz-") as (copy, begins):
+            copy.table = ListedTable([*map(partial(_array, archive, copy), names, begins)])
+        return Content(copy)
     arrays = []
     for name in names:
         archive.check_stored(name)

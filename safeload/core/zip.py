@@ -16,7 +16,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
 from operator import attrgetter, le
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias
@@ -408,8 +408,11 @@ class Archive:
             raise self._fault(name, text)
 
 
-def unpacked(archive: Archive, names: list[str], file: WeightFile, prefix: str) -> tuple[WeightFile, list[int]]:
-    """Unpack entries into an unnamed temporary file; return it, and where each entry begins."""
+@contextmanager
+def unpacked(
+    archive: Archive, names: list[str], file: WeightFile, prefix: str
+) -> Iterator[tuple[WeightFile, list[int]]]:
+    """Yield an unnamed temporary file with unpacked entries, which then stands for the archive, and their places."""
     begins, size = [], 0
     for name in names:
         archive.check_packed(name)
@@ -423,7 +426,14 @@ def unpacked(archive: Archive, names: list[str], file: WeightFile, prefix: str) 
             for chunk in archive.inflate(name):
                 out.write(chunk)
 
-    return open_temporary(prefix, write, shown=file.path), begins
+    copy = open_temporary(prefix, write, shown=file.path)
+    try:
+        yield copy, begins
+    except BaseException:
+        copy.close()
+        raise
+    copy.stand_for(file)
+    file.close()
 
 
 # ---- every reading of an archive, for judging it ----
