@@ -25,7 +25,7 @@ class WeightFile:
 
     verified = False  # True if its store hands out verified bytes from memory; see `trust.verified`
     unpacked = False  # True if this is the unpacked content of another file
-    _origin: tuple[str, tuple[Any, ...]] | None = None
+    _identity: tuple[Any, ...] | None = None  # of the file that this content stands for
 
     def __init__(self, path: str, store: ByteStore, table: Table, files: Files = LOCAL, place: str = "") -> None:
         self.path = path
@@ -34,28 +34,20 @@ class WeightFile:
         self.table = table
         self.files = files
         self.remote = not isinstance(store, LocalStore)  # True if jobs cannot read it: each read is a request
-        self._place = place or path
+        self.place: str = place or getattr(store, "place", path)  # valid in any working directory
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
     def stand_for(self, origin: WeightFile, *, unpacked: bool = True) -> None:
         """Take `place`, `files` and `identity` from the file that opens this content."""
-        self._origin = origin.place, origin.identity
+        self.place, self.files, self._identity = origin.place, origin.files, origin.identity
         self.unpacked = unpacked
-        self.files = origin.files
-
-    @property
-    def place(self) -> str:
-        """Path of the file, valid in any working directory."""
-        if self._origin is not None:
-            return self._origin[0]
-        return self.store.place if self.files is LOCAL and isinstance(self.store, LocalStore) else self._place
 
     @property
     def identity(self) -> tuple[Any, ...]:
         """Version of the file when it was first opened; see `ByteStore.version`."""
-        return self.store.version if self._origin is None else self._origin[1]
+        return self.store.version if self._identity is None else self._identity
 
     def check_identity(self, seen: tuple[Any, ...]) -> None:
         """Check that the file has not changed since ``seen``, which is an `identity` or its first fields."""
