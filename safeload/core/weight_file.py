@@ -176,12 +176,11 @@ _FIRST_READ, _LARGEST_READ = 4096, 1 << 20
 class ByteReader:
     """Reads fields in order and reports faults with their byte position."""
 
-    def __init__(self, file: WeightFile, first: int = _FIRST_READ) -> None:
+    def __init__(self, file: WeightFile) -> None:
         self.file = file
         self.position = 0  # byte of the next field; assign to it to skip data
-        self._first = first
         self._window, self._window_at = b"", 0
-        self._step = first
+        self._step = _FIRST_READ
 
     def take(self, size: int, field: str) -> bytes:
         """Return the next bytes."""
@@ -196,7 +195,7 @@ class ByteReader:
         start = self.position - self._window_at
         if start < 0 or start + size > len(self._window):
             near = 0 <= start <= len(self._window) and self._window
-            self._step = min(2 * self._step, _LARGEST_READ) if near else self._first
+            self._step = min(2 * self._step, _LARGEST_READ) if near else _FIRST_READ
             count = min(max(size, self._step), max(0, self.file.size - self.position))
             self._window, self._window_at, start = self.file.read_at(self.position, count), self.position, 0
         return self._window[start : start + size]
