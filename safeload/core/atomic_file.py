@@ -20,7 +20,7 @@ from .arrays import Array, byteswapped
 from .native import Error, address_of, check, ffi, lib
 from .paths import PathLike, native_path, unwritable
 from .store import Identity, copy_range, identity_of, lock, replace, sync_folder, unlock
-from .tensors import Lazy, materialize
+from .tensors import Lazy
 
 # Hashing fewer bytes takes less time than handing them to a thread.
 _ALONE = 1 << 20
@@ -403,25 +403,29 @@ def written_as_is(array: Array) -> bool:
     return bool(array.flags.c_contiguous) and not _must_swap(array)
 
 
-def pieces_of(value: Array | Lazy) -> Iterator[Piece]:
-    """Yield the bytes of an array as files store them."""
-    array = materialize(value)
-    if written_as_is(array):
-        yield array, address_of(array), array.nbytes, array is not value
-    elif array.size:
-        # Iterates in C order through a small buffer: a broadcast or transposed array is not copied whole.
-        count = max(1, _COPY_BUFFER // array.dtype.itemsize)
-        for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
-            piece = np.ascontiguousarray(block)
-            piece = byteswapped(piece) if _must_swap(array) else piece
-            yield piece, address_of(piece), piece.nbytes, True
+def pieces_of(value: Array | Lazy) -> Iterable[Piece]:
+    """Return the bytes of an array as files store them."""
+    array = value.make() if isinstance(value, Lazy) else value
+    if array.flags.c_contiguous and not _must_swap(array):
+        return ((array, address_of(array), array.nbytes, array is not value),)
+    return _copies_of(array) if array.size else ()
+
+
+def _copies_of(array: Array) -> Iterator[Piece]:
+    """Copy an array in C order through a small buffer: a broadcast or transposed array is not copied whole."""
+    count = max(1, _COPY_BUFFER // array.dtype.itemsize)
+    for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
+        piece = np.ascontiguousarray(block)
+        piece = byteswapped(piece) if _must_swap(array) else piece
+        yield piece, address_of(piece), piece.nbytes, True
 
 
 def write_pieces(file: Any, pieces: Iterable[Piece]) -> None:
     """Append pieces to a file, as many in a call as their memory allows."""
     waiting: list[tuple[int, int]] = []
     for owner, address, size, streamed in pieces:
-        waiting.append((address, size))
+        if size:
+            waiting.append((address, size))
         if streamed:
             file.write(waiting)
             waiting.clear()

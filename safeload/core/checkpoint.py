@@ -228,7 +228,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         self._tensors: Mapping[str, TensorInfo] | None = None
         self._codes: Mapping[str, Any] | None = None
         self._closed = False
-        index = index_of(self)
+        index = None if self._index is None else index_of(self)
         self.index = None if index is None else index.shown
         self.files = list(dict.fromkeys([file.path for file in files]))
         self.metadata = metadata

@@ -175,5 +175,6 @@ def plain_array(name: Any, value: Any, advice: str) -> Array | Lazy:
         if not hasattr(array, "scheme"):
             raise not_an_array(tensor_named(name), value)
         raise error_about(UnsupportedError, f"is {array.scheme}{advice}", tensor=name)
-    refuse_masked(array, tensor_named(name))
+    if type(array) not in (np.ndarray, Lazy):
+        refuse_masked(array, tensor_named(name))
     return array

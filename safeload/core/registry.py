@@ -741,9 +741,11 @@ def open_file(path: str, request: OpenRequest) -> Opened:
     parsed = False  # by the parser of safetensors, which refused it
     if files is LOCAL and (formats is None or SAFETENSORS in formats):
         try:
-            return _open_by_path(path, request, explained=False)
+            file: WeightFile = module_of(_OPENED_BY_PATH).open_file(path, explained=False)
         except FormatError:
             parsed = True
+        else:
+            return _of_safetensors(file, request)
     file = open_without_table(path, files=files, window=window)
     candidate = None
     try:
@@ -759,15 +761,14 @@ def open_file(path: str, request: OpenRequest) -> Opened:
         raise
     if opened is None:
         candidate.close()
-        opened = _open_by_path(path, request)
+        opened = _of_safetensors(module_of(_OPENED_BY_PATH).open_file(path), request)
     return opened
 
 
-def _open_by_path(path: str, request: OpenRequest, *, explained: bool = True) -> Opened:
-    file: WeightFile = module_of(_OPENED_BY_PATH).open_file(path, explained=explained)
+def _of_safetensors(file: WeightFile, request: OpenRequest) -> Opened:
     if request.root is not None:
         file.close()
-        raise error_about(UnsupportedError, _no_containers(SAFETENSORS), path=path)
+        raise error_about(UnsupportedError, _no_containers(SAFETENSORS), path=file.path)
     return Opened(file.path, SAFETENSORS, [file], None, file.table.metadata() or {})
 
 

@@ -347,9 +347,9 @@ class TensorToWrite(NamedTuple):
     data: Array | Lazy | None
     address: int = 0  # without data: of the bytes in file layout, which the caller keeps valid
 
-    def pieces(self) -> Iterator[Piece]:
-        """Iterate over the tensor's bytes, without copying memory in C order."""
-        return iter([(None, self.address, self.nbytes, False)]) if self.data is None else pieces_of(self.data)
+    def pieces(self) -> Iterable[Piece]:
+        """Return the tensor's bytes, without copying memory in C order."""
+        return ((None, self.address, self.nbytes, False),) if self.data is None else pieces_of(self.data)
 
     @property
     def staged(self) -> Staged | None:

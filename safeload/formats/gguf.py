@@ -375,12 +375,13 @@ def save(tensors: Mapping[str, Any], path: PathLike, metadata: Mapping[str, Any]
     if len(head) + offset >= 1 << 63:
         raise SafeloadError(f"a file cannot have {len(head) + offset} bytes")
     padding = np.zeros(alignment, np.uint8)
+    zeros = address_of(padding)
 
     def pieces() -> Iterator[Piece]:
         yield from pieces_of(np.frombuffer(head, np.uint8))
         for _, data in plans:
             yield from pieces_of(data)
-            yield padding, address_of(padding), -data.nbytes % alignment, False
+            yield padding, zeros, -data.nbytes % alignment, False
 
     with AtomicFile(path, len(head) + offset, **options) as file:
         write_pieces(file, pieces())

@@ -94,11 +94,11 @@ def _entries(reader: ByteReader) -> Iterator[StoredTensor]:
 def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
     """Write a MOON file in the order of ``tensors``; see `safeload.moon.save_file`. MOON has no metadata."""
     check_mapping(tensors, "tensors")
-    entries = chain.from_iterable(starmap(_entry, tensors.items()))
-    values = [np.frombuffer(_HEAD.pack(MAGIC, VERSION), np.uint8), *entries]
-    size = sum(value.nbytes for value in values)
+    head = np.frombuffer(_HEAD.pack(MAGIC, VERSION), np.uint8)
+    entries = [(head, np.empty(0, "<f2")), *starmap(_entry, tensors.items())]
+    size = sum(head.nbytes + 2 * math.prod(value.shape) for head, value in entries)
     with AtomicFile(path, size, **options) as file:
-        write_pieces(file, chain.from_iterable(map(pieces_of, values)))
+        write_pieces(file, chain.from_iterable(map(pieces_of, chain.from_iterable(entries))))
 
 
 def _entry(name: Any, value: Any) -> tuple[Array, Array | Lazy]:
