@@ -351,17 +351,17 @@ def test_an_error_that_was_caught_keeps_no_memory(good):
 QUIET = "install_as_safetensors show_config nest flatten"
 # Methods of these classes read, write or check something; objects of all other classes are results.
 ACTIVE = """
-Checkpoint TensorSlice QuantizedSlice TensorStream LayerStream safe_open _safe_open_handle SafeSlice PrefetchLoader
+Checkpoint TensorSlice TensorStream LayerStream safe_open _safe_open_handle SafeSlice PrefetchLoader
 QuantizedTensor Writer Plan Location TensorSpec Edit
 """
 # Their methods that only return what the object knows, or close it. `open` and others call the constructors.
 KNOWING = """
 __repr__ __str__ __eq__ __hash__ __enter__ __length_hint__ close dtype shape ndim size nbytes
-Checkpoint.__init__ TensorSlice.__init__ QuantizedSlice.__init__ TensorStream.__init__ LayerStream.__init__
+Checkpoint.__init__ TensorSlice.__init__ TensorStream.__init__ LayerStream.__init__
 SafeSlice.__init__ PrefetchLoader.__init__ Location.__init__
 Edit.__init__ Edit.__iter__ Edit.__len__ Edit.__contains__
 Checkpoint.__iter__ Checkpoint.__len__ Checkpoint.__contains__ Checkpoint.__exit__ Checkpoint.named_globals
-Checkpoint.tensors TensorSlice.__len__ QuantizedSlice.__reduce__ QuantizedSlice.__copy__
+Checkpoint.tensors TensorSlice.__len__
 TensorStream.__reduce__ TensorStream.check_process LayerStream.__reduce__
 safe_open.__exit__ SafeSlice.__reduce__ SafeSlice.get_shape SafeSlice.get_dtype
 PrefetchLoader.names PrefetchLoader.__len__ PrefetchLoader.__exit__ QuantizedTensor.parts QuantizedTensor.__reduce__

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .._version import __version__
 from ..core.runtime import NAME
-from ..core.showing import is_terminal, terminal_columns, terminal_rows
-from ..core.text import printable, show
+from ..core.showing import terminal_columns, terminal_rows
+from ..core.text import is_terminal, printable, show
 from ..errors import FormatError, SafeloadError, one_line
 
 if TYPE_CHECKING:
@@ -375,7 +375,7 @@ def bar(label: str) -> Iterator[Report | None]:
     """Show a progress bar if stderr is a terminal; redirected output stays reproducible."""
     from ..core import progress  # imported here: few commands show progress
 
-    with progress.bar(label) if progress.on_terminal() else nullcontext() as report:
+    with progress.bar(label) if is_terminal(sys.stderr) else nullcontext() as report:
         yield report
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..core import dtypes
 from ..core.arrays import check_mapping
 from ..core.paths import PathLike
-from ..core.safetensors import FileWriter, Memory, parse_table
+from ..core.safetensors import FileWriter, TensorToWrite, parse_table
 from ..core.text import show
 from ..errors import SafetensorError, exported, public
 
@@ -76,7 +76,8 @@ class TensorSpec:
             dims[-1] *= 2
             if dims[-1] >= 1 << 64:
                 raise SafetensorError(f"shape: {dims[-1]} elements of F4 in the last axis do not fit in 64 bits")
-        self._memory = Memory(row, dims, _index(data_ptr, "data_ptr"), _index(data_len, "data_len"))
+        pointer, size = _index(data_ptr, "data_ptr"), _index(data_len, "data_len")
+        self._memory = TensorToWrite(row, dims, size, None, pointer)
 
     @property
     def dtype(self) -> str:
@@ -141,7 +142,7 @@ def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, Memory]:
+def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, TensorToWrite]:
     """Return the writer's input for these descriptions."""
     check_mapping(tensor_dict, "tensors", "names to TensorSpec")
     entries = {}

@@ -15,7 +15,7 @@ from ..core import dtypes, jobs
 from ..core.arrays import Array, as_array, byteswapped, foreign_order
 from ..core.atomic_file import written_as_is
 from ..core.native import address_of
-from ..core.safetensors import Memory, parse_table
+from ..core.safetensors import TensorToWrite, parse_table
 from ..core.text import show
 from .serialize import TensorSpec
 
@@ -93,10 +93,10 @@ def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dic
     specs = {}
     for name, entry in torch_arrays.to_write(tensors, keep_alive_buffer).items():
         tensor = tensors[name]
-        if not isinstance(entry, Memory):  # on a big-endian machine
+        if not isinstance(entry, TensorToWrite):  # on a big-endian machine
             entry = np.ascontiguousarray(entry.byteswap())
             keep_alive_buffer.append(entry)
-        address = entry.address if isinstance(entry, Memory) else address_of(entry)
+        address = entry.address if isinstance(entry, TensorToWrite) else address_of(entry)
         dtype = str(tensor.dtype).removeprefix("torch.")
         specs[name] = TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=address, data_len=entry.nbytes)
     return specs

@@ -18,13 +18,13 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, check_mapping
-from ..core.atomic_file import AtomicFile
+from ..core.atomic_file import AtomicFile, write_pieces
 from ..core.described import pack, texts_with
 from ..core.memory import ALIGNMENT, aligned_bytes
 from ..core.native import address_of, ffi
 from ..core.packing import CONFIG_KEY, KEY
 from ..core.quantized_tensor import QuantizedTensor
-from ..core.safetensors import ROOM, FileWriter, Header, Memory, TensorToWrite, source_of, text
+from ..core.safetensors import ROOM, FileWriter, Header, TensorToWrite, source_of, text
 from ..core.text import error_about, show
 from ..errors import SafetensorError, UnsupportedError, exported, public, unsaved
 from ..formats.folder import INDEX, SINGLE
@@ -218,10 +218,10 @@ class _Buffer:
         source = source_of(name, value)
         memory = self.take(source.nbytes)
         begin = at = address_of(memory) if source.nbytes else 0
-        for _owner, address, size in source.pieces():
+        for _owner, address, size, _streamed in source.pieces():
             ffi.memmove(ffi.cast("char *", at), ffi.cast("char *", address), size)
             at += size
-        return Memory(source.row, source.shape, begin, source.nbytes)
+        return TensorToWrite(source.row, source.shape, source.nbytes, None, begin)
 
     def _copy_array(self, array: Array) -> Array:
         copy: Array = self.take(array.nbytes).view(array.dtype).reshape(array.shape)
@@ -613,22 +613,14 @@ class _Spool:
             if position != self._small_begin + len(self._small):
                 self._flush()
                 self._small_begin = position
-            for _owner, address, size in source.pieces():
+            for _owner, address, size, _streamed in source.pieces():
                 self._small += ffi.buffer(ffi.cast("char *", address), size)
             if len(self._small) >= _TOGETHER:
                 self._flush()
             return
         self._flush()
         self._seek(position)
-        waiting: list[tuple[int, int]] = []
-        owners: list[Any] = []
-        for owner, address, size in source.pieces():
-            waiting.append((address, size))
-            owners.append(owner)
-            if not source.whole:
-                self.file.write(waiting)
-                waiting, owners = [], []
-        self.file.write(waiting)
+        write_pieces(self.file, source.pieces())
         self._small_begin = position + source.nbytes
 
     def _flush(self) -> None:

@@ -41,7 +41,6 @@ an old index. Programs that ignore the index and read every ``model*.safetensors
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -55,7 +54,7 @@ from ..core.atomic_file import AtomicFile, Digest, Swap, exists, hidden_name, na
 from ..core.files import Files, Location
 from ..core.json_file import MAX_JSON, read_json
 from ..core.paths import absolute
-from ..core.store import ByteStore, Identity, identity_of, read_at, sync_folder
+from ..core.store import Identity, blocks_of, identity_of, read_at, sha256_of, sync_folder
 from ..core.text import plural
 from ..errors import FormatError
 from ..formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
@@ -72,7 +71,6 @@ EXTRAS = (
 )
 # The limit in bytes; tokenizers have up to 40 MB.
 LARGEST_EXTRA = 1 << 30
-_BUFFER = 8 << 20
 # A file that is never there; by its name, readers miss it before they open another.
 _MISSING = "being-replaced.safetensors"
 # Shards of any writer. An old index can name other files too; they are never removed.
@@ -147,7 +145,7 @@ class Sink:
         with suppress(*self._unreadable), closing(location.files.open(location.path)) as store:
             present = list(store.version[:2])
             unchanged = location.files.remote and present[-1] is not None and identity == present
-            return store.size == size and (unchanged or _digest_of(store) == sha256)
+            return store.size == size and (unchanged or sha256_of(store, location.shown) == sha256)
         return False
 
     # ---- single files ----
@@ -273,7 +271,7 @@ class Sink:
             with closing(content.files.open(content.path)) as store:
                 if store.size <= LARGEST_EXTRA:
                     with self.file(name, store.size) as file, file.stream() as stream:
-                        stream.writelines(_blocks(store))
+                        stream.writelines(blocks_of(store, content.shown))
                         if isinstance(store, RemoteStore):
                             store.confirm()
 
@@ -472,22 +470,6 @@ def _is_same(source: Location, copy: Location) -> bool:
     if copy.files.remote or source.files.remote:
         return copy.files.remote and source.files.remote and source.shown == copy.shown
     return os.path.exists(copy.path) and os.path.samefile(source.path, copy.path)
-
-
-def _digest_of(store: ByteStore) -> str:
-    digest = hashlib.sha256()
-    for block in _blocks(store):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _blocks(store: ByteStore) -> Iterator[memoryview]:
-    """Yield the bytes of a file, in the same memory."""
-    buffer = memoryview(bytearray(min(_BUFFER, store.size)))
-    for at in range(0, store.size, _BUFFER):
-        block = buffer[: store.size - at]
-        store.read_into(at, block)
-        yield block
 
 
 def remove_killed(sink: Sink) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .arrays import Array, byteswapped
 from .native import Error, address_of, check, ffi, lib
 from .paths import PathLike, native_path, unwritable
 from .store import Identity, copy_range, identity_of, lock, replace, sync_folder, unlock
+from .tensors import Lazy
 
 # Hashing fewer bytes takes less time than handing them to a thread.
 _ALONE = 1 << 20
@@ -32,6 +33,10 @@ _RANDOM, _SUFFIX = 16, ".tmp"
 _TEMPORARY = re.compile(rf"\.(.*)\.[0-9a-f]{{{_RANDOM}}}{re.escape(_SUFFIX)}", re.DOTALL)
 # The longest name of most filesystems (NAME_MAX) minus the additions of a temporary name.
 _LONGEST_NAME = 255 - len(".") - len(".") - _RANDOM - len(_SUFFIX)
+
+# Bytes to write: their owner, address and size, and True if they must be written before the next piece is requested.
+# All other memory must stay valid until the last piece is written.
+Piece: TypeAlias = tuple[Any, int, int, bool]
 
 
 class AtomicFile:
@@ -403,20 +408,34 @@ def written_as_is(array: Array) -> bool:
     return bool(array.flags.c_contiguous) and not _must_swap(array)
 
 
-def pieces_of(array: Array) -> Iterator[tuple[Any, int, int]]:
-    """Yield the bytes of an array as files store them: tuples of owner, address and size in bytes.
+def pieces_of(value: Array | Lazy) -> Iterable[Piece]:
+    """Return the bytes of an array as files store them."""
+    array = value.make() if isinstance(value, Lazy) else value
+    if array.flags.c_contiguous and not _must_swap(array):
+        return ((array, address_of(array), array.nbytes, array is not value),)
+    return _copies_of(array) if array.size else ()
 
-    Each piece must be used before the next is requested, unless the array is `written_as_is`.
-    """
-    if written_as_is(array):
-        yield array, address_of(array), array.nbytes
-    elif array.size:
-        # Iterates in C order through a small buffer: a broadcast or transposed array is not copied whole.
-        count = max(1, _COPY_BUFFER // array.dtype.itemsize)
-        for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
-            piece = np.ascontiguousarray(block)
-            piece = byteswapped(piece) if _must_swap(array) else piece
-            yield piece, address_of(piece), piece.nbytes
+
+def _copies_of(array: Array) -> Iterator[Piece]:
+    """Copy an array in C order through a small buffer: a broadcast or transposed array is not copied whole."""
+    count = max(1, _COPY_BUFFER // array.dtype.itemsize)
+    for block in np.nditer(array, flags=["external_loop", "buffered"], order="C", buffersize=count):
+        piece = np.ascontiguousarray(block)
+        piece = byteswapped(piece) if _must_swap(array) else piece
+        yield piece, address_of(piece), piece.nbytes, True
+
+
+def write_pieces(file: Any, pieces: Iterable[Piece]) -> None:
+    """Append pieces to a file, as many in a call as their memory allows."""
+    waiting: list[tuple[int, int]] = []
+    for owner, address, size, streamed in pieces:
+        if size:
+            waiting.append((address, size))
+        if streamed:
+            file.write(waiting)
+            waiting.clear()
+        del owner  # frees streamed memory before the next is made
+    file.write(waiting)
 
 
 def _must_swap(array: Array) -> bool:

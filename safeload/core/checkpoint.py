@@ -17,7 +17,7 @@ from .forking import cached_property
 from .load import Backend, DtypeLike, LoadOptions, LoadStats, Views, load_tensors, parse_target
 from .names import Patterns, choose
 from .opening import Paths, Seen, open_paths, pickled, reopen, seen_of
-from .packing import CONFIG_KEY, KEY, Packed
+from .packing import CONFIG_KEY, KEY
 from .packing import Part as StoredPart
 from .paths import PathLike
 from .progress import Progress
@@ -83,19 +83,17 @@ class TensorSlice:
         ((96, 64), (2, 4))
     """
 
-    def __init__(self, file: WeightFile, index: int, request: OpenRequest, target: dtypes.Dtype | None = None) -> None:
-        self._file = file
-        self._index = index
-        self._request = request
-        self._target = target
-        self.dtype, self.shape, *_ = file.table.layout(index)
-        if target is not None:
-            self.dtype = dtypes.array_dtype(target.number)
-
-    def _copied(self, seen: tuple[int, ...]) -> tuple[str, tuple[Any, ...], str, tuple[int, ...], str | None]:
-        self._file.check_open()
-        dtype = None if self._target is None else self._target.name
-        return self._file.place, tuple(self._request), self._file.table.names[self._index], seen, dtype
+    def __init__(
+        self,
+        read: Callable[[tuple[Any, ...]], Array],  # the elements at indices
+        dtype: Any,
+        shape: tuple[int, ...],
+        again: Callable[[bool], Callable[[], TensorSlice]],  # what makes this slice again; if True in any process
+    ) -> None:
+        self._read = read
+        self._again = again
+        self.dtype = dtype
+        self.shape = shape
 
     @classmethod
     @public
@@ -105,22 +103,15 @@ class TensorSlice:
         options = OpenRequest(*request)
         files = reopen_file(path, seen, options).files
         file = next((file for file in files if file.table.find(name) >= 0), files[0])
-        return cls(file, file.table.index(name), options, parse_target(dtype))
-
-    @classmethod
-    @public
-    def _of(cls, checkpoint: Any, name: str, dtype: str) -> TensorSlice:
-        tensor: TensorSlice = checkpoint.get_slice(name, dtype=dtype)
-        return tensor
+        return slice_of(file, file.table.index(name), options, dtype, None)
 
     @public
     def __reduce__(self) -> tuple[Any, ...]:
-        place, *arguments = self._copied(tuple(self._file.identity[:2]))
-        return TensorSlice._reopen, (self._file.files.public(place), *arguments)
+        return self._again(True), ()
 
     @public
     def __copy__(self) -> TensorSlice:
-        return TensorSlice._reopen(*self._copied(self._file.identity))
+        return self._again(False)()
 
     @public
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSlice:
@@ -128,9 +119,7 @@ class TensorSlice:
 
     @public
     def __getitem__(self, index: Any) -> Array:
-        indices = index if isinstance(index, tuple) else (index,)
-        values = read_slice(self._file, self._index, indices, TAKE)
-        return values if self._target is None else astype(values, self.dtype)
+        return self._read(index if isinstance(index, tuple) else (index,))
 
     def __len__(self) -> int:
         if not self.shape:
@@ -142,43 +131,41 @@ class TensorSlice:
 
 
 def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
-    """Return a lazy tensor; ``dtype`` converts floating and packed tensors, and packed tensors default to float32."""
+    """Return a lazy tensor; ``dtype`` converts floating and packed tensors, and packed tensors default to float32.
+
+    The slice of a plain tensor is pickled with its file, that of a packed or quantized tensor with its checkpoint.
+    """
     file.table.refuse_unknown([index], file.path)
     name, packed, target = file.table.names[index], file.table.packed.get(index), parse_target(dtype)
+    read: Callable[[tuple[Any, ...]], Array]
     if packed is not None or file.table.is_quantized(index):
-        shape = file.table.shape(index) if packed is None else packed.packing.shape
-        return QuantizedSlice(name, shape, packed, target or parse_target("float32"), checkpoint)
+        target = target or dtypes.BY_CODE["F32"]
+        result = dtypes.array_dtype(target.number)
+        if packed is None:
+            read, shape = lambda indices: dequantize_index(checkpoint[name], indices, result), file.table.shape(index)
+        else:
+            read, shape = partial(read_index, packed, dtype=result, name=name), packed.packing.shape
+        return TensorSlice(read, result, shape, lambda _: partial(checkpoint.get_slice, name, dtype=target.name))
     row = file.table.row(index)
     if target is not None and row.packed:
         text = f"is {row.code}, whose elements share bytes: load it with dtype= and slice the array"
         raise error_about(UnsupportedError, text, path=file.path, tensor=name)
-    return TensorSlice(file, index, request, target if row.floating else None)
+    result, shape, *_ = file.table.layout(index)
+    read = stored = partial(read_slice, file, index, advice=TAKE)
+    if target is not None and row.floating:
+        result = dtypes.array_dtype(target.number)
 
+        def read(indices: tuple[Any, ...]) -> Array:
+            return astype(stored(indices), result)
 
-class QuantizedSlice(TensorSlice):
-    """A lazy quantized tensor: indexing it dequantizes the rows of the first index."""
+    def again(elsewhere: bool) -> Callable[[], TensorSlice]:
+        file.check_open()
+        place, seen = file.place, file.identity
+        if elsewhere:  # another machine, where device and inode mean nothing
+            place, seen = file.files.public(place), tuple(seen[:2])
+        return partial(TensorSlice._reopen, place, tuple(request), name, seen, None if target is None else target.name)
 
-    def __init__(
-        self, name: str, shape: tuple[int, ...], packed: Packed | None, row: dtypes.Dtype | None, checkpoint: Any
-    ) -> None:
-        assert row is not None
-        # `packed` is None for int8 and blocks; the checkpoint is pickled with the slice.
-        self._name, self._packed, self._row, self._checkpoint = name, packed, row, checkpoint
-        self.shape = shape
-        self.dtype = dtypes.array_dtype(row.number)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TensorSlice._of, (self._checkpoint, self._name, self._row.name)
-
-    def __copy__(self) -> QuantizedSlice:
-        return QuantizedSlice(self._name, self.shape, self._packed, self._row, self._checkpoint)
-
-    @public
-    def __getitem__(self, index: Any) -> Array:
-        indices = index if isinstance(index, tuple) else (index,)
-        if self._packed is None:
-            return dequantize_index(self._checkpoint[self._name], indices, self.dtype)
-        return read_index(self._packed, indices, self.dtype, self._name)
+    return TensorSlice(read, result, shape, again)
 
 
 # ---- a checkpoint ----
@@ -216,52 +203,35 @@ class Checkpoint(Mapping[str, TensorLike]):
     ignored: Mapping[str, StoredPart]  # internal
 
     def __init__(self, opened: Opened) -> None:
-        title, kind, files, where, metadata, config, index_file, notes, recipe, complete = opened
-        stored = recipe is not None and recipe.stored
-        self._hidden: Mapping[str, str] = {}
-        self.ignored = {}
-        self._refused: Mapping[str, str] = {}
-        self._quantization: Any = None
-        self._searched = False  # for a quantization in the config, in the files and beside the files
-        if kind == SAFETENSORS and not stored:
+        self.path, self.format, files, where, metadata, self.config, self._index, self._notes, self._recipe, _ = opened
+        stored = self._recipe is not None and self._recipe.stored
+        if self.format == SAFETENSORS and not stored:
             if where is not None or KEY in metadata:
                 with paused(sum(file.table.count for file in files)):
                     where = described.unpack_all(files, where)
             metadata = {key: value for key, value in metadata.items() if key not in (KEY, CONFIG_KEY)}
-        if not stored and kind in (SAFETENSORS, GGUF) and any(file.table.may_be_packed() for file in files):
+        self._hidden: Mapping[str, str] = {}
+        self.ignored = {}
+        self._refused: Mapping[str, str] = {}
+        self._quantization: Any = None
+        # For a quantization in the config, in the files and beside the files.
+        self._searched = (
+            not stored and self.format in (SAFETENSORS, GGUF) and any(file.table.may_be_packed() for file in files)
+        )
+        if self._searched:
             with paused(sum(file.table.count for file in files)):
-                shapes: dict[str, tuple[int, ...]] = {}
-                if kind == GGUF:
-                    for file in files:
-                        shapes.update(part("diffusion").original_shapes(file.table))
-                logical = _codes.make_logical(
-                    files,
-                    where,
-                    _quantization.quantization_of(config),
-                    title=title,
-                    complete=complete,
-                    in_gguf=kind == GGUF,
-                    config=config,
-                    shapes=shapes,
-                )
+                logical = _codes.make_logical(opened._replace(where=where))
             where, self._hidden, self.ignored, self._refused, self._quantization = logical
-            self._searched = True
-        self.path = title
         self.weight_files = files
         self._where = where
         self._views = Views()
         self._tensors: Mapping[str, TensorInfo] | None = None
         self._codes: Mapping[str, Any] | None = None
         self._closed = False
-        self._recipe = recipe
-        self._index = index_file
-        index = None if index_file is None else index_of(self)
+        index = None if self._index is None else index_of(self)
         self.index = None if index is None else index.shown
-        self._notes = notes
-        self.format = kind
         self.files = list(dict.fromkeys([file.path for file in files]))
         self.metadata = metadata
-        self.config = config
         self.last_load: LoadStats | None = None
 
     def _locate(self, name: str) -> tuple[WeightFile, int]:
@@ -308,7 +278,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         return f"<Checkpoint {show(self.path)}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
 
     def _repr_html_(self) -> str:
-        return as_html(repr(self)[1:-1], self.tensors.values(), len(self))
+        return as_html(repr(self)[1:-1], self.tensors)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
@@ -913,15 +883,8 @@ def load(
     """
     if adapters is not None:
         check_unadapted(verify)
-    with open(
-        path,
-        format=format,
-        root=root,
-        unknown_globals=unknown_globals,
-        stored=stored,
-        storage_options=storage_options,
-        verify=verify,
-    ) as checkpoint:
+    opened = open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options, verify=verify)
+    with Checkpoint(opened) as checkpoint:
         load_from: Callable[..., dict[str, Any]] = checkpoint.load
         if adapters is not None:
             load_from = partial(part("merging").load_with_adapters, checkpoint, adapters, storage_options)

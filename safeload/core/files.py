@@ -139,8 +139,10 @@ class Location:
 
 
 @contextmanager
-def rather_changed(files: Files, seen: Iterable[tuple[str, tuple[Any, ...]]]) -> Iterator[None]:
-    """If reading a remote file fails because the file has changed, raise an error about the change instead."""
+def unchanged(files: Files, seen: Iterable[tuple[str, tuple[Any, ...]]]) -> Iterator[None]:
+    """Refuse changed files before they are opened in the block, or remotely if reading them fails."""
+    for path, version in seen:
+        files.check_unchanged(path, version)
     try:
         yield
     except SafeloadError:

@@ -69,7 +69,7 @@ def check_disjoint(out: Mapping[str, Array], contents: Callable[[], Mapping[str,
 def check_spans(
     spans: Mapping[str, tuple[int, int]],
     written: Container[str],
-    contents: Callable[[], Mapping[str, Any]] | Mapping[str, Any],
+    contents: Callable[[], Mapping[str, Any]],
     argument: str,
 ) -> None:
     """Refuse memory that is written under two names, or written and kept; see `check_disjoint`."""
@@ -80,7 +80,7 @@ def check_spans(
         for begin, nbytes, other in [last[True], *([last[False]] if writes else [])]:
             if following >= begin + nbytes:
                 continue
-            known = known if known is not None else contents() if callable(contents) else contents
+            known = contents() if known is None else known
             if (begin, nbytes) == (following, size) and known.get(other) == known.get(name, other):
                 continue
             raise ValueError(

@@ -125,8 +125,6 @@ Patterns: TypeAlias = str | Iterable[str] | None
 Pair: TypeAlias = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], str]]
 Renames: TypeAlias = Iterable[Pair] | Mapping[str, str] | Pair | None
 
-_Compiled: TypeAlias = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
-
 
 class Selection:
     """Tensor names that match any pattern of ``only`` and no pattern of ``drop``, by `fnmatch.fnmatchcase`."""
@@ -213,11 +211,22 @@ def _matches_nothing(what: str, pattern: str, names: list[str]) -> NoMatchError:
 
 def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
     """Return the new name of each tensor; a name stays as it is if no expression matches."""
-    pairs = [(_compiled(pattern), replacement) for pattern, replacement in pairs_of(renames)]
+    pairs = []
+    try:
+        for pattern, replacement in pairs_of(renames):
+            pairs.append((re.compile(pattern), replacement))
+    except re.error as error:
+        shown = clip(str(pattern), 200)
+        raise ValueError(f"rename: {show(shown)} is not a valid regular expression: {error}") from None
     new: dict[str, str] = {}
     origin: dict[str, str] = {}
     for name in names:
-        new_name = _substituted(name, pairs)
+        new_name = name
+        try:
+            for expression, replacement in pairs:
+                new_name = expression.sub(replacement, new_name)
+        except (re.error, IndexError) as error:  # such as an unknown group
+            raise ValueError(f"rename: {show(replacement)} is not a valid replacement: {error}") from None
         if name and not new_name:  # a file may have a tensor "", but rename must not
             raise ValueError(f"rename leaves tensor {show(name)} without a name")
         if new_name in origin:
@@ -229,16 +238,6 @@ def renamed(names: Iterable[str], renames: Renames) -> dict[str, str]:
     return new
 
 
-def _substituted(name: str, pairs: list[_Compiled]) -> str:
-    replacement: object = None
-    try:
-        for pattern, replacement in pairs:
-            name = pattern.sub(replacement, name)
-    except (re.error, IndexError) as error:  # such as an unknown group
-        raise ValueError(f"rename: {show(replacement)} is not a valid replacement: {error}") from None
-    return name
-
-
 def pairs_of(renames: Renames) -> list[tuple[Any, Any]]:
     """Return an argument as pairs: an expression, str or compiled, and its replacement, str or callable."""
     if renames is None:
@@ -247,22 +246,14 @@ def pairs_of(renames: Renames) -> list[tuple[Any, Any]]:
         raise TypeError(f"rename must be (expression, replacement) pairs, got {show(renames)}")
     pairs: list[Any] = list(renames.items()) if isinstance(renames, Mapping) else list(renames)
     if len(pairs) == 2 and isinstance(pairs[0], (str, re.Pattern)):
-        pairs = [tuple(pairs)]
+        pairs = [pairs]
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"rename must be (expression, replacement) pairs, got {show(pair)}")
         pattern, replacement = pair
         if not isinstance(pattern, (str, re.Pattern)) or not (isinstance(replacement, str) or callable(replacement)):
             raise TypeError(f"rename must be (expression, replacement) pairs of str, got {show(pair)}")
-    return [(pattern, replacement) for pattern, replacement in pairs]
-
-
-def _compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        shown = clip(str(pattern), 200)
-        raise ValueError(f"rename: {show(shown)} is not a valid regular expression: {error}") from None
+    return list(map(tuple, pairs))
 
 
 # ---- nested dicts: JAX pytrees, Flax parameters, torch module states ----

@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,11 @@ import numpy as np
 from ..errors import FormatError, SafeloadError, UnsupportedError
 from . import dtypes
 from .arrays import Array, array_fits, c_strides, check_mapping, not_an_array, refuse_masked
-from .atomic_file import AtomicFile, pieces_of
-from .native import address_of
+from .atomic_file import AtomicFile, pieces_of, write_pieces
 from .paths import PathLike
 from .registry import BY_NAME, Candidate, Content, OpenRequest
 from .table import ListedTable, Listing, unreadable
-from .tensors import Lazy, materialize
+from .tensors import Lazy
 from .text import check_name, error_about, show, tensor_named
 from .weight_file import WeightFile
 from .zip import Readable
@@ -141,14 +141,7 @@ def parse_header(head: bytes) -> tuple[np.dtype[Any], bool, tuple[Any, ...]]:
 # ---- write ----
 
 
-def write(
-    tensors: Mapping[str, Any],
-    metadata: Mapping[Any, Any] | None,
-    path: PathLike,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
-) -> None:
+def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
     """Write an array in C order and little-endian, atomically."""
     check_mapping(tensors, "tensors")
     if len(tensors) != 1:
@@ -160,11 +153,8 @@ def write(
     np.lib.format.write_array_header_1_0(out, header)
     head = np.frombuffer(out.getvalue(), np.uint8)
     size = head.size + math.prod(value.shape) * value.dtype.itemsize
-    with AtomicFile(path, size, overwrite=overwrite, durable=durable) as file:
-        file.write([(address_of(head), head.size)])
-        for _owner, address, nbytes in pieces_of(materialize(value)):
-            if nbytes:
-                file.write([(address, nbytes)])
+    with AtomicFile(path, size, **options) as file:
+        write_pieces(file, chain(pieces_of(head), pieces_of(value)))
 
 
 def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:
@@ -185,5 +175,6 @@ def plain_array(name: Any, value: Any, advice: str) -> Array | Lazy:
         if not hasattr(array, "scheme"):
             raise not_an_array(tensor_named(name), value)
         raise error_about(UnsupportedError, f"is {array.scheme}{advice}", tensor=name)
-    refuse_masked(array, tensor_named(name))
+    if type(array) not in (np.ndarray, Lazy):
+        refuse_masked(array, tensor_named(name))
     return array

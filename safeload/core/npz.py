@@ -55,11 +55,9 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         for name in names:
             archive.locate(name)
         archive.check_overlap()
-        opened, begins = unpacked(archive, names, file, "safeload-npz-")
-        opened.table = ListedTable([*map(partial(_array, archive, opened), names, begins)])
-        file.close()
-        opened.stand_for(file)
-        return Content(opened)
+        with unpacked(archive, names, file, "safeload-npz-") as (copy, begins):
+            copy.table = ListedTable([*map(partial(_array, archive, copy), names, begins)])
+        return Content(copy)
     arrays = []
     for name in names:
         archive.check_stored(name)
@@ -76,14 +74,7 @@ def _array(archive: Archive, file: WeightFile, name: str, begin: int) -> Listing
 # ---- write ----
 
 
-def write(
-    tensors: Mapping[str, Any],
-    metadata: Mapping[Any, Any] | None,
-    path: PathLike,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
-) -> None:
+def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
     """Write an uncompressed npz archive atomically."""
     import zipfile
 
@@ -91,7 +82,7 @@ def write(
     arrays = {name: check_writable(name, value, "npz") for name, value in tensors.items()}
     entries = [_entry(name) for name in arrays]
     with (
-        AtomicFile(path, 0, overwrite=overwrite, durable=durable) as file,
+        AtomicFile(path, 0, **options) as file,
         file.stream() as stream,
         zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED, allowZip64=True) as archive,
     ):

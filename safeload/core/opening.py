@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, get_args
 
 from ..errors import FormatError
 from . import foreign, registry
-from .files import LOCAL, Files, Located, rather_changed
+from .files import LOCAL, Files, Located, unchanged
 from .paths import PathLike, private_text
 from .registry import Opened, Recipe, UnknownGlobals, part
 from .runtime import debug
@@ -96,12 +96,6 @@ def _places_of(paths: Sequence[Any], storage_options: Mapping[str, Any] | None) 
     return places
 
 
-def _close(*opened: Opened) -> None:
-    for each in opened:
-        for file in each.files:
-            file.close()
-
-
 def seen_of(files: Iterable[WeightFile], index_file: tuple[str, tuple[Any, ...]] | None) -> Seen:
     """Return the paths and identities to compare in `reopen`."""
     seen = tuple((file.place, file.identity) for file in files)
@@ -118,9 +112,7 @@ def pickled(recipe: Recipe, seen: Seen) -> tuple[tuple[Any, ...], Seen]:
 
 def reopen(recipe: Recipe, seen: Seen) -> Opened:
     """Open the files of a path again."""
-    for path, identity in seen:
-        recipe.files.check_unchanged(path, identity)
-    with rather_changed(recipe.files, seen):
+    with unchanged(recipe.files, seen):
         opened = _open_all(recipe.paths, recipe)
     try:
         again = seen_of(opened.files, opened.index_file)
@@ -131,7 +123,7 @@ def reopen(recipe: Recipe, seen: Seen) -> Opened:
         for (path, identity), (_, before) in zip(again, seen, strict=True):
             compare(identity, before, recipe.files.shown(path))
     except BaseException:
-        _close(opened)
+        opened.close()
         raise
     return opened
 
@@ -149,7 +141,8 @@ def reopen_subset(
             excluded = frozenset(unlisted.get(path, ()))
             registry.add(where, {name: place for name, place in shard.places.items() if name not in excluded})
     except BaseException:
-        _close(*shards)
+        for shard in shards:
+            shard.close()
         raise
     title = seen[0][0]
     if alone:  # the metadata describes quantized tensors

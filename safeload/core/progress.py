@@ -14,7 +14,7 @@ from importlib import import_module
 from threading import RLock
 from typing import Any, TypeAlias
 
-from .text import size
+from .text import is_terminal, size
 
 Report = Callable[[int, int], object]
 # Type of the argument ``progress``: True for a bar, or a callable that takes (bytes_done, bytes_total).
@@ -24,14 +24,6 @@ Bars: TypeAlias = Callable[[str], AbstractContextManager[Report | None]]
 
 # Seconds between two updates of the plain bar, and between two lines.
 _INTERVAL, _LINE_INTERVAL = 0.1, 10.0
-
-
-def on_terminal() -> bool:
-    """Return True if stderr is a terminal."""
-    try:
-        return sys.stderr is not None and sys.stderr.isatty()
-    except ValueError:  # stderr was closed
-        return False
 
 
 def _in_notebook() -> bool:
@@ -45,7 +37,7 @@ def _in_notebook() -> bool:
 def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
     """Show a progress bar. Yields a function that takes the bytes done and the total, which may change."""
     notebook = _in_notebook()
-    animated = notebook or on_terminal()
+    animated = notebook or is_terminal(sys.stderr)
     tqdm: Any = None
     if animated:
         with suppress(ImportError):

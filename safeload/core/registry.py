@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported
 from . import dtypes, foreign, paths
 from .arrays import array_fits
-from .files import LOCAL, Files, rather_changed
+from .files import LOCAL, Files, unchanged
 from .forking import cached_property
 from .paths import is_bare
 from .runtime import paused
@@ -497,11 +497,11 @@ WrittenName: TypeAlias = Literal["safetensors", "gguf", "npz", "npy", "moon"]
 WRITTEN = {row.name: (*row.suffixes, *row.extra_suffixes) for row in ROWS if row.writes}
 
 
-def row_of(name: str) -> Format:
-    """Return the row of a format, which may be a plug-in's."""
+def row_of(name: str, *, written: bool = False) -> Format:
+    """Return the row of a format, which may be a plug-in's, and must be one that is written if ``written``."""
     row = BY_NAME.get(name) or _plugin(name)
-    if row is None:
-        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(FORMATS)}")
+    if row is None or (written and not row.writes):
+        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(WRITTEN if written else FORMATS)}")
     return row
 
 
@@ -512,9 +512,7 @@ def formats_of(name: str) -> tuple[str, ...]:
 
 def written_suffixes(name: str) -> tuple[str, ...]:
     """Return the suffixes of files that `convert` writes in a format."""
-    row = BY_NAME.get(name) or _plugin(name)
-    if row is None or not row.writes:
-        raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(WRITTEN)}")
+    row = row_of(name, written=True)
     return (*row.suffixes, *row.extra_suffixes)
 
 
@@ -696,6 +694,10 @@ class Opened(NamedTuple):
     def __repr__(self) -> str:
         return f"<Opened {self.title}>"  # the path of an index can hold the secrets of its URL
 
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
     @property
     def file(self) -> WeightFile:
         return self.files[0]
@@ -735,56 +737,61 @@ _TABLE_ONLY = (SAFETENSORS, GGUF)
 
 def open_file(path: str, request: OpenRequest) -> Opened:
     """Open a file without reading its tensors."""
-    formats, root, _, files, window = request
-    fault: list[FormatError] = []  # of the parser of safeload's first format
+    formats, _, _, files, window = request
+    parsed = False  # by the parser of safetensors, which refused it
     if files is LOCAL and (formats is None or SAFETENSORS in formats):
         try:
             file: WeightFile = module_of(_OPENED_BY_PATH).open_file(path, explained=False)
-        except FormatError as error:
-            fault.append(error)
+        except FormatError:
+            parsed = True
         else:
-            if root is not None:
-                file.close()
-                raise error_about(UnsupportedError, _no_containers(SAFETENSORS), path=path)
-            return opened_file(SAFETENSORS, Content(file))
+            return _of_safetensors(file, request)
     file = open_without_table(path, files=files, window=window)
     candidate = None
     try:
         if file.verified:
             file.store.opening = True  # type: ignore[attr-defined]
         candidate = Candidate(file)
-        opened = _open_candidate(candidate, request, fault)
+        opened = _open_candidate(candidate, request, parsed)
         file.settle()
     except BaseException as error:
         with closing(candidate or file):
             if file.verified and isinstance(error, SafeloadError):
                 file.store.verify()  # type: ignore[attr-defined]  # a file that differs is the better reason
         raise
-    finally:
-        fault.clear()  # it refers to this frame
+    if opened is None:
+        candidate.close()
+        opened = _of_safetensors(module_of(_OPENED_BY_PATH).open_file(path), request)
     return opened
+
+
+def _of_safetensors(file: WeightFile, request: OpenRequest) -> Opened:
+    if request.root is not None:
+        file.close()
+        raise error_about(UnsupportedError, _no_containers(SAFETENSORS), path=file.path)
+    return Opened(file.path, SAFETENSORS, [file], None, file.table.metadata() or {})
 
 
 def reopen_file(path: str, identity: tuple[Any, ...], request: OpenRequest) -> Opened:
     """Open a file again, if it is still the same."""
-    request.files.check_unchanged(path, identity)
-    with rather_changed(request.files, [(path, identity)]):
+    with unchanged(request.files, [(path, identity)]):
         opened = open_file(path, request)
     opened.file.check_identity(identity)
     return opened
 
 
-def _open_candidate(candidate: Candidate, request: OpenRequest, fault: list[FormatError]) -> Opened:
-    """Open a file by the container or the row that it is; ``fault`` is why it is not safetensors, if that was tried."""
-    file, formats = candidate.file, request.formats
-    if fault and (
-        foreign.is_safetensors(candidate.head)
-        or (formats is not None and not _PROGRAM(candidate.head) and not foreign.is_tar(candidate.head))
+def _open_candidate(candidate: Candidate, request: OpenRequest, parsed: bool) -> Opened | None:
+    """Open a file by its container or row; None if it is ``parsed`` and only the parser of safetensors says more."""
+    file, formats, head = candidate.file, request.formats, candidate.head
+    if parsed and (
+        foreign.is_safetensors(head) or (formats is not None and not _PROGRAM(head) and not foreign.is_tar(head))
     ):
-        raise explain(candidate.path) or fault.pop()
+        return None
     own = formats is None or not FORMATS.keys().isdisjoint(formats)  # else a plug-in was asked for
     container = _container(candidate) if own else None
-    row = find_row(candidate, request, fault) if container is None else None
+    row = find_row(candidate, request, parsed=parsed) if container is None else None
+    if parsed and row is BY_NAME[SAFETENSORS]:
+        return None
     if file.verified and (row is None or row.name not in _TABLE_ONLY):
         file.store.verify()  # type: ignore[attr-defined]  # before anything is unpacked
     if row is None:
@@ -828,8 +835,8 @@ def _container(candidate: Candidate) -> Container | None:
     return container
 
 
-def find_row(candidate: Candidate, request: OpenRequest, fault: list[FormatError] | None = None) -> Format:
-    """Return the row of a file, which ``request`` must accept."""
+def find_row(candidate: Candidate, request: OpenRequest, *, parsed: bool = False) -> Format:
+    """Return the row of a file, which ``request`` must accept; if it is ``parsed``, safetensors has refused it."""
     path, head = candidate.path, candidate.head
     local, formats = candidate.file.files is LOCAL, request.formats
     if path.endswith(foreign.DCP_SUFFIX):
@@ -845,8 +852,10 @@ def find_row(candidate: Candidate, request: OpenRequest, fault: list[FormatError
     elif row is None and formats is None:
         row = _claiming(lambda row: row.accepts(candidate))
     if row is None:
-        _refuse(head, path, candidate.file, always=local and (not fault or _PROGRAM(head)), fault=fault)
+        _refuse(head, path, candidate.file, always=local and (not parsed or _PROGRAM(head)))
         row = BY_NAME[SAFETENSORS]  # whose parser says more
+        if parsed:
+            return row
     if formats is not None and row.name not in formats:
         kind = _describe(head, path) or foreign.Kind(row.kind)
         raise FormatError(kind.sentence(formats[0]), path, 0)
@@ -884,34 +893,24 @@ def explain(path: str) -> FormatError | None:
 _BROKEN = b"\xff" * 8
 
 
-def _refuse(
-    head: bytes, path: str, file: WeightFile | None, *, always: bool, fault: list[FormatError] | None = None
-) -> None:
-    """Raise the error of `_refusal`, or the fault, and keep neither in a frame to which it refers."""
-    error = _refusal(head, path, file, always=always)
+def _refuse(head: bytes, path: str, file: WeightFile | None, *, always: bool) -> None:
+    """Refuse a file that is recognisably of another format; if ``always``, any file."""
+    kind = _describe(head, path)
+    if kind is not None and kind.damaged:
+        raise FormatError(kind.sentence(), path, 0)
+    if kind is not None:
+        text = kind.sentence() if kind.advice else f"{kind.sentence()}; this version reads {titles()}"
+        raise error_about(UnsupportedError, text, path=path)
+    error: SafeloadError | None = None if file is None else foreign.unfinished(file)
+    if error is None and (always or (head.strip() and not path.endswith(".safetensors"))):
+        edits = part("edits") if head.startswith(_BROKEN) else None
+        error = edits.interrupted(path) if edits else None
+        error = error or FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0)
     try:
         if error is not None:
             raise error
-        if fault:
-            raise explain(path) or fault.pop()
     finally:
-        del error
-
-
-def _refusal(head: bytes, path: str, file: WeightFile | None, *, always: bool) -> SafeloadError | None:
-    """Return the error for a file that is recognisably of another format; if ``always``, for any file."""
-    kind = _describe(head, path)
-    if kind is not None and kind.damaged:
-        return FormatError(kind.sentence(), path, 0)
-    if kind is not None:
-        text = kind.sentence() if kind.advice else f"{kind.sentence()}; this version reads {titles()}"
-        return error_about(UnsupportedError, text, path=path)
-    error: SafeloadError | None = None if file is None else foreign.unfinished(file)
-    if error is not None or not (always or (head.strip() and not path.endswith(".safetensors"))):
-        return error
-    if head.startswith(_BROKEN) and (edits := part("edits")):
-        error = edits.interrupted(path)
-    return error or FormatError(f"no known weight format starts with {head[:16].hex(' ')}", path, 0)
+        del error  # it refers to this frame
 
 
 def check_head(head: bytes, path: str) -> None:

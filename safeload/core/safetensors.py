@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import SafetensorError, path_error, unsaved
 from . import dtypes, load, native
 from .arrays import Array, check_mapping, not_an_array, refuse_masked
-from .atomic_file import AtomicFile, pieces_of, written_as_is
+from .atomic_file import AtomicFile, Piece, pieces_of, write_pieces, written_as_is
 from .memory import thread_count
 from .native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
 from .paths import PathLike, native_path
@@ -25,7 +25,7 @@ from .registry import Candidate, Content, OpenRequest, explain, part
 from .runtime import paused
 from .store import WINDOW, LocalStore, with_room
 from .table import Table
-from .tensors import Lazy, Staged, Tensors, materialize
+from .tensors import Lazy, Staged, Tensors
 from .text import encode, show, tensor_named
 from .weight_file import WeightFile
 
@@ -256,19 +256,10 @@ class Header:
                 setattr(columns, field, alive[-1])
         self.order: Array = np.empty(count, np.uint32)  # the tensors in the order of their bytes
         self.sizes: Array = np.empty(count, np.uint64)  # bytes of each tensor, in the order of the names
+        order, sizes = ffi.from_buffer("uint32_t[]", self.order), ffi.from_buffer("uint64_t[]", self.sizes)
         memory, size, error = ffi.new("void **"), ffi.new("uint64_t *"), Error()
-        check(
-            lib.sl_safetensors_header(
-                columns,
-                ffi.from_buffer("uint32_t[]", self.order),
-                ffi.from_buffer("uint64_t[]", self.sizes),
-                memory,
-                size,
-                error,
-            ),
-            error,
-            subject="Error while serializing",
-        )
+        status = lib.sl_safetensors_header(columns, order, sizes, memory, size, error)
+        check(status, error, subject="Error while serializing")
         self.memory = ffi.gc(memory[0], lib.sl_free)  # the length of the header and the header itself
         self.address = pointer(self.memory)
         self.nbytes: int = size[0]
@@ -347,28 +338,18 @@ _TINY, _TOGETHER = 64 << 10, 1 << 20
 _PLAIN = frozenset((np.ndarray, Lazy))
 
 
-class Memory(NamedTuple):
-    """A tensor's bytes in file layout, at an address that the caller keeps valid."""
-
-    row: dtypes.Dtype
-    shape: Sequence[int]  # logical
-    address: int  # of the first byte
-    nbytes: int
-
-
 class TensorToWrite(NamedTuple):
     """A tensor to write."""
 
     row: dtypes.Dtype
-    shape: Sequence[int]
-    data: Array | Lazy | Memory
+    shape: Sequence[int]  # logical
+    nbytes: int
+    data: Array | Lazy | None
+    address: int = 0  # without data: of the bytes in file layout, which the caller keeps valid
 
-    def pieces(self) -> Iterator[tuple[Any, int, int]]:
-        """Iterate over the tensor's bytes as (owner, address, bytes), without copying memory in C order."""
-        if isinstance(self.data, Memory):
-            yield None, self.data.address, self.data.nbytes
-            return
-        yield from pieces_of(materialize(self.data))
+    def pieces(self) -> Iterable[Piece]:
+        """Return the tensor's bytes, without copying memory in C order."""
+        return ((None, self.address, self.nbytes, False),) if self.data is None else pieces_of(self.data)
 
     @property
     def staged(self) -> Staged | None:
@@ -377,24 +358,18 @@ class TensorToWrite(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """True if `buffer` has the bytes of the tensor; else each buffer of `pieces` is written before the next."""
-        data = self.data
-        return isinstance(data, Memory) or (not isinstance(data, Lazy) and written_as_is(data))
+        """True if `buffer` has the bytes of the tensor; else each of `pieces` is written before the next."""
+        return self.data is None or (not isinstance(self.data, Lazy) and written_as_is(self.data))
 
     @property
     def small(self) -> bool:
         """True if the tensor is `whole` and should be written together with its neighbours."""
-        return self.data.nbytes <= _TINY and self.whole
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.nbytes <= _TINY and self.whole
 
     @property
     def buffer(self) -> Any:
         """The bytes of a `whole` tensor."""
-        data = self.data
-        return ffi.buffer(ffi.cast("char *", data.address), data.nbytes) if isinstance(data, Memory) else data
+        return ffi.buffer(ffi.cast("char *", self.address), self.nbytes) if self.data is None else self.data
 
 
 def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[Iterator[tuple[int, int, bool]]]:
@@ -407,34 +382,25 @@ def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[Iterator[tuple[in
 
 
 def source_of(name: str, value: Any) -> TensorToWrite:
-    """Return the tensor to write for an array, `Memory`, `Lazy` or a tensor to write."""
-    if isinstance(value, Memory):
-        return TensorToWrite(value.row, value.shape, value)
+    """Return the tensor to write for an array, `Lazy` or a tensor to write."""
+    if isinstance(value, TensorToWrite):
+        return value
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, (np.ndarray, Lazy)):
-        if isinstance(value, TensorToWrite):
-            return value
         raise not_an_array(tensor_named(name), value, safetensors=True)
     if type(value) not in _PLAIN:
         refuse_masked(value, tensor_named(name))
-    return TensorToWrite(dtypes.of_array(value, name), value.shape, value)
+    return TensorToWrite(dtypes.of_array(value, name), value.shape, value.nbytes, value)
 
 
-def write(
-    tensors: Mapping[str, Any],
-    metadata: Mapping[Any, Any] | None,
-    path: PathLike,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
-) -> None:
+def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
     """Write tensors of any format; `quantized.pack` turns quantized tensors into plain tensors."""
     from .described import pack
     from .metadata import as_texts
 
     packed, texts = pack(tensors, as_texts(metadata or {}) or None)
-    FileWriter(packed, texts, room=ROOM).to_file(path, overwrite=overwrite, durable=durable)
+    FileWriter(packed, texts, room=ROOM).to_file(path, **options)
 
 
 def writer(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> FileWriter:
@@ -463,15 +429,14 @@ class FileWriter:
         # `room` spaces follow the header; 0 gives the bytes of upstream.
         self._head, self._order, sizes = _header(names, numbers, shapes, metadata, room=room)
         for name, source, size in zip(names, sources, sizes, strict=True):
-            memory = source.data
-            if isinstance(memory, Memory) and (memory.nbytes != size or (size and memory.address == 0)):
-                fault = f"data_len is {memory.nbytes}, but {memory.row.code} {list(memory.shape)} needs {size} bytes"
-                fault = "data_ptr is null" if memory.nbytes == size else fault
+            if source.data is None and (source.nbytes != size or (size and source.address == 0)):
+                fault = f"data_len is {source.nbytes}, but {source.row.code} {list(source.shape)} needs {size} bytes"
+                fault = "data_ptr is null" if source.nbytes == size else fault
                 raise SafetensorError(f"Error while serializing: tensor {show(name)}: {fault}", tensor=name)
         self.size: int = len(self._head) + sum(sizes)
 
-    def pieces(self) -> Generator[tuple[Any, int, int, bool]]:
-        """Iterate over all bytes as (owner, address, bytes, True if all buffers so far must be used first)."""
+    def pieces(self) -> Generator[Piece]:
+        """Iterate over all bytes of the file."""
         sources = [self._sources[index] for index in self._order]
         waiting, size = [self._head], 0  # small buffers: a system call for each would take longer than a copy
         if len(self._head) > _TINY or not sources or not sources[0].small:
@@ -491,9 +456,7 @@ class FileWriter:
                     continue
                 lazy, stage = source.data, source.staged
                 if stage is None or not isinstance(lazy, Lazy):
-                    streamed = not source.whole
-                    for owner, address, nbytes in source.pieces():
-                        yield owner, address, nbytes, streamed
+                    yield from source.pieces()
                     continue
                 left = stage.entry.nbytes
                 while left:
@@ -517,27 +480,21 @@ class FileWriter:
                 position += size
         return bytes(out)
 
-    def to_file(self, path: PathLike, *, overwrite: bool = True, durable: bool = True) -> None:
+    def to_file(self, path: PathLike, **options: Any) -> None:
         """Write the file; see `AtomicFile`."""
         try:
-            with AtomicFile(path, self.size, overwrite=overwrite, durable=durable) as file:
+            with AtomicFile(path, self.size, **options) as file:
                 self.write_to(file)
         except OSError as error:
             raise unsaved(error) from None
 
     def write_to(self, file: AtomicFile) -> None:
         """Write all bytes into a file under construction."""
-        waiting: list[tuple[int, int]] = []
         tensors = len(self._sources)
         with paused(tensors if self.size <= _TINY * tensors else 0), closing(self.pieces()) as pieces:
-            for _owner, address, size, streamed in pieces:
-                waiting.append((address, size))
-                if streamed:
-                    file.write(waiting)
-                    waiting.clear()
-            file.write(waiting)
+            write_pieces(file, pieces)
 
 
-def _joined(arrays: list[Any]) -> tuple[Any, int, int, bool]:
+def _joined(arrays: list[Any]) -> Piece:
     joined = b"".join(arrays)
     return joined, pointer(ffi.from_buffer(joined)), len(joined), True

@@ -8,9 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, islice, repeat
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
-from .text import clip, more, plural, printable, show, size
+from .text import clip, is_terminal, more, plural, printable, show, size
 
 if TYPE_CHECKING:  # it would bring NumPy to `safeload --help`
     from .table import TensorInfo
@@ -44,11 +44,6 @@ def terminal_columns() -> int | None:
 def terminal_rows(rows: int) -> int | None:
     """Return a limit of rows for a terminal, or None if stdout is not a terminal, because pipes get all rows."""
     return rows if is_terminal(sys.stdout) else None
-
-
-def is_terminal(stream: TextIO | None) -> bool:
-    """Return True if a stream is an open terminal."""
-    return stream is not None and not stream.closed and stream.isatty()
 
 
 def shorten(names: Sequence[str], columns: int | None) -> list[str]:
@@ -193,7 +188,7 @@ class TensorInfos(dict[str, "TensorInfo"]):
         return list(self)
 
     def _repr_html_(self) -> str:
-        return as_html(plural(len(self), "tensor"), self.values(), len(self))
+        return as_html(plural(len(self), "tensor"), self)
 
 
 def _screen(head: str, tensors: Mapping[str, Any]) -> str:
@@ -205,10 +200,10 @@ def _screen(head: str, tensors: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"  {line}" for line in more(len(tensors), _LINES))])
 
 
-def as_html(title: str, infos: Iterable[TensorInfo], count: int) -> str:
+def as_html(title: str, infos: Mapping[str, TensorInfo]) -> str:
     """Return a table of the first tensors for a notebook."""
-    rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos, _ROWS)]
-    return html_table(title, ("tensor", "dtype", "shape", "size"), rows, "".join(more(count, _ROWS)))
+    rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos.values(), _ROWS)]
+    return html_table(title, ("tensor", "dtype", "shape", "size"), rows, "".join(more(len(infos), _ROWS)))
 
 
 def dict_repr(kind: str, arrays: Mapping[str, Any], note: str = "") -> str:

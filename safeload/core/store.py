@@ -24,6 +24,8 @@ from .paths import PathLike, absolute, native_path
 
 # Size of the first request to a remote store: 97 % of the safetensors headers on the Hub fit into 100,000 bytes.
 WINDOW = 128 << 10
+# Bytes to read and hash at a time: local blocks stay in the processor's cache in between.
+LOCAL_BLOCK, REMOTE_BLOCK = 512 << 10, 8 << 20
 # Contiguous memory to read into.
 Memory: TypeAlias = bytearray | memoryview | Array
 
@@ -436,6 +438,27 @@ def read_from(store: ByteStore, offset: int, memory: memoryview, path: str) -> N
         if not count:
             raise FormatError(f"the file ends at byte {offset:,}, but had {store.size:,} bytes", path, offset)
         memory, offset = memory[count:], offset + count
+
+
+def blocks_of(store: ByteStore, path: str, tick: Callable[[int], object] = bool) -> Iterator[memoryview]:
+    """Read a store in blocks, one after another into the same memory, and report their sizes once they are used."""
+    step = LOCAL_BLOCK if isinstance(store, LocalStore) else REMOTE_BLOCK
+    buffer = memoryview(bytearray(min(step, store.size)))
+    for begin in range(0, store.size, step):
+        block = buffer[: store.size - begin]
+        read_from(store, begin, block, path)
+        yield block
+        tick(len(block))
+
+
+def sha256_of(store: ByteStore, path: str, tick: Callable[[int], object] = bool) -> str:
+    """Return the SHA-256 of a store's bytes."""
+    import hashlib  # only here: few loads hash files
+
+    digest = hashlib.sha256()
+    for block in blocks_of(store, path, tick):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def direct_of(handle: int) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from ..errors import FormatError, SafeloadError
 
@@ -142,6 +142,14 @@ def parse_size(value: int | str, what: str) -> int:
     if value < 1:
         raise ValueError(f"{what} must be at least 1 byte, got {show(value)}")
     return value
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return True if a stream is an open terminal."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # it was closed
+        return False
 
 
 # ---- errors ----

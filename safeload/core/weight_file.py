@@ -25,7 +25,7 @@ class WeightFile:
 
     verified = False  # True if its store hands out verified bytes from memory; see `trust.verified`
     unpacked = False  # True if this is the unpacked content of another file
-    _origin: tuple[str, tuple[Any, ...]] | None = None
+    _identity: tuple[Any, ...] | None = None  # of the file that this content stands for
 
     def __init__(self, path: str, store: ByteStore, table: Table, files: Files = LOCAL, place: str = "") -> None:
         self.path = path
@@ -34,28 +34,20 @@ class WeightFile:
         self.table = table
         self.files = files
         self.remote = not isinstance(store, LocalStore)  # True if jobs cannot read it: each read is a request
-        self._place = place or path
+        self.place: str = place or getattr(store, "place", path)  # valid in any working directory
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self.path}: an open file cannot be copied or pickled")
 
     def stand_for(self, origin: WeightFile, *, unpacked: bool = True) -> None:
         """Take `place`, `files` and `identity` from the file that opens this content."""
-        self._origin = origin.place, origin.identity
+        self.place, self.files, self._identity = origin.place, origin.files, origin.identity
         self.unpacked = unpacked
-        self.files = origin.files
-
-    @property
-    def place(self) -> str:
-        """Path of the file, valid in any working directory."""
-        if self._origin is not None:
-            return self._origin[0]
-        return self.store.place if self.files is LOCAL and isinstance(self.store, LocalStore) else self._place
 
     @property
     def identity(self) -> tuple[Any, ...]:
         """Version of the file when it was first opened; see `ByteStore.version`."""
-        return self.store.version if self._origin is None else self._origin[1]
+        return self.store.version if self._identity is None else self._identity
 
     def check_identity(self, seen: tuple[Any, ...]) -> None:
         """Check that the file has not changed since ``seen``, which is an `identity` or its first fields."""
@@ -184,12 +176,11 @@ _FIRST_READ, _LARGEST_READ = 4096, 1 << 20
 class ByteReader:
     """Reads fields in order and reports faults with their byte position."""
 
-    def __init__(self, file: WeightFile, first: int = _FIRST_READ) -> None:
+    def __init__(self, file: WeightFile) -> None:
         self.file = file
         self.position = 0  # byte of the next field; assign to it to skip data
-        self._first = first
         self._window, self._window_at = b"", 0
-        self._step = first
+        self._step = _FIRST_READ
 
     def take(self, size: int, field: str) -> bytes:
         """Return the next bytes."""
@@ -204,7 +195,7 @@ class ByteReader:
         start = self.position - self._window_at
         if start < 0 or start + size > len(self._window):
             near = 0 <= start <= len(self._window) and self._window
-            self._step = min(2 * self._step, _LARGEST_READ) if near else self._first
+            self._step = min(2 * self._step, _LARGEST_READ) if near else _FIRST_READ
             count = min(max(size, self._step), max(0, self.file.size - self.position))
             self._window, self._window_at, start = self.file.read_at(self.position, count), self.position, 0
         return self._window[start : start + size]

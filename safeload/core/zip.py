@@ -16,7 +16,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
 from operator import attrgetter, le
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias
@@ -263,7 +263,7 @@ class Archive:
             raise FormatError(message, path, end.at)
         for entry in entries:
             if not 0 <= entry.at < end.offset:
-                raise self._fault(entry.name, "no local header at its offset", 0)
+                raise self._fault(entry.name, ": no local header at its offset")
         begins = [entry.at for entry in entries]
         begin = min(begins, default=end.offset)
         if begin and not appended:  # else other bytes, such as a program, can precede the first entry
@@ -277,13 +277,13 @@ class Archive:
         encoded = name.encode("utf-8" if info.flags & _UTF8 else "cp437", "surrogateescape")
         head = self._head(at, _LOCAL_SIZE + len(encoded))
         if len(head) < _LOCAL_SIZE or head[:4] != b"PK\x03\x04":
-            raise self._fault(name, "no local header at its offset", 0)
+            raise self._fault(name, ": no local header at its offset")
         flags, method, packed, size, name_size, extra_size = _LOCAL(head)
         if (flags | info.flags) & _ENCRYPTED:
-            raise self._unsupported(name, "is encrypted")
+            raise self._fault(name, "is encrypted", kind=UnsupportedError)
         if name_size != len(encoded) or head[_LOCAL_SIZE:] != encoded:
             local = self._file.read_at(at + _LOCAL_SIZE, name_size)
-            raise self._fault(name, f"its local header names it {show(local)}", _LOCAL_SIZE)
+            raise self._fault(name, f": its local header names it {show(local)}", _LOCAL_SIZE)
         # A size can be 0 if the true size follows the data, or _LARGE if it is in a ZIP64 field.
         if method != info.method:
             raise self._differ(name, "compression", method, info.method, 8)
@@ -294,8 +294,8 @@ class Archive:
         begin: int = at + _LOCAL_SIZE + name_size + extra_size
         end = begin + info.packed
         if end > self._directory:
-            message = f"bytes [{begin}, {end}) reach beyond the data, which ends at {self._directory}"
-            raise self._fault(name, message, 0)
+            message = f": bytes [{begin}, {end}) reach beyond the data, which ends at {self._directory}"
+            raise self._fault(name, message)
         self._used[name] = begin
         return begin
 
@@ -320,18 +320,15 @@ class Archive:
             self._window_at, start = at, 0
         return self._window[start : start + size]
 
-    def _place(self, name: str, at: int = 0) -> int:
-        """Return the offset of a byte of the local header, clamped to the file because the directory can be wrong."""
-        return min(max(0, self.entries[name].at + at), self._file.size)
+    def _fault(self, name: str, text: str, at: int = 0, kind: type[SafeloadError] = FormatError) -> SafeloadError:
+        """Return an error about an entry; a FormatError is at a byte of its local header."""
+        # Clamped to the file, because the directory can be wrong.
+        offset = min(max(0, self.entries[name].at + at), self._file.size) if kind is FormatError else None
+        separator = "" if text.startswith(":") else " "
+        return error_about(kind, f"zip entry {show(name)}{separator}{text}", path=self._file.path, offset=offset)
 
-    def _fault(self, name: str, message: str, at: int) -> FormatError:
-        return FormatError(f"zip entry {show(name)}: {message}", self._file.path, self._place(name, at))
-
-    def _differ(self, name: str, field: str, local: int, central: int, at: int) -> FormatError:
-        return self._fault(name, f"{field} {local} in its local header, but {central} in the directory", at)
-
-    def _unsupported(self, name: str, text: str) -> UnsupportedError:
-        return error_about(UnsupportedError, f"zip entry {show(name)} {text}", path=self._file.path)
+    def _differ(self, name: str, field: str, local: int, central: int, at: int) -> SafeloadError:
+        return self._fault(name, f": {field} {local} in its local header, but {central} in the directory", at)
 
     def check_overlap(self) -> None:
         """Refuse overlaps of the entries located so far, because only now the size of their extra fields is known."""
@@ -344,8 +341,7 @@ class Archive:
             return
         for (_, end, before), (begin, _, name) in pairwise(sorted(zip(begins, ends, names, strict=True))):
             if begin < end:
-                message = f"zip entry {show(name)} begins within {show(before)}, which ends at {end}"
-                raise FormatError(message, self._file.path, min(max(0, begin), self._file.size))
+                raise self._fault(name, f"begins within {show(before)}, which ends at {end}")
 
     def read(self, name: str) -> tuple[bytes, int | None]:
         """Return the bytes of an entry, and their offset in the file or None if they are compressed."""
@@ -355,8 +351,7 @@ class Archive:
             self.check_stored(name)
             return file.read_at(begin, info.size), begin
         if info.size > MAX_INFLATED:
-            text = f"zip entry {show(name)} inflates to more than {MAX_INFLATED} bytes"
-            raise error_about(LimitError, text, path=file.path)
+            raise self._fault(name, f"inflates to more than {MAX_INFLATED} bytes", kind=LimitError)
         return b"".join(self.inflate(name)), None
 
     def check_packed(self, name: str) -> None:
@@ -365,9 +360,9 @@ class Archive:
         if info.method == STORED:
             self.check_stored(name)
         elif info.method != DEFLATED:
-            raise self._unsupported(name, f"uses unsupported compression method {info.method}")
+            raise self._fault(name, f"uses unsupported compression method {info.method}", kind=UnsupportedError)
         elif info.size > info.packed * _DEFLATE_RATIO:
-            raise self._fault(name, f"{info.packed} bytes cannot inflate to the {info.size} in the directory", 0)
+            raise self._fault(name, f": {info.packed} bytes cannot inflate to the {info.size} in the directory")
 
     def inflate(self, name: str) -> Iterator[bytes]:
         """Iterate over the bytes of an entry in chunks, at most as many bytes as the directory says."""
@@ -391,33 +386,33 @@ class Archive:
                 # Also without input, because zlib may hold output beyond the limit of the last call.
                 chunk = machine.decompress(data, min(_CHUNK, left + 1))
             except zlib.error as error:
-                raise FormatError(f"zip entry {show(name)} is damaged: {error}", file.path, at) from None
+                raise self._fault(name, f"is damaged: {error}", at - info.at) from None
             if not chunk and not data:
                 break
             left -= len(chunk)
             if left < 0:
-                message = f"zip entry {show(name)} inflates to more than the {info.size} bytes in the directory"
-                raise FormatError(message, file.path, self._place(name))
+                raise self._fault(name, f"inflates to more than the {info.size} bytes in the directory")
             if chunk:
                 yield chunk
         if left:
-            message = f"zip entry {show(name)} inflates to {info.size - left} bytes, the directory says {info.size}"
-            raise FormatError(message, file.path, self._place(name))
+            raise self._fault(name, f"inflates to {info.size - left} bytes, the directory says {info.size}")
 
     def check_stored(self, name: str) -> None:
         """Refuse a compressed entry."""
         info = self.entries[name]
         if info.method != STORED:
-            raise self._unsupported(name, "is compressed, but torch checkpoints must store tensors uncompressed")
+            text = "is compressed, but torch checkpoints must store tensors uncompressed"
+            raise self._fault(name, text, kind=UnsupportedError)
         if info.packed != info.size:
-            message = (
-                f"zip entry {show(name)} is stored uncompressed, but its sizes are {info.packed} and {info.size} bytes"
-            )
-            raise FormatError(message, self._file.path, self._place(name))
+            text = f"is stored uncompressed, but its sizes are {info.packed} and {info.size} bytes"
+            raise self._fault(name, text)
 
 
-def unpacked(archive: Archive, names: list[str], file: WeightFile, prefix: str) -> tuple[WeightFile, list[int]]:
-    """Unpack entries into an unnamed temporary file; return it, and where each entry begins."""
+@contextmanager
+def unpacked(
+    archive: Archive, names: list[str], file: WeightFile, prefix: str
+) -> Iterator[tuple[WeightFile, list[int]]]:
+    """Yield an unnamed temporary file with unpacked entries, which then stands for the archive, and their places."""
     begins, size = [], 0
     for name in names:
         archive.check_packed(name)
@@ -431,7 +426,14 @@ def unpacked(archive: Archive, names: list[str], file: WeightFile, prefix: str) 
             for chunk in archive.inflate(name):
                 out.write(chunk)
 
-    return open_temporary(prefix, write, shown=file.path), begins
+    copy = open_temporary(prefix, write, shown=file.path)
+    try:
+        yield copy, begins
+    except BaseException:
+        copy.close()
+        raise
+    copy.stand_for(file)
+    file.close()
 
 
 # ---- every reading of an archive, for judging it ----

@@ -17,7 +17,7 @@ import numpy as np
 from ..conversion.save import check_name, value_of
 from ..conversion.sink import Sink, free_names, remove_killed
 from ..core import dtypes
-from ..core.atomic_file import AtomicFile, Swap, remove_abandoned
+from ..core.atomic_file import AtomicFile, Swap, remove_abandoned, write_pieces
 from ..core.described import CODES_SUFFIX, QUANTIZED, SCALE_SUFFIX
 from ..core.files import LOCAL
 from ..core.json_file import read_json
@@ -307,8 +307,7 @@ class SafetensorsEdit(Edit):
                 if kind is _Stored:
                     file.copy(self._file.fileno(), ((stored.begin, stored.nbytes) for stored in group))
                     continue
-                for _owner, address, size in chain.from_iterable(tensor.pieces() for tensor in group):
-                    file.write([(address, size)])
+                write_pieces(file, chain.from_iterable(tensor.pieces() for tensor in group))
             self._file.finish_reading()
 
 

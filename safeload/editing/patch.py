@@ -151,8 +151,10 @@ def make_patch(
             _KEY: json.dumps(facts._asdict()),
         }
         # The writer reads the bytes of a tensor when its turn comes.
-        lazy = {name: Lazy(np.dtype(np.uint8), (tensor.nbytes,), tensor.whole) for name, tensor in tensors.items()}
-        stored = {name: TensorToWrite(tensors[name].row, tensors[name].shape, data) for name, data in lazy.items()}
+        stored = {}
+        for name, tensor in tensors.items():
+            lazy = Lazy(np.dtype(np.uint8), (tensor.nbytes,), tensor.whole)
+            stored[name] = TensorToWrite(tensor.row, tensor.shape, tensor.nbytes, lazy)
         target.write(stored, texts, room=0)
     return report
 
@@ -337,11 +339,11 @@ def _tensors_of(table: Table, read_at: Callable[[int, int], Any]) -> dict[str, _
 def _in_memory(source: TensorToWrite) -> _Tensor:
     def chunks() -> Iterator[Array]:
         pieces = []
-        for _owner, address, nbytes in source.pieces():
+        for _owner, address, nbytes, streamed in source.pieces():
             if nbytes:
                 piece = np.frombuffer(ffi.buffer(ffi.cast("char *", address), nbytes), np.uint8)
-                # Only the memory of a whole tensor stays valid, as long as its source lives.
-                pieces.append(piece if source.whole else piece.copy())
+                # Other memory stays valid as long as its source lives.
+                pieces.append(piece.copy() if streamed else piece)
         whole = _joined(pieces)
         return (whole[at : at + _CHUNK] for at in range(0, whole.size, _CHUNK))
 
@@ -409,7 +411,8 @@ def _difference(old: Mapping[str, _Tensor], new: Mapping[str, _Tensor]) -> tuple
             if count * (np.dtype(width).itemsize + tensor.dtype.itemsize) < tensor.nbytes:
                 indices = np.concatenate(positions).astype(width)
                 tensors[name + _INDICES] = _in_memory(source_of(name, indices))
-                tensors[name + _VALUES] = _in_memory(TensorToWrite(tensor.row, (count,), np.concatenate(values)))
+                joined = np.concatenate(values)
+                tensors[name + _VALUES] = _in_memory(TensorToWrite(tensor.row, (count,), joined.nbytes, joined))
         tensors.setdefault(name + _VALUES, tensor)
         changed += count
     report = PatchReport(
@@ -602,7 +605,7 @@ def _change_arrays(arrays: Mapping[str, Any], base: Mapping[str, _Tensor], resul
     puts = {name: _putter(name, arrays[name]) for name in changes}
     spans = {name: _span(arrays[name]) for name in result if name in arrays and name not in replaced}
     kept = {name: (indices.tobytes(), values.tobytes()) for name, (indices, values) in changes.items()}
-    check_spans({name: span for name, span in spans.items() if span is not None}, kept, kept, "arrays")
+    check_spans({name: span for name, span in spans.items() if span is not None}, kept, lambda: kept, "arrays")
     new = {name: tensor.array() for name, tensor in replaced.items()}
     if any(map(_is_torch, arrays.values())):
         from ..frameworks import torch_arrays

@@ -257,8 +257,7 @@ def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> O
     finally:
         for unlisted in early.values():
             with suppress(Exception):  # it could not be opened
-                for file in unlisted().files:
-                    file.close()
+                unlisted().close()
     opened = [file for shard in shards for file in shard.files]
     _check_same(seen, files, opened)
     format, place = shards[0].format if shards else SAFETENSORS, (files.absolute(path), version)
@@ -816,8 +815,7 @@ def open_ollama(url: str, recipe: Recipe, verify: Any) -> Opened:
         schemes = ((file.table.metadata() or {}).get("quant_type") for file in opened.files)
         scheme = None if recipe.stored else next((scheme for scheme in schemes if scheme is not None), None)
         if scheme is not None:
-            for file in opened.files:
-                file.close()
+            opened.close()
             text = f"ollama has quantized this model for MLX ({show(scheme)}), which safeload does not decode"
             raise error_about(UnsupportedError, f"{text}; stored=True opens the codes", path=url)
     return opened._replace(title=model.name.url, notes=[*opened.notes, *model.notes])

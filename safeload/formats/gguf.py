@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, check_mapping, not_an_array, refuse_masked
-from ..core.atomic_file import AtomicFile, pieces_of, written_as_is
+from ..core.atomic_file import AtomicFile, Piece, pieces_of, write_pieces
 from ..core.metadata import as_texts
 from ..core.native import Error, address_of, check, ffi, kept, lib, pointer, short
 from ..core.packing import CODES, GGUF, INT8, SCALE
@@ -355,9 +355,7 @@ _OF_NUMBER = {**{kind: number for number, kind in NUMBERS.items()}, bool: lib.SL
 _OF_DTYPE = {dtype: number for number, dtype in DTYPES.items()}
 
 
-def save(
-    tensors: Mapping[str, Any], path: PathLike, metadata: Mapping[str, Any] | None, *, overwrite: bool, durable: bool
-) -> None:
+def save(tensors: Mapping[str, Any], path: PathLike, metadata: Mapping[str, Any] | None, **options: Any) -> None:
     """Write a GGUF file in the order of ``tensors``; see `safeload.gguf.save_file`."""
     metadata = {} if metadata is None else metadata
     check_mapping(tensors, "tensors")
@@ -376,17 +374,17 @@ def save(
         head += bytes(-len(head) % alignment)
     if len(head) + offset >= 1 << 63:
         raise SafeloadError(f"a file cannot have {len(head) + offset} bytes")
-    with AtomicFile(path, len(head) + offset, overwrite=overwrite, durable=durable) as file:
-        padding = np.zeros(alignment, np.uint8)
-        buffers = [(address_of(np.frombuffer(head, np.uint8)), len(head))]  # written together as far as they exist
+    padding = np.zeros(alignment, np.uint8)
+    zeros = address_of(padding)
+
+    def pieces() -> Iterator[Piece]:
+        yield from pieces_of(np.frombuffer(head, np.uint8))
         for _, data in plans:
-            for _owner, address, size in pieces_of(materialize(data)):
-                buffers.append((address, size))
-                if isinstance(data, Lazy) or not written_as_is(data):
-                    file.write([buffer for buffer in buffers if buffer[1]])
-                    buffers.clear()
-            buffers.append((address_of(padding), -data.nbytes % alignment))
-        file.write([buffer for buffer in buffers if buffer[1]])
+            yield from pieces_of(data)
+            yield padding, zeros, -data.nbytes % alignment, False
+
+    with AtomicFile(path, len(head) + offset, **options) as file:
+        write_pieces(file, pieces())
 
 
 # ---- tensors to write ----
@@ -594,14 +592,7 @@ def _numbers(values: Sequence[Any]) -> tuple[int, bytes]:
         raise SafeloadError(f"a number does not fit {dtype.name}") from None
 
 
-def write(
-    tensors: Mapping[str, Any],
-    metadata: Mapping[Any, Any] | None,
-    path: PathLike,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
-) -> None:
+def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
     """Write tensors of any format, and warn if no engine will load the file, as conversion does not build a model."""
     values = values_of(metadata or {})
     missing = []
@@ -617,7 +608,7 @@ def write(
             printable(str(path)),
             "; ".join(missing),
         )
-    save(tensors, path, values, overwrite=overwrite, durable=durable)
+    save(tensors, path, values, **options)
 
 
 def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:

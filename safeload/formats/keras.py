@@ -254,17 +254,12 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
 def _unpacked(file: WeightFile, archive: Archive, request: OpenRequest) -> Opened:
     """Open compressed weights, unpacked into a temporary file."""
     check_whole(file, "compressed weights of a .keras archive must be unpacked as a whole")
-    temporary, _ = unpacked(archive, [WEIGHTS], file, "safeload-keras-")
-    try:
-        inner = Candidate(temporary)
+    with unpacked(archive, [WEIGHTS], file, "safeload-keras-") as (copy, _):
+        inner = Candidate(copy)
         row = find_row(inner, request)
         content = row.load().read(inner, request)
         for part in (content.file, *content.others):
             part.stand_for(file)
-    except BaseException:
-        temporary.close()
-        raise
-    file.close()
     return opened_file(row.name, content)._replace(title=file.path)
 
 

@@ -11,19 +11,18 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
 import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, array_fits, check_mapping
-from ..core.atomic_file import AtomicFile
-from ..core.native import address_of
+from ..core.atomic_file import AtomicFile, pieces_of, write_pieces
 from ..core.npy import plain_array
 from ..core.paths import PathLike
 from ..core.registry import Candidate, Content, OpenRequest, StoredTensor
-from ..core.tensors import Lazy, materialize
+from ..core.tensors import Lazy
 from ..core.text import encode, error_about, show
 from ..core.weight_file import ByteReader
 from ..errors import LimitError, SafeloadError, UnsupportedError
@@ -92,27 +91,17 @@ def _entries(reader: ByteReader) -> Iterator[StoredTensor]:
 # ---- write ----
 
 
-def write(
-    tensors: Mapping[str, Any],
-    metadata: Mapping[Any, Any] | None,
-    path: PathLike,
-    *,
-    overwrite: bool = True,
-    durable: bool = True,
-) -> None:
+def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
     """Write a MOON file in the order of ``tensors``; see `safeload.moon.save_file`. MOON has no metadata."""
     check_mapping(tensors, "tensors")
-    entries = [(_HEAD.pack(MAGIC, VERSION), np.empty(0, "<f2")), *starmap(_entry, tensors.items())]
-    size = sum(len(head) + 2 * math.prod(value.shape) for head, value in entries)
-    with AtomicFile(path, size, overwrite=overwrite, durable=durable) as file:
-        for head, value in entries:
-            array = np.ascontiguousarray(materialize(value), "<f2")
-            buffers = [(address_of(np.frombuffer(head, np.uint8)), len(head)), (address_of(array), array.nbytes)]
-            file.write([buffer for buffer in buffers if buffer[1]])
-            del array  # frees it before the next is made
+    head = np.frombuffer(_HEAD.pack(MAGIC, VERSION), np.uint8)
+    entries = [(head, np.empty(0, "<f2")), *starmap(_entry, tensors.items())]
+    size = sum(head.nbytes + 2 * math.prod(value.shape) for head, value in entries)
+    with AtomicFile(path, size, **options) as file:
+        write_pieces(file, chain.from_iterable(map(pieces_of, chain.from_iterable(entries))))
 
 
-def _entry(name: Any, value: Any) -> tuple[bytes, Array | Lazy]:
+def _entry(name: Any, value: Any) -> tuple[Array, Array | Lazy]:
     """Return the bytes before a tensor's elements, and the array, checked."""
     value = plain_array(name, value, '; MOON holds only float16 arrays: pass dtype="float16"')
     if value.dtype.newbyteorder("=") != np.float16:
@@ -129,4 +118,5 @@ def _entry(name: Any, value: Any) -> tuple[bytes, Array | Lazy]:
         if not fits:
             raise error_about(SafeloadError, f"has {text}", tensor=name)
     head = _ENTRY.pack(len(raw), len(value.shape), count) + raw
-    return head + struct.pack(f"<{len(value.shape)}Q", *value.shape), value
+    head += struct.pack(f"<{len(value.shape)}Q", *value.shape)
+    return np.frombuffer(head, np.uint8), value

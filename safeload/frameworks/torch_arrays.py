@@ -12,7 +12,7 @@ import numpy as np
 from ..core import dtypes
 from ..core.arrays import Array, foreign_order
 from ..core.runtime import not_installed
-from ..core.safetensors import Memory
+from ..core.safetensors import TensorToWrite
 from ..core.table import Table
 from ..core.tensors import Entry, FileTensor, Lazy
 from ..core.text import clip, error_about, printable, show
@@ -190,7 +190,7 @@ def _plain_memory(tensors: Any) -> dict[str, Any] | None:
             begin, nbytes = tensor.data_ptr(), tensor.numel() * SIZES[tensor.dtype]
             if not begin or _beyond(tensor, nbytes):  # empty, or without memory
                 return None
-            entries[name] = Memory(row, tensor.shape, begin, nbytes)
+            entries[name] = TensorToWrite(row, tensor.shape, nbytes, None, begin)
             areas.append((begin, begin + nbytes))
     except RuntimeError:  # a tensor without memory
         return None
@@ -204,7 +204,7 @@ def _beyond(tensor: Any, nbytes: int) -> bool:
     return bool(tensor.storage_offset() * tensor.element_size() + nbytes > storage.nbytes())
 
 
-def value_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
+def value_of(name: str, tensor: Any, keep: list[Any]) -> TensorToWrite | Array | Lazy:
     """Return the writer's input for a dense tensor with any strides; see `memory_of`."""
     check_tensors({name: tensor})
     if tensor.device.type != "cpu" or tensor.is_contiguous():
@@ -248,7 +248,7 @@ def check_tensors(tensors: Any) -> None:
         )
 
 
-def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
+def memory_of(name: str, tensor: Any, keep: list[Any]) -> TensorToWrite | Array | Lazy:
     """Return the writer's input for a dense, contiguous tensor; a device tensor is copied when it is written.
 
     A conjugate or negative bit is applied: the values that the tensor shows are saved.
@@ -270,7 +270,7 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> Memory | Array | Lazy:
     shape = tuple(tensor.shape)
     if row.packed and shape:
         shape = (*shape[:-1], shape[-1] * row.block)
-    return Memory(row, shape, tensor.data_ptr(), nbytes)
+    return TensorToWrite(row, shape, nbytes, None, tensor.data_ptr())
 
 
 def row_of(name: str, tensor: Any) -> dtypes.Dtype:

@@ -14,9 +14,10 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..core import dtypes, packing
+from ..core import dtypes, packing, registry
 from ..core.json_file import read_json
 from ..core.packing import CODES, Packed, Packing, Part
+from ..core.registry import Opened
 from ..core.table import ListedTable, Listing, Table
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, plural, printable, show, tensor_named
@@ -34,6 +35,7 @@ from .quantization import (
     find_quantization,
     nested,
     quantization_beside,
+    quantization_of,
 )
 
 # Faults listed in an error.
@@ -67,25 +69,22 @@ def _present(suffixes: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def make_logical(
-    files: Sequence[WeightFile],
-    where: Mapping[str, Place] | None,
-    quantization: Quantization | None,
-    *,
-    title: str,
-    complete: bool,
-    in_gguf: bool,
-    config: Mapping[str, Any] | None,
-    shapes: Mapping[str, tuple[int, ...]],
+    opened: Opened,
 ) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part], dict[str, str], Quantization | None]:
     """Give open files tables in which each packed tensor appears once.
 
-    A missing scale is an error if the files are a ``complete`` checkpoint.
+    A missing scale is an error if the files are a complete checkpoint.
 
     Returns:
         File and index of each tensor, None for a single file; unlisted names, with their packed tensor ("" for
         activation scales); activation scales by name; unsupported codes, with the reason; and the quantization from
         the configuration, the files or their folders.
     """
+    title, format, files, where, _, config, *_, complete = opened
+    in_gguf, quantization = format == registry.GGUF, quantization_of(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files if in_gguf else ():
+        shapes.update(registry.part("diffusion").original_shapes(file.table))
     places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
     conv1d = None
     if not in_gguf:
@@ -104,8 +103,7 @@ def make_logical(
             f"{title}: {error}; pass stored=True to open the tensors as stored", path=title
         ) from None
     if finder.faults and (complete or in_gguf):
-        for file in files:
-            file.close()
+        opened.close()
         listed = "; ".join(finder.faults[:_LISTED])
         more = len(finder.faults) - _LISTED
         rest = f"; and {plural(more, 'more fault')}" if more > 0 else ""

@@ -7,7 +7,6 @@ hashed later, before the first tensor is returned.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -16,14 +15,12 @@ from typing import Any, NoReturn
 from ..core.files import LOCAL, Files
 from ..core.forking import ProcessLock
 from ..core.native import private_buffer
-from ..core.store import WINDOW, ByteStore, LocalStore, Span, read_from
+from ..core.store import LOCAL_BLOCK, REMOTE_BLOCK, WINDOW, ByteStore, LocalStore, Span, read_from, sha256_of
 from ..core.thread_group import REMOTE_WORKERS, fill, in_order
 from ..errors import LimitError, SafeloadError, VerificationError
 from ..remote.remote_store import RemoteStore
 from .digests import Expected, ExpectedFile, hash_of, refused
 
-# Bytes to read and hash at a time: they stay in the processor's cache in between.
-_CHUNK, _REMOTE_CHUNK = 512 << 10, 8 << 20
 # A file with other first bytes than a header of this size is read whole when it is opened.
 _HEAD = 128 << 20
 # Memory of verified files kept for further reads, besides the last two files. It grows, up to half of the machine's, if
@@ -101,7 +98,7 @@ class VerifiedStore(RemoteStore):
     def _pieces(self, view: memoryview, alone: bool) -> Iterator[memoryview]:
         """Yield the file in pieces that have been read, in order."""
         local = isinstance(self._store, LocalStore)
-        step = _CHUNK if local else _REMOTE_CHUNK
+        step = LOCAL_BLOCK if local else REMOTE_BLOCK
         head, count = self._head, 2 if local else REMOTE_WORKERS
         if local and (not alone or self.size < 8 * step):
             count = 1
@@ -242,17 +239,6 @@ def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> 
         raise refused(text, path)
 
 
-def pieces_of(store: ByteStore, path: str, tick: Callable[[int], object] = lambda nbytes: None) -> Iterator[memoryview]:
-    """Read a file in pieces, one after another into the same memory, and report their sizes once they are used."""
-    step = _CHUNK if isinstance(store, LocalStore) else _REMOTE_CHUNK
-    buffer = memoryview(bytearray(max(1, min(step, store.size))))
-    for begin in range(0, store.size, step):
-        piece = buffer[: store.size - begin]
-        read_from(store, begin, piece, path)
-        yield piece
-        tick(len(piece))
-
-
 def walk(
     root: str, files: Files, failed: Callable[[str, Exception], object] | None = None
 ) -> Iterator[tuple[str, str]]:
@@ -289,8 +275,5 @@ def walk(
 
 def entry_of(path: str, tick: Callable[[int], object] = bool) -> dict[str, Any]:
     """Return size and SHA-256 of a local file; ``tick`` gets the bytes of each piece."""
-    digest = hashlib.sha256()
     with closing(LOCAL.open(path)) as store:
-        for piece in pieces_of(store, path, tick):
-            digest.update(piece)
-        return {"size": store.size, "sha256": digest.hexdigest()}
+        return {"size": store.size, "sha256": sha256_of(store, path, tick)}

@@ -19,7 +19,7 @@ from ..core.progress import Meter, Progress
 from ..core.registry import BY_NAME
 from ..core.showing import Report, Row, table
 from ..core.signature import Verify
-from ..core.store import WINDOW, ByteStore
+from ..core.store import WINDOW, ByteStore, blocks_of
 from ..core.text import more, plural, printable, size
 from ..core.thread_group import each
 from ..errors import SafeloadError, VerificationError, exported, one_line, public
@@ -28,7 +28,7 @@ from ..remote import ollama
 from ..remote.places import places_of
 from . import digests
 from .digests import GIT_PATHS, OLLAMA, Expected, expected_of, name_below
-from .verified import check_size, compare_digests, entry_of, pieces_of, walk
+from .verified import check_size, compare_digests, entry_of, walk
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 
@@ -324,7 +324,7 @@ def _checked(expected: Expected, files: Files, meter: Meter, file: tuple[str, st
             content = expected.of(place, files, getattr(store, "place", None))
             status = "changed"
             check_size(content, store.size, path=shown, source=expected.source)
-            pieces = pieces_of(store, shown, meter.add)
+            pieces = blocks_of(store, shown, meter.add)
             compare_digests(pieces, content, store.size, path=shown, source=expected.source)
         except VerificationError as error:
             return FileCheck(name, status, store.size, str(error).removeprefix(f"{shown}: "))

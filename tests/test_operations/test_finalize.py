@@ -117,8 +117,8 @@ class Meddling(ThreadPoolExecutor):
 @pytest.mark.parametrize("change", [another_byte, without_record, None])
 def test_convert_reads_shards_again_only_if_their_identity_has_changed(model, tmp_path, monkeypatch, change):
     hashed = []
-    digest_of = sink._digest_of
-    monkeypatch.setattr(sink, "_digest_of", lambda store: hashed.append(store.path) or digest_of(store))
+    digest_of = sink.sha256_of
+    monkeypatch.setattr(sink, "sha256_of", lambda store, path: hashed.append(store.path) or digest_of(store, path))
     with Meddling(tmp_path / "made", change) as executor:
         if change is None:
             safeload.convert(model, tmp_path / "made", max_shard_size=LIMIT, executor=executor)

@@ -75,17 +75,11 @@ def _read_zip(archive: Archive, file: WeightFile, request: OpenRequest) -> Conte
         return content_of(file, request, lambda request: read_tables(archive, file, request))
     check_whole(file, "a compressed torch checkpoint must be unpacked as a whole")
     names = [name for name in archive.entries if name.startswith(prefix) and not name.endswith("/")]
-    copy, begins = unpacked(archive, names, file, "safeload-torch-")
-    places = dict(zip(names, begins, strict=True))
-    try:
+    with unpacked(archive, names, file, "safeload-torch-") as (copy, begins):
+        places = dict(zip(names, begins, strict=True))
         content = content_of(copy, request, lambda request: read_tables(archive, copy, request, places))
-    except BaseException:
-        copy.close()
-        raise
-    copy.stand_for(file)
     for beside in content.others:
         beside.stand_for(file)
-    file.close()
     return content
 
 
