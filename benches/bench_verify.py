@@ -17,7 +17,7 @@ from compare import Comparison, prepared, race, same_arrays
 
 import safeload
 from safeload.core.memory import available_cpus
-from safeload.trust.verifying import digests_of
+from safeload.trust.verify import digests_of
 
 ROUNDS = files.LARGE_ROUNDS
 _BUFFER = 1 << 20
