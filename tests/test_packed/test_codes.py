@@ -501,12 +501,21 @@ def test_integers_that_a_config_names(tmp_path):
         {"w.weight": codes(F8, 4, 4), "w.weight_scale": floats(F32, 5, 5)},  # it cannot scale so few codes
         {"w.weight": codes(F8, 4, 4), "w.weight_scale": codes(np.int64, 4, 1)},
         {"layer.weight.qweight": codes(I8, 8, 8), "layer.weight.scale": floats(F32, 8, 1)},  # fracast's own
+        {"w.weight": codes(F8, 4, 4), "w.weight_quantizer.scale": floats(F32, 5, 5)},
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_are_no_codes(tensors):
     rows = {name: Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
     assert not finder.find(rows)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 1), (1,)])
+def test_a_scale_of_quark_may_have_an_element_per_code(shape):
+    """Its name ends as that of a norm's parameter, which has one per column."""
+    tensors = {"w.weight": codes(F8, 8, 8), "w.weight_quantizer.scale": floats(F32, *shape)}
+    rows = {name: Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
+    assert finder.find(rows)["w.weight"].scale == "w.weight_quantizer.scale"
 
 
 @pytest.mark.parametrize("family", [row for row in families() if row.required], ids=lambda family: family.name[:60])
