@@ -84,7 +84,7 @@ PARTS = {
 }
 
 # What opens a URL by itself, by its beginning: module and function.
-OPENERS = {"ollama://": ("..formats.folder", "open_ollama")}
+OPENERS = {"ollama://": ("..remote.ollama", "open_model")}
 
 
 class _Absent:

@@ -29,15 +29,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 
 from ..core.foreign import is_tar
-from ..core.registry import Candidate, Opened, OpenRequest
-from ..core.text import error_about, show
+from ..core.registry import Candidate, Opened, OpenRequest, joined_places, open_file
+from ..core.table import ListedTable, Listing
+from ..core.text import error_about, printable, show
 from ..core.weight_file import WeightFile
 from ..core.zip import STORED, Archive
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from ..remote.members import name_fault
-from .folder import open_members
+from ..remote.members import MemberFiles, MemberStore, name_fault
+from .folder import is_weight_file, listed, open_folder, open_parts
+from .numbered import sets_of
 
 # Members of an archive. Each costs a read; checkpoints have some hundred.
 MAX_MEMBERS = 100_000
@@ -259,3 +262,91 @@ def _models(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
         archive.check_stored(name)
         yield name, (archive.locate(name), entry.size)
     archive.check_overlap()
+
+
+# ---- the weights in an archive ----
+
+# Suffixes of files that are read with others, or that describe them.
+_READ_WITH_OTHERS = (".distcp", ".json")
+
+
+def open_members(
+    container: WeightFile, members: dict[str, tuple[int, int]], request: OpenRequest, *, kind: str
+) -> Opened:
+    """Open the weights in a container, an archive of files; ``kind`` names it in messages, with its article.
+
+    1. A container is not a format: the checkpoint has the format of its members. Containers in containers are refused.
+    2. The weights are the only weight file of its folder, or else the folder, opened like any other. Of the folders
+       with weights those nearest to the top count. If several remain, ``root=`` names one: the path of a file or folder
+       in the container.
+    3. Tensors that lie unpacked in members lie at a known place in the container, so the table is the container's own,
+       and its arrays are views like those of any file. What a member must join or unpack is a file beside it.
+    """
+    files = MemberFiles(container.store, container.path, members)
+    path, request = _choose(container, files, request._replace(files=files), kind)
+    is_folder = files.is_folder(path)
+    opened = open_folder(path, request) if is_folder else open_parts(open_file(path, request), request)
+    return _onto(container, opened, path)
+
+
+def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kind: str) -> tuple[str, OpenRequest]:
+    """Return the path of the weights, and the request for it."""
+    unsupported = partial(error_about, UnsupportedError, path=container.path)
+    inside = [(folder, name) for folder in files.folders for name, is_folder in files.listing(folder) if not is_folder]
+    root = None if request.root is None else request.root.removeprefix("./").rstrip("/")
+    if root and root in {files.join(*place) for place in inside}:
+        return root, request._replace(root=None)
+    if root and files.is_folder(root):
+        inside = [(folder, name) for folder, name in inside if f"{folder}/".startswith(f"{root}/")]
+        request = request._replace(root=None)
+    weights: dict[str, list[str]] = {}  # from the top down
+    for folder, name in inside:
+        if is_weight_file(name):
+            weights.setdefault(folder, []).append(name)
+    if not weights:
+        names_inside = listed([files.join(*place) for place in inside]) or "nothing"
+        raise unsupported(f"this is {kind} without weights: it holds {names_inside}")
+    top, *below = weights
+    nearest = [top, *(folder for folder in below if top and folder.count("/") == top.count("/"))]
+    if len(nearest) > 1:
+        shown = listed(nearest)
+        raise unsupported(f"weights in {len(nearest):,} folders: {shown}; choose one with root=")
+    names = weights[top]
+    if len(names) == 1 and not names[0].endswith(_READ_WITH_OTHERS):
+        return files.join(top, names[0]), request
+    is_set = [len(shards.files) for shards in sets_of(names)] == [len(names)]
+    if all(name.endswith(".gguf") for name in names) and not is_set:
+        shown = listed([files.join(top, name) for name in names])
+        raise unsupported(f"it holds {len(names):,} GGUF files: {shown}; choose one with root=")
+    return top, request
+
+
+def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
+    """Return members' tensors as those of their container."""
+    beside = [file for file in opened.files if not isinstance(file.store, MemberStore)]
+    if len(beside) > 1:
+        for file in beside:
+            file.close()
+        text = f"{len(beside):,} of its files must be unpacked: extract {printable(path) or 'them'} first"
+        raise error_about(UnsupportedError, text, path=container.path)
+    listings: list[Listing] = []
+    for name, (file, index) in opened.places.items():
+        if not isinstance(file.store, MemberStore):
+            continue
+        table = file.table  # the place of a member is in the container
+        if index in table.scales or index in table.packed:
+            raise FormatError("a member has scales before they were looked for", file.path)
+        begin, end = (byte + file.store.begin for byte in table.byte_range(index))
+        row, shape, strides = table.row(index), table.shape(index), table.strides.get(index)
+        listings.append(Listing(name, row, shape, begin, end, strides, big_endian=index in table.big_endian))
+    tables = [file.table for file in opened.files]
+    named = {name: harmless for table in tables for name, harmless in table.named_globals.items()}
+    container.table = ListedTable(listings, opened.metadata, named_globals=named)
+    container.table.unknown = {name: unknown for table in tables for name, unknown in table.unknown.items()}
+    container.table.ternary = {name: shape for table in tables for name, shape in table.ternary.items()}
+    for file in beside:
+        file.path = container.path
+        file.stand_for(container, unpacked=file.unpacked)
+    files = [container, *beside]
+    where = joined_places(files, opened.places) if beside else None
+    return opened._replace(title=container.path, files=files, where=where, index_file=None)

@@ -10,19 +10,17 @@ from contextlib import closing, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..core import registry
 from ..core.files import LOCAL, Files, Location
 from ..core.foreign import DCP_SUFFIX
 from ..core.json_file import read_if_there, read_json, read_version
 from ..core.metadata import names_below
-from ..core.opening import open_paths
 from ..core.paths import dangling, is_bare, os_error
-from ..core.registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, Recipe, add, joined_places, open_file
+from ..core.registry import DCP, GGUF, KERAS, SAFETENSORS, Format, Opened, OpenRequest, add, open_file
 from ..core.safetensors import EARLY_WINDOW, window_for
 from ..core.store import identity_of, read_at
-from ..core.table import ListedTable, Listing
 from ..core.text import clip, error_about, printable, show
 from ..core.thread_group import HEADS
 from ..core.weight_file import WeightFile, places_in
@@ -30,9 +28,6 @@ from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedE
 from ..formats import numbered
 from ..models.module_names import adapter_note, refuse_adapters
 from .numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
-
-if TYPE_CHECKING:
-    from ..remote.members import MemberFiles
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,7 +53,8 @@ _FLAX_INDEX = ".msgpack.index.json"
 # Suffixes of files, as opposed to folders.
 _FILE_SUFFIXES = (".json", *sorted(registry.WEIGHT_SUFFIXES))
 
-# Files of processes in training checkpoints.
+# Formats of training checkpoints, whose first file stands for the files of all processes, and these files.
+_STANDING = (DCP, "deepspeed", "fsdp", "orbax")
 _RANK_FILE = re.compile(
     rf"{numbered.DCP_SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
     re.ASCII | re.DOTALL,
@@ -373,7 +369,7 @@ class FolderLayout(NamedTuple):
     formats: Collection[str]  # the row is tried if one of these is accepted; empty for any
     files: str  # as messages name them
     choose: Callable[[_Folder], Sequence[str]]  # returns what to open, or nothing
-    open: Callable[[_Folder, Sequence[str]], Opened]
+    open: Callable[[_Folder, Sequence[str]], Opened] = lambda folder, chosen: _open_files(folder, chosen)
 
 
 def open_folder(path: str, request: OpenRequest) -> Opened:
@@ -385,10 +381,11 @@ def open_folder(path: str, request: OpenRequest) -> Opened:
     tried: list[str] = []
     for layout in _layouts(request.formats):
         if not layout.formats or not set(layout.formats).isdisjoint(folder.formats):
-            chosen = layout.choose(folder)
-            if chosen:
+            if chosen := layout.choose(folder):
                 return layout.open(folder, chosen)
             tried.append(layout.files)
+    if chosen := _whole(folder, None):  # an index without its shards: the error names them
+        return _open_files(folder, chosen)
     files, place = request.files, Location(request.files, path)
     unfinished = place / RESUME  # its shards wait for the end of a conversion
     for call, is_folder in files.listing(unfinished.path) if files.is_folder(unfinished.path) else ():
@@ -405,12 +402,10 @@ def _layouts(formats: Sequence[str] | None) -> Iterator[FolderLayout]:
             opening = partial(_open_files, format=row.name) if row.source else _open_files
             suffixes = ", ".join(f"*{suffix}" for suffix in row.suffixes)
             yield FolderLayout((), suffixes, partial(_by_row, row), opening)
-    # An index without its shards: the error names them.
-    yield LAYOUTS[1]._replace(choose=lambda folder: _whole(folder, None), files="")
 
 
 def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = None) -> Opened:
-    """Open the weight files or the index of a folder; with ``format``, as files of this plug-in."""
+    """Open the weight files or the index of a folder; with ``format``, as files of this format."""
     path, names, _, request, _ = folder
     files = request.files
     config: Callable[[], dict[str, Any] | None] = partial(read_config, path, files)
@@ -429,23 +424,14 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
             shards, *rest = files.each(lambda task: task(), tasks)  # remote files at once
             config = [*rest, config][0]
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
-    if shards.format == DCP:  # one file stands for all
-        used.update(folder.ending(DCP_SUFFIX))
+    if shards.format in _STANDING:
+        used.update(folder.ending(DCP_SUFFIX) if format is None else filter(_RANK_FILE.fullmatch, names))
     parsed = config() if shards.config is None else shards.config
     if parsed is not None and shards.index_file is None:
         index = [] if INDEX in names else [(files.join(path, INDEX), ())]
         _check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
     notes = _notes(folder, used, shards)
     return shards._replace(config=parsed, notes=[*shards.notes, *notes])
-
-
-def _open_training(folder: _Folder, chosen: Sequence[str], format: str) -> Opened:
-    """Open a folder with a file for each process by its first file, which stands for all."""
-    files = folder.files
-    first = open_file(files.join(folder.path, chosen[0]), folder.request._replace(formats=(format,)))
-    rest = [name for name in folder.names if not _RANK_FILE.fullmatch(name)]
-    notes = _notes(folder._replace(names=rest), set())
-    return first._replace(config=read_config(folder.path, files), notes=[*first.notes, *notes])
 
 
 def _open_step(folder: _Folder, chosen: Sequence[str], *, config: bool) -> Opened:
@@ -526,7 +512,7 @@ def _dcp_shards(folder: _Folder) -> list[str]:
     """Choose the sharded safetensors of torch.distributed, unless the folder has a model of transformers."""
     is_index = numbered.INDEX_NAME.fullmatch
     usual = any(name == SINGLE or (name.endswith(".json") and is_index(name)) for name in folder.names)
-    return [] if usual else in_order(numbered.DCP_SHARD, folder.names, 1, 2)
+    return [] if usual else in_order(numbered.DCP_SHARD, folder.names, 1, 2)[:1]
 
 
 def _whole(folder: _Folder, location: Location | None) -> list[str]:
@@ -560,8 +546,9 @@ def _zero_step(folder: _Folder) -> list[str]:
 
 
 def _zero(folder: _Folder) -> list[str]:
-    """Choose ZeRO's model states if the folder also has the optimizer's."""
-    return numbered.zero_models(folder.names) if any(map(numbered.ZERO_OPTIMIZER.fullmatch, folder.names)) else []
+    """Choose the first of ZeRO's model states if the folder also has the optimizer's."""
+    complete = any(map(numbered.ZERO_OPTIMIZER.fullmatch, folder.names))
+    return numbered.zero_models(folder.names)[:1] if complete else []
 
 
 def _gguf(folder: _Folder) -> list[str]:
@@ -642,24 +629,24 @@ _USUAL_FORMATS = ("safetensors", "torch zip", "dcp", "deepspeed", "fsdp", "orbax
 # The first row that chooses files wins.
 # fmt: off
 LAYOUTS = (
-    FolderLayout(("dcp",), "shard-*-model-*.safetensors", _dcp_shards, partial(_open_training, format="dcp")),
-    FolderLayout(("safetensors", *_TORCH), "*.safetensors, pytorch_model*.bin",
-                 lambda folder: _whole(folder, Location(folder.files, folder.path)), _open_files),
-    FolderLayout(_TORCH, "consolidated.*.pth", _consolidated, _open_files),
-    FolderLayout(("dcp",), "*.distcp", lambda folder: folder.ending(DCP_SUFFIX) and (
-                 in_order(numbered.DCP_RANK, folder.names, 1)[:1] or [numbered.DCP_METADATA]), _open_files),
+    FolderLayout((DCP,), "shard-*-model-*.safetensors", _dcp_shards, partial(_open_files, format=DCP)),
+    FolderLayout((SAFETENSORS, *_TORCH), "*.safetensors, pytorch_model*.bin",
+                 lambda folder: _whole(folder, Location(folder.files, folder.path))),
+    FolderLayout(_TORCH, "consolidated.*.pth", _consolidated),
+    FolderLayout((DCP,), "*.distcp", lambda folder: folder.ending(DCP_SUFFIX) and (
+                 in_order(numbered.DCP_RANK, folder.names, 1)[:1] or [numbered.DCP_METADATA])),
     FolderLayout(("deepspeed",), "latest", _zero_step, partial(_open_step, config=True)),
-    FolderLayout(("deepspeed",), "*_model_states.pt", _zero, partial(_open_training, format="deepspeed")),
-    FolderLayout(("fsdp",), "model_world_size_*.pt", lambda folder: in_order(numbered.FSDP_RANK, folder.names, 1, 2),
-                 partial(_open_training, format="fsdp")),
+    FolderLayout(("deepspeed",), "*_model_states.pt", _zero, partial(_open_files, format="deepspeed")),
+    FolderLayout(("fsdp",), "model_world_size_*.pt", lambda folder: in_order(
+                 numbered.FSDP_RANK, folder.names, 1, 2)[:1], partial(_open_files, format="fsdp")),
     FolderLayout(("orbax",), ORBAX_METADATA, lambda folder: [ORBAX_METADATA] * (ORBAX_METADATA in folder.names),
-                 partial(_open_training, format="orbax")),
-    FolderLayout(("gguf",), "*.gguf", _gguf, _open_files),
-    FolderLayout(("keras",), "*.keras, *.h5", lambda folder: folder.only(
-                 folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(*_KERAS_SUFFIXES), "Keras files"), _open_files),
-    FolderLayout(("pickle",), "*.pdparams", _paddle, _open_files),
+                 partial(_open_files, format="orbax")),
+    FolderLayout((GGUF,), "*.gguf", _gguf),
+    FolderLayout((KERAS,), "*.keras, *.h5", lambda folder: folder.only(
+                 folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(*_KERAS_SUFFIXES), "Keras files")),
+    FolderLayout(("pickle",), "*.pdparams", _paddle),
     FolderLayout((), "*.nemo, *.llamafile",
-                 lambda folder: names if len(names := folder.ending(*_ARCHIVES)) == 1 else [], _open_files),
+                 lambda folder: names if len(names := folder.ending(*_ARCHIVES)) == 1 else []),
     FolderLayout(("orbax",), "STEP/_METADATA", _orbax_step, partial(_open_step, config=False)),
 )
 # fmt: on
@@ -773,14 +760,14 @@ def _adapter(config: str, files: Files) -> str:
     return f"{name} of {_shown(base)}" if isinstance(base, str) and base else name
 
 
-def _notes(folder: _Folder, used: set[str], shards: Opened | None = None) -> list[str]:
+def _notes(folder: _Folder, used: set[str], shards: Opened) -> list[str]:
     """Return the kind of an open folder, and its unused weight files."""
     path, names, folders, request, _ = folder
     notes = []
     # A complete model can lie beside the configuration of an adapter.
     if _ADAPTER in names and (
         any(name.startswith("adapter") and name != _ADAPTER for name in used)
-        or (shards is not None and any(".lora_" in tensor for tensor in shards.places))
+        or any(".lora_" in tensor for tensor in shards.places)
     ):
         notes.append(adapter_note(_adapter(request.files.join(path, _ADAPTER), request.files)))
     if _PIPELINE in names:
@@ -793,124 +780,3 @@ def _notes(folder: _Folder, used: set[str], shards: Opened | None = None) -> lis
     if any(name.startswith("consolidated") for name in skipped):
         notes.append("consolidated files hold the same weights under their publisher's own names: open them by path")
     return notes
-
-
-# ---- models of ollama ----
-
-
-def open_ollama(url: str, recipe: Recipe, verify: Any) -> Opened:
-    """Open the layers of a model of ollama by their paths."""
-    from ..remote import ollama
-
-    model = ollama.find(url)
-    paths = list(dict.fromkeys(layer.path for layer in model.weights))
-    arguments = recipe.format, recipe.root, recipe.unknown_globals, recipe.stored
-    if model.format == registry.GGUF:
-        opened = open_paths(paths[0], *arguments, verify=verify)
-    else:
-        with closing(open_file(paths[0], recipe.options._replace(files=LOCAL)).file) as first:
-            if list(first.table.names) == ["data"] and model.weights[0].name != "data":
-                text = 'the layers of this model name every tensor "data", as ollama did at first'
-                raise error_about(UnsupportedError, f"{text}; pull or create the model again", path=url)
-        opened = open_paths(paths, *arguments, verify=verify)
-        schemes = ((file.table.metadata() or {}).get("quant_type") for file in opened.files)
-        scheme = None if recipe.stored else next((scheme for scheme in schemes if scheme is not None), None)
-        if scheme is not None:
-            for file in opened.files:
-                file.close()
-            text = f"ollama has quantized this model for MLX ({show(scheme)}), which safeload does not decode"
-            raise error_about(UnsupportedError, f"{text}; stored=True opens the codes", path=url)
-    return opened._replace(title=model.name.url, notes=[*opened.notes, *model.notes])
-
-
-# ---- the weights in an archive ----
-
-# Suffixes of files that are read with others, or that describe them.
-_READ_WITH_OTHERS = (".distcp", ".json")
-
-
-def open_members(
-    container: WeightFile, members: dict[str, tuple[int, int]], request: OpenRequest, *, kind: str
-) -> Opened:
-    """Open the weights in a container, an archive of files; ``kind`` names it in messages, with its article.
-
-    1. A container is not a format: the checkpoint has the format of its members. Containers in containers are refused.
-    2. The weights are the only weight file of its folder, or else the folder, opened like any other. Of the folders
-       with weights those nearest to the top count. If several remain, ``root=`` names one: the path of a file or folder
-       in the container.
-    3. Tensors that lie unpacked in members lie at a known place in the container, so the table is the container's own,
-       and its arrays are views like those of any file. What a member must join or unpack is a file beside it.
-    """
-    from ..remote.members import MemberFiles  # few files are archives
-
-    files = MemberFiles(container.store, container.path, members)
-    path, request = _choose(container, files, request._replace(files=files), kind)
-    if files.is_folder(path):
-        return _onto(container, open_folder(path, request), path)
-    return _onto(container, open_parts(open_file(path, request), request), path)
-
-
-def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kind: str) -> tuple[str, OpenRequest]:
-    """Return the path of the weights, and the request for it."""
-    unsupported = partial(error_about, UnsupportedError, path=container.path)
-    inside = [(folder, name) for folder in files.folders for name, is_folder in files.listing(folder) if not is_folder]
-    root = None if request.root is None else request.root.removeprefix("./").rstrip("/")
-    if root and root in {files.join(*place) for place in inside}:
-        return root, request._replace(root=None)
-    if root and files.is_folder(root):
-        inside = [(folder, name) for folder, name in inside if f"{folder}/".startswith(f"{root}/")]
-        request = request._replace(root=None)
-    weights: dict[str, list[str]] = {}
-    for folder, name in inside:
-        if is_weight_file(name):
-            weights.setdefault(folder, []).append(name)
-    if not weights:
-        names_inside = listed([files.join(*place) for place in inside]) or "nothing"
-        raise unsupported(f"this is {kind} without weights: it holds {names_inside}")
-    depths = {folder: folder.count("/") + 1 if folder else 0 for folder in weights}
-    top = min(depths.values())
-    folder, *rest = nearest = [folder for folder, depth in depths.items() if depth == top]
-    if rest:
-        shown = listed([name or "." for name in nearest])
-        raise unsupported(f"weights in {len(nearest):,} folders: {shown}; choose one with root=")
-    names = weights[folder]
-    if len(names) == 1 and not names[0].endswith(_READ_WITH_OTHERS):
-        return files.join(folder, names[0]), request
-    is_set = [len(shards.files) for shards in sets_of(names)] == [len(names)]
-    if all(name.endswith(".gguf") for name in names) and not is_set:
-        shown = listed([files.join(folder, name) for name in names])
-        raise unsupported(f"it holds {len(names):,} GGUF files: {shown}; choose one with root=")
-    return folder, request
-
-
-def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
-    """Return members' tensors as those of their container."""
-    from ..remote.members import MemberStore
-
-    beside = [file for file in opened.files if not isinstance(file.store, MemberStore)]
-    if len(beside) > 1:
-        for file in beside:
-            file.close()
-        text = f"{len(beside):,} of its files must be unpacked: extract {printable(path) or 'them'} first"
-        raise error_about(UnsupportedError, text, path=container.path)
-    listings: list[Listing] = []
-    for name, (file, index) in opened.places.items():
-        if not isinstance(file.store, MemberStore):
-            continue
-        table = file.table  # the place of a member is in the container
-        if index in table.scales or index in table.packed:
-            raise FormatError("a member has scales before they were looked for", file.path)
-        begin, end = (byte + file.store.begin for byte in table.byte_range(index))
-        row, shape, strides = table.row(index), table.shape(index), table.strides.get(index)
-        listings.append(Listing(name, row, shape, begin, end, strides, big_endian=index in table.big_endian))
-    tables = [file.table for file in opened.files]
-    named = {name: harmless for table in tables for name, harmless in table.named_globals.items()}
-    container.table = ListedTable(listings, opened.metadata, named_globals=named)
-    container.table.unknown = {name: unknown for table in tables for name, unknown in table.unknown.items()}
-    container.table.ternary = {name: shape for table in tables for name, shape in table.ternary.items()}
-    for file in beside:
-        file.path = container.path
-        file.stand_for(container, unpacked=file.unpacked)
-    files = [container, *beside]
-    where = joined_places(files, opened.places) if beside else None
-    return opened._replace(title=container.path, files=files, where=where, index_file=None)

@@ -85,8 +85,8 @@ from ..core.text import error_about, show
 from ..core.weight_file import WeightFile
 from ..core.zip import STORED, Archive, FileStream, unpacked
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
+from .archives import open_members
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
-from .folder import open_members
 
 # Largest chunk in memory, and largest ratio of deflate.
 MAX_CHUNK = 1 << 30
