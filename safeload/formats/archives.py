@@ -72,10 +72,8 @@ _SUFFIX = ".gguf"
 
 def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     """Open the weights in a tar archive, or the GGUF in a program; see `open_members`."""
-    file = candidate.file
-    if is_tar(candidate.head):
-        return open_members(file, dict(_tar_members(file)), request, kind="a tar archive")
-    return open_members(file, dict(_models(file)), request, kind="a llamafile")
+    members, kind = (_tar_members, "a tar archive") if is_tar(candidate.head) else (_models, "a llamafile")
+    return open_members(candidate.file, dict(members(candidate.file)), request, kind=kind)
 
 
 # ---- tar ----
@@ -83,15 +81,16 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
 
 def _tar_members(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield name, first byte and size of the files of an archive."""
+    fault = partial(FormatError, path=file.path)
     seen: dict[str, bool] = {}  # names, and if they are folders
     for at, full, kind, size in _headers(file):
         is_folder = kind == _FOLDER
         name = full.removeprefix("./").rstrip("/" if is_folder else "")
         if is_folder and name == ".":
             name = ""
-        fault = name_fault(name) if name or not is_folder else None  # "" is the top folder
-        if fault is not None:
-            raise FormatError(f"the name of the tar member {show(full)} {fault}", file.path, at)
+        reason = name_fault(name) if name or not is_folder else None  # "" is the top folder
+        if reason is not None:
+            raise fault(f"the name of the tar member {show(full)} {reason}", offset=at)
         if kind not in (*_FILES, _FOLDER):
             text = f"tar member {show(full)} is of the unknown kind {show(kind.decode('latin-1'))}"
             if kind in _REFUSED:
@@ -99,9 +98,9 @@ def _tar_members(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
             raise error_about(UnsupportedError, text, path=file.path)
         if is_folder and size:
             text = f"the tar member {show(full)} is a folder of {size:,} bytes: readers disagree about these"
-            raise FormatError(text, file.path, at)
+            raise fault(text, offset=at)
         if name in seen and not (is_folder and seen[name]):
-            raise FormatError(f"two tar members are named {show(name)}", file.path, at)
+            raise fault(f"two tar members are named {show(name)}", offset=at)
         seen[name] = is_folder
         if not is_folder:
             yield name, (at + _BLOCK, size)
@@ -109,40 +108,37 @@ def _tar_members(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
         folder = name.rpartition("/")[0]
         while folder:
             if seen.get(folder) is False:
-                raise FormatError(f"the tar member {show(folder)} is a file, but {show(name)} lies in it", file.path)
+                raise fault(f"the tar member {show(folder)} is a file, but {show(name)} lies in it")
             folder = folder.rpartition("/")[0]
 
 
 def _headers(file: WeightFile) -> Iterator[tuple[int, str, bytes, int]]:
     """Yield offset, name, kind and size of each member, with the names and sizes that pax and GNU give."""
-    at = 0
+    fault, at = partial(FormatError, path=file.path), 0
     pax: dict[bytes, bytes] = {}
     long_name: bytes | None = None
     for count in range(MAX_MEMBERS + 1):
         block = file.read_at(at, _BLOCK)
         if len(block) < _BLOCK:
-            raise FormatError("the tar archive is cut off: blocks of zeros must end it", file.path, file.size)
+            raise fault("the tar archive is cut off: blocks of zeros must end it", offset=file.size)
         if not block.strip(b"\0"):
             if pax or long_name is not None:
-                raise FormatError("the tar archive ends after the description of a member", file.path, at)
+                raise fault("the tar archive ends after the description of a member", offset=at)
             left = file.size - at  # such as another archive, which some readers see and others do not
             if left > MAX_END:
-                text = f"{left:,} bytes follow the end of the tar archive, the limit is {MAX_END:,}"
-                raise FormatError(text, file.path, at)
+                raise fault(f"{left:,} bytes follow the end of the tar archive, the limit is {MAX_END:,}", offset=at)
             if left < 2 * _BLOCK:
-                text = "the tar archive is cut off: two blocks of zeros must end it"
-                raise FormatError(text, file.path, file.size)
+                raise fault("the tar archive is cut off: two blocks of zeros must end it", offset=file.size)
             if file.read_at(at, left).strip(b"\0"):
-                raise FormatError("bytes other than zeros follow the end of the tar archive", file.path, at)
+                raise fault("bytes other than zeros follow the end of the tar archive", offset=at)
             return
         if count == MAX_MEMBERS:
             raise error_about(LimitError, f"the tar archive has more than {MAX_MEMBERS:,} members", path=file.path)
         if block[257:262] != b"ustar":
-            raise FormatError("a tar header has no magic number: the archive is damaged or cut off", file.path, at)
+            raise fault("a tar header has no magic number: the archive is damaged or cut off", offset=at)
         checksum, sums = _number(block[148:156], "checksum", file.path, at + 148), _sums(block)
         if checksum not in sums:
-            text = f"the checksum of a tar header is {checksum}, expected {sums[0]}"
-            raise FormatError(text, file.path, at + 148)
+            raise fault(f"the checksum of a tar header is {checksum}, expected {sums[0]}", offset=at + 148)
         size, kind = _number(block[124:136], "size", file.path, at + 124), block[156:157]
         if kind in (b"x", b"g", b"L", b"K"):
             if size > MAX_EXTENDED:
@@ -150,28 +146,25 @@ def _headers(file: WeightFile) -> Iterator[tuple[int, str, bytes, int]]:
                 raise error_about(LimitError, text, path=file.path)
             content = file.read_at(at + _BLOCK, size)
             if len(content) < size:
-                text = "the tar archive is cut off within the description of a member"
-                raise FormatError(text, file.path, file.size)
+                raise fault("the tar archive is cut off within the description of a member", offset=file.size)
             if kind == b"x":
                 pax = records(content, file.path, at)
             elif kind == b"g":
                 described = records(content, file.path, at)
                 for key in (_PATH, _SIZE):
                     if key in described:
-                        raise FormatError(f"a global tar header sets the {key.decode()} of all members", file.path, at)
+                        raise fault(f"a global tar header sets the {key.decode()} of all members", offset=at)
             elif kind == b"L":
                 long_name = content.partition(b"\0")[0]
         else:
             if _SIZE in pax:
                 if not re.fullmatch(rb"[0-9]{1,18}", pax[_SIZE]):
-                    text = f"the size of a tar member must be a number, got {show(pax[_SIZE])}"
-                    raise FormatError(text, file.path, at)
+                    raise fault(f"the size of a tar member must be a number, got {show(pax[_SIZE])}", offset=at)
                 size = int(pax[_SIZE])
             yield at, _name(block, pax, long_name, file.path, at), kind, size
             pax, long_name = {}, None
         if at + _BLOCK + size > file.size:
-            text = f"a tar member of {size:,} bytes reaches beyond the end of the file"
-            raise FormatError(text, file.path, at)
+            raise fault(f"a tar member of {size:,} bytes reaches beyond the end of the file", offset=at)
         at += _BLOCK + size + -size % _BLOCK
 
 

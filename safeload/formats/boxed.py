@@ -23,7 +23,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial, reduce
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -52,6 +52,8 @@ MAX_INTERLOCKED = 2_048
 _MAX_CUTS = 128
 # Axes of a tensor: NumPy 1 allows 32, and the bytes of an element are another axis.
 MAX_RANK = 31
+
+_Error = TypeVar("_Error", bound=SafeloadError)
 
 
 class Region(NamedTuple):
@@ -360,7 +362,7 @@ class BoxedListing(NamedTuple):
 
     row: dtypes.Dtype
     shape: tuple[int, ...]  # as torch counts: bytes on the last axis if elements share them
-    boxes: Sequence[Box]
+    boxes: list[Box]
     flat: bool = False  # boxes divide the elements as a vector, not the axes
     unknown: Unknown | None = None  # the tensor cannot be read, and has no boxes
     fill: bytes | None = None  # of an element in no box; None if boxes cover the tensor
@@ -456,6 +458,10 @@ class DataFolder(ExitStack):
         except FileNotFoundError as error:
             text = f"No such file or directory: {error.filename}; {self.needed}"
             raise missing_file(error.filename, text) from None
+
+    def error(self, kind: type[_Error], text: str, tensor: str | None = None) -> _Error:
+        """Return an error about the checkpoint, or about a tensor of it."""
+        return error_about(kind, text, path=self.shown, tensor=tensor)
 
     def _close_files(self) -> None:
         for store in self.stores.values():

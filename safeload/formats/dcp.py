@@ -180,7 +180,6 @@ def _read_sharded(data: DataFiles) -> dict[str, BoxedListing]:
         raise MissingShardError(f"no process has a file of number {number:05} of {count:05}", data.shown)
     data.open_all(names)
     tensors: dict[str, BoxedListing] = {}
-    all_boxes: dict[str, list[Box]] = {}
     for name in names:
         path = data.path_of(name)
         table = data.table_at(name, 0)
@@ -201,17 +200,13 @@ def _read_sharded(data: DataFiles) -> dict[str, BoxedListing]:
             if not valid or len(offsets) != len(sizes):
                 text = f": {SHARDING} must give {len(sizes)} offsets, got {show(json.dumps(entry)[:100])}"
                 raise error_about(FormatError, text, path=path, tensor=tensor)
-            record = tensors.get(tensor)
-            if record is not None and (record.row is not row or len(record.shape) != len(sizes)):
+            record = tensors.get(tensor, BoxedListing(row, sizes, []))
+            if record.row is not row or len(record.shape) != len(sizes):
                 text = f"is {row.code} with {len(sizes)} axes here, but "
                 text += f"{record.row.code} with {len(record.shape)} elsewhere"
                 raise error_about(FormatError, text, path=path, tensor=tensor)
-            shape = tuple(map(int.__add__, offsets, sizes))
-            boxes = all_boxes.setdefault(tensor, [])
-            boxes.append(Box(tuple(offsets), sizes, Region(data.stores[name], table.byte_range(index)[0])))
-            if record is not None:
-                shape = tuple(map(max, shape, record.shape))
-            tensors[tensor] = BoxedListing(row, shape, boxes)
+            record.boxes.append(Box(tuple(offsets), sizes, Region(data.stores[name], table.byte_range(index)[0])))
+            tensors[tensor] = record._replace(shape=tuple(map(max, record.shape, map(int.__add__, offsets, sizes))))
     return tensors
 
 
