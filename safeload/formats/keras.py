@@ -116,10 +116,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
             end = dataset.begin + dataset.nbytes
             direct.append(Listing(name, dataset.row, dataset.shape, dataset.begin, end, big_endian=dataset.swap > 1))
         else:
-            try:
-                boxed[name] = _boxed(name, dataset, file)
-            except UnsupportedError as error:
-                direct.append(unreadable(name, dataset.row.name, dataset.shape, str(error)))
+            boxed[name] = _boxed(name, dataset, file)
     # Attributes of the root, or of ``model_weights``; objects in JSON are parsed.
     texts = {**structure.attributes.get(("model_weights",), {}), **structure.attributes.get((), {})}
     metadata: dict[str, Any] = {key: texts[key] for key in _METADATA if key in texts}
@@ -141,7 +138,6 @@ def _boxed(name: str, dataset: Dataset, file: WeightFile) -> BoxedListing:
     if nbytes > MAX_CHUNK:
         text = f": its chunks have {nbytes:,} bytes, the limit is {MAX_CHUNK:,}"
         raise error_about(LimitError, text, path=file.path, tensor=name)
-    cut = any(n % count for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
     strides = c_strides(dataset.chunk_shape, dataset.itemsize)
     boxes: list[Box] = []
     for chunk in dataset.chunks:
@@ -151,8 +147,6 @@ def _boxed(name: str, dataset: Dataset, file: WeightFile) -> BoxedListing:
                 text = f": {chunk.size:,} bytes cannot inflate to a chunk of {nbytes:,}"
         elif chunk.size != expected:
             text = f": the chunk at {list(chunk.offsets)} has {chunk.size:,} bytes, expected {expected:,}"
-        elif cut and chunk.filters == (SHUFFLE,):
-            raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")
         if text:
             raise error_about(FormatError, text, path=file.path, offset=chunk.begin, tensor=name)
         sizes = tuple(min(c, n - o) for c, n, o in zip(dataset.chunk_shape, dataset.shape, chunk.offsets, strict=True))
@@ -304,7 +298,7 @@ _TITLES = {
     "OPAQUE": "opaque data",
 }
 _LISTS = ("layer_names", "weight_names")
-_GROUP_TEXTS = frozenset((*_LISTS, "keras_version", "backend", "model_config", "training_config"))
+_GROUP_TEXTS = frozenset((*_LISTS, *_METADATA))
 _MARK = frozenset(("dtype",))
 
 
@@ -574,6 +568,9 @@ class Structure:
                 text = f"{show('/'.join(path))} has a chunk at {list(chunk.offsets)}, not at a multiple of its shape"
                 raise FormatError(text, self._path)
             self._take(path, chunk.begin, chunk.size)
+        cut = any(n % count for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
+        if cut and any(chunk.filters == (SHUFFLE,) for chunk in inside):
+            raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")
         dataset.chunks = inside
 
     def _take(self, path: tuple[str, ...], begin: int, size: int) -> None:

@@ -50,7 +50,7 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, array_fits
-from ..core.registry import Candidate, Content, OpenRequest, place_beside
+from ..core.registry import MAX_RANK, Candidate, Content, OpenRequest, place_beside
 from ..core.table import ListedTable, Listing, unreadable
 from ..core.text import error_about, plural, show
 from ..core.weight_file import ByteReader, WeightFile, open_without_table
@@ -97,8 +97,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 MAX_DEPTH = 32
 # Maximum number of tensors; the largest real models have some ten thousand.
 MAX_TENSORS = 1_000_000
-# Axes of a tensor, as in numpy 2.
-MAX_RANK = 64
 # Fields with numbers of all tensors: one for each tensor if they are packed, as ONNX prescribes, else one for a number.
 MAX_PIECES = 1 << 18
 # Attributes of a node, and graphs in an attribute; real nodes have some ten.

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from ...core import dtypes
 from ...core.arrays import MAX_ARRAY, array_fits, c_strides
-from ...core.registry import Content, OpenRequest
+from ...core.registry import MAX_RANK, Content, OpenRequest
 from ...core.runtime import paused
 from ...core.table import ListedTable, Listing, unreadable
 from ...core.text import error_about, plural, show
@@ -80,8 +80,6 @@ TENSORS = frozenset((PickledTensor, NumpyArray))
 
 # A step (key or index) and the value behind it.
 Link = tuple[Any, Any]
-# numpy 2 allows 64 axes (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
-MAX_RANK = 64
 # Maximum size in bytes of a tensor that exceeds its storage by repeating elements (stride 0). Real examples are masks
 # and positions of a few MiB. A converted or copied tensor takes its full size in memory.
 MAX_REPEATED = 1 << 32
