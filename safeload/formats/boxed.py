@@ -394,23 +394,20 @@ def logical_shape(row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def boxed_file(
-    file: WeightFile,
-    tensors: Mapping[str, BoxedListing],
-    stores: Sequence[ByteStore],
-    *,
-    path: str | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    named_globals: Mapping[str, bool] | None = None,
+    file: WeightFile, tensors: Mapping[str, BoxedListing], stores: Sequence[ByteStore], path: str = "", **table: Any
 ) -> WeightFile:
-    """Return a file of tensors in boxes, which stands for ``file``; ``path`` names it in messages."""
+    """Return a file of tensors in boxes, which stands for ``file``; ``path`` names it in messages.
+
+    Args:
+        table: more arguments of the `ListedTable`.
+    """
     path = path or file.path
     boxed = [
         checked(name, (prod(shape),) if flat else shape, itemsize_of(row), boxes, path, fill=fill)
         for name, (row, shape, boxes, flat, _, fill) in tensors.items()
     ]
     store = AssembledStore(path, boxed, stores, file.identity)
-    listings = map(_listing, tensors.values(), boxed)
-    opened = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
+    opened = WeightFile(path, store, ListedTable(map(_listing, tensors.values(), boxed), **table))
     opened.stand_for(file, unpacked=False)
     return opened
 
@@ -471,7 +468,7 @@ class DataFolder(ExitStack):
         self, tensors: Mapping[str, BoxedListing], metadata: Mapping[str, Any] | None = None, notes: Sequence[str] = ()
     ) -> Content:
         """Return the tensors of all files in place of the file that was opened."""
-        stores, named = list(self.stores.values()), self.named_globals
-        whole = boxed_file(self.file, tensors, stores, path=self.shown, metadata=metadata, named_globals=named)
+        table = {"metadata": metadata, "named_globals": self.named_globals}
+        whole = boxed_file(self.file, tensors, list(self.stores.values()), self.shown, **table)
         self.file.close()
         return Content(whole, notes=notes)

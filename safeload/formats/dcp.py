@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -329,6 +329,10 @@ class DcpChunk(NamedTuple):
             raise self.fault(f"{text}{row.code} {list(shape)}", path, offset)
 
 
+# By name, and by offset of the chunk; None for values other than tensors.
+_Places: TypeAlias = dict[tuple[str, "tuple[int, ...] | None"], DcpChunk]
+
+
 class TensorRecord(NamedTuple):
     """A tensor and its chunks."""
 
@@ -385,8 +389,8 @@ class Description:
             if type(data) is dict and data.get("nd_reformulated_orig_global_shape") is not None and name in names:
                 self.reformulated.append(name)
 
-    def _places(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], DcpChunk]:
-        places: dict[tuple[str, tuple[int, ...] | None], DcpChunk] = {}
+    def _places(self, storage: dict[Any, Any]) -> _Places:
+        places: _Places = {}
         for index, info in storage.items():
             key = self._fields(index, INDEX, "a key of storage_data")
             name, at = key.get("fqn"), key.get("offset")
@@ -407,13 +411,7 @@ class Description:
             places[name, at] = DcpChunk(name, file, offset, length, tuple(transforms))
         return places
 
-    def _add_tensor(
-        self,
-        name: str,
-        fields: dict[Any, Any],
-        places: dict[tuple[str, tuple[int, ...] | None], DcpChunk],
-        size: int,
-    ) -> None:
+    def _add_tensor(self, name: str, fields: dict[Any, Any], places: _Places, size: int) -> None:
         properties = fields.get("properties")
         state = properties.state if type(properties) is Record and properties.kind == PROPERTIES else None
         dtype = state[0] if type(state) is tuple and state else None

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..core import registry
 from ..core.files import LOCAL, Files, Location
@@ -59,9 +59,6 @@ _RANK_FILE = re.compile(
     rf"{numbered.DCP_SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
     re.ASCII | re.DOTALL,
 )
-
-
-_Result = TypeVar("_Result")
 
 
 # ---- folders that are replaced while they are opened ----
@@ -186,14 +183,14 @@ def _metadata(parts: Iterable[Mapping[Any, Any]]) -> Mapping[Any, Any]:
 # ---- an index ----
 
 
-def attempt(function: Callable[[], _Result]) -> Callable[[], _Result]:
+def attempt(function: Callable[[], Any]) -> Callable[[], Any]:
     """Call a function, and return a function that returns its result, or raises its error."""
     try:
         result = function()
     except Exception as error:
         failure = [error]
 
-        def fail() -> _Result:
+        def fail() -> Any:
             raise failure.pop()  # the traceback refers to this frame
 
         return fail

@@ -360,8 +360,9 @@ def _ranks_of(names: Sequence[str]) -> list[int]:
     return [int(match[1] or 0) for match in matches if match is not None]
 
 
-# Consecutive elements of float32, and their number.
+# Consecutive elements of float32 and their number; shapes of parameters by name.
 _Piece: TypeAlias = tuple[Region, int]
+_Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
 def _take(vector: deque[_Piece], count: int) -> list[_Piece]:
@@ -423,7 +424,7 @@ class _Zero(RankFolder):
     def _masters(self, module: Mapping[str, Any]) -> dict[str, BoxedListing]:
         """Return buffers, frozen and trained weights, and aliases."""
         model, path = self._model, self._model.file.path
-        groups: list[dict[str, tuple[int, ...]]] = []
+        groups: list[_Shapes] = []
         trained: set[str] = set()
         for fields in model.field("param_shapes", (list, tuple)):
             shapes = self._shapes(fields)
@@ -453,7 +454,7 @@ class _Zero(RankFolder):
         tensors.update({alias: tensors[name] for alias, name in shared.items() if name in tensors})
         return tensors
 
-    def _shapes(self, shapes: Any) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, shapes: Any) -> _Shapes:
         """Return checked shapes by name."""
         if type(shapes) is not dict:
             raise FormatError(f"shapes must be a dict, got {describe(shapes)}", self._model.file.path)
@@ -471,7 +472,7 @@ class _Zero(RankFolder):
 
     # ---- trained parameters ----
 
-    def _trained(self, groups: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, BoxedListing]:
+    def _trained(self, groups: Sequence[_Shapes]) -> dict[str, BoxedListing]:
         ranks = [self.open_rank(name) for name in self._optimizers]
         if not ranks:
             raise MissingShardError("there are no files of optimizer states (*_optim_states.pt)", self.shown)
@@ -511,11 +512,7 @@ class _Zero(RankFolder):
         return tensors
 
     def _divide(
-        self,
-        tensors: dict[str, BoxedListing],
-        shapes: Mapping[str, tuple[int, ...]],
-        parts: Sequence[deque[_Piece]],
-        paddings: Sequence[int],
+        self, tensors: dict[str, BoxedListing], shapes: _Shapes, parts: Sequence[deque[_Piece]], paddings: Sequence[int]
     ) -> int:
         """Add parameters that follow each other, each divided among all parts; return the elements of a part."""
         at, shortest = 0, min(map(_length, parts))
@@ -545,7 +542,7 @@ class _Zero(RankFolder):
 
     # ---- frozen parameters of ZeRO 3 ----
 
-    def _frozen_parts(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, BoxedListing]]:
+    def _frozen_parts(self, shapes: _Shapes) -> Iterator[tuple[str, BoxedListing]]:
         if not shapes:
             return
         processes = len(self._optimizers)

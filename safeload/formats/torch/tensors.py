@@ -13,11 +13,11 @@ and arrays whose byte order differs from the rest of the file, are written to an
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from types import MappingProxyType
@@ -91,7 +91,7 @@ STAND_INS = {row.itemsize: row for row in map(ALLOWED.__getitem__, ("torch.uint8
 # ---- names in nested containers ----
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class _Node:
     """Facts about a container."""
 
@@ -575,17 +575,14 @@ class TensorPlaces:
 
     def _special(self, name: str, tensor: PickledTensor, type_: Global) -> Listing:
         """Describe a tensor of a dtype unknown to NumPy, or with pending operations."""
-        pending, label = tensor.pending, type_.name.removeprefix("torch.")
-        reason = "cannot be represented by an array"
-        if type_.code is not None:
-            reason = "with a pending conjugation or negation must be saved after resolve_conj() and resolve_neg()"
-            if not isinstance(pending, Mapping) or not any(pending.get(bit) for bit in ("conj", "neg")):
-                reason = ""
+        pending, stand_in = tensor.pending, type_ if type_.code is not None else STAND_INS[type_.itemsize]
+        listing = self.place(name, dataclasses.replace(tensor, dtype=stand_in, pending=None))
+        if type_.code is None:
+            label, reason = type_.name.removeprefix("torch."), "cannot be represented by an array"
+        elif isinstance(pending, Mapping) and (pending.get("conj") or pending.get("neg")):
             label = dtypes.BY_CODE[type_.code].name
-        stand_in = type_ if type_.code is not None else STAND_INS[type_.itemsize]
-        args = tensor.storage, tensor.offset, tensor.shape, tensor.strides
-        listing = self.place(name, PickledTensor(*args, dtype=stand_in, pending=None))
-        if not reason:
+            reason = "with a pending conjugation or negation must be saved after resolve_conj() and resolve_neg()"
+        else:
             return listing
         return unreadable(name, label, listing.shape, reason, begin=listing.begin, end=listing.end)
 
