@@ -30,15 +30,18 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any, NoReturn
 
+from ..core.files import Files
 from ..core.foreign import is_tar
 from ..core.registry import Candidate, Opened, OpenRequest, joined_places, open_file
+from ..core.store import WINDOW, ByteStore
 from ..core.table import ListedTable, Listing
 from ..core.text import error_about, printable, show
 from ..core.weight_file import WeightFile
 from ..core.zip import STORED, Archive
-from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from ..remote.members import MemberFiles, MemberStore, name_fault
+from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError, missing_file
+from ..remote.remote_store import MemberStore, RemoteStore
 from .folder import is_weight_file, listed, open_folder, open_parts
 from .numbered import sets_of
 
@@ -48,6 +51,8 @@ MAX_MEMBERS = 100_000
 MAX_EXTENDED = 1 << 20
 # Bytes after the last member: tar fills its last block, of 10 KiB or a few times as much.
 MAX_END = 1 << 20
+# Longest name of a member in characters, and most folders in a name.
+MAX_NAME, MAX_DEPTH = 4096, 32
 
 _BLOCK = 512
 _FILES, _FOLDER = (b"0", b"\0", b"7"), b"5"
@@ -88,7 +93,7 @@ def _tar_members(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
         name = full.removeprefix("./").rstrip("/" if is_folder else "")
         if is_folder and name == ".":
             name = ""
-        reason = name_fault(name) if name or not is_folder else None  # "" is the top folder
+        reason = _name_fault(name) if name or not is_folder else None  # "" is the top folder
         if reason is not None:
             raise fault(f"the name of the tar member {show(full)} {reason}", offset=at)
         if kind not in (*_FILES, _FOLDER):
@@ -246,7 +251,7 @@ def _models(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
     for name, entry in archive.entries.items():
         if not name.lower().endswith(_SUFFIX):
             continue
-        fault = name_fault(name)
+        fault = _name_fault(name)
         if fault is not None:
             raise FormatError(f"the name of the zip entry {show(name)} {fault}", file.path, max(0, entry.at))
         if entry.method != STORED:
@@ -261,6 +266,75 @@ def _models(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
 
 # Suffixes of files that are read with others, or that describe them.
 _READ_WITH_OTHERS = (".distcp", ".json")
+
+
+def _name_fault(name: str) -> str | None:
+    """Return why a member must not have a name, or None if it may."""
+    parts = name.split("/")
+    if len(name) > MAX_NAME or len(parts) > MAX_DEPTH:
+        return f"is longer than {MAX_NAME:,} characters, or more than {MAX_DEPTH} folders deep"
+    if "\0" in name or "\\" in name:
+        return "contains NUL or a backslash"
+    if name.startswith("/") or (len(name) > 1 and name[1] == ":"):
+        return "is absolute"
+    if ".." in parts:
+        return "leads out of the archive"
+    return "is not normalized" if "" in parts or "." in parts else None
+
+
+class MemberFiles(Files):
+    """The members of a container by their names, which have no `_name_fault`; "" is the folder at the top."""
+
+    remote = inside = True  # nothing here is a path of this machine
+
+    def __init__(self, container: ByteStore, path: str, members: Mapping[str, tuple[int, int]]) -> None:
+        self._container = container
+        self._path = path
+        self.members = members
+        self.waits = isinstance(container, RemoteStore) and not container.here
+        self._folders: dict[str, dict[str, bool]] = {"": {}}  # names in each folder, and if they are folders
+        for name in members:
+            parts, folder = name.split("/"), ""
+            for k, part in enumerate(parts, 1):
+                self._folders.setdefault(folder, {}).setdefault(part, k < len(parts))
+                folder = self.join(folder, part)
+
+    def __repr__(self) -> str:
+        return f"<MemberFiles {self._path}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r}: members of an open container cannot be pickled")
+
+    def is_local(self, path: str) -> bool:
+        return False
+
+    def open(self, path: str, window: int = WINDOW) -> ByteStore:
+        member = self.members.get(path)
+        if member is None:
+            raise missing_file(self.shown(path), f"No such member: {self.shown(path)}")
+        return MemberStore(self._container, member, self.shown(path))
+
+    def is_folder(self, path: str) -> bool:
+        return path in self._folders
+
+    def listing(self, folder: str) -> list[tuple[str, bool]]:
+        return sorted((name, kind) for name, kind in self._folders[folder].items() if not name.startswith("."))
+
+    def join(self, folder: str, name: str) -> str:
+        return f"{folder}/{name}" if folder else name
+
+    def split(self, path: str) -> tuple[str, str]:
+        folder, _, name = path.rpartition("/")
+        return folder, name
+
+    def shown(self, path: str) -> str:
+        return f"{self._path}/{path}" if path else self._path
+
+    def public(self, path: str) -> str:
+        raise UnsupportedError(f"{self.shown(path)}: a member has no path of its own")
+
+    def public_options(self) -> dict[str, Any] | None:
+        raise UnsupportedError(f"{self!r}: members have no paths of their own")
 
 
 def open_members(
@@ -285,25 +359,24 @@ def open_members(
 def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kind: str) -> tuple[str, OpenRequest]:
     """Return the path of the weights, and the request for it."""
     unsupported = partial(error_about, UnsupportedError, path=container.path)
-    inside = [(folder, name) for folder in files.folders for name, is_folder in files.listing(folder) if not is_folder]
+    paths = sorted(files.members, key=lambda path: (path.count("/"), files.split(path)))  # from the top down
+    paths = [path for path in paths if not files.split(path)[1].startswith(".")]
     root = None if request.root is None else request.root.removeprefix("./").rstrip("/")
-    if root and root in {files.join(*place) for place in inside}:
+    if root and root in paths:
         return root, request._replace(root=None)
     if root and files.is_folder(root):
-        inside = [(folder, name) for folder, name in inside if f"{folder}/".startswith(f"{root}/")]
+        paths = [path for path in paths if path.startswith(f"{root}/")]
         request = request._replace(root=None)
-    weights: dict[str, list[str]] = {}  # from the top down
-    for folder, name in inside:
+    weights: dict[str, list[str]] = {}  # names by folder
+    for folder, name in map(files.split, paths):
         if is_weight_file(name):
             weights.setdefault(folder, []).append(name)
     if not weights:
-        names_inside = listed([files.join(*place) for place in inside]) or "nothing"
-        raise unsupported(f"this is {kind} without weights: it holds {names_inside}")
+        raise unsupported(f"this is {kind} without weights: it holds {listed(paths) or 'nothing'}")
     top, *below = weights
     nearest = [top, *(folder for folder in below if top and folder.count("/") == top.count("/"))]
     if len(nearest) > 1:
-        shown = listed(nearest)
-        raise unsupported(f"weights in {len(nearest):,} folders: {shown}; choose one with root=")
+        raise unsupported(f"weights in {len(nearest):,} folders: {listed(nearest)}; choose one with root=")
     names = weights[top]
     if len(names) == 1 and not names[0].endswith(_READ_WITH_OTHERS):
         return files.join(top, names[0]), request

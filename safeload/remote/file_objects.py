@@ -25,8 +25,7 @@ from ..core.store import WINDOW, ByteStore, LocalStore, of_descriptor
 from ..core.text import show
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls
-from .members import MemberStore
-from .remote_store import RemoteStore
+from .remote_store import MemberStore, RemoteStore
 
 # Modules of classes that seek by decompressing again from the beginning.
 _DECOMPRESSORS = frozenset(
