@@ -335,7 +335,6 @@ class _Folder(NamedTuple):
     names: Sequence[str]  # of its files
     folders: Sequence[str]  # names of its folders
     request: OpenRequest
-    formats: Sequence[str]  # accepted
 
     @property
     def files(self) -> Files:
@@ -344,6 +343,11 @@ class _Folder(NamedTuple):
     @property
     def shown(self) -> str:
         return self.files.shown(self.path)
+
+    def accepts(self, formats: Collection[str]) -> bool:
+        """Return True if the request accepts one of these formats; no format stands for any."""
+        accepted = self.request.formats
+        return not formats or accepted is None or not set(formats).isdisjoint(accepted)
 
     def unsupported(self, text: str) -> UnsupportedError:
         """Return the error for a folder whose files safeload does not choose among, or does not read."""
@@ -374,10 +378,10 @@ def open_folder(path: str, request: OpenRequest) -> Opened:
     visible = request.files.listing(path)
     names = [name for name, is_folder in visible if not is_folder]
     folders = [name for name, is_folder in visible if is_folder]
-    folder = _Folder(path, names, folders, request, request.formats or _USUAL_FORMATS)
+    folder = _Folder(path, names, folders, request)
     tried: list[str] = []
     for layout in _layouts(request.formats):
-        if not layout.formats or not set(layout.formats).isdisjoint(folder.formats):
+        if folder.accepts(layout.formats):
             if chosen := layout.choose(folder):
                 return layout.open(folder, chosen)
             tried.append(layout.files)
@@ -403,7 +407,7 @@ def _layouts(formats: Sequence[str] | None) -> Iterator[FolderLayout]:
 
 def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = None) -> Opened:
     """Open the weight files or the index of a folder; with ``format``, as files of this format."""
-    path, names, _, request, _ = folder
+    path, names, _, request = folder
     files = request.files
     config: Callable[[], dict[str, Any] | None] = partial(read_config, path, files)
     accepted = request if format is None else request._replace(formats=(format,))
@@ -441,7 +445,7 @@ def _open_step(folder: _Folder, chosen: Sequence[str], *, config: bool) -> Opene
 
 def choose(names: Sequence[str], path: str) -> list[str] | None:
     """Choose the weight files of a folder, or its index, for a listing, like `open_folder`; None if it has none."""
-    folder = _Folder(path, names, (), OpenRequest(), _USUAL_FORMATS)
+    folder = _Folder(path, names, (), OpenRequest())
     return _whole(folder, None) or _consolidated(folder) or folder.ending(DCP_SUFFIX) or _gguf(folder) or None
 
 
@@ -514,8 +518,7 @@ def _dcp_shards(folder: _Folder) -> list[str]:
 
 def _whole(folder: _Folder, location: Location | None) -> list[str]:
     """Choose the files of transformers or diffusers."""
-    suffixes = [".safetensors"] * (SAFETENSORS in folder.formats)
-    suffixes += [".bin"] * (not set(_TORCH).isdisjoint(folder.formats))
+    suffixes = [suffix for suffix, rows in ((".safetensors", [SAFETENSORS]), (".bin", _TORCH)) if folder.accepts(rows)]
     return choose_whole(folder.names, folder.shown, suffixes, location) or []
 
 
@@ -620,9 +623,6 @@ def _by_row(row: Format, folder: _Folder) -> list[str]:
 
 
 _TORCH = ("torch zip", "torch legacy")
-# Formats to look for if the caller names none.
-_USUAL_FORMATS = ("safetensors", "torch zip", "dcp", "deepspeed", "fsdp", "orbax", "gguf", "keras", "pickle")
-
 # The first row that chooses files wins.
 # fmt: off
 LAYOUTS = (
@@ -707,16 +707,16 @@ def _shown(text: str) -> str:
     return clip(printable(text), _MAX_NAME)
 
 
-def _with_weights(path: str, folders: Sequence[str], files: Files) -> list[str]:
+def _with_weights(folder: _Folder) -> list[str]:
     """Return the subfolders with weights."""
-    listings = _listings(path, folders[: 32 if files.remote else 1000], files)
+    listings = _listings(folder.path, folder.folders[: 32 if folder.files.remote else 1000], folder.files)
     return [name for name, listing in listings if any(is_weight_file(text) for text, _ in listing)]
 
 
 def _no_weights(folder: _Folder, tried: Sequence[str]) -> str:
     """Return the message for a folder without supported weights: its kind, or its contents and the rows tried."""
-    path, names, folders, request, _ = folder
-    inner = _with_weights(path, folders, request.files)
+    path, names, folders, _ = folder
+    inner = _with_weights(folder)
     if _PIPELINE in names and inner:
         return f"this is a diffusers pipeline with weights in {listed(inner)}: open one of them"
     if path.rstrip("/").endswith(".mlpackage"):
@@ -759,17 +759,16 @@ def _adapter(config: str, files: Files) -> str:
 
 def _notes(folder: _Folder, used: set[str], shards: Opened) -> list[str]:
     """Return the kind of an open folder, and its unused weight files."""
-    path, names, folders, request, _ = folder
+    files, names = folder.files, folder.names
     notes = []
     # A complete model can lie beside the configuration of an adapter.
     if _ADAPTER in names and (
         any(name.startswith("adapter") and name != _ADAPTER for name in used)
         or any(".lora_" in tensor for tensor in shards.places)
     ):
-        notes.append(adapter_note(_adapter(request.files.join(path, _ADAPTER), request.files)))
+        notes.append(adapter_note(_adapter(files.join(folder.path, _ADAPTER), files)))
     if _PIPELINE in names:
-        inner = listed(_with_weights(path, folders, request.files)) or "no folder"
-        notes.append(f"a diffusers pipeline, with more weights in {inner}")
+        notes.append(f"a diffusers pipeline, with more weights in {listed(_with_weights(folder)) or 'no folder'}")
     unused = (name for name in names if name not in used and not name.startswith(numbered.TRAINING_STATE))
     skipped = [name for name in unused if is_weight_file(name)]
     if skipped:

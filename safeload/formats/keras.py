@@ -199,11 +199,7 @@ def _unpacked_chunk(file: WeightFile, name: str, dataset: Dataset, chunk: FileCh
 
 def fletcher32(content: Array) -> int:
     """Return HDF5's checksum: two sums of big-endian 16-bit words modulo 65535; 0 only if all bits are 0."""
-    words = np.zeros(-(-len(content) // 2), np.uint64)
-    even = content[: len(content) // 2 * 2].reshape(-1, 2)
-    words[: len(even)] = (even[:, 0].astype(np.uint64) << np.uint64(8)) | even[:, 1]
-    if len(content) % 2:
-        words[-1] = np.uint64(int(content[-1]) << 8)
+    words = np.append(content, np.zeros(len(content) % 2, np.uint8)).view(">u2").astype(np.uint64)
     if not words.any():
         return 0
     places = np.arange(len(words), 0, -1, dtype=np.uint64) % np.uint64(65535)

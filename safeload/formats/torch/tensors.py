@@ -317,20 +317,18 @@ class Tree:
             yield "tensor", start
         if id(start) not in self._nodes:
             return
-        steps: list[str] = []
-        waiting = [iter(self._nodes[id(start)].links)]
+        waiting = [("", iter(self._nodes[id(start)].links))]
         while waiting:
-            for step, child in waiting[-1]:
+            prefix, links = waiting[-1]
+            for step, child in links:
+                name = prefix + self._text(step)
                 if type(child) in TENSORS:
-                    yield ".".join((*steps, self._text(step))), child
+                    yield name, child
                 else:
-                    steps.append(self._text(step))
-                    waiting.append(iter(self._nodes[id(child)].links))
+                    waiting.append((f"{name}.", iter(self._nodes[id(child)].links)))
                     break
             else:
                 waiting.pop()
-                if steps:
-                    steps.pop()
 
 
 def _is_flat(value: Any) -> bool:
@@ -698,7 +696,5 @@ def _strides(array: NumpyArray, itemsize: int) -> tuple[int, ...] | None:
     if 0 in array.shape or sum(dim > 1 for dim in array.shape) < 2:
         return None
     in_memory = c_strides(tuple(array.shape[axis] for axis in order), itemsize)
-    strides = [0] * len(order)
-    for axis, step in zip(order, in_memory, strict=True):
-        strides[axis] = step
-    return None if tuple(strides) == c_strides(array.shape, itemsize) else tuple(strides)
+    strides = tuple(in_memory[order.index(axis)] for axis in range(len(order)))
+    return None if strides == c_strides(array.shape, itemsize) else strides
