@@ -416,8 +416,7 @@ def _listing(tensor: BoxedListing, boxed: BoxedTensor) -> Listing:
     begin, end = boxed.begin, boxed.begin + boxed.nbytes
     if tensor.unknown is None:
         return Listing(boxed.name, tensor.row, logical_shape(tensor.row, tensor.shape), begin, end)
-    label, shape, reason, is_tensor, _ = tensor.unknown
-    return unreadable(boxed.name, label, shape, reason, begin=begin, end=end, is_tensor=is_tensor)
+    return unreadable(boxed.name, *tensor.unknown[:3], begin=begin, end=end, is_tensor=tensor.unknown.is_tensor)
 
 
 class DataFolder(ExitStack):

@@ -140,10 +140,9 @@ def open_list(paths: Sequence[str], request: OpenRequest) -> Opened:
             continue
         opened.append(open_path(path, request))
         if opened[-1].format != opened[0].format:
-            raise UnsupportedError(
-                f"{shown(path)} is {opened[-1].format}, but {shown(paths[0])} is {opened[0].format}: all files of a "
-                "list must have one format; safeload.convert can merge sources of several formats"
-            )
+            kinds = f"{shown(path)} is {opened[-1].format}, but {shown(paths[0])} is {opened[0].format}"
+            text = "all files of a list must have one format; safeload.convert can merge sources of several formats"
+            raise UnsupportedError(f"{kinds}: {text}")
         if opened[-1].format == GGUF and len(opened[-1].files) > 1:
             parts.update(file.place for file in opened[-1].files)
     joined = _union(shown(paths[0]), opened)
@@ -473,12 +472,8 @@ def choose_whole(
     shown = ", ".join(show(path.rstrip("/") + "/" + name) for name in files[:3]) + (", ..." if len(files) > 3 else "")
     variants = len({name.split(".")[0] for name in files}) == 1
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
-    raise error_about(
-        UnsupportedError,
-        f"{len(files)} {equal[0].suffix} files and no index: {listed(files)}. {advice}, or open several together with "
-        f"safeload.open([{shown}])",
-        path=path,
-    )
+    text = f"{len(files)} {equal[0].suffix} files and no index: {listed(files)}. {advice}, or open several together"
+    raise error_about(UnsupportedError, f"{text} with safeload.open([{shown}])", path=path)
 
 
 def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
@@ -526,10 +521,9 @@ def _consolidated(folder: _Folder) -> list[str]:
     """Choose Meta's single file of a folder."""
     parts = [name for name in folder.names if fnmatchcase(name, "consolidated.*.pth")]
     if len(parts) > 1:
-        raise folder.unsupported(
-            f"{len(parts)} files {listed(parts[:1])} to {listed(parts[-1:])} are model-parallel: each holds a slice "
-            "of every tensor. Open them one by one, or convert them to a single file first"
-        )
+        text = f"{len(parts)} files {listed(parts[:1])} to {listed(parts[-1:])} are model-parallel"
+        advice = "each holds a slice of every tensor. Open them one by one, or convert them to a single file first"
+        raise folder.unsupported(f"{text}: {advice}")
     return parts
 
 

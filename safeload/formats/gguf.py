@@ -286,12 +286,8 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
     if count == 1:
         paths = [file.path]
     elif name is None or (int(name[2]), int(name[3])) != (number + 1, count):
-        raise error_about(
-            UnsupportedError,
-            f"this is part {number + 1} of {count} of a split GGUF file; to find the other parts, its name must end in "
-            f"-{number + 1:05}-of-{count:05}.gguf",
-            path=file.path,
-        )
+        text = f"this is part {number + 1} of {count} of a split GGUF file; to find the other parts, its name must end"
+        raise error_about(UnsupportedError, f"{text} in -{number + 1:05}-of-{count:05}.gguf", path=file.path)
     else:
         paths = [files.join(folder, f"{name[1]}-{k + 1:05}-of-{count:05}{name[4]}") for k in range(count)]
     missing = [] if files.remote else [path for path in paths if not os.path.lexists(path)]
@@ -301,11 +297,8 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
         except FileNotFoundError as error:
             missing = [error.filename]
     if missing:
-        shown = ", ".join(show(files.split(path)[1])[1:-1] for path in missing[:5])
-        raise MissingShardError(
-            f"{len(missing):,} of {count:,} parts are missing: {shown}{', ...' if len(missing) > 5 else ''}",
-            file.path,
-        )
+        shown = ", ".join(show(files.split(path)[1])[1:-1] for path in missing[:5]) + ", ..." * (len(missing) > 5)
+        raise MissingShardError(f"{len(missing):,} of {count:,} parts are missing: {shown}", file.path)
     total = _value(parts[0], _TENSORS)
     for k, part in enumerate(parts):
         for key, expected in ((_NUMBER, k), (_COUNT, count), (_TENSORS, total)):

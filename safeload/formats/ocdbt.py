@@ -244,10 +244,8 @@ def read_tree(
         if not count:
             raise fields.error("a node has no keys")
         if rows > MAX_KEYS or paths > MAX_KEY_BYTES:
-            text = (
-                f"{path}: the nodes name more than {MAX_KEYS:,} data files, or {MAX_KEY_BYTES:,} bytes in their paths"
-            )
-            raise LimitError(text, path=path)
+            text = f"the nodes name more than {MAX_KEYS:,} data files, or {MAX_KEY_BYTES:,} bytes in their paths"
+            raise LimitError(f"{path}: {text}", path=path)
         fits = len(values) + len(waiting) + count <= MAX_KEYS
         prefixes, rests = (fields.numbers(count - 1), fields.numbers(count)) if fits else ([], [])
         keys += sum(prefixes) + sum(rests) + count * len(prefix)

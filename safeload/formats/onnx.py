@@ -317,9 +317,8 @@ class OnnxModel(ByteReader):
         pair: dict[int, Any] = {}
         for field in self.fields(message, what):
             if field.number in (1, 2):
-                pair[field.number] = (
-                    _signed(field.value) if field.wire == VARINT else self.text(field, f"a text in {what}")
-                )
+                number = field.wire == VARINT
+                pair[field.number] = _signed(field.value) if number else self.text(field, f"a text in {what}")
         return pair.get(1), pair.get(2)
 
     # ---- graphs ----
@@ -453,10 +452,8 @@ class OnnxModel(ByteReader):
             file, listing = self._listed(tensor, type_)
         except UnsupportedError as error:
             label = f"data type {tensor.data_type}" if type_ is None else type_.name
-            is_tensor, is_missing = type_ is None or bool(type_.code), tensor.file in self._missing
-            listing = unreadable(
-                tensor.name, label, tensor.dims, str(error), is_tensor=is_tensor, is_missing=is_missing
-            )
+            kind = {"is_tensor": type_ is None or bool(type_.code), "is_missing": tensor.file in self._missing}
+            listing = unreadable(tensor.name, label, tensor.dims, str(error), **kind)
         if isinstance(listing, Listing):
             self.listings.setdefault(file, []).append(listing)
         else:
@@ -548,9 +545,8 @@ class OnnxModel(ByteReader):
         """Open a file of external data, which must be in the model's folder or below."""
         path = place_beside(self.file, location)
         if path is None:
-            raise self.fault(
-                f": its location must be a file in the model's folder, got {show(location)}", tensor.at, tensor.name
-            )
+            text = f": its location must be a file in the model's folder, got {show(location)}"
+            raise self.fault(text, tensor.at, tensor.name)
         if len(self.external) + len(self._missing) == MAX_FILES:
             raise self.fault(f": external data in more than {MAX_FILES:,} files", tensor.at, tensor.name)
         try:

@@ -221,8 +221,8 @@ def _rest(folder: _OpenFolder, leaves: Mapping[str, _Leaf], root: str | None, no
     strings = read_json(folder.join(_STRINGS), _STRINGS, folder.files) if texts else {}
     for name in sorted(texts):
         if type(strings.get(name)) is not str:
-            found = show(strings.get(name))[:100]
-            raise folder.error(FormatError, f"{_STRINGS} must have the text {show(name)}, got {found}")
+            value = show(strings.get(name))[:100]
+            raise folder.error(FormatError, f"{_STRINGS} must have the text {show(name)}, got {value}")
     known = {name: leaf for name, leaf in leaves.items() if name in texts or leaf.kind in _EMPTY}
     unknown = [name for name in leaves if name not in known]
     notes += _note(unknown, "left out, because only the program that wrote it knows its type")

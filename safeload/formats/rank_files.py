@@ -387,11 +387,9 @@ class _Zero(RankFolder):
         parallel = [match[0] for match in matches if match is not None and int(match[2]) > 0]
         parallel += filter(_OTHER.fullmatch, self.names)
         if parallel:
-            text = (
-                f"{show(parallel[0])} comes from tensor, pipeline or expert parallelism, which safeload does not join; "
-            )
+            text = "comes from tensor, pipeline or expert parallelism, which safeload does not join"
             advice = "convert the checkpoint to a universal one with DeepSpeed's ds_to_universal"
-            raise self.error(UnsupportedError, text + advice)
+            raise self.error(UnsupportedError, f"{show(parallel[0])} {text}; {advice}")
         self._models = zero_models(self.names)
         if not self._models:
             raise MissingShardError("there are no files of model states (*_model_states.pt)", self.shown)

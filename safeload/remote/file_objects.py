@@ -168,10 +168,8 @@ class _FileObject:
     def refuse_end(self, end: int) -> None:
         """Refuse a position at the end of the file."""
         if self._start and self._start >= end:
-            raise FormatError(
-                f"nothing to read: its position, {self._start:,}, is at the end; call seek(0) first",
-                self.name,
-            )
+            text = f"nothing to read: its position, {self._start:,}, is at the end; call seek(0) first"
+            raise FormatError(text, self.name)
 
     def head(self, size: int) -> bytes | None:
         """Return the first bytes of an object that must be copied, or None if it is short or need not be copied."""

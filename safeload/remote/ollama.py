@@ -119,9 +119,8 @@ def parse(url: str) -> OllamaName:
     parts = (rest if colon else text).split("/")
     names = [*parts, tag] if colon else [*parts, _LATEST]
     if len(parts) > 3 or not all(map(_COMPONENT.fullmatch, names)):
-        raise UnsupportedError(
-            f"{show(shown(url))}: expected ollama://[host/][namespace/]model[:tag], of letters, digits, '.', '_', '-'"
-        )
+        expected = "ollama://[host/][namespace/]model[:tag], of letters, digits, '.', '_', '-'"
+        raise UnsupportedError(f"{show(shown(url))}: expected {expected}")
     return OllamaName(*_DEFAULTS[: 3 - len(parts)], *names)
 
 

@@ -407,16 +407,12 @@ def check_allowed(url: str, asked: bool) -> None:
     scheme = scheme_of(url)
     chained = len(links(url)) > 1
     if scheme == "ollama":  # `core.opening` resolves the names that callers pass themselves
-        raise UnsupportedError(
-            f"{shown(url)}: an ollama:// name stands alone: it leads to files of this machine, so it cannot be in a "
-            "list, a plan, an index or a destination"
-        )
+        text = "it leads to files of this machine, so it cannot be in a list, a plan, an index or a destination"
+        raise UnsupportedError(f"{shown(url)}: an ollama:// name stands alone: {text}")
     if not asked and (chained or scheme not in PLAIN):
         what = "a chain of URLs" if chained else f"the scheme {show(scheme)}"
-        raise UnsupportedError(
-            f"{shown(url)}: {what} needs storage_options= (which may be empty); without it, safeload opens only "
-            f"{', '.join(PLAIN)}"
-        )
+        text = f"{what} needs storage_options= (which may be empty); without it, safeload opens only {', '.join(PLAIN)}"
+        raise UnsupportedError(f"{shown(url)}: {text}")
     if chained or scheme != "hf":  # `hub.Hub` looks into the cache before it needs the network
         check_online(url)
 
@@ -444,10 +440,8 @@ def offline() -> str | None:
 def public(url: str) -> str:
     """Return a URL without secrets that still leads to its file."""
     if needs_query(url):
-        raise UnsupportedError(
-            f"{shown(url)}: the query of this URL may be a secret and must stay in this process: "
-            "it cannot go into a pickle, a plan or a journal"
-        )
+        text = "may be a secret and must stay in this process: it cannot go into a pickle, a plan or a journal"
+        raise UnsupportedError(f"{shown(url)}: the query of this URL {text}")
     if any(link.hides_place for link in parsed(url)):
         raise UnsupportedError(f"{shown(url)}: the @ of this path may end a password: escape it as %40")
     return shown(url)
