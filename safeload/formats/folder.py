@@ -343,11 +343,6 @@ class _Folder(NamedTuple):
     def shown(self) -> str:
         return self.files.shown(self.path)
 
-    def accepts(self, formats: Collection[str]) -> bool:
-        """Return True if the request accepts one of these formats; no format stands for any."""
-        accepted = self.request.formats
-        return not formats or accepted is None or not set(formats).isdisjoint(accepted)
-
     def unsupported(self, text: str) -> UnsupportedError:
         """Return the error for a folder whose files safeload does not choose among, or does not read."""
         return error_about(UnsupportedError, text, path=self.shown)
@@ -369,7 +364,7 @@ class FolderLayout(NamedTuple):
     formats: Collection[str]  # the row is tried if one of these is accepted; empty for any
     files: str  # as messages name them
     choose: Callable[[_Folder], Sequence[str]]  # returns what to open, or nothing
-    open: Callable[[_Folder, Sequence[str]], Opened] = lambda folder, chosen: _open_files(folder, chosen)
+    open: Callable[[_Folder, Sequence[str]], Opened] | None = None  # None for `_open_files`
 
 
 def open_folder(path: str, request: OpenRequest) -> Opened:
@@ -377,12 +372,12 @@ def open_folder(path: str, request: OpenRequest) -> Opened:
     visible = request.files.listing(path)
     names = [name for name, is_folder in visible if not is_folder]
     folders = [name for name, is_folder in visible if is_folder]
-    folder = _Folder(path, names, folders, request)
+    folder, accepted = _Folder(path, names, folders, request), request.formats
     tried: list[str] = []
-    for layout in _layouts(request.formats):
-        if folder.accepts(layout.formats):
+    for layout in _layouts(accepted):
+        if accepted is None or not layout.formats or not set(layout.formats).isdisjoint(accepted):
             if chosen := layout.choose(folder):
-                return layout.open(folder, chosen)
+                return (layout.open or _open_files)(folder, chosen)
             tried.append(layout.files)
     if chosen := _whole(folder, None):  # an index without its shards: the error names them
         return _open_files(folder, chosen)
@@ -399,7 +394,7 @@ def _layouts(formats: Sequence[str] | None) -> Iterator[FolderLayout]:
     yield from LAYOUTS
     for row in chain(registry.ROWS, registry.plugin_rows()) if formats is None else map(registry.row_of, formats):
         if row.chooses is not None:
-            opening = partial(_open_files, format=row.name) if row.source else _open_files
+            opening = partial(_open_files, format=row.name) if row.source else None
             suffixes = ", ".join(f"*{suffix}" for suffix in row.suffixes)
             yield FolderLayout((), suffixes, partial(_by_row, row), opening)
 
@@ -513,7 +508,9 @@ def _dcp_shards(folder: _Folder) -> list[str]:
 
 def _whole(folder: _Folder, location: Location | None) -> list[str]:
     """Choose the files of transformers or diffusers."""
-    suffixes = [suffix for suffix, rows in ((".safetensors", [SAFETENSORS]), (".bin", _TORCH)) if folder.accepts(rows)]
+    accepted = folder.request.formats
+    suffixes = [".safetensors"] * (accepted is None or SAFETENSORS in accepted)
+    suffixes += [".bin"] * (accepted is None or not set(_TORCH).isdisjoint(accepted))
     return choose_whole(folder.names, folder.shown, suffixes, location) or []
 
 
@@ -753,7 +750,7 @@ def _adapter(config: str, files: Files) -> str:
 
 def _notes(folder: _Folder, used: set[str], shards: Opened) -> list[str]:
     """Return the kind of an open folder, and its unused weight files."""
-    files, names = folder.files, folder.names
+    names, files = folder.names, folder.request.files
     notes = []
     # A complete model can lie beside the configuration of an adapter.
     if _ADAPTER in names and (

@@ -363,7 +363,8 @@ def _kind(value: Any) -> str:
 
 
 def _dtype(args: tuple[Any, ...]) -> Any:
-    _arity(args, 1, 3, "numpy.dtype")
+    if not 1 <= len(args) <= 3:
+        raise Fault(f"numpy.dtype takes 1 to 3 arguments, got {len(args)}")
     spec = args[0]
     if type(spec) is Global and spec.kind == TYPE:
         name = spec.name.rpartition(".")[2].rstrip("_")
@@ -385,7 +386,8 @@ def _dtype(args: tuple[Any, ...]) -> Any:
 
 
 def _reconstruct(args: tuple[Any, ...]) -> Any:
-    _arity(args, 3, 3, "_reconstruct")
+    if len(args) != 3:
+        raise Fault(f"_reconstruct takes 3 arguments, got {len(args)}")
     if type(args[0]) is Global and args[0].kind == ARRAY:
         return NumpyArray()
     if type(args[0]) is Global:

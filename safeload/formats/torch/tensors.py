@@ -696,5 +696,5 @@ def _strides(array: NumpyArray, itemsize: int) -> tuple[int, ...] | None:
     if 0 in array.shape or sum(dim > 1 for dim in array.shape) < 2:
         return None
     in_memory = c_strides(tuple(array.shape[axis] for axis in order), itemsize)
-    strides = tuple(in_memory[order.index(axis)] for axis in range(len(order)))
+    strides = tuple(map(in_memory.__getitem__, map(order.index, range(len(order)))))
     return None if strides == c_strides(array.shape, itemsize) else strides
