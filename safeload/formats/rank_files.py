@@ -263,9 +263,8 @@ def _state(value: Any) -> Mapping[Any, Any]:
 def _are_counts(value: Any, most: int | None = MAX_RANK) -> bool:
     """Return True for up to ``most`` numbers of elements."""
     known = isinstance(value, (tuple, list)) and (most is None or len(value) <= most)
-    return (
-        known and {int}.issuperset(map(type, value)) and 0 <= min(value, default=0) <= max(value, default=0) < 1 << 62
-    )
+    known = known and {int}.issuperset(map(type, value))
+    return known and 0 <= min(value, default=0) <= max(value, default=0) < 1 << 62
 
 
 def _shape(value: Any, name: str, rank: RankFile) -> tuple[int, ...]:
