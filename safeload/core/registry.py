@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 # Folders above a file that a format reads besides, at most.
 MAX_FOLDERS = 16
-# Axes of a tensor, as in numpy 2.
-_MAX_RANK = 64
+# Axes of a tensor: numpy 2 allows as many (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
+MAX_RANK = 64
 
 
 # The modules of formats and parts, by name. Threads contend for `functools.cache` without the GIL.
@@ -84,7 +84,7 @@ PARTS = {
 }
 
 # What opens a URL by itself, by its beginning: module and function.
-OPENERS = {"ollama://": ("..formats.folder", "open_ollama")}
+OPENERS = {"ollama://": ("..remote.ollama", "open_model")}
 
 
 class _Absent:
@@ -372,7 +372,7 @@ def _listing(tensor: StoredTensor, holder: Candidate) -> Listing:
         raise TypeError(f"the name of a tensor must be str, got {show(name)}")
     row = dtypes.parse(dtype)
     lengths = tuple(shape)
-    fits = len(lengths) <= _MAX_RANK and all(type(n) is int and n >= 0 for n in lengths)
+    fits = len(lengths) <= MAX_RANK and all(type(n) is int and n >= 0 for n in lengths)
     if not fits or not array_fits(lengths, max(1, row.bits // 8)) or prod(lengths) % row.block:
         text = f": no array of {row.code} can have the shape {show(list(lengths))}"
         raise error_about(FormatError, text, path=holder.path, tensor=name)

@@ -23,7 +23,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial, reduce
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -52,6 +52,8 @@ MAX_INTERLOCKED = 2_048
 _MAX_CUTS = 128
 # Axes of a tensor: NumPy 1 allows 32, and the bytes of an element are another axis.
 MAX_RANK = 31
+
+_Error = TypeVar("_Error", bound=SafeloadError)
 
 
 class Region(NamedTuple):
@@ -360,7 +362,7 @@ class BoxedListing(NamedTuple):
 
     row: dtypes.Dtype
     shape: tuple[int, ...]  # as torch counts: bytes on the last axis if elements share them
-    boxes: Sequence[Box]
+    boxes: list[Box]
     flat: bool = False  # boxes divide the elements as a vector, not the axes
     unknown: Unknown | None = None  # the tensor cannot be read, and has no boxes
     fill: bytes | None = None  # of an element in no box; None if boxes cover the tensor
@@ -392,23 +394,20 @@ def logical_shape(row: dtypes.Dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def boxed_file(
-    file: WeightFile,
-    tensors: Mapping[str, BoxedListing],
-    stores: Sequence[ByteStore],
-    *,
-    path: str | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    named_globals: Mapping[str, bool] | None = None,
+    file: WeightFile, tensors: Mapping[str, BoxedListing], stores: Sequence[ByteStore], path: str = "", **table: Any
 ) -> WeightFile:
-    """Return a file of tensors in boxes, which stands for ``file``; ``path`` names it in messages."""
+    """Return a file of tensors in boxes, which stands for ``file``; ``path`` names it in messages.
+
+    Args:
+        table: more arguments of the `ListedTable`.
+    """
     path = path or file.path
     boxed = [
         checked(name, (prod(shape),) if flat else shape, itemsize_of(row), boxes, path, fill=fill)
         for name, (row, shape, boxes, flat, _, fill) in tensors.items()
     ]
     store = AssembledStore(path, boxed, stores, file.identity)
-    listings = map(_listing, tensors.values(), boxed)
-    opened = WeightFile(path, store, ListedTable(listings, metadata, named_globals=named_globals))
+    opened = WeightFile(path, store, ListedTable(map(_listing, tensors.values(), boxed), **table))
     opened.stand_for(file, unpacked=False)
     return opened
 
@@ -417,8 +416,7 @@ def _listing(tensor: BoxedListing, boxed: BoxedTensor) -> Listing:
     begin, end = boxed.begin, boxed.begin + boxed.nbytes
     if tensor.unknown is None:
         return Listing(boxed.name, tensor.row, logical_shape(tensor.row, tensor.shape), begin, end)
-    label, shape, reason, is_tensor, _ = tensor.unknown
-    return unreadable(boxed.name, label, shape, reason, begin=begin, end=end, is_tensor=is_tensor)
+    return unreadable(boxed.name, *tensor.unknown[:3], begin=begin, end=end, is_tensor=tensor.unknown.is_tensor)
 
 
 class DataFolder(ExitStack):
@@ -457,6 +455,10 @@ class DataFolder(ExitStack):
             text = f"No such file or directory: {error.filename}; {self.needed}"
             raise missing_file(error.filename, text) from None
 
+    def error(self, kind: type[_Error], text: str, tensor: str | None = None) -> _Error:
+        """Return an error about the checkpoint, or about a tensor of it."""
+        return error_about(kind, text, path=self.shown, tensor=tensor)
+
     def _close_files(self) -> None:
         for store in self.stores.values():
             store.close()
@@ -465,7 +467,7 @@ class DataFolder(ExitStack):
         self, tensors: Mapping[str, BoxedListing], metadata: Mapping[str, Any] | None = None, notes: Sequence[str] = ()
     ) -> Content:
         """Return the tensors of all files in place of the file that was opened."""
-        stores, named = list(self.stores.values()), self.named_globals
-        whole = boxed_file(self.file, tensors, stores, path=self.shown, metadata=metadata, named_globals=named)
+        table = {"metadata": metadata, "named_globals": self.named_globals}
+        whole = boxed_file(self.file, tensors, list(self.stores.values()), self.shown, **table)
         self.file.close()
         return Content(whole, notes=notes)

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -180,7 +180,6 @@ def _read_sharded(data: DataFiles) -> dict[str, BoxedListing]:
         raise MissingShardError(f"no process has a file of number {number:05} of {count:05}", data.shown)
     data.open_all(names)
     tensors: dict[str, BoxedListing] = {}
-    all_boxes: dict[str, list[Box]] = {}
     for name in names:
         path = data.path_of(name)
         table = data.table_at(name, 0)
@@ -201,17 +200,13 @@ def _read_sharded(data: DataFiles) -> dict[str, BoxedListing]:
             if not valid or len(offsets) != len(sizes):
                 text = f": {SHARDING} must give {len(sizes)} offsets, got {show(json.dumps(entry)[:100])}"
                 raise error_about(FormatError, text, path=path, tensor=tensor)
-            record = tensors.get(tensor)
-            if record is not None and (record.row is not row or len(record.shape) != len(sizes)):
+            record = tensors.get(tensor, BoxedListing(row, sizes, []))
+            if record.row is not row or len(record.shape) != len(sizes):
                 text = f"is {row.code} with {len(sizes)} axes here, but "
                 text += f"{record.row.code} with {len(record.shape)} elsewhere"
                 raise error_about(FormatError, text, path=path, tensor=tensor)
-            shape = tuple(map(int.__add__, offsets, sizes))
-            boxes = all_boxes.setdefault(tensor, [])
-            boxes.append(Box(tuple(offsets), sizes, Region(data.stores[name], table.byte_range(index)[0])))
-            if record is not None:
-                shape = tuple(map(max, shape, record.shape))
-            tensors[tensor] = BoxedListing(row, shape, boxes)
+            record.boxes.append(Box(tuple(offsets), sizes, Region(data.stores[name], table.byte_range(index)[0])))
+            tensors[tensor] = record._replace(shape=tuple(map(max, record.shape, map(int.__add__, offsets, sizes))))
     return tensors
 
 
@@ -334,6 +329,10 @@ class DcpChunk(NamedTuple):
             raise self.fault(f"{text}{row.code} {list(shape)}", path, offset)
 
 
+# By name, and by offset of the chunk; None for values other than tensors.
+_Places: TypeAlias = dict[tuple[str, "tuple[int, ...] | None"], DcpChunk]
+
+
 class TensorRecord(NamedTuple):
     """A tensor and its chunks."""
 
@@ -390,8 +389,8 @@ class Description:
             if type(data) is dict and data.get("nd_reformulated_orig_global_shape") is not None and name in names:
                 self.reformulated.append(name)
 
-    def _places(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], DcpChunk]:
-        places: dict[tuple[str, tuple[int, ...] | None], DcpChunk] = {}
+    def _places(self, storage: dict[Any, Any]) -> _Places:
+        places: _Places = {}
         for index, info in storage.items():
             key = self._fields(index, INDEX, "a key of storage_data")
             name, at = key.get("fqn"), key.get("offset")
@@ -412,13 +411,7 @@ class Description:
             places[name, at] = DcpChunk(name, file, offset, length, tuple(transforms))
         return places
 
-    def _add_tensor(
-        self,
-        name: str,
-        fields: dict[Any, Any],
-        places: dict[tuple[str, tuple[int, ...] | None], DcpChunk],
-        size: int,
-    ) -> None:
+    def _add_tensor(self, name: str, fields: dict[Any, Any], places: _Places, size: int) -> None:
         properties = fields.get("properties")
         state = properties.state if type(properties) is Record and properties.kind == PROPERTIES else None
         dtype = state[0] if type(state) is tuple and state else None

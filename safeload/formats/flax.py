@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ..core import dtypes
 from ..core.arrays import array_fits
-from ..core.registry import Candidate, Content, OpenRequest
+from ..core.registry import MAX_RANK, Candidate, Content, OpenRequest
 from ..core.table import ListedTable, Listing, unreadable
 from ..core.text import error_about, show
 from ..core.weight_file import ByteReader, WeightFile
@@ -31,8 +31,6 @@ from .boxed import BoxedListing, Region, boxed_file, in_pieces
 # Maximum number of values, and levels of maps; real files have some thousand and ten.
 MAX_VALUES = 2_000_000
 MAX_DEPTH = 100
-# Maximum number of axes, as in numpy 2.
-MAX_RANK = 64
 # Bytes of a key, and of all keys, text and bytes that are kept.
 MAX_KEY = 1 << 16
 MAX_TEXT = 64 << 20

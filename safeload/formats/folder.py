@@ -10,19 +10,17 @@ from contextlib import closing, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..core import registry
 from ..core.files import LOCAL, Files, Location
 from ..core.foreign import DCP_SUFFIX
 from ..core.json_file import read_if_there, read_json, read_version
 from ..core.metadata import names_below
-from ..core.opening import open_paths
 from ..core.paths import dangling, is_bare, os_error
-from ..core.registry import DCP, GGUF, SAFETENSORS, Format, Opened, OpenRequest, Recipe, add, joined_places, open_file
+from ..core.registry import DCP, GGUF, KERAS, SAFETENSORS, Format, Opened, OpenRequest, add, open_file
 from ..core.safetensors import EARLY_WINDOW, window_for
 from ..core.store import identity_of, read_at
-from ..core.table import ListedTable, Listing
 from ..core.text import clip, error_about, printable, show
 from ..core.thread_group import HEADS
 from ..core.weight_file import WeightFile, places_in
@@ -30,9 +28,6 @@ from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedE
 from ..formats import numbered
 from ..models.module_names import adapter_note, refuse_adapters
 from .numbered import FILE, INDEXED, ORBAX_METADATA, SET, STEMS, NumberedFiles, in_order, sets_of
-
-if TYPE_CHECKING:
-    from ..remote.members import MemberFiles
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,14 +53,12 @@ _FLAX_INDEX = ".msgpack.index.json"
 # Suffixes of files, as opposed to folders.
 _FILE_SUFFIXES = (".json", *sorted(registry.WEIGHT_SUFFIXES))
 
-# Files of processes in training checkpoints.
+# Formats of training checkpoints, whose first file stands for the files of all processes, and these files.
+_STANDING = (DCP, "deepspeed", "fsdp", "orbax")
 _RANK_FILE = re.compile(
     rf"{numbered.DCP_SHARD.pattern}|.*_(?:model|optim)_states\.pt|(?:model|optim|extra_state)_world_size_.*\.pt",
     re.ASCII | re.DOTALL,
 )
-
-
-_Result = TypeVar("_Result")
 
 
 # ---- folders that are replaced while they are opened ----
@@ -147,10 +140,9 @@ def open_list(paths: Sequence[str], request: OpenRequest) -> Opened:
             continue
         opened.append(open_path(path, request))
         if opened[-1].format != opened[0].format:
-            raise UnsupportedError(
-                f"{shown(path)} is {opened[-1].format}, but {shown(paths[0])} is {opened[0].format}: all files of a "
-                "list must have one format; safeload.convert can merge sources of several formats"
-            )
+            kinds = f"{shown(path)} is {opened[-1].format}, but {shown(paths[0])} is {opened[0].format}"
+            text = "all files of a list must have one format; safeload.convert can merge sources of several formats"
+            raise UnsupportedError(f"{kinds}: {text}")
         if opened[-1].format == GGUF and len(opened[-1].files) > 1:
             parts.update(file.place for file in opened[-1].files)
     joined = _union(shown(paths[0]), opened)
@@ -190,14 +182,14 @@ def _metadata(parts: Iterable[Mapping[Any, Any]]) -> Mapping[Any, Any]:
 # ---- an index ----
 
 
-def attempt(function: Callable[[], _Result]) -> Callable[[], _Result]:
+def attempt(function: Callable[[], Any]) -> Callable[[], Any]:
     """Call a function, and return a function that returns its result, or raises its error."""
     try:
         result = function()
     except Exception as error:
         failure = [error]
 
-        def fail() -> _Result:
+        def fail() -> Any:
             raise failure.pop()  # the traceback refers to this frame
 
         return fail
@@ -341,7 +333,6 @@ class _Folder(NamedTuple):
     names: Sequence[str]  # of its files
     folders: Sequence[str]  # names of its folders
     request: OpenRequest
-    formats: Sequence[str]  # accepted
 
     @property
     def files(self) -> Files:
@@ -372,7 +363,7 @@ class FolderLayout(NamedTuple):
     formats: Collection[str]  # the row is tried if one of these is accepted; empty for any
     files: str  # as messages name them
     choose: Callable[[_Folder], Sequence[str]]  # returns what to open, or nothing
-    open: Callable[[_Folder, Sequence[str]], Opened]
+    open: Callable[[_Folder, Sequence[str]], Opened] | None = None  # None for `_open_files`
 
 
 def open_folder(path: str, request: OpenRequest) -> Opened:
@@ -380,14 +371,15 @@ def open_folder(path: str, request: OpenRequest) -> Opened:
     visible = request.files.listing(path)
     names = [name for name, is_folder in visible if not is_folder]
     folders = [name for name, is_folder in visible if is_folder]
-    folder = _Folder(path, names, folders, request, request.formats or _USUAL_FORMATS)
+    folder, accepted = _Folder(path, names, folders, request), request.formats
     tried: list[str] = []
-    for layout in _layouts(request.formats):
-        if not layout.formats or not set(layout.formats).isdisjoint(folder.formats):
-            chosen = layout.choose(folder)
-            if chosen:
-                return layout.open(folder, chosen)
+    for layout in _layouts(accepted):
+        if accepted is None or not layout.formats or not set(layout.formats).isdisjoint(accepted):
+            if chosen := layout.choose(folder):
+                return (layout.open or _open_files)(folder, chosen)
             tried.append(layout.files)
+    if chosen := _whole(folder, None):  # an index without its shards: the error names them
+        return _open_files(folder, chosen)
     files, place = request.files, Location(request.files, path)
     unfinished = place / RESUME  # its shards wait for the end of a conversion
     for call, is_folder in files.listing(unfinished.path) if files.is_folder(unfinished.path) else ():
@@ -401,16 +393,14 @@ def _layouts(formats: Sequence[str] | None) -> Iterator[FolderLayout]:
     yield from LAYOUTS
     for row in chain(registry.ROWS, registry.plugin_rows()) if formats is None else map(registry.row_of, formats):
         if row.chooses is not None:
-            opening = partial(_open_files, format=row.name) if row.source else _open_files
+            opening = partial(_open_files, format=row.name) if row.source else None
             suffixes = ", ".join(f"*{suffix}" for suffix in row.suffixes)
             yield FolderLayout((), suffixes, partial(_by_row, row), opening)
-    # An index without its shards: the error names them.
-    yield LAYOUTS[1]._replace(choose=lambda folder: _whole(folder, None), files="")
 
 
 def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = None) -> Opened:
-    """Open the weight files or the index of a folder; with ``format``, as files of this plug-in."""
-    path, names, _, request, _ = folder
+    """Open the weight files or the index of a folder; with ``format``, as files of this format."""
+    path, names, _, request = folder
     files = request.files
     config: Callable[[], dict[str, Any] | None] = partial(read_config, path, files)
     accepted = request if format is None else request._replace(formats=(format,))
@@ -428,23 +418,14 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
             shards, *rest = files.each(lambda task: task(), tasks)  # remote files at once
             config = [*rest, config][0]
     used = {*chosen, *(files.split(file.place)[1] for file in shards.files)}
-    if shards.format == DCP:  # one file stands for all
-        used.update(folder.ending(DCP_SUFFIX))
+    if shards.format in _STANDING:
+        used.update(folder.ending(DCP_SUFFIX) if format is None else filter(_RANK_FILE.fullmatch, names))
     parsed = config() if shards.config is None else shards.config
     if parsed is not None and shards.index_file is None:
         index = [] if INDEX in names else [(files.join(path, INDEX), ())]
         _check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
     notes = _notes(folder, used, shards)
     return shards._replace(config=parsed, notes=[*shards.notes, *notes])
-
-
-def _open_training(folder: _Folder, chosen: Sequence[str], format: str) -> Opened:
-    """Open a folder with a file for each process by its first file, which stands for all."""
-    files = folder.files
-    first = open_file(files.join(folder.path, chosen[0]), folder.request._replace(formats=(format,)))
-    rest = [name for name in folder.names if not _RANK_FILE.fullmatch(name)]
-    notes = _notes(folder._replace(names=rest), set())
-    return first._replace(config=read_config(folder.path, files), notes=[*first.notes, *notes])
 
 
 def _open_step(folder: _Folder, chosen: Sequence[str], *, config: bool) -> Opened:
@@ -457,7 +438,7 @@ def _open_step(folder: _Folder, chosen: Sequence[str], *, config: bool) -> Opene
 
 def choose(names: Sequence[str], path: str) -> list[str] | None:
     """Choose the weight files of a folder, or its index, for a listing, like `open_folder`; None if it has none."""
-    folder = _Folder(path, names, (), OpenRequest(), _USUAL_FORMATS)
+    folder = _Folder(path, names, (), OpenRequest())
     return _whole(folder, None) or _consolidated(folder) or folder.ending(DCP_SUFFIX) or _gguf(folder) or None
 
 
@@ -485,12 +466,8 @@ def choose_whole(
     shown = ", ".join(show(path.rstrip("/") + "/" + name) for name in files[:3]) + (", ..." if len(files) > 3 else "")
     variants = len({name.split(".")[0] for name in files}) == 1
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
-    raise error_about(
-        UnsupportedError,
-        f"{len(files)} {equal[0].suffix} files and no index: {listed(files)}. {advice}, or open several together with "
-        f"safeload.open([{shown}])",
-        path=path,
-    )
+    text = f"{len(files)} {equal[0].suffix} files and no index: {listed(files)}. {advice}, or open several together"
+    raise error_about(UnsupportedError, f"{text} with safeload.open([{shown}])", path=path)
 
 
 def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
@@ -525,13 +502,14 @@ def _dcp_shards(folder: _Folder) -> list[str]:
     """Choose the sharded safetensors of torch.distributed, unless the folder has a model of transformers."""
     is_index = numbered.INDEX_NAME.fullmatch
     usual = any(name == SINGLE or (name.endswith(".json") and is_index(name)) for name in folder.names)
-    return [] if usual else in_order(numbered.DCP_SHARD, folder.names, 1, 2)
+    return [] if usual else in_order(numbered.DCP_SHARD, folder.names, 1, 2)[:1]
 
 
 def _whole(folder: _Folder, location: Location | None) -> list[str]:
     """Choose the files of transformers or diffusers."""
-    suffixes = [".safetensors"] * (SAFETENSORS in folder.formats)
-    suffixes += [".bin"] * (not set(_TORCH).isdisjoint(folder.formats))
+    accepted = folder.request.formats
+    suffixes = [".safetensors"] * (accepted is None or SAFETENSORS in accepted)
+    suffixes += [".bin"] * (accepted is None or not set(_TORCH).isdisjoint(accepted))
     return choose_whole(folder.names, folder.shown, suffixes, location) or []
 
 
@@ -539,10 +517,9 @@ def _consolidated(folder: _Folder) -> list[str]:
     """Choose Meta's single file of a folder."""
     parts = [name for name in folder.names if fnmatchcase(name, "consolidated.*.pth")]
     if len(parts) > 1:
-        raise folder.unsupported(
-            f"{len(parts)} files {listed(parts[:1])} to {listed(parts[-1:])} are model-parallel: each holds a slice "
-            "of every tensor. Open them one by one, or convert them to a single file first"
-        )
+        text = f"{len(parts)} files {listed(parts[:1])} to {listed(parts[-1:])} are model-parallel"
+        advice = "each holds a slice of every tensor. Open them one by one, or convert them to a single file first"
+        raise folder.unsupported(f"{text}: {advice}")
     return parts
 
 
@@ -559,8 +536,9 @@ def _zero_step(folder: _Folder) -> list[str]:
 
 
 def _zero(folder: _Folder) -> list[str]:
-    """Choose ZeRO's model states if the folder also has the optimizer's."""
-    return numbered.zero_models(folder.names) if any(map(numbered.ZERO_OPTIMIZER.fullmatch, folder.names)) else []
+    """Choose the first of ZeRO's model states if the folder also has the optimizer's."""
+    complete = any(map(numbered.ZERO_OPTIMIZER.fullmatch, folder.names))
+    return numbered.zero_models(folder.names)[:1] if complete else []
 
 
 def _gguf(folder: _Folder) -> list[str]:
@@ -635,30 +613,27 @@ def _by_row(row: Format, folder: _Folder) -> list[str]:
 
 
 _TORCH = ("torch zip", "torch legacy")
-# Formats to look for if the caller names none.
-_USUAL_FORMATS = ("safetensors", "torch zip", "dcp", "deepspeed", "fsdp", "orbax", "gguf", "keras", "pickle")
-
 # The first row that chooses files wins.
 # fmt: off
 LAYOUTS = (
-    FolderLayout(("dcp",), "shard-*-model-*.safetensors", _dcp_shards, partial(_open_training, format="dcp")),
-    FolderLayout(("safetensors", *_TORCH), "*.safetensors, pytorch_model*.bin",
-                 lambda folder: _whole(folder, Location(folder.files, folder.path)), _open_files),
-    FolderLayout(_TORCH, "consolidated.*.pth", _consolidated, _open_files),
-    FolderLayout(("dcp",), "*.distcp", lambda folder: folder.ending(DCP_SUFFIX) and (
-                 in_order(numbered.DCP_RANK, folder.names, 1)[:1] or [numbered.DCP_METADATA]), _open_files),
+    FolderLayout((DCP,), "shard-*-model-*.safetensors", _dcp_shards, partial(_open_files, format=DCP)),
+    FolderLayout((SAFETENSORS, *_TORCH), "*.safetensors, pytorch_model*.bin",
+                 lambda folder: _whole(folder, Location(folder.files, folder.path))),
+    FolderLayout(_TORCH, "consolidated.*.pth", _consolidated),
+    FolderLayout((DCP,), "*.distcp", lambda folder: folder.ending(DCP_SUFFIX) and (
+                 in_order(numbered.DCP_RANK, folder.names, 1)[:1] or [numbered.DCP_METADATA])),
     FolderLayout(("deepspeed",), "latest", _zero_step, partial(_open_step, config=True)),
-    FolderLayout(("deepspeed",), "*_model_states.pt", _zero, partial(_open_training, format="deepspeed")),
-    FolderLayout(("fsdp",), "model_world_size_*.pt", lambda folder: in_order(numbered.FSDP_RANK, folder.names, 1, 2),
-                 partial(_open_training, format="fsdp")),
+    FolderLayout(("deepspeed",), "*_model_states.pt", _zero, partial(_open_files, format="deepspeed")),
+    FolderLayout(("fsdp",), "model_world_size_*.pt", lambda folder: in_order(
+                 numbered.FSDP_RANK, folder.names, 1, 2)[:1], partial(_open_files, format="fsdp")),
     FolderLayout(("orbax",), ORBAX_METADATA, lambda folder: [ORBAX_METADATA] * (ORBAX_METADATA in folder.names),
-                 partial(_open_training, format="orbax")),
-    FolderLayout(("gguf",), "*.gguf", _gguf, _open_files),
-    FolderLayout(("keras",), "*.keras, *.h5", lambda folder: folder.only(
-                 folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(*_KERAS_SUFFIXES), "Keras files"), _open_files),
-    FolderLayout(("pickle",), "*.pdparams", _paddle, _open_files),
+                 partial(_open_files, format="orbax")),
+    FolderLayout((GGUF,), "*.gguf", _gguf),
+    FolderLayout((KERAS,), "*.keras, *.h5", lambda folder: folder.only(
+                 folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(*_KERAS_SUFFIXES), "Keras files")),
+    FolderLayout(("pickle",), "*.pdparams", _paddle),
     FolderLayout((), "*.nemo, *.llamafile",
-                 lambda folder: names if len(names := folder.ending(*_ARCHIVES)) == 1 else [], _open_files),
+                 lambda folder: names if len(names := folder.ending(*_ARCHIVES)) == 1 else []),
     FolderLayout(("orbax",), "STEP/_METADATA", _orbax_step, partial(_open_step, config=False)),
 )
 # fmt: on
@@ -722,16 +697,16 @@ def _shown(text: str) -> str:
     return clip(printable(text), _MAX_NAME)
 
 
-def _with_weights(path: str, folders: Sequence[str], files: Files) -> list[str]:
+def _with_weights(folder: _Folder) -> list[str]:
     """Return the subfolders with weights."""
-    listings = _listings(path, folders[: 32 if files.remote else 1000], files)
+    listings = _listings(folder.path, folder.folders[: 32 if folder.files.remote else 1000], folder.files)
     return [name for name, listing in listings if any(is_weight_file(text) for text, _ in listing)]
 
 
 def _no_weights(folder: _Folder, tried: Sequence[str]) -> str:
     """Return the message for a folder without supported weights: its kind, or its contents and the rows tried."""
-    path, names, folders, request, _ = folder
-    inner = _with_weights(path, folders, request.files)
+    path, names, folders, _ = folder
+    inner = _with_weights(folder)
     if _PIPELINE in names and inner:
         return f"this is a diffusers pipeline with weights in {listed(inner)}: open one of them"
     if path.rstrip("/").endswith(".mlpackage"):
@@ -772,19 +747,18 @@ def _adapter(config: str, files: Files) -> str:
     return f"{name} of {_shown(base)}" if isinstance(base, str) and base else name
 
 
-def _notes(folder: _Folder, used: set[str], shards: Opened | None = None) -> list[str]:
+def _notes(folder: _Folder, used: set[str], shards: Opened) -> list[str]:
     """Return the kind of an open folder, and its unused weight files."""
-    path, names, folders, request, _ = folder
+    names, files = folder.names, folder.request.files
     notes = []
     # A complete model can lie beside the configuration of an adapter.
     if _ADAPTER in names and (
         any(name.startswith("adapter") and name != _ADAPTER for name in used)
-        or (shards is not None and any(".lora_" in tensor for tensor in shards.places))
+        or any(".lora_" in tensor for tensor in shards.places)
     ):
-        notes.append(adapter_note(_adapter(request.files.join(path, _ADAPTER), request.files)))
+        notes.append(adapter_note(_adapter(files.join(folder.path, _ADAPTER), files)))
     if _PIPELINE in names:
-        inner = listed(_with_weights(path, folders, request.files)) or "no folder"
-        notes.append(f"a diffusers pipeline, with more weights in {inner}")
+        notes.append(f"a diffusers pipeline, with more weights in {listed(_with_weights(folder)) or 'no folder'}")
     unused = (name for name in names if name not in used and not name.startswith(numbered.TRAINING_STATE))
     skipped = [name for name in unused if is_weight_file(name)]
     if skipped:
@@ -792,123 +766,3 @@ def _notes(folder: _Folder, used: set[str], shards: Opened | None = None) -> lis
     if any(name.startswith("consolidated") for name in skipped):
         notes.append("consolidated files hold the same weights under their publisher's own names: open them by path")
     return notes
-
-
-# ---- models of ollama ----
-
-
-def open_ollama(url: str, recipe: Recipe, verify: Any) -> Opened:
-    """Open the layers of a model of ollama by their paths."""
-    from ..remote import ollama
-
-    model = ollama.find(url)
-    paths = list(dict.fromkeys(layer.path for layer in model.weights))
-    arguments = recipe.format, recipe.root, recipe.unknown_globals, recipe.stored
-    if model.format == registry.GGUF:
-        opened = open_paths(paths[0], *arguments, verify=verify)
-    else:
-        with closing(open_file(paths[0], recipe.options._replace(files=LOCAL)).file) as first:
-            if list(first.table.names) == ["data"] and model.weights[0].name != "data":
-                text = 'the layers of this model name every tensor "data", as ollama did at first'
-                raise error_about(UnsupportedError, f"{text}; pull or create the model again", path=url)
-        opened = open_paths(paths, *arguments, verify=verify)
-        schemes = ((file.table.metadata() or {}).get("quant_type") for file in opened.files)
-        scheme = None if recipe.stored else next((scheme for scheme in schemes if scheme is not None), None)
-        if scheme is not None:
-            opened.close()
-            text = f"ollama has quantized this model for MLX ({show(scheme)}), which safeload does not decode"
-            raise error_about(UnsupportedError, f"{text}; stored=True opens the codes", path=url)
-    return opened._replace(title=model.name.url, notes=[*opened.notes, *model.notes])
-
-
-# ---- the weights in an archive ----
-
-# Suffixes of files that are read with others, or that describe them.
-_READ_WITH_OTHERS = (".distcp", ".json")
-
-
-def open_members(
-    container: WeightFile, members: dict[str, tuple[int, int]], request: OpenRequest, *, kind: str
-) -> Opened:
-    """Open the weights in a container, an archive of files; ``kind`` names it in messages, with its article.
-
-    1. A container is not a format: the checkpoint has the format of its members. Containers in containers are refused.
-    2. The weights are the only weight file of its folder, or else the folder, opened like any other. Of the folders
-       with weights those nearest to the top count. If several remain, ``root=`` names one: the path of a file or folder
-       in the container.
-    3. Tensors that lie unpacked in members lie at a known place in the container, so the table is the container's own,
-       and its arrays are views like those of any file. What a member must join or unpack is a file beside it.
-    """
-    from ..remote.members import MemberFiles  # few files are archives
-
-    files = MemberFiles(container.store, container.path, members)
-    path, request = _choose(container, files, request._replace(files=files), kind)
-    if files.is_folder(path):
-        return _onto(container, open_folder(path, request), path)
-    return _onto(container, open_parts(open_file(path, request), request), path)
-
-
-def _choose(container: WeightFile, files: MemberFiles, request: OpenRequest, kind: str) -> tuple[str, OpenRequest]:
-    """Return the path of the weights, and the request for it."""
-    unsupported = partial(error_about, UnsupportedError, path=container.path)
-    inside = [(folder, name) for folder in files.folders for name, is_folder in files.listing(folder) if not is_folder]
-    root = None if request.root is None else request.root.removeprefix("./").rstrip("/")
-    if root and root in {files.join(*place) for place in inside}:
-        return root, request._replace(root=None)
-    if root and files.is_folder(root):
-        inside = [(folder, name) for folder, name in inside if f"{folder}/".startswith(f"{root}/")]
-        request = request._replace(root=None)
-    weights: dict[str, list[str]] = {}
-    for folder, name in inside:
-        if is_weight_file(name):
-            weights.setdefault(folder, []).append(name)
-    if not weights:
-        names_inside = listed([files.join(*place) for place in inside]) or "nothing"
-        raise unsupported(f"this is {kind} without weights: it holds {names_inside}")
-    depths = {folder: folder.count("/") + 1 if folder else 0 for folder in weights}
-    top = min(depths.values())
-    folder, *rest = nearest = [folder for folder, depth in depths.items() if depth == top]
-    if rest:
-        shown = listed([name or "." for name in nearest])
-        raise unsupported(f"weights in {len(nearest):,} folders: {shown}; choose one with root=")
-    names = weights[folder]
-    if len(names) == 1 and not names[0].endswith(_READ_WITH_OTHERS):
-        return files.join(folder, names[0]), request
-    is_set = [len(shards.files) for shards in sets_of(names)] == [len(names)]
-    if all(name.endswith(".gguf") for name in names) and not is_set:
-        shown = listed([files.join(folder, name) for name in names])
-        raise unsupported(f"it holds {len(names):,} GGUF files: {shown}; choose one with root=")
-    return folder, request
-
-
-def _onto(container: WeightFile, opened: Opened, path: str) -> Opened:
-    """Return members' tensors as those of their container."""
-    from ..remote.members import MemberStore
-
-    beside = [file for file in opened.files if not isinstance(file.store, MemberStore)]
-    if len(beside) > 1:
-        for file in beside:
-            file.close()
-        text = f"{len(beside):,} of its files must be unpacked: extract {printable(path) or 'them'} first"
-        raise error_about(UnsupportedError, text, path=container.path)
-    listings: list[Listing] = []
-    for name, (file, index) in opened.places.items():
-        if not isinstance(file.store, MemberStore):
-            continue
-        table = file.table  # the place of a member is in the container
-        if index in table.scales or index in table.packed:
-            raise FormatError("a member has scales before they were looked for", file.path)
-        begin, end = (byte + file.store.begin for byte in table.byte_range(index))
-        row, shape, strides = table.row(index), table.shape(index), table.strides.get(index)
-        listings.append(Listing(name, row, shape, begin, end, strides, big_endian=index in table.big_endian))
-    tables = [file.table for file in opened.files]
-    named = {name: harmless for table in tables for name, harmless in table.named_globals.items()}
-    container.table = ListedTable(listings, opened.metadata, named_globals=named)
-    container.table.unknown = {name: unknown for table in tables for name, unknown in table.unknown.items()}
-    container.table.ternary = {name: shape for table in tables for name, shape in table.ternary.items()}
-    for file in beside:
-        file.path = container.path
-        file.stand_for(container, unpacked=file.unpacked)
-    files = [container, *beside]
-    where = joined_places(files, opened.places) if beside else None
-    return opened._replace(title=container.path, files=files, where=where, index_file=None)

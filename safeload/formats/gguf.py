@@ -15,6 +15,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -285,12 +286,8 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
     if count == 1:
         paths = [file.path]
     elif name is None or (int(name[2]), int(name[3])) != (number + 1, count):
-        raise error_about(
-            UnsupportedError,
-            f"this is part {number + 1} of {count} of a split GGUF file; to find the other parts, its name must end in "
-            f"-{number + 1:05}-of-{count:05}.gguf",
-            path=file.path,
-        )
+        text = f"this is part {number + 1} of {count} of a split GGUF file; to find the other parts, its name must end"
+        raise error_about(UnsupportedError, f"{text} in -{number + 1:05}-of-{count:05}.gguf", path=file.path)
     else:
         paths = [files.join(folder, f"{name[1]}-{k + 1:05}-of-{count:05}{name[4]}") for k in range(count)]
     missing = [] if files.remote else [path for path in paths if not os.path.lexists(path)]
@@ -300,11 +297,8 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
         except FileNotFoundError as error:
             missing = [error.filename]
     if missing:
-        shown = ", ".join(show(files.split(path)[1])[1:-1] for path in missing[:5])
-        raise MissingShardError(
-            f"{len(missing):,} of {count:,} parts are missing: {shown}{', ...' if len(missing) > 5 else ''}",
-            file.path,
-        )
+        shown = ", ".join(show(files.split(path)[1])[1:-1] for path in missing[:5]) + ", ..." * (len(missing) > 5)
+        raise MissingShardError(f"{len(missing):,} of {count:,} parts are missing: {shown}", file.path)
     total = _value(parts[0], _TENSORS)
     for k, part in enumerate(parts):
         for key, expected in ((_NUMBER, k), (_COUNT, count), (_TENSORS, total)):
@@ -416,22 +410,21 @@ def _plan(name: Any, value: Any, metadata: Mapping[str, Any]) -> tuple[bytes, Ar
                 advice = 'pass dtype="float16"'
     else:
         raise not_an_array(tensor_named(name), value, "a NumPy array or a QuantizedTensor")
+    error = partial(error_about, tensor=name)
     if advice:
-        text = f"is {label}, which GGUF does not support: {advice}"
-        raise error_about(UnsupportedError, text, tensor=name)
+        raise error(UnsupportedError, f"is {label}, which GGUF does not support: {advice}")
     raw, shape = encode(name, "tensor name", tensor=name), value.shape
     if b"\0" in raw:
         raise SafeloadError(f"tensor name {show(name)} contains NUL, where ggml would truncate it", tensor=name)
     if len(raw) > MAX_NAME:
-        text = f"has a name of {len(raw)} bytes, but ggml reads at most {MAX_NAME}"
-        raise error_about(SafeloadError, text, tensor=name)
+        raise error(SafeloadError, f"has a name of {len(raw)} bytes, but ggml reads at most {MAX_NAME}")
     if len(shape) > MAX_DIMS:
         from ..models.family import gguf_architectures  # only tensors of 5 axes need the table
 
         architecture = metadata.get(ARCHITECTURE)
         if not isinstance(architecture, str) or architecture in gguf_architectures():
             text = f"has {len(shape)} dims, but ggml reads at most {MAX_DIMS}"
-            raise error_about(SafeloadError, f"{text}, except in image and video models for ComfyUI", tensor=name)
+            raise error(SafeloadError, f"{text}, except in image and video models for ComfyUI")
     dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return _U64.pack(len(raw)) + raw + dims + _U32.pack(number), data
 

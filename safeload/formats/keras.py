@@ -85,8 +85,8 @@ from ..core.text import error_about, show
 from ..core.weight_file import WeightFile
 from ..core.zip import STORED, Archive, FileStream, unpacked
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
+from .archives import open_members
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
-from .folder import open_members
 
 # Largest chunk in memory, and largest ratio of deflate.
 MAX_CHUNK = 1 << 30
@@ -110,16 +110,12 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     for full, name in names.items():
         dataset = structure.datasets[paths[full]]
         if isinstance(dataset, Unknown):
-            label, shape, reason, is_tensor, _ = dataset
-            direct.append(unreadable(name, label, shape, reason, is_tensor=is_tensor))
+            direct.append(unreadable(name, *dataset[:3], is_tensor=dataset.is_tensor))
         elif dataset.begin is not None:
             end = dataset.begin + dataset.nbytes
             direct.append(Listing(name, dataset.row, dataset.shape, dataset.begin, end, big_endian=dataset.swap > 1))
         else:
-            try:
-                boxed[name] = _boxed(name, dataset, file)
-            except UnsupportedError as error:
-                direct.append(unreadable(name, dataset.row.name, dataset.shape, str(error)))
+            boxed[name] = _boxed(name, dataset, file)
     # Attributes of the root, or of ``model_weights``; objects in JSON are parsed.
     texts = {**structure.attributes.get(("model_weights",), {}), **structure.attributes.get((), {})}
     metadata: dict[str, Any] = {key: texts[key] for key in _METADATA if key in texts}
@@ -141,7 +137,6 @@ def _boxed(name: str, dataset: Dataset, file: WeightFile) -> BoxedListing:
     if nbytes > MAX_CHUNK:
         text = f": its chunks have {nbytes:,} bytes, the limit is {MAX_CHUNK:,}"
         raise error_about(LimitError, text, path=file.path, tensor=name)
-    cut = any(n % count for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
     strides = c_strides(dataset.chunk_shape, dataset.itemsize)
     boxes: list[Box] = []
     for chunk in dataset.chunks:
@@ -151,8 +146,6 @@ def _boxed(name: str, dataset: Dataset, file: WeightFile) -> BoxedListing:
                 text = f": {chunk.size:,} bytes cannot inflate to a chunk of {nbytes:,}"
         elif chunk.size != expected:
             text = f": the chunk at {list(chunk.offsets)} has {chunk.size:,} bytes, expected {expected:,}"
-        elif cut and chunk.filters == (SHUFFLE,):
-            raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")
         if text:
             raise error_about(FormatError, text, path=file.path, offset=chunk.begin, tensor=name)
         sizes = tuple(min(c, n - o) for c, n, o in zip(dataset.chunk_shape, dataset.shape, chunk.offsets, strict=True))
@@ -205,11 +198,7 @@ def _unpacked_chunk(file: WeightFile, name: str, dataset: Dataset, chunk: FileCh
 
 def fletcher32(content: Array) -> int:
     """Return HDF5's checksum: two sums of big-endian 16-bit words modulo 65535; 0 only if all bits are 0."""
-    words = np.zeros(-(-len(content) // 2), np.uint64)
-    even = content[: len(content) // 2 * 2].reshape(-1, 2)
-    words[: len(even)] = (even[:, 0].astype(np.uint64) << np.uint64(8)) | even[:, 1]
-    if len(content) % 2:
-        words[-1] = np.uint64(int(content[-1]) << 8)
+    words = np.append(content, np.zeros(len(content) % 2, np.uint8)).view(">u2").astype(np.uint64)
     if not words.any():
         return 0
     places = np.arange(len(words), 0, -1, dtype=np.uint64) % np.uint64(65535)
@@ -299,7 +288,7 @@ _TITLES = {
     "OPAQUE": "opaque data",
 }
 _LISTS = ("layer_names", "weight_names")
-_GROUP_TEXTS = frozenset((*_LISTS, "keras_version", "backend", "model_config", "training_config"))
+_GROUP_TEXTS = frozenset((*_LISTS, *_METADATA))
 _MARK = frozenset(("dtype",))
 
 
@@ -569,6 +558,9 @@ class Structure:
                 text = f"{show('/'.join(path))} has a chunk at {list(chunk.offsets)}, not at a multiple of its shape"
                 raise FormatError(text, self._path)
             self._take(path, chunk.begin, chunk.size)
+        cut = any(n % count for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
+        if cut and any(chunk.filters == (SHUFFLE,) for chunk in inside):
+            raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")
         dataset.chunks = inside
 
     def _take(self, path: tuple[str, ...], begin: int, size: int) -> None:

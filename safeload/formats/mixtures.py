@@ -180,10 +180,8 @@ def parse(name: object) -> str:
     if is_known(lower):
         return _by_name()[lower]
     close = nearest(lower, file_types())
-    raise ValueError(
-        f"unknown file type {show(name)}"
-        + (f": did you mean {close[0]!r}?" if close else f", expected one of {', '.join(file_types())}")
-    )
+    advice = f": did you mean {close[0]!r}?" if close else f", expected one of {', '.join(file_types())}"
+    raise ValueError(f"unknown file type {show(name)}{advice}")
 
 
 def sort_key(name: str) -> tuple[int, bytes]:
@@ -385,9 +383,8 @@ def checked(path: str, vectors: Mapping[str, Array], datasets: tuple[str, ...], 
         bad = ~(np.isfinite(vector) & (vector >= 0))
         if bad.any():
             at = int(np.argmax(bad))
-            raise FormatError(
-                f"importance of {show(name)} is {vector[at]} at {at}, expected a finite number >= 0", path
-            )
+            text = f"importance of {show(name)} is {vector[at]} at {at}, expected a finite number >= 0"
+            raise FormatError(text, path)
     return ImportanceMatrix(path, vectors, datasets, chunks)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import chain, pairwise
 from math import isqrt
 from typing import NamedTuple, TypeAlias
 
@@ -177,8 +177,8 @@ def _body(data: bytes, magic: int, path: str, offset: int) -> _Fields:
     return _Fields(body, path, offset)
 
 
-def _root(manifest: bytes, path: str) -> _Node | None:
-    """Return the root of the latest version; None if its tree is empty."""
+def _roots(manifest: bytes, path: str) -> list[_Node]:
+    """Return the root of the latest version; none if its tree is empty."""
     fields = _body(manifest, _MANIFEST, path, 0)
     fields.take(16)
     kind = fields.number()
@@ -201,8 +201,8 @@ def _root(manifest: bytes, path: str) -> _Node | None:
     if any(later <= earlier for earlier, later in pairwise(generations)):
         raise fields.error("the generations of versions must ascend")
     if offsets[-1] == lengths[-1] == _NOTHING:
-        return None
-    return _file(files, numbers[-1], fields), offsets[-1], lengths[-1], heights[-1], b""
+        return []
+    return [(_file(files, numbers[-1], fields), offsets[-1], lengths[-1], heights[-1], b"")]
 
 
 def _file(files: Sequence[_File], number: int, fields: _Fields) -> _File:
@@ -218,8 +218,7 @@ def read_tree(
     manifest: bytes, path: str, read: Callable[[str, int, int], bytes], shown: Callable[[str], str]
 ) -> dict[str, Value]:
     """Return the values of the latest version by key; ``read`` can return fewer bytes at a data file's end."""
-    root = _root(manifest, path)
-    waiting = [] if root is None else [root]
+    waiting = _roots(manifest, path)
     values: dict[str, Value] = {}
     last: bytes | None = None
     nodes = keys = rows = paths = 0
@@ -245,10 +244,8 @@ def read_tree(
         if not count:
             raise fields.error("a node has no keys")
         if rows > MAX_KEYS or paths > MAX_KEY_BYTES:
-            text = (
-                f"{path}: the nodes name more than {MAX_KEYS:,} data files, or {MAX_KEY_BYTES:,} bytes in their paths"
-            )
-            raise LimitError(text, path=path)
+            text = f"the nodes name more than {MAX_KEYS:,} data files, or {MAX_KEY_BYTES:,} bytes in their paths"
+            raise LimitError(f"{path}: {text}", path=path)
         fits = len(values) + len(waiting) + count <= MAX_KEYS
         prefixes, rests = (fields.numbers(count - 1), fields.numbers(count)) if fits else ([], [])
         keys += sum(prefixes) + sum(rests) + count * len(prefix)
@@ -315,14 +312,13 @@ _FEW = 2_048
 _ALL = 0xFFFFFFFF
 
 
-def _step(value: int, _: object) -> int:
-    return value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-
-
 @cache
 def _table() -> Array:
     """The remainder of each byte."""
-    return np.array([list(accumulate(repeat(None, 8), _step, initial=byte))[-1] for byte in range(256)], np.uint32)
+    table: Array = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = table >> np.uint32(1) ^ (table & np.uint32(1)) * np.uint32(_POLYNOMIAL)
+    return table
 
 
 def crc32c(data: bytes | bytearray | memoryview | Array) -> int:

@@ -50,7 +50,7 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, array_fits
-from ..core.registry import Candidate, Content, OpenRequest, place_beside
+from ..core.registry import MAX_RANK, Candidate, Content, OpenRequest, place_beside
 from ..core.table import ListedTable, Listing, unreadable
 from ..core.text import error_about, plural, show
 from ..core.weight_file import ByteReader, WeightFile, open_without_table
@@ -97,8 +97,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 MAX_DEPTH = 32
 # Maximum number of tensors; the largest real models have some ten thousand.
 MAX_TENSORS = 1_000_000
-# Axes of a tensor, as in numpy 2.
-MAX_RANK = 64
 # Fields with numbers of all tensors: one for each tensor if they are packed, as ONNX prescribes, else one for a number.
 MAX_PIECES = 1 << 18
 # Attributes of a node, and graphs in an attribute; real nodes have some ten.
@@ -319,9 +317,8 @@ class OnnxModel(ByteReader):
         pair: dict[int, Any] = {}
         for field in self.fields(message, what):
             if field.number in (1, 2):
-                pair[field.number] = (
-                    _signed(field.value) if field.wire == VARINT else self.text(field, f"a text in {what}")
-                )
+                number = field.wire == VARINT
+                pair[field.number] = _signed(field.value) if number else self.text(field, f"a text in {what}")
         return pair.get(1), pair.get(2)
 
     # ---- graphs ----
@@ -455,10 +452,8 @@ class OnnxModel(ByteReader):
             file, listing = self._listed(tensor, type_)
         except UnsupportedError as error:
             label = f"data type {tensor.data_type}" if type_ is None else type_.name
-            is_tensor, is_missing = type_ is None or bool(type_.code), tensor.file in self._missing
-            listing = unreadable(
-                tensor.name, label, tensor.dims, str(error), is_tensor=is_tensor, is_missing=is_missing
-            )
+            kind = {"is_tensor": type_ is None or bool(type_.code), "is_missing": tensor.file in self._missing}
+            listing = unreadable(tensor.name, label, tensor.dims, str(error), **kind)
         if isinstance(listing, Listing):
             self.listings.setdefault(file, []).append(listing)
         else:
@@ -550,9 +545,8 @@ class OnnxModel(ByteReader):
         """Open a file of external data, which must be in the model's folder or below."""
         path = place_beside(self.file, location)
         if path is None:
-            raise self.fault(
-                f": its location must be a file in the model's folder, got {show(location)}", tensor.at, tensor.name
-            )
+            text = f": its location must be a file in the model's folder, got {show(location)}"
+            raise self.fault(text, tensor.at, tensor.name)
         if len(self.external) + len(self._missing) == MAX_FILES:
             raise self.fault(f": external data in more than {MAX_FILES:,} files", tensor.at, tensor.name)
         try:

@@ -114,20 +114,17 @@ class _OpenFolder(DataFolder):
                 store.settle()
         return self.opened[name]
 
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        """Return a range of a file, fewer bytes at its end."""
-        return read_at(self.stored(name).store, offset, length)
-
     def content(self, key: str, value: Value) -> bytes:
         """Return a value as a whole: the metadata of an array, or a small chunk."""
         if not value.file:
             return value.inline
+        store, _, _, path = self.stored(value.file)
         if value.length > MAX_ARRAY_METADATA:
-            raise FormatError(f"the value of {show(key)} has {value.length:,} bytes", self.path_of(value.file))
-        content = self.read(value.file, value.offset, value.length)
+            raise FormatError(f"the value of {show(key)} has {value.length:,} bytes", path)
+        content = read_at(store, value.offset, value.length)
         if len(content) < value.length:
             text = f"the value of {show(key)} reaches beyond the end of the file; is it cut off?"
-            raise FormatError(text, self.path_of(value.file), value.offset)
+            raise FormatError(text, path, value.offset)
         return content
 
 
@@ -144,7 +141,7 @@ def _read(folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) ->
     version = 3 if metadata.get(_ZARR3) else 2
     described = dict(zip(arrays, _described(folder, arrays, version, values if ocdbt else None), strict=True))
     readable = {name: array for name, array in described.items() if isinstance(array, ZarrArray)}
-    finder = ChunkFinder(values, folder.opened, folder.shown, filled=not metadata.get(_COMPLETE))
+    finder = ChunkFinder(folder, values, filled=not metadata.get(_COMPLETE))
     places = {name: finder.find(array) for name, array in readable.items()}
     needed = {value.file for chunks in places.values() for _, value in chunks if value.file}
     folder.files.each(folder.stored, sorted(needed - folder.opened.keys()))
@@ -224,8 +221,8 @@ def _rest(folder: _OpenFolder, leaves: Mapping[str, _Leaf], root: str | None, no
     strings = read_json(folder.join(_STRINGS), _STRINGS, folder.files) if texts else {}
     for name in sorted(texts):
         if type(strings.get(name)) is not str:
-            text = f"{_STRINGS} must have the text {show(name)}, got {show(strings.get(name))[:100]}"
-            raise FormatError(text, folder.shown)
+            value = show(strings.get(name))[:100]
+            raise folder.error(FormatError, f"{_STRINGS} must have the text {show(name)}, got {value}")
     known = {name: leaf for name, leaf in leaves.items() if name in texts or leaf.kind in _EMPTY}
     unknown = [name for name in leaves if name not in known]
     notes += _note(unknown, "left out, because only the program that wrote it knows its type")
@@ -256,13 +253,14 @@ def _database(folder: _OpenFolder, notes: list[str]) -> Mapping[str, Value]:
         parts = [name for name, is_folder in folder.files.listing(folder.path) if is_folder and _PART.fullmatch(name)]
         if not parts:
             text = f"there is no {MANIFEST}, although the metadata says use_ocdbt; was the checkpoint finished?"
-            raise FormatError(text, folder.shown)
+            raise folder.error(FormatError, text)
         values = {}
         for part in parts:
             for key, value in _values(folder, f"{part}/").items():
                 other = values.setdefault(key, value)
                 if other is not value and folder.content(key, other) != folder.content(key, value):
-                    raise FormatError(f"two processes have stored {show(key)}, and their values differ", folder.shown)
+                    text = f"two processes have stored {show(key)}, and their values differ"
+                    raise folder.error(FormatError, text)
         notes.append(f"{MANIFEST} is missing: joined the databases of {len(parts):,} processes")
     for store in folder.stores.values():
         if isinstance(store, RemoteStore):
@@ -272,16 +270,15 @@ def _database(folder: _OpenFolder, notes: list[str]) -> Mapping[str, Value]:
 
 def _values(folder: _OpenFolder, part: str) -> dict[str, Value]:
     """Return the values of the database in the folder ``part``: a path that ends with a slash, or an empty one."""
-    manifest = folder.stored(part + MANIFEST)
-    if manifest.length > MAX_MANIFEST:
-        text = f"the manifest has {manifest.length:,} bytes, more than {MAX_MANIFEST:,}"
-        raise error_about(LimitError, text, path=manifest.path)
-
-    def read(name: str, offset: int, length: int) -> bytes:
-        return folder.read(part + name, offset, length)
-
-    content = read_at(manifest.store, 0, manifest.length)
-    values = read_tree(content, manifest.path, read, lambda name: folder.path_of(part + name))
+    store, _, length, path = folder.stored(part + MANIFEST)
+    if length > MAX_MANIFEST:
+        text = f"the manifest has {length:,} bytes, more than {MAX_MANIFEST:,}"
+        raise error_about(LimitError, text, path=path)
+    values = read_tree(
+        read_at(store, 0, length), path,
+        lambda name, offset, length: read_at(folder.stored(part + name).store, offset, length),
+        lambda name: folder.path_of(part + name),
+    )  # fmt: skip
     if not part:
         return values
     return {key: value._replace(file=part + value.file if value.file else "") for key, value in values.items()}
@@ -291,8 +288,7 @@ def _paths(folder: _OpenFolder, arrays: Sequence[str]) -> dict[str, Value]:
     """Return the files of arrays in folders, by their paths."""
     for name in arrays:
         if not all(map(is_bare, name.split("/"))):
-            text = "cannot be the name of a folder in the checkpoint"
-            raise error_about(FormatError, text, path=folder.shown, tensor=name)
+            raise folder.error(FormatError, "cannot be the name of a folder in the checkpoint", name)
     listed = 0
 
     def files_of(name: str) -> list[str]:
@@ -304,7 +300,7 @@ def _paths(folder: _OpenFolder, arrays: Sequence[str]) -> dict[str, Value]:
             inner, depth = folders.pop()
             listed += 1
             if listed > MAX_FOLDERS:
-                raise error_about(LimitError, f"its chunks are in more than {MAX_FOLDERS:,} folders", path=folder.shown)
+                raise folder.error(LimitError, f"its chunks are in more than {MAX_FOLDERS:,} folders")
             try:
                 listing = folder.files.listing(folder.join(inner))
             except (FileNotFoundError, NotADirectoryError):
@@ -339,12 +335,11 @@ def _described(
         )
     missing = next((name for name, key in zip(arrays, keys, strict=True) if key not in values), None)
     if missing is not None:
-        text = f"is not in {MANIFEST}, although {ORBAX_METADATA} lists it"
-        raise error_about(FormatError, text, path=folder.shown, tensor=missing)
+        raise folder.error(FormatError, f"is not in {MANIFEST}, although {ORBAX_METADATA} lists it", missing)
     total = sum(values[key].length for key in keys)
     if total > MAX_JSON:
         text = f"the metadata of its arrays has {total:,} bytes, but the limit is {MAX_JSON:,}"
-        raise error_about(LimitError, text, path=folder.shown)
+        raise folder.error(LimitError, text)
     places: dict[str, list[tuple[int, int]]] = {}  # fetched in a few requests
     for value in map(values.__getitem__, keys):
         if value.file and value.length <= MAX_ARRAY_METADATA:
@@ -712,12 +707,9 @@ def _content(stored: StoredBytes, array: ZarrArray) -> Array:
 class ChunkFinder:
     """Finds the chunks of all tensors of a checkpoint."""
 
-    def __init__(
-        self, values: Mapping[str, Value], files: Mapping[str, StoredBytes], path: str, *, filled: bool
-    ) -> None:
+    def __init__(self, folder: _OpenFolder, values: Mapping[str, Value], *, filled: bool) -> None:
+        self._folder = folder
         self._values = values  # by key
-        self._files = files  # open
-        self._path = path
         self._filled = filled  # True if chunks that are not stored have the fill value
         self._frames = KeptFrames()
         self._in_shards = 0
@@ -742,7 +734,7 @@ class ChunkFinder:
             counts = tuple(array.counts)
             first = next((k for k, index in enumerate(indices) if index != index_of(k, counts)), len(indices))
             text = f": its chunk {array.key(index_of(first, counts))} is missing; was the checkpoint copied as a whole?"
-            raise error_about(FormatError, text, path=self._path, tensor=array.name)
+            raise self._folder.error(FormatError, text, array.name)
         places: list[tuple[tuple[int, ...], Value]] = []
         stored = 0
         for index in indices:
@@ -772,13 +764,13 @@ class ChunkFinder:
         tensor_bytes = prod(array.shape) * array.itemsize
         if tensor_bytes and nbytes > 4 * tensor_bytes + MAX_PADDING:
             text = f": chunks of {nbytes:,} bytes are mostly padding of its {tensor_bytes:,} bytes"
-            raise error_about(LimitError, text, path=self._path, tensor=array.name)
+            raise self._folder.error(LimitError, text, array.name)
         inner = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunk, strict=True)]
         divided = next((axis for axis, count in enumerate(inner) if count > 1), len(inner))
         if nbytes > _STREAMED and prod(inner[divided + 1 :]) <= _BESIDE:
             array.frames = self._frames
         if self._filled and array.sharded:
-            array.fill = array.missing_element(self._path)
+            array.fill = array.missing_element(self._folder.shown)
         boxes: list[Box] = []
         for offsets, value in places:
             stored = self._stored(value)
@@ -788,24 +780,24 @@ class ChunkFinder:
                 sizes = array.inside(array.chunk, offsets)
                 self._claim(array, stored, nbytes)
                 boxes.append(Box(offsets, sizes, locate=partial(_locate, stored, array, sizes)))
-        fill = None if len(places) == prod(array.counts) else array.missing_element(self._path)
+        fill = None if len(places) == prod(array.counts) else array.missing_element(self._folder.shown)
         return BoxedListing(array.row, array.shape, boxes, fill=fill)
 
     def check_claims(self) -> None:
         """Refuse chunks that share bytes, and fill values that stand for far more than the files hold."""
         for file, used in self._used.items():
-            data = self._files[file]
+            data = self._folder.opened[file]
             if used > data.length:
                 text = f"its chunks have {used:,} bytes, but it has {data.length:,}: chunks overlap in the file"
                 raise FormatError(text, data.path)
         if self._claimed > MAX_FILLED + MAX_RATIO * self._provided:
             text = f"chunks that are not stored stand for {self._claimed:,} bytes, but all others have only "
-            raise error_about(LimitError, f"{text}{self._provided:,} bytes", path=self._path)
+            raise self._folder.error(LimitError, f"{text}{self._provided:,} bytes")
 
     def _stored(self, value: Value) -> StoredBytes:
         if not value.file:
-            return StoredBytes(Unpacked(value.inline), 0, value.length, self._path)
-        data = self._files[value.file]
+            return StoredBytes(Unpacked(value.inline), 0, value.length, self._folder.shown)
+        data = self._folder.opened[value.file]
         length = data.length if value.length == WHOLE_FILE else value.length
         end = value.offset + length
         if end > data.length:
@@ -832,7 +824,7 @@ class ChunkFinder:
         self._in_shards += count
         if self._in_shards > MAX_IN_SHARDS:
             text = f": with it the shards have more than {MAX_IN_SHARDS:,} chunks"
-            raise error_about(LimitError, text, path=self._path, tensor=array.name)
+            raise self._folder.error(LimitError, text, array.name)
         shard_index = cache(partial(_read_index, stored, size, array))
         inside = 0
         for number, index in enumerate(product(*map(range, counts))):

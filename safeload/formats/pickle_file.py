@@ -80,20 +80,13 @@ def _read_tables(file: WeightFile, request: OpenRequest, begin: int) -> Content:
     if is_paddle:
         content = _adapt(pickled.value, content, whole=request.root is None)
     if not content.names:
-        raise error_about(
-            UnsupportedError,
-            f"this is a pickle that torch.save did not write (it holds {describe(pickled.value)}), without NumPy "
-            "arrays; only tensors and arrays can be read from pickles",
-            path=path,
-        )
+        kind = f"a pickle that torch.save did not write (it holds {describe(pickled.value)}), without NumPy arrays"
+        text = f"this is {kind}; only tensors and arrays can be read from pickles"
+        raise error_about(UnsupportedError, text, path=path)
     end = begin + pickled.size
     if end < file.size:
-        raise error_about(
-            UnsupportedError,
-            f"{file.size - end} bytes follow the pickle, which ends at byte {end}; files of several "
-            "pickles are not supported",
-            path=path,
-        )
+        text = f"{file.size - end} bytes follow the pickle, which ends at byte {end}"
+        raise error_about(UnsupportedError, f"{text}; files of several pickles are not supported", path=path)
     return content
 
 

@@ -48,7 +48,6 @@ import numpy as np
 from ..core import dtypes
 from ..core.arrays import Array, array_over
 from ..core.registry import Candidate, Content, OpenRequest
-from ..core.store import ByteStore
 from ..core.table import Listing
 from ..core.text import error_about, show
 from ..core.weight_file import WeightFile, open_without_table
@@ -165,7 +164,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         sizes, present = sorted({size for size, _ in numbers}), {rank for _, rank in numbers}
         if len(sizes) != 1:
             text = f"rank files of jobs with {' and '.join(map(str, sizes[:5]))} processes: keep those of one job"
-            raise error_about(UnsupportedError, text, path=folder.shown)
+            raise folder.error(UnsupportedError, text)
         missing = [rank for rank in range(min(sizes[0], len(names) + 1)) if rank not in present]
         if missing or len(names) != sizes[0]:
             first = missing[0] if missing else max(present)
@@ -179,7 +178,6 @@ def _join(
 ) -> tuple[dict[str, BoxedListing], Mapping[str, Any] | None]:
     """Return the tensors of all processes, and all other values of the first."""
     tensors: dict[str, BoxedListing] = {}
-    boxes: dict[str, list[Box]] = {}
     rest: dict[str, Any] = {}
     for number, rank in enumerate(ranks):
         names: set[str] = set()
@@ -196,11 +194,11 @@ def _join(
                 if parts > limit:  # each takes a byte at least, unless tensors share a list
                     text = f"with {show(name)} its tensors have more than {limit:,} parts"
                     raise error_about(LimitError, text, path=rank.file.path)
-                record = tensors.setdefault(name, listing._replace(boxes=boxes.setdefault(name, [])))
+                record = tensors.setdefault(name, listing._replace(boxes=[]))
                 if (record.row, record.shape) != (listing.row, listing.shape):
                     text = f"is {listing.row.code} {list(listing.shape)} here, but "
                     raise rank.fault(name, f"{text}{record.row.code} {list(record.shape)} in another file")
-                boxes[name] += listing.boxes
+                record.boxes.extend(listing.boxes)
     if root is not None and not tensors:
         raise error_about(TensorNotFoundError, f"no container {show(root)} with tensors", path=path)
     tree = Tree(rest, path, ranks[0].pickled.size)
@@ -262,9 +260,15 @@ def _state(value: Any) -> Mapping[Any, Any]:
     return dicts[0] if len(dicts) == 1 else ChainMap(*dicts)  # not copied: tensors can share a large state
 
 
+def _are_counts(value: Any, most: int | None = MAX_RANK) -> bool:
+    """Return True for up to ``most`` numbers of elements."""
+    known = isinstance(value, (tuple, list)) and (most is None or len(value) <= most)
+    known = known and {int}.issuperset(map(type, value))
+    return known and 0 <= min(value, default=0) <= max(value, default=0) < 1 << 62
+
+
 def _shape(value: Any, name: str, rank: RankFile) -> tuple[int, ...]:
-    valid = isinstance(value, (tuple, list)) and len(value) <= MAX_RANK
-    if not valid or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+    if not _are_counts(value):
         raise rank.fault(name, f": a shape or position must be up to {MAX_RANK} numbers, got {describe(value)}")
     return tuple(value)
 
@@ -357,20 +361,21 @@ def _ranks_of(names: Sequence[str]) -> list[int]:
     return [int(match[1] or 0) for match in matches if match is not None]
 
 
-# Consecutive elements of float32: the store, the first byte in it, the number of elements.
-_Piece: TypeAlias = tuple[ByteStore, int, int]
+# Consecutive elements of float32 and their number; shapes of parameters by name.
+_Piece: TypeAlias = tuple[Region, int]
+_Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
-def _take(vector: deque[_Piece], count: int) -> list[tuple[Region, int]]:
-    """Remove elements from the beginning of a vector in pieces, and return their places; fewer at its end."""
-    taken: list[tuple[Region, int]] = []
+def _take(vector: deque[_Piece], count: int) -> list[_Piece]:
+    """Remove elements from the beginning of a vector in pieces, and return these; fewer at its end."""
+    taken: list[_Piece] = []
     while count and vector:
-        store, begin, size = vector.popleft()
+        region, size = vector.popleft()
         part = min(count, size)
         if part:
-            taken.append((Region(store, begin), part))
+            taken.append((region, part))
         if part < size:
-            vector.appendleft((store, begin + part * 4, size - part))
+            vector.appendleft((region._replace(begin=region.begin + part * 4), size - part))
         count -= part
     return taken
 
@@ -383,10 +388,9 @@ class _Zero(RankFolder):
         parallel = [match[0] for match in matches if match is not None and int(match[2]) > 0]
         parallel += filter(_OTHER.fullmatch, self.names)
         if parallel:
-            raise self._unsupported(
-                f"{show(parallel[0])} comes from tensor, pipeline or expert parallelism, which safeload does not join; "
-                "convert the checkpoint to a universal one with DeepSpeed's ds_to_universal"
-            )
+            text = "comes from tensor, pipeline or expert parallelism, which safeload does not join"
+            advice = "convert the checkpoint to a universal one with DeepSpeed's ds_to_universal"
+            raise self.error(UnsupportedError, f"{show(parallel[0])} {text}; {advice}")
         self._models = zero_models(self.names)
         if not self._models:
             raise MissingShardError("there are no files of model states (*_model_states.pt)", self.shown)
@@ -395,21 +399,17 @@ class _Zero(RankFolder):
         self._model = self.open_rank(self._models[0])
         value = self._model.value
         if value.get("ds_autoep_layers") or value.get("autoep_layers"):
-            raise self._unsupported(
-                "has experts that DeepSpeed's AutoEP divides among processes, which safeload does not join"
-            )
+            text = "has experts that DeepSpeed's AutoEP divides among processes, which safeload does not join"
+            raise self.error(UnsupportedError, text)
         fields = self._model.field("module", dict)
-        module = {
-            name: tensor for name, tensor in fields.items() if type(name) is str and type(tensor) is PickledTensor
-        }
+        module = {name: item for name, item in fields.items() if type(name) is str and type(item) is PickledTensor}
         if root is None:
             tensors = self._masters(module)
         elif root != "module":
-            raise error_about(TensorNotFoundError, f"no container {show(root)}; containers: module", path=self.shown)
+            raise self.error(TensorNotFoundError, f"no container {show(root)}; containers: module")
         elif self._stage3:
-            raise self._unsupported(
-                'root="module": ZeRO 3 stores no 16-bit weights, only the partitions of the float32 weights'
-            )
+            text = 'root="module": ZeRO 3 stores no 16-bit weights, only the partitions of the float32 weights'
+            raise self.error(UnsupportedError, text)
         else:
             tensors = {name: self._whole(name, tensor) for name, tensor in module.items()}
         rest = {key: item for key, item in value.items() if key not in _WEIGHTS}
@@ -417,16 +417,13 @@ class _Zero(RankFolder):
             rest["module"] = {name: item for name, item in fields.items() if name not in module}
         return self.joined(tensors, Tree(rest, self._model.file.path, self._model.pickled.size).metadata())
 
-    def _unsupported(self, text: str) -> UnsupportedError:
-        return error_about(UnsupportedError, text, path=self.shown)
-
     def _whole(self, name: str, tensor: Any) -> BoxedListing:
         return self._model.whole(self._model.listing(name, tensor))
 
     def _masters(self, module: Mapping[str, Any]) -> dict[str, BoxedListing]:
         """Return buffers, frozen and trained weights, and aliases."""
         model, path = self._model, self._model.file.path
-        groups: list[dict[str, tuple[int, ...]]] = []
+        groups: list[_Shapes] = []
         trained: set[str] = set()
         for fields in model.field("param_shapes", (list, tuple)):
             shapes = self._shapes(fields)
@@ -456,13 +453,12 @@ class _Zero(RankFolder):
         tensors.update({alias: tensors[name] for alias, name in shared.items() if name in tensors})
         return tensors
 
-    def _shapes(self, shapes: Any) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, shapes: Any) -> _Shapes:
         """Return checked shapes by name."""
         if type(shapes) is not dict:
             raise FormatError(f"shapes must be a dict, got {describe(shapes)}", self._model.file.path)
         for name, shape in shapes.items():
-            valid = isinstance(shape, (tuple, list)) and len(shape) <= MAX_RANK
-            if type(name) is not str or not valid or any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape):
+            if type(name) is not str or not _are_counts(shape):
                 text = f"shape {describe(shape)} of parameter {describe(name)} is malformed"
                 raise FormatError(text, self._model.file.path)
         return {name: tuple(shape) for name, shape in shapes.items()}
@@ -475,7 +471,7 @@ class _Zero(RankFolder):
 
     # ---- trained parameters ----
 
-    def _trained(self, groups: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, BoxedListing]:
+    def _trained(self, groups: Sequence[_Shapes]) -> dict[str, BoxedListing]:
         ranks = [self.open_rank(name) for name in self._optimizers]
         if not ranks:
             raise MissingShardError("there are no files of optimizer states (*_optim_states.pt)", self.shown)
@@ -515,11 +511,7 @@ class _Zero(RankFolder):
         return tensors
 
     def _divide(
-        self,
-        tensors: dict[str, BoxedListing],
-        shapes: Mapping[str, tuple[int, ...]],
-        parts: Sequence[deque[_Piece]],
-        paddings: Sequence[int],
+        self, tensors: dict[str, BoxedListing], shapes: _Shapes, parts: Sequence[deque[_Piece]], paddings: Sequence[int]
     ) -> int:
         """Add parameters that follow each other, each divided among all parts; return the elements of a part."""
         at, shortest = 0, min(map(_length, parts))
@@ -528,8 +520,8 @@ class _Zero(RankFolder):
             share = -(-count // len(parts))
             if at + share > shortest:
                 text = f": its {share:,} elements at {at:,} reach beyond the partitions, which have {shortest:,}"
-                raise error_about(FormatError, text, path=self.shown, tensor=name)
-            pieces: list[tuple[Region, int]] = []
+                raise self.error(FormatError, text, name)
+            pieces: list[_Piece] = []
             for k, part in enumerate(parts):
                 size = max(0, min(share, count - k * share))
                 pieces += _take(part, size)
@@ -542,15 +534,14 @@ class _Zero(RankFolder):
         if paddings is None:
             return (0,) * count
         values: Any = paddings[group] if isinstance(paddings, (list, tuple)) and group < len(paddings) else None
-        valid = isinstance(values, (list, tuple)) and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
-        if not valid or len(values) != count:
+        if not _are_counts(values, most=None) or len(values) != count:
             text = f"param_alignment_paddings of group {group} must be {count} numbers, got {describe(values)}"
             raise FormatError(text, self.shown)
         return list(values)
 
     # ---- frozen parameters of ZeRO 3 ----
 
-    def _frozen_parts(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, BoxedListing]]:
+    def _frozen_parts(self, shapes: _Shapes) -> Iterator[tuple[str, BoxedListing]]:
         if not shapes:
             return
         processes = len(self._optimizers)
@@ -574,7 +565,7 @@ class _Zero(RankFolder):
 
 
 def _length(pieces: Iterable[_Piece]) -> int:
-    return sum(count for *_, count in pieces)
+    return sum(count for _, count in pieces)
 
 
 def _pieces(rank: RankFile, key: str, state: Any) -> list[_Piece]:
@@ -585,7 +576,7 @@ def _pieces(rank: RankFile, key: str, state: Any) -> list[_Piece]:
         listing = rank.listing(name, vector)
         if listing.row is not _F32 or len(listing.shape) != 1 or listing.strides is not None:
             raise rank.fault(name, f"must be a vector of F32, got {listing.row.code} {list(listing.shape)}")
-        pieces.append((rank.file.store, listing.begin, listing.shape[0]))
+        pieces.append((rank.stored(listing), listing.shape[0]))
     return pieces
 
 

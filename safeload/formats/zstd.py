@@ -18,7 +18,6 @@ from ..core.runtime import needed
 from ..core.store import ByteStore, Memory
 from ..core.text import error_about, show
 from ..errors import FormatError, LimitError
-from ..remote.remote_store import RemoteStore
 
 # Bytes that a byte of a frame can stand for: blocks of 128 KiB take at least 4 bytes.
 MAX_RATIO = 32_768
@@ -37,7 +36,7 @@ class _FrameBytes:
         self._store = store
         self._at = begin
         self._end = begin + size
-        self._step = _REMOTE_STEP if isinstance(store, RemoteStore) and not store.here else _STEP
+        self._step = _STEP if getattr(store, "here", True) else _REMOTE_STEP
         self._ahead = memoryview(b"")
 
     def read(self, size: int = -1) -> bytes:

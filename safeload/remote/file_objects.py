@@ -25,8 +25,7 @@ from ..core.store import WINDOW, ByteStore, LocalStore, of_descriptor
 from ..core.text import show
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls
-from .members import MemberStore
-from .remote_store import RemoteStore
+from .remote_store import MemberStore, RemoteStore
 
 # Modules of classes that seek by decompressing again from the beginning.
 _DECOMPRESSORS = frozenset(
@@ -169,10 +168,8 @@ class _FileObject:
     def refuse_end(self, end: int) -> None:
         """Refuse a position at the end of the file."""
         if self._start and self._start >= end:
-            raise FormatError(
-                f"nothing to read: its position, {self._start:,}, is at the end; call seek(0) first",
-                self.name,
-            )
+            text = f"nothing to read: its position, {self._start:,}, is at the end; call seek(0) first"
+            raise FormatError(text, self.name)
 
     def head(self, size: int) -> bytes | None:
         """Return the first bytes of an object that must be copied, or None if it is short or need not be copied."""

@@ -324,10 +324,8 @@ def _check_credentials(url: str, secrets: list[str]) -> None:
     chain = parsed(url)
     for link in chain:
         if link.scheme in _BUCKETS and (link.credentials is not None or link.hides_place):
-            raise UnsupportedError(
-                f"{urls.shown(url)}: {link.scheme}:// URLs cannot carry credentials: pass storage_options= or set "
-                "the environment variables of the store's own tools"
-            )
+            advice = "pass storage_options= or set the environment variables of the store's own tools"
+            raise UnsupportedError(f"{urls.shown(url)}: {link.scheme}:// URLs cannot carry credentials: {advice}")
     known = {*secrets, *secrets_of_urls(chain)}
     if len(known) > len(secrets):
         secrets[:] = sorted(known, key=len, reverse=True)

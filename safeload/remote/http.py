@@ -276,10 +276,9 @@ class HttpStore(RemoteStore):
         if status == 200:  # a server without range support
             window = whole_body(exchange, WHOLE, self.path)
             if window is None:
-                text = (
-                    "download the file, or open filecache::URL with storage_options={}, which lets fsspec download it"
-                )
-                raise Failure(UnsupportedError(f"{self.path}: this server does not support ranges: {text}"))
+                advice = "open filecache::URL with storage_options={}, which lets fsspec download it"
+                text = f"this server does not support ranges: download the file, or {advice}"
+                raise Failure(UnsupportedError(f"{self.path}: {text}"))
             total = len(window)
         elif status == 416 and total == 0:
             window = b""

@@ -512,30 +512,24 @@ class Client:
         manager = self._managers.get(key)
         if manager is None:
             with self._lock.own:  # reading certificates is slow, and so can be asking the system for proxies
-                manager = self._managers.get(key)
-                if manager is None:
-                    proxies = getproxies()
-                    proxy = proxies.get(url.scheme) or proxies.get("all")
-                    if not proxy or proxy_bypass(url.place):
-                        proxy = None
-                    elif "://" not in proxy:
-                        proxy = f"http://{proxy}"
-                    manager = self._managers[key] = self._make(url.scheme, proxy)
+                manager = self._managers.get(key) or self._managers.setdefault(key, self._make(url))
         return manager
 
-    def _make(self, scheme: str, proxy: str | None) -> Any:
-        options: dict[str, Any] = {"maxsize": _IDLE, "timeout": self._timeout}
+    def _make(self, url: WebUrl) -> Any:
+        proxies, options = getproxies(), dict[str, Any](maxsize=_IDLE, timeout=self._timeout)
+        proxy = proxies.get(url.scheme) or proxies.get("all") or ""
+        proxy = "" if not proxy or proxy_bypass(url.place) else proxy if "://" in proxy else f"http://{proxy}"
         via: WebUrl | None = None
-        pools, is_socks = POOLS, proxy is not None and proxy.startswith("socks")
-        if proxy is not None and not is_socks:
-            url = divided(proxy.replace("\\", "%5C"))  # on Windows the user may contain a backslash, after a domain
-            if url.scheme not in ("http", "https"):
-                raise UnsupportedError(f"proxies must use http, https or socks, got {url.scheme or 'no scheme'}")
+        pools, is_socks = POOLS, proxy.startswith("socks")
+        if proxy and not is_socks:
+            place = divided(proxy.replace("\\", "%5C"))  # on Windows the user may contain a backslash, after a domain
+            if place.scheme not in ("http", "https"):
+                raise UnsupportedError(f"proxies must use http, https or socks, got {place.scheme or 'no scheme'}")
             try:
-                via, credentials = web_url(url)
+                via, credentials = web_url(place)
             except UrlError as error:
-                raise UnsupportedError(f"the proxy {url.shown} cannot be used: {error}") from None
-        if scheme == "https" or (via is not None and via.scheme == "https"):
+                raise UnsupportedError(f"the proxy {place.shown} cannot be used: {error}") from None
+        if url.scheme == "https" or (via is not None and via.scheme == "https"):
             context = self._context = self._context or _context(self._verify)
             if context.sslsocket_class is ssl.SSLSocket:  # otherwise the caller's class is kept
                 context.sslsocket_class = SlicedTlsSocket

@@ -103,10 +103,9 @@ def place_of(url: str) -> HubPlace:
     """Parse a URL."""
     match = _URL.fullmatch(url)
     if match is None:
-        raise UnsupportedError(
-            f"{urls.shown(url)}: expected hf://owner/name[@revision][/path], hf://datasets/... or hf://spaces/...; "
-            "for a bucket pass safeload.remote.of_fsspec(huggingface_hub.HfFileSystem(), path)"
-        )
+        expected = "hf://owner/name[@revision][/path], hf://datasets/... or hf://spaces/..."
+        advice = "for a bucket pass safeload.remote.of_fsspec(huggingface_hub.HfFileSystem(), path)"
+        raise UnsupportedError(f"{urls.shown(url)}: expected {expected}; {advice}")
     kind = _KINDS[match["kind"] or "models"]
     revision = None if match["revision"] is None else unquote(match["revision"])
     if revision is not None and not {"", ".", ".."}.isdisjoint(revision.split("/")):  # another URL of the Hub
@@ -422,10 +421,8 @@ def _in_cache(place: HubPlace) -> Snapshot | None:
             return Snapshot(commit, {name: (tree or {}).get(name) for name in files})
     if offline is None:
         return None
-    raise UnsupportedError(
-        f"{place.shown}: {offline} is set, which forbids network access, and the cache of huggingface_hub has no files "
-        f"of {show(revision)} of this repository"
-    )
+    text = f"{offline} is set, which forbids network access, and the cache of huggingface_hub has no files of "
+    raise UnsupportedError(f"{place.shown}: {text}{show(revision)} of this repository")
 
 
 def _open_cached(place: HubPlace, commit: str, nbytes: int | None) -> LocalStore | None:

@@ -69,10 +69,8 @@ def path_of(value: Any) -> Location:
     if callable(getattr(value, "read_into", None)) and hasattr(value, "size"):
         name = path if isinstance(path, str) else type(value).__name__
         return Location(RemoteFiles(None, Single(value)), name if urls.is_url(name) else f"store://{name}")
-    raise TypeError(
-        "expected a path, URL, file object, fsspec path or store (size, version, read_into, close), got "
-        f"{type(value).__name__}"
-    )
+    expected = "a path, URL, file object, fsspec path or store (size, version, read_into, close)"
+    raise TypeError(f"expected {expected}, got {type(value).__name__}")
 
 
 class Single(Backend):
@@ -157,10 +155,8 @@ class Obstore(ObjectStore):
     def _check_process(self, shown: str) -> None:
         """Refuse a forked process: it lacks obstore's threads, and a read would wait forever."""
         if os.getpid() != self._process:
-            raise UnsupportedError(
-                f"{urls.shown(shown)}: obstore does not work in a forked process: start processes with spawn or "
-                "forkserver, and open the store there"
-            )
+            advice = "start processes with spawn or forkserver, and open the store there"
+            raise UnsupportedError(f"{urls.shown(shown)}: obstore does not work in a forked process: {advice}")
 
 
 def _version(meta: Mapping[str, Any], shown: str) -> tuple[int, str | None]:

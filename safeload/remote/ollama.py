@@ -18,12 +18,16 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..core.files import LOCAL
 from ..core.json_file import read_json
+from ..core.opening import open_paths
 from ..core.paths import folder_names
-from ..core.text import plural, show
+from ..core.registry import GGUF, SAFETENSORS, Opened, Recipe, open_file
+from ..core.text import error_about, plural, show
 from ..errors import FormatError, MissingShardError, UnsupportedError, missing_file
 from .url import shown
 
@@ -94,7 +98,7 @@ class OllamaModel(NamedTuple):
     @property
     def format(self) -> str:
         """The format that ollama gives the weights."""
-        return "gguf" if self.of(_MODEL) else "safetensors"
+        return GGUF if self.of(_MODEL) else SAFETENSORS
 
     @property
     def notes(self) -> list[str]:
@@ -115,9 +119,8 @@ def parse(url: str) -> OllamaName:
     parts = (rest if colon else text).split("/")
     names = [*parts, tag] if colon else [*parts, _LATEST]
     if len(parts) > 3 or not all(map(_COMPONENT.fullmatch, names)):
-        raise UnsupportedError(
-            f"{show(shown(url))}: expected ollama://[host/][namespace/]model[:tag], of letters, digits, '.', '_', '-'"
-        )
+        expected = "ollama://[host/][namespace/]model[:tag], of letters, digits, '.', '_', '-'"
+        raise UnsupportedError(f"{show(shown(url))}: expected {expected}")
     return OllamaName(*_DEFAULTS[: 3 - len(parts)], *names)
 
 
@@ -128,6 +131,28 @@ def folders() -> list[str]:
         return [configured]
     own = os.path.join(os.path.expanduser("~"), ".ollama", "models")
     return [own, *_SERVICES] if sys.platform.startswith("linux") else [own]
+
+
+def open_model(url: str, recipe: Recipe, verify: Any) -> Opened:
+    """Open the layers of a model by their paths."""
+    model = find(url)
+    paths = list(dict.fromkeys(layer.path for layer in model.weights))
+    arguments = recipe.format, recipe.root, recipe.unknown_globals, recipe.stored
+    if model.format == GGUF:
+        opened = open_paths(paths[0], *arguments, verify=verify)
+    else:
+        with closing(open_file(paths[0], recipe.options._replace(files=LOCAL)).file) as first:
+            if list(first.table.names) == ["data"] and model.weights[0].name != "data":
+                text = 'the layers of this model name every tensor "data", as ollama did at first'
+                raise error_about(UnsupportedError, f"{text}; pull or create the model again", path=url)
+        opened = open_paths(paths, *arguments, verify=verify)
+        schemes = ((file.table.metadata() or {}).get("quant_type") for file in opened.files)
+        scheme = None if recipe.stored else next((scheme for scheme in schemes if scheme is not None), None)
+        if scheme is not None:
+            opened.close()
+            text = f"ollama has quantized this model for MLX ({show(scheme)}), which safeload does not decode"
+            raise error_about(UnsupportedError, f"{text}; stored=True opens the codes", path=url)
+    return opened._replace(title=model.name.url, notes=[*opened.notes, *model.notes])
 
 
 def find(url: str) -> OllamaModel:

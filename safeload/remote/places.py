@@ -77,7 +77,5 @@ def _common(known: Files, files: Files) -> Files:
     """Return the files behind all paths of a list; local paths may be mixed with paths of a single store."""
     if known is LOCAL or files is LOCAL or known is files:
         return files if known is LOCAL else known
-    raise ValueError(
-        'the files of a list must be in one store: folder = safeload.remote.of_fsspec(fs, "models"), then '
-        '[folder / "a.safetensors", folder / "b.safetensors"]'
-    )
+    how = 'folder = safeload.remote.of_fsspec(fs, "models"), then [folder / "a.safetensors", folder / "b.safetensors"]'
+    raise ValueError(f"the files of a list must be in one store: {how}")

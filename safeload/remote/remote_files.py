@@ -89,9 +89,8 @@ class RemoteFiles(Files):
 
     def public_options(self) -> dict[str, Any] | None:
         if self._backend is not None and self._options is None:
-            raise UnsupportedError(
-                f"{self._backend!r} holds an open store: a plan cannot include it, and workers cannot open it"
-            )
+            text = "holds an open store: a plan cannot include it, and workers cannot open it"
+            raise UnsupportedError(f"{self._backend!r} {text}")
         return public_options(self._options)
 
 

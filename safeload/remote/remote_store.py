@@ -1,8 +1,9 @@
-"""Files in remote stores: backends, range reads, and small reads from cached windows."""
+"""Files in remote stores: backends, range reads, small reads from cached windows, and files inside of other files."""
 
 from __future__ import annotations
 
 import operator
+import os
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -10,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..core.forking import ProcessLock
-from ..core.store import WINDOW, ByteStore, Memory, Span
+from ..core.store import WINDOW, ByteStore, LocalStore, Memory, Span, compare, identity_of
 from ..core.text import error_about, show
-from ..core.thread_group import each, fill, left_behind
+from ..core.thread_group import each, fill, left_behind, read_spans
 from ..errors import FormatError, UnsupportedError
 from . import url as urls
 
@@ -284,3 +285,24 @@ class ForeignStore(RemoteStore):
     def close(self) -> None:
         super().close()
         self._store.close()
+
+
+class MemberStore(RemoteStore):
+    """The bytes of a member, which is a first byte and a size in a container; closing it leaves the container open."""
+
+    def __init__(self, container: ByteStore, member: tuple[int, int], path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.begin, self.size = member
+        self.version = (self.size, self.begin, *container.version[:2])
+        self.here = container.here if isinstance(container, RemoteStore) else True
+        self.container = container
+
+    def read_spans(self, spans: Sequence[Span]) -> None:
+        read_spans(self.container, [Span(self.begin + offset, memory) for offset, memory in spans])
+
+    def confirm(self) -> None:
+        if isinstance(self.container, RemoteStore):
+            self.container.confirm()
+        elif isinstance(self.container, LocalStore) and os.name != "nt":  # where its handle is no descriptor
+            compare(identity_of(self.container.use(os.fstat)), self.container.identity, self.path)

@@ -250,14 +250,13 @@ def web_url(url: Url) -> tuple[WebUrl, tuple[str, str] | None]:
 
 def split(url: str, literal: bool = False) -> tuple[str, str]:
     """Return the folder of a URL, without a final slash, and the last name in it; a query stays with the folder."""
-    chain, at = _chain(url)
-    link = chain[at]
-    if not literal and _is_escaped(chain, at):
+    before, link, after = _naming(url)
+    if not literal and _is_escaped(link, url):
         folder, _, name = link.path.rstrip("/").rpartition("/")
         decoded = _decoded(name)
-        return _chained(chain, at, replace(link, path=folder)), name if {"/", "\0"} & set(decoded) else decoded
+        return f"{before}{replace(link, path=folder).text}{after}", name if {"/", "\0"} & set(decoded) else decoded
     folder, _, name = f"{link.place or ''}{link.path}{link.tail}".rstrip("/").rpartition("/")
-    return _chained(chain, at, replace(link, place=folder, path="", query=None, fragment=None)), name
+    return f"{before}{replace(link, place=folder, path='', query=None, fragment=None).text}{after}", name
 
 
 def join(folder: str, name: str, literal: bool = False) -> str:
@@ -265,16 +264,15 @@ def join(folder: str, name: str, literal: bool = False) -> str:
 
     A query is kept, because it may be valid for a whole folder, like Azure's signatures.
     """
-    chain, at = _chain(folder)
-    link = chain[at]
-    if not literal and _is_escaped(chain, at):
+    before, link, after = _naming(folder)
+    if not literal and _is_escaped(link, folder):
         path = f"{link.path.rstrip('/')}/{_quoted(name, '')}"
-        return _chained(chain, at, replace(link, path=path, fragment=None))
+        return f"{before}{replace(link, path=path, fragment=None).text}{after}"
     if (version := _VERSIONED.get(link.scheme)) is not None and version.search(name):
         raise UrlError("the name ends in a version suffix, which this store would read as a version of another file")
     path = f"{link.path}{link.tail}".rstrip("/")
-    joined = _chained(chain, at, replace(link, path=f"{path}/{name}", query=None, fragment=None))
-    if len(links(joined)) != len(chain):
+    joined = f"{before}{replace(link, path=f'{path}/{name}', query=None, fragment=None).text}{after}"
+    if len(links(joined)) != len(links(folder)):
         raise UrlError("the name contains ::, which would start another link of a chained URL")
     return joined
 
@@ -367,20 +365,17 @@ def _decoded(path: str) -> str:
     return unquote(path, "utf-8", "surrogateescape")
 
 
-def _chain(url: str) -> tuple[list[Url], int]:
-    """Parse a chain, and find the first link that is not a cache: its path names the file."""
-    chain = [*parsed(url)]
+def _naming(url: str) -> tuple[str, Url, str]:
+    """Return the first link of a chain that is not a cache, whose path names the file, and what is before and after."""
+    chain = parsed(url)
     at = next((k for k, link in enumerate(chain) if (link.scheme or link.path) not in CACHES), len(chain) - 1)
-    return chain, at
+    before, after = ([link.text for link in part] for part in (chain[:at], chain[at + 1 :]))
+    return "::".join([*before, ""]), chain[at], "::".join(["", *after])
 
 
-def _is_escaped(chain: list[Url], at: int) -> bool:
+def _is_escaped(link: Url, url: str) -> bool:
     """Return whether the path is escaped: fsspec, which reads chains, treats only http and https paths as escaped."""
-    return chain[at].scheme in _WEB or (chain[at].scheme == "file" and len(chain) == 1)
-
-
-def _chained(chain: list[Url], at: int, link: Url) -> str:
-    return "::".join(part.text for part in (*chain[:at], link, *chain[at + 1 :]))
+    return link.scheme in _WEB or (link.scheme == "file" and len(links(url)) == 1)
 
 
 # ---- rules: schemes, chains and networks ----
@@ -412,16 +407,12 @@ def check_allowed(url: str, asked: bool) -> None:
     scheme = scheme_of(url)
     chained = len(links(url)) > 1
     if scheme == "ollama":  # `core.opening` resolves the names that callers pass themselves
-        raise UnsupportedError(
-            f"{shown(url)}: an ollama:// name stands alone: it leads to files of this machine, so it cannot be in a "
-            "list, a plan, an index or a destination"
-        )
+        text = "it leads to files of this machine, so it cannot be in a list, a plan, an index or a destination"
+        raise UnsupportedError(f"{shown(url)}: an ollama:// name stands alone: {text}")
     if not asked and (chained or scheme not in PLAIN):
         what = "a chain of URLs" if chained else f"the scheme {show(scheme)}"
-        raise UnsupportedError(
-            f"{shown(url)}: {what} needs storage_options= (which may be empty); without it, safeload opens only "
-            f"{', '.join(PLAIN)}"
-        )
+        text = f"{what} needs storage_options= (which may be empty); without it, safeload opens only {', '.join(PLAIN)}"
+        raise UnsupportedError(f"{shown(url)}: {text}")
     if chained or scheme != "hf":  # `hub.Hub` looks into the cache before it needs the network
         check_online(url)
 
@@ -449,10 +440,8 @@ def offline() -> str | None:
 def public(url: str) -> str:
     """Return a URL without secrets that still leads to its file."""
     if needs_query(url):
-        raise UnsupportedError(
-            f"{shown(url)}: the query of this URL may be a secret and must stay in this process: "
-            "it cannot go into a pickle, a plan or a journal"
-        )
+        text = "may be a secret and must stay in this process: it cannot go into a pickle, a plan or a journal"
+        raise UnsupportedError(f"{shown(url)}: the query of this URL {text}")
     if any(link.hides_place for link in parsed(url)):
         raise UnsupportedError(f"{shown(url)}: the @ of this path may end a password: escape it as %40")
     return shown(url)

@@ -192,5 +192,6 @@ def test_a_class_that_the_caller_has_given_its_context_is_kept():
     for cls in (Own, ssl.SSLSocket):
         context = client()
         context.sslsocket_class = cls
-        inside.http_client.Client({"ssl_context": context})._make("https", None).clear()
+        url = http_client.target_of("https://localhost", {}).url
+        inside.http_client.Client({"ssl_context": context})._make(url).clear()
         assert context.sslsocket_class is (Own if cls is Own else http_client.SlicedTlsSocket)

@@ -13,11 +13,11 @@ and arrays whose byte order differs from the rest of the file, are written to an
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from ...core import dtypes
 from ...core.arrays import MAX_ARRAY, array_fits, c_strides
-from ...core.registry import Content, OpenRequest
+from ...core.registry import MAX_RANK, Content, OpenRequest
 from ...core.runtime import paused
 from ...core.table import ListedTable, Listing, unreadable
 from ...core.text import error_about, plural, show
@@ -80,8 +80,6 @@ TENSORS = frozenset((PickledTensor, NumpyArray))
 
 # A step (key or index) and the value behind it.
 Link = tuple[Any, Any]
-# numpy 2 allows 64 axes (NPY_MAXDIMS), as does the C core (SL_MAX_RANK).
-MAX_RANK = 64
 # Maximum size in bytes of a tensor that exceeds its storage by repeating elements (stride 0). Real examples are masks
 # and positions of a few MiB. A converted or copied tensor takes its full size in memory.
 MAX_REPEATED = 1 << 32
@@ -93,7 +91,7 @@ STAND_INS = {row.itemsize: row for row in map(ALLOWED.__getitem__, ("torch.uint8
 # ---- names in nested containers ----
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class _Node:
     """Facts about a container."""
 
@@ -319,20 +317,18 @@ class Tree:
             yield "tensor", start
         if id(start) not in self._nodes:
             return
-        steps: list[str] = []
-        waiting = [iter(self._nodes[id(start)].links)]
+        waiting = [("", iter(self._nodes[id(start)].links))]
         while waiting:
-            for step, child in waiting[-1]:
+            prefix, links = waiting[-1]
+            for step, child in links:
+                name = prefix + self._text(step)
                 if type(child) in TENSORS:
-                    yield ".".join((*steps, self._text(step))), child
+                    yield name, child
                 else:
-                    steps.append(self._text(step))
-                    waiting.append(iter(self._nodes[id(child)].links))
+                    waiting.append((f"{name}.", iter(self._nodes[id(child)].links)))
                     break
             else:
                 waiting.pop()
-                if steps:
-                    steps.pop()
 
 
 def _is_flat(value: Any) -> bool:
@@ -577,17 +573,14 @@ class TensorPlaces:
 
     def _special(self, name: str, tensor: PickledTensor, type_: Global) -> Listing:
         """Describe a tensor of a dtype unknown to NumPy, or with pending operations."""
-        pending, label = tensor.pending, type_.name.removeprefix("torch.")
-        reason = "cannot be represented by an array"
-        if type_.code is not None:
-            reason = "with a pending conjugation or negation must be saved after resolve_conj() and resolve_neg()"
-            if not isinstance(pending, Mapping) or not any(pending.get(bit) for bit in ("conj", "neg")):
-                reason = ""
+        pending, stand_in = tensor.pending, type_ if type_.code is not None else STAND_INS[type_.itemsize]
+        listing = self.place(name, dataclasses.replace(tensor, dtype=stand_in, pending=None))
+        if type_.code is None:
+            label, reason = type_.name.removeprefix("torch."), "cannot be represented by an array"
+        elif isinstance(pending, Mapping) and (pending.get("conj") or pending.get("neg")):
             label = dtypes.BY_CODE[type_.code].name
-        stand_in = type_ if type_.code is not None else STAND_INS[type_.itemsize]
-        args = tensor.storage, tensor.offset, tensor.shape, tensor.strides
-        listing = self.place(name, PickledTensor(*args, dtype=stand_in, pending=None))
-        if not reason:
+            reason = "with a pending conjugation or negation must be saved after resolve_conj() and resolve_neg()"
+        else:
             return listing
         return unreadable(name, label, listing.shape, reason, begin=listing.begin, end=listing.end)
 
@@ -703,7 +696,5 @@ def _strides(array: NumpyArray, itemsize: int) -> tuple[int, ...] | None:
     if 0 in array.shape or sum(dim > 1 for dim in array.shape) < 2:
         return None
     in_memory = c_strides(tuple(array.shape[axis] for axis in order), itemsize)
-    strides = [0] * len(order)
-    for axis, step in zip(order, in_memory, strict=True):
-        strides[axis] = step
-    return None if tuple(strides) == c_strides(array.shape, itemsize) else tuple(strides)
+    strides = tuple(map(in_memory.__getitem__, map(order.index, range(len(order)))))
+    return None if strides == c_strides(array.shape, itemsize) else strides
