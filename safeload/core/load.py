@@ -31,7 +31,7 @@ from .packing import INT8, Packed, Part, advice_for
 from .progress import Progress, reporter
 from .runtime import paused
 from .store import LocalStore, mapping_of
-from .table import Entry, Scale, Table
+from .table import Entry, Table
 from .tensors import (
     CONVERT,
     DEQUANTIZE,
@@ -411,7 +411,7 @@ def _views(plan: ReadPlan, buffer: Any) -> Iterable[tuple[str, Array]]:
 
 def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
     """Wrap the raw data of quantized tensors in `QuantizedTensor` if they are not converted."""
-    from .quantized_tensor import QuantizedTensor  # imported by whatever read the table
+    from .quantized_tensor import QuantizedTensor, read_scale  # imported by whatever read the table
 
     table = plan.file.table
     for k, (name, index) in enumerate(zip(plan.names, plan.tensors.indices, strict=True)):
@@ -654,11 +654,6 @@ def over(
         return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
     except ValueError:  # again, to find the array
         return [array_over(buffer, *place) for place in zip(kinds, shapes, places, strict=True)]
-
-
-def read_scale(file: WeightFile, scale: Scale) -> Array:
-    """Read the scales of an int8 tensor."""
-    return jobs.read_small(file, np.dtype(np.float32), scale.shape, scale.begin, scale.end)
 
 
 # ---- non-contiguous, big-endian and overlapping tensors ----

@@ -1,17 +1,21 @@
-"""`QuantizedTensor`: a tensor in int8, in ggml blocks or packed by a published checkpoint, as stored."""
+"""`QuantizedTensor`: a tensor in int8, in ggml blocks or packed by a published checkpoint, as stored; and its rows.
+
+`take_rows` reads rows of any tensor, because those of a quantized tensor are a quantized tensor.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ..errors import UnsupportedError, exported, public
 from . import dtypes, jobs, packing
-from .arrays import Array, refuse_masked
-from .cast import target_array
+from .arrays import Array, array_over, byteswapped, refuse_masked
+from .cast import astype, target_array
 from .jobs import Channels, Job, Origin
 from .memory import check_threads, private_array
 from .native import address_of, lib
@@ -29,7 +33,10 @@ from .restore import (
     values_before,
     whole,
 )
-from .slice import TAKE, axes_of, read_rows
+from .slice import TAKE, axes_of, positions_in, read_rows, read_slice
+from .table import Scale
+from .text import error_about
+from .weight_file import WeightFile
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -612,3 +619,150 @@ class PartRows:
 def positions_of(runs: Sequence[slice]) -> Array:
     """Return the positions in runs."""
     return np.concatenate([np.arange(run.start, run.stop) for run in runs] or [np.empty(0, np.int64)])
+
+
+# ---- rows of any tensor of a file ----
+
+# Values that are read and converted together, at up to 8 bytes.
+_CHUNK = 8 << 20
+
+
+def read_scale(file: WeightFile, scale: Scale) -> Array:
+    """Read the scales of an int8 tensor."""
+    return jobs.read_small(file, np.dtype(np.float32), scale.shape, scale.begin, scale.end)
+
+
+def take_rows(file: WeightFile, index: int, rows: Any, target: dtypes.Dtype | None, name: str) -> Any:
+    """Read rows of a tensor; see `Checkpoint.take`. ``name`` is its name in messages."""
+    table = file.table
+    packed, row, scale = table.packed.get(index), table.row(index), table.scales.get(index)
+    shape = table.shape(index) if packed is None else packed.packing.shape
+    if not shape:
+        raise error_about(UnsupportedError, "has no axes, so it has no rows: use checkpoint[name]", tensor=name)
+    positions, inner = positions_in(rows, shape[0], name), math.prod(shape[1:])
+    parts: dict[str, PartRows] = {}
+    unit = 1  # rows that are read together; 0 if only all rows can be
+    if packed is not None:
+        parts = {role: PartRows(part) for role, part in packed.parts.items()}
+        unit = row_block(packed.packing, parts)
+        if target is None:
+            runs = _runs(positions)
+            if not unit or cut_run(runs, unit, shape[0]) is not None:
+                raise _cuts(name, packed.packing.label, unit)
+            return rows_of(packed.packing, packed.names(name), parts, runs)
+    elif inner % row.block:  # rows begin within blocks
+        unit = row.block if len(shape) == 1 else 0
+        if target is None:
+            raise _cuts(name, row.name, row.block)
+    unique, inverse = np.unique(positions, return_inverse=True)
+    order = slice(None) if np.array_equal(unique, positions) else inverse
+    name = table.names[index]
+    factors = None if scale is None else read_scale(file, scale)
+    quantized = packed is not None or factors is not None or row.blocked
+    to = target if quantized else row.loaded_as(target)
+
+    def stored(rows: Array, data: Array) -> Any:
+        """Return the data of rows as a tensor."""
+        if scale is not None and factors is not None:
+            return QuantizedTensor(INT8, data.shape, data, factors[rows] if scale.axis == 0 else factors, scale.axis)
+        return QuantizedTensor(row.name, (len(data), *shape[1:]), data) if row.blocked else data
+
+    if packed is None and unit == 1 and (to is None or to is row or (index in table.strides and not quantized)):
+        data = stored(positions, _plain(file, index, unique)[order])
+        return data if to is None or to is row else astype(data, dtypes.element_dtype(to.number))
+    assert to is not None
+
+    def read(blocks: Array) -> Array:
+        """Return the values of blocks of rows."""
+        if packed is not None and not unit:
+            return _restored(packed, to, name)
+        if packed is not None:
+            runs = [slice(run.start * unit, min(run.stop * unit, shape[0])) for run in _runs(blocks)]
+            return rows_of(packed.packing, packed.names(name), parts, runs).dequantize(to.name)
+        if unit == 1:
+            tensor = stored(blocks, _plain(file, index, blocks))
+            if isinstance(tensor, QuantizedTensor):
+                return tensor.dequantize(to.name)
+        else:
+            begin, end = table.byte_range(index)
+            pitch = row.block_bytes if unit else end - begin
+            tensor = read_rows(file, begin, pitch, blocks, origin=Origin(name, shape))
+        return _converted(tensor, row, to, (-1, *shape[1:]), name)
+
+    return _values(unique, shape, to, read, unit=max(1, unit or shape[0]))[order]
+
+
+def _values(
+    rows: Array, shape: tuple[int, ...], target: dtypes.Dtype, read: Callable[[Array], Array], unit: int
+) -> Array:
+    """Return values of ascending rows; ``read`` returns the values of a few blocks of ``unit`` rows."""
+    values = private_array((len(rows), *shape[1:]), dtypes.element_dtype(target.number))
+    if not values.size:
+        return values
+    of_rows = rows // unit
+    numbers = np.concatenate([[0], np.cumsum(np.diff(of_rows) != 0)])  # of the blocks
+    groups = numbers // max(1, _CHUNK // (unit * math.prod(shape[1:])))
+    edges = (np.flatnonzero(np.diff(groups)) + 1).tolist()
+    for first, last in pairwise([0, *edges, len(rows)]):
+        blocks = np.unique(of_rows[first:last])
+        picked = read(blocks)
+        if unit > 1:
+            picked = picked[np.searchsorted(blocks, of_rows[first:last]) * unit + rows[first:last] % unit]
+        values[first:last] = picked
+    return values
+
+
+def _restored(packed: Packed, target: dtypes.Dtype, name: str) -> Array:
+    """Dequantize all rows of a packed tensor."""
+    values = private_array(packed.packing.shape, dtypes.element_dtype(target.number))
+    batch = jobs.Batch()
+    if values.size:
+        batch.jobs += restore_jobs(packed, batch.into(values), target.number, name)
+    batch.run()
+    return values
+
+
+def _converted(rows: Array, row: dtypes.Dtype, target: dtypes.Dtype, shape: tuple[int, ...], name: str) -> Array:
+    """Convert stored elements of a floating or block dtype."""
+    if not (row.packed or row.blocked):
+        return astype(rows, dtypes.element_dtype(target.number))
+    stored = np.ascontiguousarray(rows).view(np.uint8)
+    values = private_array((stored.size // row.block_bytes * row.block,), dtypes.element_dtype(target.number))
+    batch = jobs.Batch()
+    place = None, address_of(stored), batch.into(values), stored.nbytes, row.number, target.number
+    batch.add(Job(*place, lib.SL_OP_CONVERT, origin=Origin(name, values.shape)))
+    batch.run()
+    return values.reshape(shape)
+
+
+def _plain(file: WeightFile, index: int, rows: Array) -> Array:
+    """Read rows of a tensor as stored, in the order of this machine."""
+    layout, count = file.table.layout(index), file.table.shape(index)[0]
+    origin = Origin(file.table.names[index], file.table.shape(index))
+    if layout.strides is None:
+        pitch = (layout.end - layout.begin) // max(1, count)
+        shape = layout.shape[1:] if layout.shape[:1] == (count,) else (pitch,)
+        array = read_rows(file, layout.begin, pitch, rows, origin=origin).view(layout.dtype).reshape(len(rows), *shape)
+    else:  # rows are read together if each has bytes of its own, else with the whole tensor
+        pitch, *strides = layout.strides
+        reach = sum((size - 1) * stride for size, stride in zip(layout.shape[1:], strides, strict=True))
+        extent = layout.dtype.itemsize + reach
+        if pitch < extent or 0 in layout.shape:
+            return np.ascontiguousarray(read_slice(file, index, (Ellipsis,), TAKE)[rows])
+        raw = np.ascontiguousarray(read_rows(file, layout.begin, pitch, rows, width=extent, origin=origin))
+        array = array_over(raw, layout.dtype, (len(rows), *layout.shape[1:]), 0, (extent, *strides)).copy()
+    return jobs.native_order(byteswapped(array) if layout.big_endian else array)
+
+
+def _runs(positions: Array) -> list[slice]:
+    """Return positions as runs of neighbours."""
+    if not len(positions):
+        return [slice(0, 0)]
+    edges = np.flatnonzero(np.diff(positions) != 1) + 1
+    begins, ends = positions[[0, *edges]].tolist(), (positions[[*(edges - 1), -1]] + 1).tolist()
+    return list(map(slice, begins, ends))
+
+
+def _cuts(name: str, label: str, unit: int) -> UnsupportedError:
+    how = f"are taken in whole blocks of {unit}" if unit else "cannot be taken as stored"
+    return error_about(UnsupportedError, f": rows of {label} {how}; pass dtype= to dequantize them", tensor=name)
