@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import UnsupportedError, exported, public
 from . import dtypes, jobs, packing
-from .arrays import Array, array_over, byteswapped, refuse_masked
+from .arrays import Array, refuse_masked
 from .cast import astype, target_array
 from .jobs import Channels, Job, Origin
 from .memory import check_threads, private_array
@@ -33,7 +32,7 @@ from .restore import (
     values_before,
     whole,
 )
-from .slice import TAKE, axes_of, positions_in, read_rows, read_slice
+from .slice import TAKE, axes_of, positions_in, read_rows, rows_as_stored
 from .table import Scale
 from .text import error_about
 from .weight_file import WeightFile
@@ -590,11 +589,9 @@ class PartRows:
         shape = (self.size // max(1, length),) if divided else self.shape[1:]
         pitch = math.prod(shape) * self.dtype.itemsize
         positions = positions_of(runs)
-        unique, inverse = np.unique(positions, return_inverse=True)
+        unique, order = _ascending(positions)
         origin = Origin(self._part.name, self._part.shape)
-        rows = read_rows(self._part.file, self._part.begin, pitch, unique, origin=origin)
-        if len(unique) < len(positions) or (inverse[1:] < inverse[:-1]).any():
-            rows = rows[inverse]
+        rows = read_rows(self._part.file, self._part.begin, pitch, unique, origin=origin)[order]
         return jobs.native_order(rows.view(self.dtype).reshape(len(positions), *shape))
 
     def ranges(self, runs: Sequence[slice]) -> Array:
@@ -654,8 +651,7 @@ def take_rows(file: WeightFile, index: int, rows: Any, target: dtypes.Dtype | No
         unit = row.block if len(shape) == 1 else 0
         if target is None:
             raise _cuts(name, row.name, row.block)
-    unique, inverse = np.unique(positions, return_inverse=True)
-    order = slice(None) if np.array_equal(unique, positions) else inverse
+    unique, order = _ascending(positions)
     name = table.names[index]
     factors = None if scale is None else read_scale(file, scale)
     quantized = packed is not None or factors is not None or row.blocked
@@ -668,7 +664,7 @@ def take_rows(file: WeightFile, index: int, rows: Any, target: dtypes.Dtype | No
         return QuantizedTensor(row.name, (len(data), *shape[1:]), data) if row.blocked else data
 
     if packed is None and unit == 1 and (to is None or to is row or (index in table.strides and not quantized)):
-        data = stored(positions, _plain(file, index, unique)[order])
+        data = stored(positions, rows_as_stored(file, index, unique)[order])
         return data if to is None or to is row else astype(data, dtypes.element_dtype(to.number))
     assert to is not None
 
@@ -680,7 +676,7 @@ def take_rows(file: WeightFile, index: int, rows: Any, target: dtypes.Dtype | No
             runs = [slice(run.start * unit, min(run.stop * unit, shape[0])) for run in _runs(blocks)]
             return rows_of(packed.packing, packed.names(name), parts, runs).dequantize(to.name)
         if unit == 1:
-            tensor = stored(blocks, _plain(file, index, blocks))
+            tensor = stored(blocks, rows_as_stored(file, index, blocks))
             if isinstance(tensor, QuantizedTensor):
                 return tensor.dequantize(to.name)
         else:
@@ -689,27 +685,23 @@ def take_rows(file: WeightFile, index: int, rows: Any, target: dtypes.Dtype | No
             tensor = read_rows(file, begin, pitch, blocks, origin=Origin(name, shape))
         return _converted(tensor, row, to, (-1, *shape[1:]), name)
 
-    return _values(unique, shape, to, read, unit=max(1, unit or shape[0]))[order]
-
-
-def _values(
-    rows: Array, shape: tuple[int, ...], target: dtypes.Dtype, read: Callable[[Array], Array], unit: int
-) -> Array:
-    """Return values of ascending rows; ``read`` returns the values of a few blocks of ``unit`` rows."""
-    values = private_array((len(rows), *shape[1:]), dtypes.element_dtype(target.number))
-    if not values.size:
-        return values
-    of_rows = rows // unit
-    numbers = np.concatenate([[0], np.cumsum(np.diff(of_rows) != 0)])  # of the blocks
-    groups = numbers // max(1, _CHUNK // (unit * math.prod(shape[1:])))
-    edges = (np.flatnonzero(np.diff(groups)) + 1).tolist()
-    for first, last in pairwise([0, *edges, len(rows)]):
-        blocks = np.unique(of_rows[first:last])
-        picked = read(blocks)
-        if unit > 1:
-            picked = picked[np.searchsorted(blocks, of_rows[first:last]) * unit + rows[first:last] % unit]
+    values = private_array((len(unique), *shape[1:]), dtypes.element_dtype(to.number))
+    size = max(1, unit or shape[0])  # rows of a block
+    blocks, numbers = np.unique(unique // size, return_inverse=True)
+    step = max(1, _CHUNK // max(1, size * inner))
+    for begin in range(0, len(blocks) if inner else 0, step):
+        first, last = np.searchsorted(numbers, (begin, begin + step))
+        picked = read(blocks[begin : begin + step])
+        if size > 1:
+            picked = picked[(numbers[first:last] - begin) * size + unique[first:last] % size]
         values[first:last] = picked
-    return values
+    return values[order]
+
+
+def _ascending(positions: Array) -> tuple[Array, Any]:
+    """Return the distinct positions in ascending order, and the index of all positions in them."""
+    distinct, inverse = np.unique(positions, return_inverse=True)
+    return distinct, slice(None) if np.array_equal(distinct, positions) else inverse
 
 
 def _restored(packed: Packed, target: dtypes.Dtype, name: str) -> Array:
@@ -733,25 +725,6 @@ def _converted(rows: Array, row: dtypes.Dtype, target: dtypes.Dtype, shape: tupl
     batch.add(Job(*place, lib.SL_OP_CONVERT, origin=Origin(name, values.shape)))
     batch.run()
     return values.reshape(shape)
-
-
-def _plain(file: WeightFile, index: int, rows: Array) -> Array:
-    """Read rows of a tensor as stored, in the order of this machine."""
-    layout, count = file.table.layout(index), file.table.shape(index)[0]
-    origin = Origin(file.table.names[index], file.table.shape(index))
-    if layout.strides is None:
-        pitch = (layout.end - layout.begin) // max(1, count)
-        shape = layout.shape[1:] if layout.shape[:1] == (count,) else (pitch,)
-        array = read_rows(file, layout.begin, pitch, rows, origin=origin).view(layout.dtype).reshape(len(rows), *shape)
-    else:  # rows are read together if each has bytes of its own, else with the whole tensor
-        pitch, *strides = layout.strides
-        reach = sum((size - 1) * stride for size, stride in zip(layout.shape[1:], strides, strict=True))
-        extent = layout.dtype.itemsize + reach
-        if pitch < extent or 0 in layout.shape:
-            return np.ascontiguousarray(read_slice(file, index, (Ellipsis,), TAKE)[rows])
-        raw = np.ascontiguousarray(read_rows(file, layout.begin, pitch, rows, width=extent, origin=origin))
-        array = array_over(raw, layout.dtype, (len(rows), *layout.shape[1:]), 0, (extent, *strides)).copy()
-    return jobs.native_order(byteswapped(array) if layout.big_endian else array)
 
 
 def _runs(positions: Array) -> list[slice]:

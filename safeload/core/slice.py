@@ -135,7 +135,7 @@ def _divided(first: int, last: int, between: Array) -> Iterator[tuple[int, int]]
     return pairwise((first, *edges, last))
 
 
-def _read_dense(file: WeightFile, layout: ArraySpec, axes: Sequence[Any], origin: Origin | None) -> Array:
+def _read_dense(file: WeightFile, layout: ArraySpec, axes: Sequence[Any], origin: Origin) -> Array:
     """Read the selected elements of a tensor in C order."""
     dtype, shape, begin = layout.dtype, layout.shape, layout.begin
     result = private_array(tuple(map(len, axes)), dtype)
@@ -257,19 +257,33 @@ def _is_integer(value: Any) -> bool:
     return not isinstance(value, np.ndarray) or value.ndim == 0
 
 
-def read_rows(
-    file: WeightFile,
-    begin: int,
-    pitch: int,
-    positions: Array,
-    *,
-    width: int | None = None,
-    origin: Origin | None = None,
-) -> Array:
-    """Return rows as uint8 of shape [positions, width]. ``positions`` are ascending and distinct."""
+def read_rows(file: WeightFile, begin: int, pitch: int, positions: Array, *, origin: Origin) -> Array:
+    """Return rows of ``pitch`` bytes as uint8. ``positions`` are ascending and distinct."""
+    return _read_records(file, begin, pitch, positions, range(pitch), origin)
+
+
+def rows_as_stored(file: WeightFile, index: int, positions: Array) -> Array:
+    """Return rows of a tensor without conversion, in the byte order of this machine; see `read_rows`."""
+    table = file.table
+    layout, (count, *_) = table.layout(index), table.shape(index)
+    origin = Origin(table.names[index], table.shape(index))
+    if layout.strides is None:
+        if layout.shape[:1] != (count,):  # bytes, of rows that are not whole blocks along the last axis
+            layout = layout._replace(shape=(count, (layout.end - layout.begin) // max(1, count)))
+        array = _read_dense(file, layout, [positions, *map(range, layout.shape[1:])], origin)
+    else:  # rows are read together if each has bytes of its own, else with the whole tensor
+        pitch, *strides = layout.strides
+        reach = sum((size - 1) * stride for size, stride in zip(layout.shape[1:], strides, strict=True))
+        extent = layout.dtype.itemsize + reach
+        if pitch < extent or 0 in layout.shape:
+            return np.ascontiguousarray(read_slice(file, index, (Ellipsis,), TAKE)[positions])
+        raw = _read_records(file, layout.begin, pitch, positions, range(extent), origin)
+        array = array_over(raw, layout.dtype, (len(positions), *layout.shape[1:]), 0, (extent, *strides)).copy()
+    return jobs.native_order(byteswapped(array) if layout.big_endian else array)
+
+
+def _read_records(file: WeightFile, begin: int, pitch: int, positions: Array, columns: range, origin: Origin) -> Array:
+    """Return columns of rows of ``pitch`` bytes as uint8."""
     count = int(positions[-1]) + 1 if len(positions) else 0
-    records = ArraySpec(_BYTE, (count, pitch), begin, begin + count * pitch, 0, 0)
-    return _read_dense(file, records, [positions, range(pitch if width is None else width)], origin)
-
-
-_BYTE = np.dtype(np.uint8)
+    records = ArraySpec(np.dtype(np.uint8), (count, pitch), begin, begin + count * pitch, 0, 0)
+    return _read_dense(file, records, [positions, columns], origin)
