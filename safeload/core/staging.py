@@ -372,10 +372,6 @@ class Spans(NamedTuple):
         total = int(self.lengths.sum())
         if not total:
             return
-        if total <= IN_TURN:
-            buffer = aligned_bytes(max(SMALLEST_BUFFER, total))  # alive while the consumer uses its address
-            yield address_of(buffer), self.joined().fill(buffer, threads)
-            return
         ring = ring_for(total)
         filling = filled_ahead(self._tasks(ring, threads), ring, remote=any(map(is_remote, self.files)))
         with closing(filling):
