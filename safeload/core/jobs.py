@@ -168,14 +168,14 @@ def run_jobs(
     threads: int | None,
     *,
     report: Callable[[int], object],
-    fail: Callable[[int, Any, int], None],
+    job: Callable[[int], Job],
     packed: Sequence[Any] = (),
     done: int = 0,
     direct: bool = False,
 ) -> bool:
     """Run jobs in groups with few open files and scales; return True if the system refused a direct read.
 
-    ``fail`` raises the error of the job at an index; ``done`` of the ``total`` bytes were moved before.
+    ``job`` returns the job at an index, for an error; ``done`` of the ``total`` bytes were moved before.
     """
     refused, room, begin = False, None, 0
     while True:
@@ -198,8 +198,10 @@ def run_jobs(
             described, slice_ms = ffi.from_buffer("sl_job[]", group), DIRECT_SLICE_MS if unbuffered else SLICE_MS
             while not cursor.finished:
                 status = lib.sl_jobs_run(described, len(group), TIER, count, slice_ms, cursor, error)
+                if status != lib.SL_OK and (status == lib.SL_E_MEMORY or not len(table)):  # not of a single job
+                    check(status, error)
                 if status != lib.SL_OK:
-                    fail(status, error, begin + cursor.failed_job)
+                    _fail(status, error, job(begin + cursor.failed_job))
                 report(done + cursor.bytes_done)
         finally:
             for handle in unbuffered.values():
@@ -289,17 +291,13 @@ class Batch:
             files, *_, grids, channels, _, packed, merges = zip(*jobs, strict=True) if jobs else [()] * len(Job._fields)
             columns = ("grid", grids, _GRID), ("channels", channels, _CHANNELS), ("merge", merges, _MERGE)
             descriptions = [_describe(values, table[name], dtype) for name, values, dtype in columns if any(values)]
-
-            def fail(status: int, error: Any, index: int) -> None:
-                _fail(status, error, jobs[index] if jobs else None)
-
             self.refused |= run_jobs(
                 table,
                 files,
                 total,
                 threads,
                 report=report,
-                fail=fail,
+                job=jobs.__getitem__,
                 packed=packed if any(packed) else (),
                 done=total - left,
                 direct=self._direct,
@@ -318,11 +316,8 @@ def _reads_remote(jobs: Iterable[Job]) -> bool:
     return any(map(is_remote, files))
 
 
-def _fail(status: int, error: Any, job: Job | None) -> None:
+def _fail(status: int, error: Any, job: Job) -> None:
     """Raise the core's error with the file and the tensor of the failed job."""
-    if status == lib.SL_E_MEMORY or job is None:  # not the error of a single job
-        check(status, error)
-        return
     file, origin = job.file if isinstance(job.file, WeightFile) else None, job.origin
     path = file.path if file is not None else origin.path if origin is not None else None
     if origin is not None:
@@ -363,11 +358,11 @@ def run_columns(
         table[field] = column[order]
     ordered = [files[k] for k in file[order].tolist()]
 
-    def fail(status: int, error: Any, index: int) -> None:
+    def job(index: int) -> Job:
         place = int(table["offset"][index]), 0, int(table["size"][index])
-        _fail(status, error, Job(ordered[index], *place, origin=origin(int(order[index]))))
+        return Job(ordered[index], *place, origin=origin(int(order[index])))
 
-    run_jobs(table, ordered, int(sizes.sum()), threads, report=report, fail=fail)
+    run_jobs(table, ordered, int(sizes.sum()), threads, report=report, job=job)
 
 
 def write(
@@ -394,13 +389,10 @@ def write(
     for address, size in pieces:
         rows.append((handle, position, address, size, 0, 0, op, 0, 0, 0, 0, 0))
         position += size
-
-    def fail(status: int, error: Any, index: int) -> None:
-        check(status, error, None if status == lib.SL_E_MEMORY else path)
-
+    failed = Job(handle, 0, 0, 0, origin=Origin("", path=path))
     # A single thread is enough: ext4 and xfs serialize buffered writes to a file by its lock.
-    files = [handle] * len(rows)
-    run_jobs(np.array(rows, dtype=JOB), files, position - begin, 1, report=lambda done: None, fail=fail)
+    files, total = [handle] * len(rows), position - begin
+    run_jobs(np.array(rows, dtype=JOB), files, total, 1, report=lambda done: None, job=lambda index: failed)
     return position
 
 
