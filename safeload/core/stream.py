@@ -205,9 +205,8 @@ class _Reader:
 
     def _cost(self, entry: Entry) -> int:
         """Return the memory for reading a tensor, including the byte range of a strided tensor."""
-        if self._repeats(entry):
-            return entry.end - entry.begin
-        return entry.nbytes + (entry.end - entry.begin if entry.strided else 0)
+        copied = entry.strided and not self._repeats(entry)
+        return self.nbytes(entry) + (entry.end - entry.begin if copied else 0)
 
     def tasks(self, entries: Sequence[Entry], share: int) -> Iterator[Task]:
         """Yield the tasks that read the tensors of a unit, up to the first error."""
@@ -218,9 +217,8 @@ class _Reader:
         for number, unit in enumerate(windows(entries, share, self._cost, kind)):
             given: dict[str, Array] = {}
             refused: list[Exception] = []
-            start = None if self._out is None else partial(self._ask, unit, given, refused)
-            run = partial(self._run, number, unit, None if self._out is None else given, refused)
-            yield Task(sum(map(self._cost, unit)), run, start)
+            ask = None if self._out is None else partial(self._ask, unit, given, refused)
+            yield Task(sum(map(self._cost, unit)), partial(self._run, number, unit, given, refused), ask)
 
     def _ask(self, entries: Sequence[Entry], given: dict[str, Array], refused: list[Exception]) -> None:
         """Get the caller's arrays to fill, up to an error."""
@@ -238,32 +236,32 @@ class _Reader:
             refused.append(error)
 
     def _run(
-        self, number: int, entries: Sequence[Entry], out: Mapping[str, Array] | None, refused: list[Exception]
+        self, number: int, entries: Sequence[Entry], given: Mapping[str, Array], refused: list[Exception]
     ) -> _Loaded:
         """Read the tensors of a unit."""
         if any(other < number for other in self._failed):
             raise Stopped
-        loaded, failed = self._read(entries if out is None else entries[: len(out)], out)
+        loaded, failed = self._read(entries if self._out is None else entries[: len(given)], given)
         failed = failed or refused
         if failed:
             self._failed.append(number)
         return loaded, failed
 
-    def _read(self, entries: Sequence[Entry], out: Mapping[str, Array] | None) -> _Loaded:
+    def _read(self, entries: Sequence[Entry], given: Mapping[str, Array]) -> _Loaded:
         if not entries:
             return deque(), []
         try:
             arrays, _ = deliver(
                 Tensors.of(entry.tensor for entry in entries),
                 target=self._target,
-                out=out,
+                out=given or None,
                 memory=None if self._repeats(entries[0]) else self.memory.array,
                 threads=self._threads,
                 progress=check_stopped,
             )
         except RemoteError as error:  # names the tensor, and was retried
             at = next((k for k, entry in enumerate(entries) if entry.name == error.tensor), 0)
-            loaded, failed = self._read(entries[:at], out)
+            loaded, failed = self._read(entries[:at], given)
             return loaded, failed or [error]
         except Exception as error:
             if len(entries) < 2:
@@ -271,9 +269,9 @@ class _Reader:
         else:
             return deque((entry.name, arrays[entry.name]) for entry in entries), []
         half = len(entries) // 2  # again in halves, to find the tensor that cannot be read
-        loaded, failed = self._read(entries[:half], out)
+        loaded, failed = self._read(entries[:half], given)
         if not failed:
-            rest, failed = self._read(entries[half:], out)
+            rest, failed = self._read(entries[half:], given)
             loaded += rest
         return loaded, failed
 

@@ -331,9 +331,8 @@ class Table:
         if isinstance(indices, range) and indices.step == 1:
             return self._columns_between(indices.start, indices.stop)
         if len(indices) * _SEARCH_COST < self.count:
-            ranges = [self.byte_range(i) for i in indices]
-            numbers = bytes([self.row(i).number for i in indices])
-            return Columns(numbers, [self.shape(i) for i in indices], [b for b, _ in ranges], [e for _, e in ranges])
+            of: Any = [*zip(*map(self.entry, indices), strict=True)] or [()] * 4
+            return Columns(bytes(of[0]), *of[1:])
         numbers, shapes, begins, ends = self._columns_between(0, self.count)
         pick = bytes([numbers[i] for i in indices]), [shapes[i] for i in indices]
         return Columns(*pick, [begins[i] for i in indices], [ends[i] for i in indices])
