@@ -34,7 +34,6 @@ from .store import LocalStore, mapping_of
 from .table import Entry, Table
 from .tensors import (
     CONVERT,
-    DEQUANTIZE,
     EMPTY,
     READ,
     STRIDED,
@@ -43,7 +42,6 @@ from .tensors import (
     ReadPlan,
     Tensors,
     decide,
-    packed_of,
     viewable,
 )
 from .text import show
@@ -303,7 +301,7 @@ def deliver(
             return {tensors.names[0]: array}, True
     mappings = {} if mappings is None else mappings
     known = set(mappings)
-    tensors, packed = tensors.without_packed()
+    tensors, packed = tensors.without_packed(target)
     plans: list[ReadPlan] = []
     delivered: dict[str, Any] = {}
     allowed = True
@@ -419,7 +417,7 @@ def _check_out(
         check_fits(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
 
     def contents() -> dict[str, Any]:
-        return {name: (plan.file, plan.spec(k)) for plan in plans for k, name in enumerate(plan.names)}
+        return {**packed, **{name: (plan.file, plan.spec(k)) for plan in plans for k, name in enumerate(plan.names)}}
 
     names = list(chain(packed, *(plan.names for plan in plans)))
     check_disjoint(out if len(out) == len(names) else {name: out[name] for name in names}, contents)
@@ -518,10 +516,6 @@ class Reads:
         else:
             for k in rows:
                 self._read(plan, k)
-        for k in plan.of_way(DEQUANTIZE):
-            packed = packed_of(plan.file, plan.tensors.indices[k])
-            assert packed is not None
-            self.restore(plan.names[k], packed, dtypes.BY_NUMBER[plan.targets[k]])
 
     def restore(self, name: str, packed: Packed, target: dtypes.Dtype) -> None:
         """Add a packed tensor, dequantized to a dtype."""

@@ -201,7 +201,7 @@ class _Reader:
 
     def nbytes(self, entry: Entry) -> int:
         """Return the bytes of the arrays of a tensor."""
-        return entry.end - entry.begin if self._repeats(entry) else entry.nbytes
+        return entry.end - entry.begin if entry.repeated and self._out is None else entry.nbytes
 
     def _cost(self, entry: Entry) -> int:
         """Return the memory for reading a tensor, including the byte range of a strided tensor."""

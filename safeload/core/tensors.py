@@ -174,16 +174,21 @@ class Tensors(Sequence[FileTensor]):
             table.shaped or table.scaled or table.numbers.translate(None, _PACKED) != table.numbers for table in tables
         )
 
-    def without_packed(self) -> tuple[Tensors, Mapping[str, Packed]]:
-        """Return the tensors that are not packed, and the packed tensors by name."""
+    def without_packed(self, target: dtypes.Dtype | None) -> tuple[Tensors, Mapping[str, Packed]]:
+        """Return the tensors that are not packed, and the packed tensors by name; int8 counts if it is dequantized."""
         for file in self.files:
             if file.table.quantized:
                 break
         else:
             return self, {}
-        codes = [file.table.packed.get(index) for _, file, index in self]
-        packed = {name: tensor for name, tensor in zip(self.names, codes, strict=True) if tensor is not None}
-        return (self.pick([k for k, tensor in enumerate(codes) if tensor is None]) if packed else self), packed
+        packed: dict[str, Packed] = {}
+        for name, file, index in self:
+            codes = file.table.packed.get(index)
+            if codes is None and target is not None and index in file.table.scales:
+                codes = packed_of(file, index)
+            if codes is not None:
+                packed[name] = codes
+        return (self.pick([k for k, name in enumerate(self.names) if name not in packed]) if packed else self), packed
 
 
 def packed_of(file: WeightFile, index: int) -> Packed | None:
@@ -207,8 +212,7 @@ EMPTY = 0  # no bytes
 VIEW = 1  # view of the mapped file
 READ = 2  # bytes are read unchanged
 CONVERT = 3  # values are converted while they are read, and blocks dequantized
-DEQUANTIZE = 4  # int8 values are multiplied by their scales while they are read
-STRIDED = 5  # non-contiguous, big-endian or sharing bytes: see `load.Block`
+STRIDED = 4  # non-contiguous, big-endian or sharing bytes: see `load.Block`
 
 # Dtypes with arrays of bytes, not of elements.
 _IN_BYTES = frozenset(number for number, row in dtypes.BY_NUMBER.items() if row.bits < 8)
@@ -253,7 +257,7 @@ def viewable(dtype: np.dtype[Any], begin: int) -> bool:
 
 
 def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
-    """Decide how each tensor of one file becomes an array; floating and quantized tensors get the dtype ``target``."""
+    """Decide how each tensor of one file becomes an array; floating tensors and blocks get the dtype ``target``."""
     file = tensors.files[0]
     table = file.table
     if table.unknown:
@@ -272,12 +276,6 @@ def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPla
         if not row.converts_to(array_row):
             refused.append(sources.index(number))
     targets, ways = bytearray(sources.translate(become)), bytearray(sources.translate(way))
-    for k, index in enumerate(tensors.indices) if target is not None and table.scales else ():
-        if index in table.scales:
-            assert target is not None
-            targets[k], ways[k] = target.number, DEQUANTIZE
-            if not dtypes.BY_NUMBER[sources[k]].converts_to(target):
-                refused.append(k)
     if refused and target is not None:
         k = min(refused)
         text = f"{tensor_named(tensors.names[k])}: cannot convert {dtypes.BY_NUMBER[sources[k]].code} to {target.code}"
@@ -355,7 +353,7 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
     entries: dict[str, Entry] = {}
     for file_tensors in tensors.by_file():
         file, table = file_tensors.files[0], file_tensors.files[0].table
-        plain, packed = file_tensors.without_packed()
+        plain, packed = file_tensors.without_packed(target)
         plan = decide(plain, target, False)
         columns = zip(
             *(plan.names, plain.indices, plan.begins, plan.ends, plan.shapes),
@@ -363,14 +361,13 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
             strict=True,
         )
         for name, index, begin, end, shape, source, to, way in columns:
-            codes = packed_of(file, index) if way == DEQUANTIZE else None
             strided = way == STRIDED and (table.strides.get(index) is not None or index in table.big_endian)
-            entries[name] = Entry(name, file, index, begin, end, shape, source, to, codes, strided)
+            entries[name] = Entry(name, file, index, begin, end, shape, source, to, None, strided)
         indices = dict(zip(file_tensors.names, file_tensors.indices, strict=True)) if packed else {}
         for name, tensor in packed.items():
-            index = indices[name]
-            place = *table.byte_range(index), tensor.packing.shape, table.row(index).number
-            entries[name] = Entry(name, file, index, *place, None if target is None else target.number, tensor)
+            source, _, begin, end = table.entry(indices[name])
+            place = indices[name], begin, end, tensor.packing.shape, source
+            entries[name] = Entry(name, file, *place, None if target is None else target.number, tensor)
     return [entries[name] for name in tensors.names]
 
 
