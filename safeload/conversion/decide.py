@@ -452,7 +452,7 @@ def _copied(catalog: Catalog, request: ConvertRequest) -> Outputs | None:
         return None
     if not request.every_tensor:
         tensors = tensors.named(request.chosen(catalog))
-    targets = numbers = tensors.ranges.numbers
+    targets = numbers = tensors.spans.sources
     if target is not None:
         targets = numbers.copy()
         for number in {*numbers.tolist()}:

@@ -271,7 +271,7 @@ class TensorFiles:
         self.files: Sequence[WeightFile]
         self.file: Array  # index of the file with the values or codes of each tensor
         if tensors is not None:
-            located = tensors.files, tensors.ranges.file
+            located = tensors.files, tensors.spans.file
         if located is not None:
             self.files, self.file = located
             return

@@ -33,9 +33,9 @@ from ..core.registry import SAFETENSORS, row_of
 from ..core.runtime import debug, paused
 from ..core.safetensors import ROOM, Header
 from ..core.source import Source, of_array
-from ..core.staging import Spans
+from ..core.staging import read_ahead
 from ..core.store import check_unchanged, identity_of
-from ..core.tensors import Entry, Lazy, LazyParts, Staged, Tensors
+from ..core.tensors import Entry, Lazy, LazyParts, Spans, Staged, Tensors
 from ..core.text import error_about, show
 from ..errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..formats.mixtures import ImportanceMatrix
@@ -286,7 +286,7 @@ def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
 
 def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
     """Return the spans of tensors, or None if the core does not convert each in one step."""
-    numbers = tensors.ranges.numbers
+    numbers = tensors.spans.sources
     targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
     for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
         row, to = map(dtypes.of_number, divmod(pair, 256))
@@ -303,7 +303,7 @@ def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
             rows = {shapes[k][-1:] for k in np.flatnonzero(targets == to.number).tolist()}
             if () in rows or any(length % to.block for (length,) in rows):
                 return None
-    return Spans.of(tensors, targets)
+    return tensors.spans._replace(targets=targets)
 
 
 class _CopyWriter:
@@ -326,7 +326,7 @@ class _CopyWriter:
     def write_to(self, file: AtomicFile) -> None:
         header, outputs = [(self._header.address, self._header.nbytes)], self._outputs
         try:
-            with closing(self._spans.pick(self._header.order).read(outputs.threads)) as chunks:
+            with closing(read_ahead(self._spans.pick(self._header.order), outputs.threads)) as chunks:
                 for chunk in chunks:  # the first chunk goes out together with the header
                     file.write([*header, chunk])
                     header = []

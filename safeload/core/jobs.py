@@ -16,6 +16,7 @@ from .memory import empty_array, thread_count
 from .native import TIER, Error, address_of, check, ffi, lib, pointer, private_buffer, short
 from .progress import SILENT, Progress, reporter
 from .store import LocalStore, direct_of, none_free
+from .tensors import Spans
 from .text import subject
 from .weight_file import WeightFile, is_remote
 
@@ -334,14 +335,9 @@ def _fail(status: int, error: Any, job: Job) -> None:
 
 
 def run_columns(
-    files: Sequence[WeightFile | None],
-    file: Array,
-    *,
-    offsets: Array,
+    spans: Spans,
     memory: Array,
-    sizes: Array,
-    sources: Array,
-    targets: Array,
+    *,
     report: Callable[[int], object],
     op: int | None = None,
     origin: Callable[[int], Origin | None] = lambda row: None,
@@ -351,6 +347,7 @@ def run_columns(
 
     Without ``origin``, the error of a value that cannot be quantized names no tensor.
     """
+    files, file, offsets, sizes, sources, targets = spans
     order = np.lexsort((offsets, file))
     table = np.zeros(len(order), JOB)
     ops = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT) if op is None else np.full(len(order), op)

@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from . import dtypes
 from .arrays import Array, ArraySpec, foreign_order
 from .forking import cached_property
-from .packing import CODES, SCALE, Packed, Packing, Part, int8_packing
+from .packing import CODES, SCALE, SCHEMES, Packed, Packing, Part, int8_packing
 from .runtime import paused
 from .table import Columns, distinct
 from .text import tensor_named
@@ -31,13 +31,64 @@ _F32 = dtypes.BY_CODE["F32"]
 _PACKED = bytes(row.number for row in dtypes.TABLE if row.packed)
 
 
-class Ranges(NamedTuple):
-    """Byte ranges of tensors as NumPy arrays."""
+# Bytes and elements of a block by dtype number; most dtypes have blocks of a single element.
+_BYTES, _ELEMENTS = np.ones((2, 256), np.int64)
+_QUANTIZING = (dtypes.of_number(number) for scheme in SCHEMES.values() for number in scheme.roundings.values())
+for _row in (*dtypes.BY_NUMBER.values(), *_QUANTIZING):
+    _BYTES[_row.number], _ELEMENTS[_row.number] = _row.block_bytes, _row.block
 
-    file: Array  # int64, position of the file in `Tensors.files`
-    begins: Array  # int64, first byte in the file
+
+class Spans(NamedTuple):
+    """Byte ranges of files or memory, read in order and converted to target dtypes."""
+
+    files: Sequence[WeightFile | None]
+    file: Array  # int64, index of the file
+    begins: Array  # int64, first byte in the file, or address in memory
     sizes: Array  # int64, bytes in the file
-    numbers: Array  # uint8, dtype numbers
+    sources: Array  # uint8, dtype number in the file
+    targets: Array  # uint8, dtype number of the result
+
+    @property
+    def lengths(self) -> Array:
+        """Bytes of each result, int64."""
+        _, _, _, sizes, sources, targets = self
+        lengths: Array = sizes // _BYTES[sources] * _ELEMENTS[sources] // _ELEMENTS[targets] * _BYTES[targets]
+        return lengths
+
+    def pick(self, rows: Array | slice) -> Spans:
+        """Return the spans at these positions, in this order."""
+        return Spans(self.files, *[column[rows] for column in self[1:]])
+
+    def follows(self) -> Array:
+        """Return a bool for each span except the first: True if it continues the previous span with equal dtypes."""
+        _, file, begins, sizes, sources, targets = self
+        alike: Array = (begins[1:] == begins[:-1] + sizes[:-1]) & (file[1:] == file[:-1])
+        alike &= (sources[1:] == sources[:-1]) & (targets[1:] == targets[:-1])
+        return alike
+
+    def merged(self, first: Array) -> Spans:
+        """Merge spans that follow each other; ``first`` are the positions of spans that begin a new range."""
+        return self.pick(first)._replace(sizes=np.add.reduceat(self.sizes, first))
+
+    def joined(self) -> Spans:
+        """Return as few spans as possible with these bytes, without empty spans."""
+        spans = self if self.sizes.all() else self.pick(self.sizes > 0)
+        return spans.merged(np.flatnonzero(np.append(True, ~spans.follows()))) if spans.sizes.size else spans
+
+    def divided(self, limit: int) -> Spans:
+        """Divide spans at whole blocks so that no result has more than ``limit`` bytes."""
+        sources, targets = self.sources, self.targets
+        unit = np.lcm(_ELEMENTS[sources], _ELEMENTS[targets])
+        step = limit // (unit // _ELEMENTS[targets] * _BYTES[targets])
+        step_bytes = step * (unit // _ELEMENTS[sources] * _BYTES[sources])
+        parts = -(-self.sizes // step_bytes)
+        if not parts.size or int(parts.max()) <= 1:
+            return self
+        rows = np.repeat(np.arange(len(parts)), parts)
+        before = (np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)) * step_bytes[rows]
+        spans = self.pick(rows)
+        sizes = np.minimum(spans.sizes - before, step_bytes[rows])
+        return spans._replace(begins=spans.begins + before, sizes=sizes)
 
 
 class Tensors(Sequence[FileTensor]):
@@ -149,12 +200,12 @@ class Tensors(Sequence[FileTensor]):
             )
 
     @cached_property
-    def ranges(self) -> Ranges:
-        """Byte ranges and dtype numbers as NumPy arrays."""
+    def spans(self) -> Spans:
+        """Byte ranges, converted to nothing; in order only of tensors that are `whole`."""
         numbers, _, begins, ends = self.columns
         file = np.zeros(len(self), np.int64) if self.file is None else np.array(self.file, np.int64)
-        first = np.array(begins, np.int64)
-        return Ranges(file, first, np.array(ends, np.int64) - first, np.frombuffer(numbers, np.uint8))
+        first, sources = np.array(begins, np.int64), np.frombuffer(numbers, np.uint8)
+        return Spans(self.files, file, first, np.array(ends, np.int64) - first, sources, sources)
 
     @property
     def remote(self) -> bool:
