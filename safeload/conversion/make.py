@@ -35,7 +35,7 @@ from ..core.safetensors import ROOM, Header
 from ..core.source import Source, of_array
 from ..core.staging import read_ahead
 from ..core.store import check_unchanged, identity_of
-from ..core.tensors import Entry, Lazy, LazyParts, Spans, Staged, Tensors
+from ..core.tensors import Entry, Lazy, LazyParts, Spans, Tensors
 from ..core.text import error_about, show
 from ..errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..formats.mixtures import ImportanceMatrix
@@ -423,12 +423,12 @@ class Maker:
             self._catalog.read_into(source, row, array, self._threads)
             return array
 
-        return Lazy(dtype, shape, read, self._staged(source, decision.dtype, row))
+        return Lazy(dtype, shape, read, self._staged(source, decision.dtype, row), self._threads)
 
     def _about(self, source: str) -> TensorDescription:
         return self._descriptions.get(source) or self._catalog.about(source)
 
-    def _staged(self, source: str, code: str | None, row: dtypes.Dtype) -> Staged | None:
+    def _staged(self, source: str, code: str | None, row: dtypes.Dtype) -> Entry | None:
         """Return the staged read for the safetensors writer, or None if the tensor must be built in memory."""
         if self._format != SAFETENSORS:
             return None
@@ -441,7 +441,7 @@ class Maker:
             names = [each for each in plain if each in self._catalog]
             self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
         entry = self._entries[code].get(source)
-        return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
+        return None if entry is None or entry.target != row.number else entry
 
     def _stacked(self, name: str, decision: Decision) -> AnyTensor:
         assert decision.dtype is not None
@@ -635,10 +635,8 @@ def _stored(part: Part, threads: int | None) -> Lazy:
     """Return a stored tensor of a file, unchanged."""
     number = part.row.number
     dtype, shape = dtypes.array_dtype(number), dtypes.array_shape(part.row, part.shape, part.end - part.begin)
-    staged = None
-    if not foreign_order(False):
-        staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
-    return Lazy(dtype, shape, lambda: PartRows(part).whole(), staged)
+    entry = Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number)
+    return Lazy(dtype, shape, lambda: PartRows(part).whole(), None if foreign_order(False) else entry, threads)
 
 
 # ---- layouts ----

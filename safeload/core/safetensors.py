@@ -25,7 +25,7 @@ from .registry import Candidate, Content, OpenRequest, explain, part
 from .runtime import paused
 from .store import WINDOW, LocalStore, with_room
 from .table import Table
-from .tensors import Lazy, Staged, Tensors, materialize
+from .tensors import Lazy, Tensors, materialize
 from .text import encode, show, tensor_named
 from .weight_file import WeightFile
 
@@ -371,9 +371,9 @@ class TensorToWrite(NamedTuple):
         yield from pieces_of(materialize(self.data))
 
     @property
-    def staged(self) -> Staged | None:
-        """How to read the bytes ahead; None if `pieces` makes them."""
-        return self.data.staged if isinstance(self.data, Lazy) else None
+    def staged(self) -> Lazy | None:
+        """The tensor if its bytes are read ahead; None if `pieces` makes them."""
+        return self.data if isinstance(self.data, Lazy) and self.data.entry is not None else None
 
     @property
     def whole(self) -> bool:
@@ -397,13 +397,13 @@ class TensorToWrite(NamedTuple):
         return ffi.buffer(ffi.cast("char *", data.address), data.nbytes) if isinstance(data, Memory) else data
 
 
-def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[Iterator[tuple[int, int, bool]]]:
+def _staged(ahead: Sequence[Lazy]) -> AbstractContextManager[Iterator[tuple[int, int, bool]]]:
     """Return the bytes to read ahead, or nothing."""
     if not ahead:
         return nullcontext(iter(()))
     from .staging import staged_bytes  # few files need it: most are loaded, or written from memory
 
-    return closing(staged_bytes([staged.entry for staged in ahead], ahead[0].threads))
+    return closing(staged_bytes([lazy.entry for lazy in ahead if lazy.entry is not None], ahead[0].threads))
 
 
 def source_of(name: str, value: Any) -> TensorToWrite:
@@ -489,13 +489,13 @@ class FileWriter:
                     waiting, size = [], 0
                 if small:
                     continue
-                lazy, stage = source.data, source.staged
-                if stage is None or not isinstance(lazy, Lazy):
+                lazy = source.staged
+                if lazy is None:
                     streamed = not source.whole
                     for owner, address, nbytes in source.pieces():
                         yield owner, address, nbytes, streamed
                     continue
-                left = stage.entry.nbytes
+                left = lazy.nbytes
                 while left:
                     address, nbytes, last = next(staged)
                     left -= nbytes

@@ -141,9 +141,7 @@ class Table:
     _entries: list[Entry] | None = None
     _searches = 0
     # Rare properties, by the index of a tensor.
-    strides: Mapping[int, tuple[int, ...]] = MappingProxyType(
-        {}
-    )  # bytes between neighbours along each axis, not in C order
+    strides: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # bytes along each axis, if not in C order
     scales: Mapping[int, Scale] = MappingProxyType({})  # of int8
     packed: Mapping[int, Packed] = MappingProxyType({})  # codes and scales
     big_endian: Collection[int] = ()
@@ -288,11 +286,8 @@ class Table:
         if self._shapes is not None:
             return self._shapes[index]
         columns = self._columns()
-        if index == 0:
-            return tuple(ffi.unpack(columns.dims, columns.dim_ends[0]))
-        ends = columns.dim_ends
-        begin = ends[index - 1]
-        return tuple(ffi.unpack(columns.dims + begin, ends[index] - begin))
+        begin = columns.dim_ends[index - 1] if index else 0
+        return tuple(ffi.unpack(columns.dims + begin, columns.dim_ends[index] - begin))
 
     def row(self, index: int) -> dtypes.Dtype:
         """Return a tensor's row of the dtype table."""

@@ -425,27 +425,24 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
 # ---- tensors that are created when a writer reaches them: a file is written in the memory of one ----
 
 
-class Staged(NamedTuple):
-    """A file tensor with the bytes of a `Lazy`: writers read many of these ahead, in chunks."""
-
-    entry: Entry
-    threads: int | None  # for reading
-
-
 class Lazy:
     """An array that is created later.
 
-    ``create`` may overwrite the array of its previous call; ``staged`` reads the bytes without it.
+    ``create`` may overwrite the array of its previous call. Writers read many of the file tensors ``entry``, which have
+    the same bytes, ahead in chunks, on ``threads``.
     """
 
-    __slots__ = ("_create", "_written", "dtype", "shape", "staged")  # the garbage collector visits no dict
+    __slots__ = ("_create", "_written", "dtype", "entry", "shape", "threads")  # the garbage collector visits no dict
 
     def __init__(
-        self, dtype: np.dtype[Any], shape: tuple[int, ...], create: Callable[[], Array], staged: Staged | None = None
+        self,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        create: Callable[[], Array],
+        entry: Entry | None = None,
+        threads: int | None = None,
     ) -> None:
-        self.dtype = dtype
-        self.shape = shape
-        self.staged = staged
+        self.dtype, self.shape, self.entry, self.threads = dtype, shape, entry, threads
         self._create = create
         self._written: Callable[[int], object] | None = None
 
