@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -316,7 +316,12 @@ _OF_ALL = frozenset(
 )  # fmt: skip
 
 
-def row_block(packed: Packing, parts: Mapping[str, PartRows]) -> int:
+# Parts by role, and the packing and the parts of selected rows.
+_Parts: TypeAlias = "Mapping[str, PartRows]"
+_Selected: TypeAlias = tuple[Packing, dict[str, Array]]
+
+
+def row_block(packed: Packing, parts: _Parts) -> int:
     """Return the rows of the first axis that must be sliced together; 0 if the tensor cannot be sliced."""
     if packed.flat:
         assert packed.grid is not None
@@ -340,9 +345,7 @@ def _scales_per_row(packed: Packing) -> int:
     return 0 if grid is None else packed.matrices * grid.rows * grid.columns // max(1, packed.shape[0])
 
 
-def rows_of(
-    packed: Packing, names: Mapping[str, str], parts: Mapping[str, PartRows], runs: Sequence[slice]
-) -> QuantizedTensor:
+def rows_of(packed: Packing, names: Mapping[str, str], parts: _Parts, runs: Sequence[slice]) -> QuantizedTensor:
     """Select runs of rows of a packed tensor along the first axis; parts in memory are views if it is a single run."""
     unit, rows, grid = row_block(packed, parts), packed.shape[0], packed.grid
     if not unit:
@@ -356,18 +359,17 @@ def rows_of(
     shape = (sum(run.stop - run.start for run in runs), *packed.shape[1:])
     changed, scales = packed._replace(shape=shape), _times(runs, _scales_per_row(packed))
     sliced: dict[str, Array] = {}
-    if packed.flat:
-        changed, scales = _rows_of_flat(changed, parts, runs, sliced)
+    if packed.flat and grid is not None:
+        scales = _over(_times(runs, math.prod(shape[1:])), grid.column_block)
+        changed, sliced = _rows_of_flat(changed, parts, runs, scales)
     elif len(shape) > 2:
         changed = changed._replace(matrices=shape[0] * (packed.matrices // max(1, rows)))
         for role, part in parts.items():
             shared = role in _OF_ALL or (grid is not None and grid.shared) or part.size == 1
             if role == packing.CODES or not shared:
                 sliced[role] = part.along(runs, rows)
-    elif by_columns(packed):
-        changed = _rows_by_columns(changed, parts, runs, sliced)
     else:
-        changed = _rows_of_matrix(changed, parts, runs, sliced)
+        changed, sliced = (_rows_by_columns if by_columns(packed) else _rows_of_matrix)(changed, parts, runs)
     if packing.SHAPE in parts:
         sliced[packing.SHAPE] = parts[packing.SHAPE].whole().copy()
         if len(sliced[packing.SHAPE]) == len(shape):  # else without the first axis
@@ -389,55 +391,48 @@ def cut_run(runs: Sequence[slice], unit: int, rows: int) -> slice | None:
     return next(cut, None)
 
 
-def _rows_by_columns(
-    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
-) -> Packing:
-    """`rows_of` for a matrix with codes in columns; ``sliced`` is extended."""
-    count, length, zeros = packed.shape[0], max(1, packed.columns), packed.zeros
-    for role in (packing.CODES, packing.SCALE, packing.ZERO):
-        if role in parts:  # columns of the part, or words for this many codes
-            array = parts[role].whole()
-            width = array.shape[-1]
-            places = [slice(run.start * width // length, -(-run.stop * width // length)) for run in runs]
-            sliced[role] = array[:, places[0] if len(places) == 1 else positions_of(places)]
+def _rows_by_columns(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> _Selected:
+    """`rows_of` for a matrix with codes in columns."""
+    count, length, zeros, sliced = packed.shape[0], max(1, packed.columns), packed.zeros, dict[str, Array]()
+    for role in filter(parts.__contains__, (packing.CODES, packing.SCALE, packing.ZERO)):
+        array = parts[role].whole()
+        width = array.shape[-1]  # columns of the part, or words for this many codes
+        places = [slice(run.start * width // length, -(-run.stop * width // length)) for run in runs]
+        sliced[role] = array[:, places[0] if len(places) == 1 else positions_of(places)]
     assert packed.grid is not None
     if zeros is not None:  # resolved by all codes of the tensor, because a few could be ambiguous
         stored, _owner = in_memory(packed, {packing.ZERO: parts[packing.ZERO].whole()})
         zeros, _ = settled(zeros, packed.grid, stored.parts[packing.ZERO], 1)
-    grid = packed.grid._replace(columns=count)
-    return packed._replace(
-        shape=(count, packed.rows), columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros
-    )
+    grid, size = packed.grid._replace(columns=count), bytes_before(packed, count)
+    packed = packed._replace(shape=(count, packed.rows), columns=count, row_bytes=size, grid=grid, zeros=zeros)
+    return packed, sliced
 
 
-def _rows_of_matrix(
-    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
-) -> Packing:
-    """`rows_of` for a matrix with codes in rows; ``sliced`` is extended."""
+def _rows_of_matrix(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> _Selected:
+    """`rows_of` for a matrix with codes in rows."""
     count, grid, block = packed.shape[0], packed.grid, row_unit(packed)
     if packed.layout == packing.MASKED:
-        sliced.update(_rows_of_masked(packed, parts, runs))
+        sliced = _rows_of_masked(packed, parts, runs)
     else:
-        sliced[packing.CODES] = parts[packing.CODES].along(runs, packed.rows)
+        sliced = {packing.CODES: parts[packing.CODES].along(runs, packed.rows)}
     if grid is not None and grid.rows > 1:
-        for role in (packing.SCALE, packing.ZERO, packing.BIAS):
-            if role in parts:
-                shared = _rows_in_word(packed.zeros) if role == packing.ZERO else 1
-                sliced[role] = parts[role].along(_over(runs, block * shared), -(-grid.rows // shared))
+        for role in filter(parts.__contains__, (packing.SCALE, packing.ZERO, packing.BIAS)):
+            shared = _rows_in_word(packed.zeros) if role == packing.ZERO else 1
+            sliced[role] = parts[role].along(_over(runs, block * shared), -(-grid.rows // shared))
         grid = grid._replace(rows=sum(run.stop - run.start for run in _over(runs, block)))
     elif grid is not None:
         grid = grid._replace(row_block=max(1, count))
-    return packed._replace(rows=count, grid=grid)
+    return packed._replace(rows=count, grid=grid), sliced
 
 
-def _rows_of_masked(packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice]) -> dict[str, Array]:
+def _rows_of_masked(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> dict[str, Array]:
     """Return runs of rows of the mask and of the values."""
     mask = {packing.MASK: parts[packing.MASK].along(runs, packed.rows)}
     codes = parts[packing.CODES]
     if packing.OFFSETS not in parts:
         return {**mask, packing.CODES: codes.along(runs, packed.rows)}
     offsets = parts[packing.OFFSETS].whole()
-    values, moved, before = [], [], 0
+    values, moved, before = [], [offsets[:0]], 0
     for run in runs:
         begin, end = (int(offsets[k]) if k < packed.rows else codes.size for k in (run.start, run.stop))
         if not 0 <= begin <= end <= codes.size or (run.start == 0 != begin):
@@ -447,8 +442,29 @@ def _rows_of_masked(packed: Packing, parts: Mapping[str, PartRows], runs: Sequen
         values.append(slice(begin, end))
         moved.append(offsets[run] - offsets[run][:1] + offsets.dtype.type(before))
         before += end - begin
-    changed = moved[0] if len(moved) == 1 else np.concatenate([offsets[:0], *moved])
-    return {**mask, packing.CODES: codes.ranges(values), packing.OFFSETS: changed}
+    return {**mask, packing.CODES: codes.ranges(values), packing.OFFSETS: np.concatenate(moved)}
+
+
+def _rows_of_flat(packed: Packing, parts: _Parts, runs: Sequence[slice], blocks: Sequence[slice]) -> _Selected:
+    """`rows_of` for a flat tensor with blocks across rows."""
+    grid, inner, codes = packed.grid, math.prod(packed.shape[1:]), parts[packing.CODES]
+    assert grid is not None
+    columns, values, size = packed.shape[0] * inner, _times(runs, inner), codes.dtype.itemsize
+    if packed.layout == packing.BLOCKS:
+        stored = [slice(bytes_before(packed, run.start), bytes_before(packed, run.stop)) for run in values]
+        sliced = {packing.CODES: codes.ranges(stored)}
+    else:  # the last byte of an odd number of values is half used
+        last = codes.size * size
+        halves = [
+            slice(run.start // 2, last if run.stop == packed.columns > run.start else run.stop // 2) for run in values
+        ]
+        if any(half.start % size or half.stop % size for half in halves):
+            raw = jobs.native_order(np.ascontiguousarray(codes.whole())).reshape(-1).view(np.uint8)
+            codes, size = PartRows(raw), 1
+        stored = [slice(half.start // size, half.stop // size) for half in halves]
+        sliced = {packing.CODES: codes.ranges(stored), packing.SCALE: parts[packing.SCALE].ranges(blocks)}
+    grid = grid._replace(columns=sum(run.stop - run.start for run in blocks))
+    return packed._replace(columns=columns, row_bytes=bytes_before(packed, columns), grid=grid), sliced
 
 
 def _over(runs: Sequence[slice], unit: int) -> list[slice]:
@@ -465,31 +481,6 @@ def _rows_in_word(zeros: Zeros | None) -> int:
     if zeros is None or zeros.layout != packing.COLUMNS:
         return 1
     return zeros.word_codes or (0 if 32 % zeros.bits else 32 // zeros.bits)
-
-
-def _rows_of_flat(
-    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
-) -> tuple[Packing, list[slice]]:
-    """`rows_of` for a flat tensor with blocks across rows; also returns the runs of its scales."""
-    grid, inner, codes = packed.grid, math.prod(packed.shape[1:]), parts[packing.CODES]
-    assert grid is not None
-    columns, values = packed.shape[0] * inner, _times(runs, inner)
-    blocks, size = _over(values, grid.column_block), codes.dtype.itemsize
-    if packed.layout == packing.BLOCKS:
-        stored = [slice(bytes_before(packed, run.start), bytes_before(packed, run.stop)) for run in values]
-        sliced[packing.CODES] = codes.ranges(stored)
-    else:  # the last byte of an odd number of values is half used
-        last = codes.size * size
-        halves = [
-            slice(run.start // 2, last if run.stop == packed.columns > run.start else run.stop // 2) for run in values
-        ]
-        if any(half.start % size or half.stop % size for half in halves):
-            raw = jobs.native_order(np.ascontiguousarray(codes.whole())).reshape(-1).view(np.uint8)
-            codes, size = PartRows(raw), 1
-        sliced[packing.CODES] = codes.ranges([slice(half.start // size, half.stop // size) for half in halves])
-        sliced[packing.SCALE] = parts[packing.SCALE].ranges(blocks)
-    grid = grid._replace(columns=sum(run.stop - run.start for run in blocks))
-    return packed._replace(columns=columns, row_bytes=bytes_before(packed, columns), grid=grid), blocks
 
 
 def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
