@@ -432,7 +432,7 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
         batch = jobs.Batch()
         with paused(len(parts)):
             for row, place in zip(rows.tolist(), places[rows].tolist(), strict=True):
-                batch.add(parts[row].source.work(op, place))
+                batch.jobs.append(parts[row].source.work(op, place))
         batch.run(threads=threads, progress=progress)
 
     heads = [(part.dtype, part.source.shape, part.nbytes) for part in parts]

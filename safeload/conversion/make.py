@@ -751,7 +751,7 @@ def fill(
             if stack.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
                 rows, columns = stack.layer
                 grid = JobGrid(rows, columns, (columns * element, element, item, rows * item))
-            batch.add(origin.job(begin + k * size, stack.row.number, grid=grid))
+            batch.jobs.append(origin.job(begin + k * size, stack.row.number, grid=grid))
     batch.run(threads=threads, progress=progress)
 
 

@@ -262,10 +262,6 @@ class Batch:
         self._direct = direct
         self._results: list[Array] = []
 
-    def add(self, job: Job) -> None:
-        """Add a job."""
-        self.jobs.append(job)
-
     def into(self, array: Array) -> int:
         """Return the address of an array for jobs to fill; `run` leaves its values in this machine's byte order."""
         if _SWAPS:

@@ -541,7 +541,7 @@ class Reads:
                 continue
             arrays[role] = array_over(aligned_bytes(size), dtype, shape, 0)
             if size:
-                self.batch.add(Job(file, begin, self.batch.into(arrays[role]), size, row.number, row.number))
+                self.batch.jobs.append(Job(file, begin, self.batch.into(arrays[role]), size, row.number, row.number))
         return QuantizedTensor.of_parts(packed.packing, packed.names(name), arrays)
 
     def _array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int = 0) -> Array:
@@ -598,7 +598,7 @@ class Reads:
         file, names, shapes, sources, targets = plan.file, plan.names, plan.shapes, plan.sources, plan.targets
         for k, begin, end, at in runs:
             source, target = sources[k], targets[k]
-            self.batch.add(Job(file, begin, base + at, end - begin, source, target, moving(source, target)))
+            self.batch.jobs.append(Job(file, begin, base + at, end - begin, source, target, moving(source, target)))
         kinds = [dtypes.array_dtype(targets[k]) for k in members]
         arrays = over(memory, kinds, [shapes[k] for k in members], [*members.values()])
         self.batch.results(arrays)
@@ -652,7 +652,7 @@ class Block:
         raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
         start = -(address_of(raw) + largest.begin - begin) % ALIGNMENT
         self._memory = raw[start : start + size]
-        batch.add(Job(file, begin, address_of(self._memory), size))
+        batch.jobs.append(Job(file, begin, address_of(self._memory), size))
 
     def swap(self) -> None:
         """Swap the bytes that were read if their order is not this machine's."""
@@ -666,7 +666,7 @@ class Block:
             array = private_array(spec.shape, spec.dtype) if out is None else out
             batch = Batch()
             place = None, address_of(self._memory) + offset, batch.into(array), spec.end - spec.begin
-            batch.add(Job(*place, spec.source, spec.target, moving(spec.source, spec.target)))
+            batch.jobs.append(Job(*place, spec.source, spec.target, moving(spec.source, spec.target)))
             batch.run(threads=threads)
             return array
         view = array_over(self._memory, dtypes.array_dtype(spec.source), spec.shape, offset, spec.strides)

@@ -184,7 +184,7 @@ class QuantizedTensor:
         if restoring is None:
             data = np.ascontiguousarray(self.data)
             place = None, address_of(data), batch.into(result), data.nbytes, row.number, target.number
-            batch.add(Job(*place, lib.SL_OP_CONVERT))
+            batch.jobs.append(Job(*place, lib.SL_OP_CONVERT))
         else:
             packed, owner = restoring
             name = self.names.get(CODES, "")
@@ -598,7 +598,7 @@ class PartRows:
             nbytes = (run.stop - run.start) * size
             if nbytes:
                 origin = Origin(part.name, part.shape)
-                batch.add(Job(part.file, part.begin + run.start * size, at, nbytes, origin=origin))
+                batch.jobs.append(Job(part.file, part.begin + run.start * size, at, nbytes, origin=origin))
             at += nbytes
         batch.run()
         return jobs.native_order(array)
@@ -713,7 +713,7 @@ def _converted(rows: Array, row: dtypes.Dtype, target: dtypes.Dtype, shape: tupl
     values = private_array((stored.size // row.block_bytes * row.block,), dtypes.element_dtype(target.number))
     batch = jobs.Batch()
     place = None, address_of(stored), batch.into(values), stored.nbytes, row.number, target.number
-    batch.add(Job(*place, lib.SL_OP_CONVERT, origin=Origin(name, values.shape)))
+    batch.jobs.append(Job(*place, lib.SL_OP_CONVERT, origin=Origin(name, values.shape)))
     batch.run()
     return values.reshape(shape)
 
