@@ -215,12 +215,12 @@ class _Reader:
             return object() if self._repeats(entry) else None
 
         for number, unit in enumerate(windows(entries, share, self._cost, kind)):
-            given: dict[str, Array] = {}
+            destinations: dict[str, Array] = {}
             refused: list[Exception] = []
-            ask = None if self._out is None else partial(self._ask, unit, given, refused)
-            yield Task(sum(map(self._cost, unit)), partial(self._run, number, unit, given, refused), ask)
+            ask = None if self._out is None else partial(self._ask, unit, destinations, refused)
+            yield Task(sum(map(self._cost, unit)), partial(self._run, number, unit, destinations, refused), ask)
 
-    def _ask(self, entries: Sequence[Entry], given: dict[str, Array], refused: list[Exception]) -> None:
+    def _ask(self, entries: Sequence[Entry], destinations: dict[str, Array], refused: list[Exception]) -> None:
         """Get the caller's arrays to fill, up to an error."""
         assert self._out is not None
         try:
@@ -231,37 +231,37 @@ class _Reader:
                     text = f"out: the function raised StopIteration for tensor {show(entry.name)}"
                     raise RuntimeError(text) from error
                 check_fits(entry.name, entry.dtype, entry.shape, {entry.name: array})
-                given[entry.name] = array
+                destinations[entry.name] = array
         except Exception as error:
             refused.append(error)
 
     def _run(
-        self, number: int, entries: Sequence[Entry], given: Mapping[str, Array], refused: list[Exception]
+        self, number: int, entries: Sequence[Entry], destinations: Mapping[str, Array], refused: list[Exception]
     ) -> _Loaded:
         """Read the tensors of a unit."""
         if any(other < number for other in self._failed):
             raise Stopped
-        loaded, failed = self._read(entries if self._out is None else entries[: len(given)], given)
+        loaded, failed = self._read(entries if self._out is None else entries[: len(destinations)], destinations)
         failed = failed or refused
         if failed:
             self._failed.append(number)
         return loaded, failed
 
-    def _read(self, entries: Sequence[Entry], given: Mapping[str, Array]) -> _Loaded:
+    def _read(self, entries: Sequence[Entry], destinations: Mapping[str, Array]) -> _Loaded:
         if not entries:
             return deque(), []
         try:
             arrays, _ = deliver(
                 Tensors.of(entry.tensor for entry in entries),
                 target=self._target,
-                out=given or None,
+                out=destinations or None,
                 memory=None if self._repeats(entries[0]) else self.memory.array,
                 threads=self._threads,
                 progress=check_stopped,
             )
         except RemoteError as error:  # names the tensor, and was retried
             at = next((k for k, entry in enumerate(entries) if entry.name == error.tensor), 0)
-            loaded, failed = self._read(entries[:at], given)
+            loaded, failed = self._read(entries[:at], destinations)
             return loaded, failed or [error]
         except Exception as error:
             if len(entries) < 2:
@@ -269,9 +269,9 @@ class _Reader:
         else:
             return deque((entry.name, arrays[entry.name]) for entry in entries), []
         half = len(entries) // 2  # again in halves, to find the tensor that cannot be read
-        loaded, failed = self._read(entries[:half], given)
+        loaded, failed = self._read(entries[:half], destinations)
         if not failed:
-            rest, failed = self._read(entries[half:], given)
+            rest, failed = self._read(entries[half:], destinations)
             loaded += rest
         return loaded, failed
 
