@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import count, repeat
 from operator import and_, eq
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, overload
@@ -111,19 +111,14 @@ class Tensors(Sequence[FileTensor]):
         """Collect tensors into columns."""
         if isinstance(tensors, Tensors):
             return tensors
-        names, files, indices = [*zip(*tensors, strict=True)] or [(), (), ()]
-        return cls._in_files(names, files, indices)
+        return cls.located({name: (file, index) for name, file, index in tensors})
 
     @classmethod
     def located(cls, where: Mapping[str, tuple[WeightFile, int]], names: Sequence[str] | None = None) -> Tensors:
         """Return the tensors of a mapping from names to files and indices."""
-        places = where.values() if names is None else map(where.__getitem__, names)
-        files, indices = [*zip(*places, strict=True)] or [(), ()]
-        return cls._in_files([*where] if names is None else names, files, indices)
-
-    @classmethod
-    def _in_files(cls, names: Sequence[str], files: Sequence[WeightFile], indices: Sequence[int]) -> Tensors:
-        places = {file: k for k, file in enumerate(dict.fromkeys(files))}
+        names = [*where] if names is None else names
+        files, indices = [*zip(*map(where.__getitem__, names), strict=True)] or [(), ()]
+        places = dict(zip(dict.fromkeys(files), count(), strict=False))
         return cls([*places], names, indices, None if len(places) < 2 else [places[file] for file in files])
 
     @classmethod
