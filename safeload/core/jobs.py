@@ -281,7 +281,10 @@ class Batch:
         jobs = self.jobs
         left = total = int(sum(map(_SIZE, jobs)))
         with reporter(progress, total) if progress else SILENT as report:
-            if _reads_remote(jobs):
+            sources = set(map(_FILE, jobs))
+            for codes in set(map(_CODES, jobs)) - {None}:  # with scales of their own
+                sources.update(map(itemgetter(0), codes.stored().values()))
+            if any(map(is_remote, sources)):
                 jobs = Batch.run_remote(jobs, thread_count(total, threads), report)
                 left = sum(map(_SIZE, jobs))
             table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
@@ -303,14 +306,6 @@ class Batch:
         for result in self._results:
             swappable(result).byteswap(inplace=True)
         return total
-
-
-def _reads_remote(jobs: Iterable[Job]) -> bool:
-    """Return True if a job reads a remote file, also for the scales of its codes."""
-    files = set(map(_FILE, jobs))
-    for codes in set(map(_CODES, jobs)) - {None}:
-        files.update(map(itemgetter(0), codes.stored().values()))
-    return any(map(is_remote, files))
 
 
 def _fail(status: int, error: Any, job: Job) -> None:

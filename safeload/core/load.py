@@ -429,9 +429,11 @@ def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> N
     """Refuse arrays that map a file to be read: filling such an array would change tensors before they are read."""
     mapped: dict[str, str] = {}
     for name, array in out.items():
-        path = _mapped_path(array)
-        if path is not None:
-            mapped.setdefault(path, name)
+        base: Any = array
+        while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+            base = base.base
+        if isinstance(base, np.memmap) and base.mode != "c" and base.filename is not None:
+            mapped.setdefault(os.fspath(base.filename), name)
     places: dict[tuple[int, int], str] = {}  # by device and inode: each file is asked once
     for place in dict.fromkeys(file.path for file in files if not is_remote(file)) if mapped else ():
         with suppress(OSError):  # the file was removed
@@ -443,15 +445,6 @@ def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> N
             place = places.get((status.st_dev, status.st_ino), "")
             if place:
                 raise ValueError(f"out: {show(name)} maps {show(place)}, which is being read; pass an array in memory")
-
-
-def _mapped_path(array: Any) -> str | None:
-    """Return the file that a `numpy.memmap` array writes to; None for arrays in memory."""
-    while isinstance(array, np.ndarray):
-        if isinstance(array, np.memmap):
-            return None if array.mode == "c" or array.filename is None else os.fspath(array.filename)
-        array = array.base
-    return None
 
 
 def stored_in_parts(name: str, packed: Packed) -> ValueError:

@@ -211,7 +211,10 @@ def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: i
         chunks = chunks_of(entry, ring.size // _PER_BUFFER)
         return (entry,) if chunks is None else chunks
 
-    for window in windows(chain.from_iterable(map(parts, entries)), ring.size, _room, _kind):
+    def kind(part: Chunk | Entry) -> object:  # an indivisible tensor shares no window
+        return object() if isinstance(part, Entry) else None
+
+    for window in windows(chain.from_iterable(map(parts, entries)), ring.size, _room, kind):
         if isinstance(window[0], Entry):
             yield Task(window[0].nbytes, partial(_make, window[0], threads))
         else:
@@ -221,11 +224,6 @@ def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: i
 def _room(part: Chunk | Entry) -> int:
     """Return the bytes of a part in a buffer, up to the place where the next part can begin."""
     return -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _kind(part: Chunk | Entry) -> object:
-    """Return a kind of its own for each indivisible tensor, which shares no window; None for chunks."""
-    return object() if isinstance(part, Entry) else None
 
 
 def _fill(ring: Ring, chunks: Sequence[Any], threads: int | None) -> Filled:
