@@ -81,42 +81,52 @@ Axis: TypeAlias = range | Array
 _Read: TypeAlias = tuple[tuple[Any, ...], int, int, tuple[Any, ...] | None]
 
 
-def _reads(axes: Sequence[Axis], shape: tuple[int, ...], itemsize: int, block: int) -> list[_Read]:
+def _reads(axes: Sequence[Any], shape: tuple[int, ...], itemsize: int, block: int) -> list[_Read]:
     """Return the reads of the selected elements of a tensor in C order, which is not empty."""
     reads: list[_Read] = [((), 0, itemsize, None)]  # of an element; then along one more axis at a time
-    selected = reach = itemsize  # of a row: bytes, and bytes up to the last of them
-    rest: tuple[Any, ...] = ()  # index of these elements in a row
-    for axis, stride in zip(reversed(axes), reversed(c_strides(shape, itemsize)), strict=True):
-        row, reads = reads, []
-        for first, last, gaps in _spans(axis, stride, selected, block):
+    strides, selected = c_strides(shape, itemsize), itemsize  # bytes of a row
+    for k in reversed(range(len(axes))):
+        axis, stride, row = axes[k], strides[k], reads
+        spans = _spans(axis, stride, selected, block)
+        if spans is None:
+            reads = [
+                ((number, *index), at * stride + offset, size, chosen)
+                for number, at in enumerate(axis)
+                for index, offset, size, chosen in row
+            ]
+        else:
+            reads = []
+        for first, last, gaps in spans or ():
             begin = int(axis[first]) * stride
-            extent = int(axis[last - 1]) * stride - begin
+            size = int(axis[last - 1]) * stride - begin + stride
             if gaps:
+                rest = [slice(inner.start, inner.stop, inner.step) for inner in axes[k + 1 :]]
                 rows = slice(None, None, axis.step) if isinstance(axis, range) else axis[first:last] - axis[first]
-                reads.append(((slice(first, last),), begin, extent + reach, (rows, *rest)))
+                unused = (
+                    stride - itemsize - sum(a[-1] * b for a, b in zip(axes[k + 1 :], strides[k + 1 :], strict=True))
+                )
+                reads.append(((slice(first, last),), begin, size - unused, (rows, *rest)))
             elif selected == stride:
-                reads.append(((slice(first, last),), begin, extent + stride, None))
+                reads.append(((slice(first, last),), begin, size, None))
             else:
                 reads += [((first, *index), begin + offset, size, chosen) for index, offset, size, chosen in row]
-        if isinstance(axis, range):
-            selected, reach, rest = (
-                selected * len(axis),
-                reach + axis[-1] * stride,
-                (slice(axis.start, axis.stop, axis.step), *rest),
-            )
+        selected *= len(axis)
     return reads
 
 
-def _spans(axis: Axis, stride: int, selected: int, block: int) -> list[tuple[int, int, bool]]:
+def _spans(axis: Axis, stride: int, selected: int, block: int) -> Sequence[tuple[int, int, bool]] | None:
     """Divide positions into reads: numbers of the first and of one past the last, and True if there are gaps.
 
-    Rows of ``selected`` bytes, closer than ``block`` bytes, are read with their gaps.
+    Rows of ``selected`` bytes, closer than ``block`` bytes, are read with their gaps. None to read each row alone.
     """
     if isinstance(axis, range):
         pitch, count = axis.step * stride, len(axis)
-        gaps = pitch != selected and count > 1 and pitch <= block and (pitch <= _NEAR or selected * 4 >= pitch)
-        rows = block // pitch if gaps else count if pitch == selected else 1
-        return [(first, min(first + rows, count), gaps) for first in range(0, count, rows)]
+        if pitch == selected:
+            return ((0, count, False),)
+        if count == 1 or pitch > block or (pitch > _NEAR and selected * 4 < pitch):
+            return None
+        rows = block // pitch
+        return [(first, min(first + rows, count), True) for first in range(0, count, rows)]
     steps, blocks = np.diff(axis) * stride, axis // max(1, block // stride)
     adjacent, in_block = steps == selected, blocks[1:] == blocks[:-1]
     near = in_block & (steps - selected <= _NEAR)
@@ -138,10 +148,10 @@ def _divided(first: int, last: int, between: Array) -> Iterator[tuple[int, int]]
 def _read_dense(file: WeightFile, layout: ArraySpec, axes: Sequence[Any], origin: Origin) -> Array:
     """Read the selected elements of a tensor in C order."""
     dtype, shape, begin = layout.dtype, layout.shape, layout.begin
-    result = private_array(tuple(map(len, axes)), dtype)
+    rows = bool(axes) and isinstance(axes[0], np.ndarray)
+    result: Array = (private_array if rows else np.empty)(tuple(map(len, axes)), dtype)
     if not result.size:
         return result
-    rows = bool(axes) and isinstance(axes[0], np.ndarray)
     read_box = getattr(file.store, "read_box", None)  # only an `AssembledStore` has it
     if read_box is not None and not rows:
         part = any(len(axis) != size for axis, size in zip(axes[1:], shape[1:], strict=True))  # no range of the bytes
