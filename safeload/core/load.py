@@ -498,12 +498,13 @@ class Reads:
         """Add the tensors of a plan, except views."""
         for k in plan.of_way(EMPTY):
             self._arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
-        rows = [*plan.of_way(READ), *plan.of_way(CONVERT)]
+        kinds = [plan.of_way(READ), plan.of_way(CONVERT)]
         if STRIDED in plan.ways:
             alone, blocks = group_blocks(plan, self.batch)
-            rows += alone
+            kinds.append(alone)
             self._blocks += blocks
-        rows.sort()
+        kinds = [*filter(None, kinds)]
+        rows = kinds[0] if len(kinds) == 1 else sorted(chain(*kinds))
         if self._out is None and len(rows) > 1:
             self._place(plan, rows)
         else:
