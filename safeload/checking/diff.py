@@ -32,7 +32,8 @@ from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import debug, paused
 from ..core.showing import Report, Row, shorten, table
 from ..core.source import Source, in_order, of_array
-from ..core.staging import Spans
+from ..core.staging import fill_buffer
+from ..core.tensors import Spans
 from ..core.text import clip, more, plural, printable, show
 from ..core.weight_file import is_remote
 from ..errors import exported, public
@@ -495,7 +496,7 @@ def _compare_values(
 
     tables = [tensors for tensors in (a.plain(names), b.plain(names)) if tensors is not None and not tensors.remote]
     if len(tables) == 2:
-        spans = [*map(Spans.of, tables)]
+        spans = [table.spans for table in tables]
         of_a, of_b = (_PARTS[side.targets] != side.targets for side in spans)  # complex numbers
         plain = np.flatnonzero(of_a == of_b)
         compare([names[k] for k in plain.tolist()], *(side.pick(plain) for side in spans))
@@ -613,7 +614,7 @@ class _Buffers(local):
         if len(sizes) == 1 and files[int(file[0])] is None and sources[0] == targets[0]:
             return np.frombuffer(ffi.buffer(ffi.cast("char *", int(begins[0])), int(sizes[0])), np.uint8)
         memory = self.memory[side]
-        return memory[: spans.fill(memory, threads=1)]
+        return memory[: fill_buffer(memory, spans, 1)]
 
 
 def _compare(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, meter: Meter) -> list[_Fields]:

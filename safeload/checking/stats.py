@@ -347,29 +347,20 @@ def _measure_plain(
     numbers = set(tensors.columns.numbers)
     real = [number for number in numbers if dtypes.BY_NUMBER[number].converts_to(_F32)]
     if len(real) < len(numbers):
-        tensors = tensors.pick(np.flatnonzero(np.isin(tensors.ranges.numbers, real)))
-    file, begins, sizes, of = tensors.ranges
-    columns, shapes = tensors.columns, tensors.columns.shapes
+        tensors = tensors.pick(np.flatnonzero(np.isin(tensors.spans.sources, real)))
+    spans, columns, shapes = tensors.spans, tensors.columns, tensors.columns.shapes
 
     def run(op: int, places: Array, rows: Array) -> None:
-        with reporter(progress, int(sizes[rows].sum())) as report:
-            jobs.run_columns(
-                tensors.files,
-                file[rows],
-                offsets=begins[rows],
-                memory=places[rows],
-                sizes=sizes[rows],
-                sources=of[rows],
-                targets=of[rows],
-                report=report,
-                op=op,
-                origin=lambda row: Origin(tensors.names[rows[row]], shapes[rows[row]]),
-                threads=threads,
-            )
+        def origin(row: int) -> Origin:
+            return Origin(tensors.names[rows[row]], shapes[rows[row]])
+
+        part = spans.pick(rows)
+        with reporter(progress, int(part.sizes.sum())) as report:
+            jobs.run_columns(part, places[rows], report=report, op=op, origin=origin, threads=threads)
 
     codes = [dtypes.BY_NUMBER[number].code for number in columns.numbers]
-    heads = [*zip(codes, shapes, sizes.tolist(), strict=True)]
-    return dict(zip(tensors.names, _statistics(heads, of, run, histogram), strict=True))
+    heads = [*zip(codes, shapes, spans.sizes.tolist(), strict=True)]
+    return dict(zip(tensors.names, _statistics(heads, spans.sources, run, histogram), strict=True))
 
 
 # ---- in pieces ----
@@ -441,7 +432,7 @@ def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progr
         batch = jobs.Batch()
         with paused(len(parts)):
             for row, place in zip(rows.tolist(), places[rows].tolist(), strict=True):
-                batch.add(parts[row].source.work(op, place))
+                batch.jobs.append(parts[row].source.work(op, place))
         batch.run(threads=threads, progress=progress)
 
     heads = [(part.dtype, part.source.shape, part.nbytes) for part in parts]

@@ -371,7 +371,7 @@ class Catalog:
         tensors = self.plain(names)
         if tensors is None:
             return {name: about.nbytes for name, about in self.descriptions(names).items()}
-        return dict(zip(tensors.names, tensors.ranges.sizes.tolist(), strict=True))
+        return dict(zip(tensors.names, tensors.spans.sizes.tolist(), strict=True))
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
         """Refuse to read unreadable entries."""

@@ -25,8 +25,7 @@ from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
 from ..core.runtime import debug, paused, warning
 from ..core.showing import Result
 from ..core.signature import Verify
-from ..core.staging import Spans
-from ..core.tensors import LazyParts, Tensors
+from ..core.tensors import LazyParts, Spans, Tensors
 from ..core.text import plural, printable, show, size
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ..formats.folder import CONFIG, read_config
@@ -591,7 +590,7 @@ class Decider:
 
     def _copied(self, tensors: Tensors) -> Spans | None:
         """Return the spans if tensors are only copied and cast, or blocks dequantized."""
-        targets = numbers = tensors.ranges.numbers
+        targets = numbers = tensors.spans.sources
         if self._target is not None:
             targets = numbers.copy()
             for number in {*numbers.tolist()}:

@@ -27,8 +27,8 @@ from ..core.paths import absolute, native_path
 from ..core.progress import Progress, reporter
 from ..core.registry import Opened, Recipe, formats_of, row_of
 from ..core.runtime import debug, paused
-from ..core.staging import Spans
 from ..core.store import check_unchanged, identity_of
+from ..core.tensors import Spans
 from ..core.text import plural, printable, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError
@@ -266,7 +266,7 @@ class TensorFiles:
         self.files: Sequence[Any]
         self.file: Array  # index of the file with the values or codes of each tensor
         tensors = catalog.plain(names, blocks=True) if spans is None else None
-        spans = spans if tensors is None else Spans.of(tensors)
+        spans = spans if tensors is None else tensors.spans
         if spans is not None:
             self.files, self.file = spans.files, spans.file
             return

@@ -33,9 +33,9 @@ from ..core.registry import SAFETENSORS, row_of
 from ..core.runtime import debug, paused
 from ..core.safetensors import ROOM, Header
 from ..core.source import Source, of_array
-from ..core.staging import Spans
+from ..core.staging import read_ahead
 from ..core.store import check_unchanged, identity_of
-from ..core.tensors import Entry, Lazy, LazyParts, Staged, Tensors
+from ..core.tensors import Entry, Lazy, LazyParts, Spans, Tensors
 from ..core.text import error_about, show
 from ..errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..formats.mixtures import ImportanceMatrix
@@ -272,7 +272,7 @@ def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
 
 def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
     """Return the spans of tensors, or None if the core does not convert each in one step."""
-    numbers = tensors.ranges.numbers
+    numbers = tensors.spans.sources
     targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
     for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
         row, to = map(dtypes.of_number, divmod(pair, 256))
@@ -289,7 +289,7 @@ def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
             rows = {shapes[k][-1:] for k in np.flatnonzero(targets == to.number).tolist()}
             if () in rows or any(length % to.block for (length,) in rows):
                 return None
-    return Spans.of(tensors, targets)
+    return tensors.spans._replace(targets=targets)
 
 
 class _CopyWriter:
@@ -312,7 +312,7 @@ class _CopyWriter:
     def write_to(self, file: AtomicFile) -> None:
         header, outputs = [(self._header.address, self._header.nbytes)], self._outputs
         try:
-            with closing(self._spans.pick(self._header.order).read(outputs.threads)) as chunks:
+            with closing(read_ahead(self._spans.pick(self._header.order), outputs.threads)) as chunks:
                 for chunk in chunks:  # the first chunk goes out together with the header
                     file.write([*header, chunk])
                     header = []
@@ -409,12 +409,12 @@ class Maker:
             self._catalog.read_into(source, row, array, self._threads)
             return array
 
-        return Lazy(dtype, shape, read, self._staged(source, decision.dtype, row))
+        return Lazy(dtype, shape, read, self._staged(source, decision.dtype, row), self._threads)
 
     def _about(self, source: str) -> TensorDescription:
         return self._descriptions.get(source) or self._catalog.about(source)
 
-    def _staged(self, source: str, code: str | None, row: dtypes.Dtype) -> Staged | None:
+    def _staged(self, source: str, code: str | None, row: dtypes.Dtype) -> Entry | None:
         """Return the staged read for the safetensors writer, or None if the tensor must be built in memory."""
         if self._format != SAFETENSORS:
             return None
@@ -427,7 +427,7 @@ class Maker:
             names = [each for each in plain if each in self._catalog]
             self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
         entry = self._entries[code].get(source)
-        return None if entry is None or entry.target != row.number else Staged(entry, self._threads)
+        return None if entry is None or entry.target != row.number else entry
 
     def _stacked(self, name: str, decision: Decision) -> AnyTensor:
         assert decision.dtype is not None
@@ -621,10 +621,8 @@ def _stored(part: Part, threads: int | None) -> Lazy:
     """Return a stored tensor of a file, unchanged."""
     number = part.row.number
     dtype, shape = dtypes.array_dtype(number), dtypes.array_shape(part.row, part.shape, part.end - part.begin)
-    staged = None
-    if not foreign_order(False):
-        staged = Staged(Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number), threads)
-    return Lazy(dtype, shape, lambda: PartRows(part).whole(), staged)
+    entry = Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number)
+    return Lazy(dtype, shape, lambda: PartRows(part).whole(), None if foreign_order(False) else entry, threads)
 
 
 # ---- layouts ----
@@ -739,7 +737,7 @@ def fill(
             if stack.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
                 rows, columns = stack.layer
                 grid = JobGrid(rows, columns, (columns * element, element, item, rows * item))
-            batch.add(origin.job(begin + k * size, stack.row.number, grid=grid))
+            batch.jobs.append(origin.job(begin + k * size, stack.row.number, grid=grid))
     batch.run(threads=threads, progress=progress)
 
 

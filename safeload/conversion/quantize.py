@@ -279,7 +279,7 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
             elif weights is not None and SCHEMES[result.scheme].weighted and source.size:
                 work = weighted_jobs(source, result.scheme, memory, weights, threads)
         for job in work:
-            batch.add(job)
+            batch.jobs.append(job)
     batch.run(threads=threads, progress=second)
 
 

@@ -21,7 +21,7 @@ from .packing import CONFIG_KEY, KEY
 from .packing import Part as StoredPart
 from .paths import PathLike
 from .progress import Progress
-from .quantized_tensor import dequantize_index, read_index
+from .quantized_tensor import dequantize_index, read_index, take_rows
 from .registry import (
     GGUF,
     KERAS,
@@ -370,13 +370,12 @@ class Checkpoint(Mapping[str, TensorLike]):
             ...     checkpoint.take("model.embed_tokens.weight", [5, 2, 5], dtype="float32").shape
             (3, 64)
         """
-        from .take import take_rows  # only here: most programs take no rows
-
         self._check_open()
         file, index = self._locate(name)
         if dtype is not None:
             refuse_codes(self, [name], "dtype=")
-        return take_rows(file, index, rows, dtype, name)
+        file.table.refuse_unknown([index], file.path)
+        return take_rows(file, index, rows, parse_target(dtype), name)
 
     @overload
     def load(

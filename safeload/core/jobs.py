@@ -16,6 +16,7 @@ from .memory import empty_array, thread_count
 from .native import TIER, Error, address_of, check, ffi, lib, pointer, private_buffer, short
 from .progress import SILENT, Progress, reporter
 from .store import LocalStore, direct_of, none_free
+from .tensors import Spans
 from .text import subject
 from .weight_file import WeightFile, is_remote
 
@@ -168,14 +169,14 @@ def run_jobs(
     threads: int | None,
     *,
     report: Callable[[int], object],
-    fail: Callable[[int, Any, int], None],
+    job: Callable[[int], Job],
     packed: Sequence[Any] = (),
     done: int = 0,
     direct: bool = False,
 ) -> bool:
     """Run jobs in groups with few open files and scales; return True if the system refused a direct read.
 
-    ``fail`` raises the error of the job at an index; ``done`` of the ``total`` bytes were moved before.
+    ``job`` returns the job at an index, for an error; ``done`` of the ``total`` bytes were moved before.
     """
     refused, room, begin = False, None, 0
     while True:
@@ -198,8 +199,10 @@ def run_jobs(
             described, slice_ms = ffi.from_buffer("sl_job[]", group), DIRECT_SLICE_MS if unbuffered else SLICE_MS
             while not cursor.finished:
                 status = lib.sl_jobs_run(described, len(group), TIER, count, slice_ms, cursor, error)
+                if status != lib.SL_OK and (status == lib.SL_E_MEMORY or not len(table)):  # not of a single job
+                    check(status, error)
                 if status != lib.SL_OK:
-                    fail(status, error, begin + cursor.failed_job)
+                    _fail(status, error, job(begin + cursor.failed_job))
                 report(done + cursor.bytes_done)
         finally:
             for handle in unbuffered.values():
@@ -259,10 +262,6 @@ class Batch:
         self._direct = direct
         self._results: list[Array] = []
 
-    def add(self, job: Job) -> None:
-        """Add a job."""
-        self.jobs.append(job)
-
     def into(self, array: Array) -> int:
         """Return the address of an array for jobs to fill; `run` leaves its values in this machine's byte order."""
         if _SWAPS:
@@ -282,24 +281,23 @@ class Batch:
         jobs = self.jobs
         left = total = int(sum(map(_SIZE, jobs)))
         with reporter(progress, total) if progress else SILENT as report:
-            if _reads_remote(jobs):
+            sources = set(map(_FILE, jobs))
+            for codes in set(map(_CODES, jobs)) - {None}:  # with scales of their own
+                sources.update(map(itemgetter(0), codes.stored().values()))
+            if any(map(is_remote, sources)):
                 jobs = Batch.run_remote(jobs, thread_count(total, threads), report)
                 left = sum(map(_SIZE, jobs))
             table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
             files, *_, grids, channels, _, packed, merges = zip(*jobs, strict=True) if jobs else [()] * len(Job._fields)
             columns = ("grid", grids, _GRID), ("channels", channels, _CHANNELS), ("merge", merges, _MERGE)
             descriptions = [_describe(values, table[name], dtype) for name, values, dtype in columns if any(values)]
-
-            def fail(status: int, error: Any, index: int) -> None:
-                _fail(status, error, jobs[index] if jobs else None)
-
             self.refused |= run_jobs(
                 table,
                 files,
                 total,
                 threads,
                 report=report,
-                fail=fail,
+                job=jobs.__getitem__,
                 packed=packed if any(packed) else (),
                 done=total - left,
                 direct=self._direct,
@@ -310,19 +308,8 @@ class Batch:
         return total
 
 
-def _reads_remote(jobs: Iterable[Job]) -> bool:
-    """Return True if a job reads a remote file, also for the scales of its codes."""
-    files = set(map(_FILE, jobs))
-    for codes in set(map(_CODES, jobs)) - {None}:
-        files.update(map(itemgetter(0), codes.stored().values()))
-    return any(map(is_remote, files))
-
-
-def _fail(status: int, error: Any, job: Job | None) -> None:
+def _fail(status: int, error: Any, job: Job) -> None:
     """Raise the core's error with the file and the tensor of the failed job."""
-    if status == lib.SL_E_MEMORY or job is None:  # not the error of a single job
-        check(status, error)
-        return
     file, origin = job.file if isinstance(job.file, WeightFile) else None, job.origin
     path = file.path if file is not None else origin.path if origin is not None else None
     if origin is not None:
@@ -339,14 +326,9 @@ def _fail(status: int, error: Any, job: Job | None) -> None:
 
 
 def run_columns(
-    files: Sequence[WeightFile | None],
-    file: Array,
-    *,
-    offsets: Array,
+    spans: Spans,
     memory: Array,
-    sizes: Array,
-    sources: Array,
-    targets: Array,
+    *,
     report: Callable[[int], object],
     op: int | None = None,
     origin: Callable[[int], Origin | None] = lambda row: None,
@@ -356,6 +338,7 @@ def run_columns(
 
     Without ``origin``, the error of a value that cannot be quantized names no tensor.
     """
+    files, file, offsets, sizes, sources, targets = spans
     order = np.lexsort((offsets, file))
     table = np.zeros(len(order), JOB)
     ops = np.where(sources == targets, lib.SL_OP_COPY, lib.SL_OP_CONVERT) if op is None else np.full(len(order), op)
@@ -363,11 +346,11 @@ def run_columns(
         table[field] = column[order]
     ordered = [files[k] for k in file[order].tolist()]
 
-    def fail(status: int, error: Any, index: int) -> None:
+    def job(index: int) -> Job:
         place = int(table["offset"][index]), 0, int(table["size"][index])
-        _fail(status, error, Job(ordered[index], *place, origin=origin(int(order[index]))))
+        return Job(ordered[index], *place, origin=origin(int(order[index])))
 
-    run_jobs(table, ordered, int(sizes.sum()), threads, report=report, fail=fail)
+    run_jobs(table, ordered, int(sizes.sum()), threads, report=report, job=job)
 
 
 def write(
@@ -394,13 +377,10 @@ def write(
     for address, size in pieces:
         rows.append((handle, position, address, size, 0, 0, op, 0, 0, 0, 0, 0))
         position += size
-
-    def fail(status: int, error: Any, index: int) -> None:
-        check(status, error, None if status == lib.SL_E_MEMORY else path)
-
+    failed = Job(handle, 0, 0, 0, origin=Origin("", path=path))
     # A single thread is enough: ext4 and xfs serialize buffered writes to a file by its lock.
-    files = [handle] * len(rows)
-    run_jobs(np.array(rows, dtype=JOB), files, position - begin, 1, report=lambda done: None, fail=fail)
+    files, total = [handle] * len(rows), position - begin
+    run_jobs(np.array(rows, dtype=JOB), files, total, 1, report=lambda done: None, job=lambda index: failed)
     return position
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
 from operator import attrgetter, eq
@@ -27,14 +27,13 @@ from .memory import (
     thread_count,
 )
 from .native import address_of, ffi, lib, pointer, short
-from .packing import INT8, Packed, Part, advice_for
+from .packing import INT8, Packed, advice_for
 from .progress import Progress, reporter
 from .runtime import paused
 from .store import LocalStore, mapping_of
-from .table import Entry, Scale, Table
+from .table import Entry, Table
 from .tensors import (
     CONVERT,
-    DEQUANTIZE,
     EMPTY,
     READ,
     STRIDED,
@@ -43,7 +42,6 @@ from .tensors import (
     ReadPlan,
     Tensors,
     decide,
-    packed_of,
     viewable,
 )
 from .text import show
@@ -303,7 +301,7 @@ def deliver(
             return {tensors.names[0]: array}, True
     mappings = {} if mappings is None else mappings
     known = set(mappings)
-    tensors, packed = tensors.without_packed()
+    tensors, packed = tensors.without_packed(target)
     plans: list[ReadPlan] = []
     delivered: dict[str, Any] = {}
     allowed = True
@@ -331,8 +329,8 @@ def deliver(
             if target is not None:
                 reads.restore(name, tensor, target)
             else:
-                delivered[name] = _parts_of(name, tensor, reads, mappings if view else None)
-        reading = bool(packed) or not view or any(not {*plan.ways} <= {VIEW, EMPTY} for plan in to_read)
+                delivered[name] = reads.parts(name, tensor, mappings if view else None)
+        reading = not view or bool(reads.batch.jobs)
         if reading:
             reads.run(threads, progress)
             allowed &= not reads.batch.refused
@@ -347,25 +345,6 @@ def deliver(
         with reporter(progress, total) as report:
             report(total)
     return delivered, allowed
-
-
-def _parts_of(name: str, packed: Packed, reads: Reads, mappings: dict[WeightFile, Any] | None) -> QuantizedTensor:
-    """Return a packed tensor unchanged: views of mapped files, or arrays that ``reads`` fills."""
-    from .quantized_tensor import QuantizedTensor  # imported by whatever read the table
-
-    arrays = {}
-    for role, part in packed.parts.items():
-        dtype = dtypes.array_dtype(part.row.number)
-        known = mappings is not None and (not part.file.verified or part.file in mappings)
-        mapped = known and part.begin < part.end and viewable(dtype, part.begin)
-        buffer = mapping(part.file, mappings) if mapped else None
-        if buffer is None:
-            arrays[role] = reads.stored(part)
-        else:
-            arrays[role] = array_over(
-                buffer, dtype, dtypes.array_shape(part.row, part.shape, part.end - part.begin), part.begin
-            )
-    return QuantizedTensor.of_parts(packed.packing, packed.names(name), arrays)
 
 
 def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
@@ -411,7 +390,7 @@ def _views(plan: ReadPlan, buffer: Any) -> Iterable[tuple[str, Array]]:
 
 def _wrap(plan: ReadPlan, delivered: dict[str, Any]) -> None:
     """Wrap the raw data of quantized tensors in `QuantizedTensor` if they are not converted."""
-    from .quantized_tensor import QuantizedTensor  # imported by whatever read the table
+    from .quantized_tensor import QuantizedTensor, read_scale  # imported by whatever read the table
 
     table = plan.file.table
     for k, (name, index) in enumerate(zip(plan.names, plan.tensors.indices, strict=True)):
@@ -438,7 +417,7 @@ def _check_out(
         check_fits(name, dtypes.array_dtype(target.number), tensor.packing.shape, out)
 
     def contents() -> dict[str, Any]:
-        return {name: (plan.file, plan.spec(k)) for plan in plans for k, name in enumerate(plan.names)}
+        return {**packed, **{name: (plan.file, plan.spec(k)) for plan in plans for k, name in enumerate(plan.names)}}
 
     names = list(chain(packed, *(plan.names for plan in plans)))
     check_disjoint(out if len(out) == len(names) else {name: out[name] for name in names}, contents)
@@ -450,9 +429,11 @@ def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> N
     """Refuse arrays that map a file to be read: filling such an array would change tensors before they are read."""
     mapped: dict[str, str] = {}
     for name, array in out.items():
-        path = _mapped_path(array)
-        if path is not None:
-            mapped.setdefault(path, name)
+        base: Any = array
+        while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+            base = base.base
+        if isinstance(base, np.memmap) and base.mode != "c" and base.filename is not None:
+            mapped.setdefault(os.fspath(base.filename), name)
     places: dict[tuple[int, int], str] = {}  # by device and inode: each file is asked once
     for place in dict.fromkeys(file.path for file in files if not is_remote(file)) if mapped else ():
         with suppress(OSError):  # the file was removed
@@ -464,15 +445,6 @@ def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> N
             place = places.get((status.st_dev, status.st_ino), "")
             if place:
                 raise ValueError(f"out: {show(name)} maps {show(place)}, which is being read; pass an array in memory")
-
-
-def _mapped_path(array: Any) -> str | None:
-    """Return the file that a `numpy.memmap` array writes to; None for arrays in memory."""
-    while isinstance(array, np.ndarray):
-        if isinstance(array, np.memmap):
-            return None if array.mode == "c" or array.filename is None else os.fspath(array.filename)
-        array = array.base
-    return None
 
 
 def stored_in_parts(name: str, packed: Packed) -> ValueError:
@@ -520,28 +492,24 @@ class Reads:
     ) -> None:
         self.batch = Batch(direct=direct)
         self._arrays, self._out, self._memory, self._direct = arrays, out, memory, direct
-        self._shared: list[tuple[ReadPlan, Block]] = []
+        self._blocks: list[Block] = []
 
     def add(self, plan: ReadPlan) -> None:
         """Add the tensors of a plan, except views."""
         for k in plan.of_way(EMPTY):
             self._arrays[plan.names[k]] = self._array(plan.names[k], plan.shapes[k], plan.dtype(k))
-        plain, converted = plan.of_way(READ), plan.of_way(CONVERT)
+        kinds = [plan.of_way(READ), plan.of_way(CONVERT)]
         if STRIDED in plan.ways:
-            alone, blocks = group_blocks(plan.file, {k: plan.spec(k) for k in plan.of_way(STRIDED)}, self.batch)
-            self._shared += [(plan, block) for block in blocks]
-            plain = sorted([*plain, *(k for k in alone if plan.sources[k] == plan.targets[k])])
-            converted = sorted([*converted, *(k for k in alone if plan.sources[k] != plan.targets[k])])
-        if self._out is None:
-            self._place(plan, plain, converted=False)
-            self._place(plan, converted, converted=True)
+            alone, blocks = group_blocks(plan, self.batch)
+            kinds.append(alone)
+            self._blocks += blocks
+        kinds = [*filter(None, kinds)]
+        rows = kinds[0] if len(kinds) == 1 else sorted(chain(*kinds))
+        if self._out is None and len(rows) > 1:
+            self._place(plan, rows)
         else:
-            for k in (*plain, *converted):
+            for k in rows:
                 self._read(plan, k)
-        for k in plan.of_way(DEQUANTIZE):
-            packed = packed_of(plan.file, plan.tensors.indices[k])
-            assert packed is not None
-            self.restore(plan.names[k], packed, dtypes.BY_NUMBER[plan.targets[k]])
 
     def restore(self, name: str, packed: Packed, target: dtypes.Dtype) -> None:
         """Add a packed tensor, dequantized to a dtype."""
@@ -552,14 +520,23 @@ class Reads:
         if array.size:
             self.batch.jobs += restore.restore_jobs(packed, self.batch.into(array), target.number, name)
 
-    def stored(self, part: Part) -> Array:
-        """Return an aligned array that `run` will fill with the unchanged bytes of a stored tensor."""
-        size, number = part.end - part.begin, part.row.number
-        dtype, shape = dtypes.array_dtype(number), dtypes.array_shape(part.row, part.shape, size)
-        array = array_over(aligned_bytes(size), dtype, shape, 0)
-        if size:
-            self.batch.add(Job(part.file, part.begin, self.batch.into(array), size, number, number))
-        return array
+    def parts(self, name: str, packed: Packed, mappings: dict[WeightFile, Any] | None) -> QuantizedTensor:
+        """Add a packed tensor, unchanged: views of mapped files, or aligned arrays."""
+        from .quantized_tensor import QuantizedTensor  # imported by whatever read the table
+
+        arrays = {}
+        for role, (_, file, row, shape, begin, end) in packed.parts.items():
+            size, dtype = end - begin, dtypes.array_dtype(row.number)
+            shape = dtypes.array_shape(row, shape, size)
+            mapped = mappings is not None and (not file.verified or file in mappings)
+            buffer = mapping(file, mappings) if mapped and size and viewable(dtype, begin) else None
+            if buffer is not None:
+                arrays[role] = array_over(buffer, dtype, shape, begin)
+                continue
+            arrays[role] = array_over(aligned_bytes(size), dtype, shape, 0)
+            if size:
+                self.batch.jobs.append(Job(file, begin, self.batch.into(arrays[role]), size, row.number, row.number))
+        return QuantizedTensor.of_parts(packed.packing, packed.names(name), arrays)
 
     def _array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int = 0) -> Array:
         """Return the caller's array for a tensor, or a new array; for ``begin`` see `private_array`."""
@@ -575,25 +552,21 @@ class Reads:
         place = plan.file, begin, self.batch.into(array), plan.ends[k] - begin
         self.batch.jobs.append(Job(*place, source, target, moving(source, target)))
 
-    def _place(self, plan: ReadPlan, rows: Sequence[int], *, converted: bool) -> None:
+    def _place(self, plan: ReadPlan, rows: Iterable[int]) -> None:
         """Add jobs that read tensors into new memory: an array per large tensor, pools for small tensors.
 
         Small tensors that are adjacent in the file are adjacent in the pool and share a job. Converted tensors share a
         job only if they have the same dtype.
         """
-        if len(rows) < 2:
-            for k in rows:
-                self._read(plan, k)
-            return
         sources, begins, ends = plan.sources, plan.begins, plan.ends
         least = 1 if self._memory is None else ALIGNMENT
         steps = {source: _step(source, to, least) for source, to in set(zip(sources, plan.targets, strict=True))}
         members: dict[int, int] = {}  # of the pool: offsets by position in the plan
         runs: list[list[int]] = []  # per job: first member, first byte in the file, one past the last, offset
-        at, previous, dtype = 0, -1, -1
+        at, previous, values = 0, -1, -1
         for k in rows:
             begin, end, source = begins[k], ends[k], sources[k]
-            mask, block_bytes, array_bytes = steps[source]
+            mask, block_bytes, array_bytes, converted = steps[source]
             size = (end - begin) // block_bytes * array_bytes
             if size >= POOLED_BELOW:
                 self._read(plan, k)
@@ -601,14 +574,14 @@ class Reads:
             if at + size + 2 * ALIGNMENT > POOL_SIZE:
                 self._fill(plan, members, runs, at)
                 members, runs, at, previous = {}, [], 0, -1
-            if begin != previous or at & mask or (converted and source != dtype):
+            if begin != previous or at & mask or converted != values:
                 # The same address modulo ALIGNMENT as in the file: tensors aligned in the file stay aligned.
                 at += -at % ALIGNMENT if converted or begin & mask else (begin - at) % ALIGNMENT
                 runs.append([k, begin, end, at])
             else:
                 runs[-1][2] = end
             members[k] = at
-            at, previous, dtype = at + size, end, source
+            at, previous, values = at + size, end, converted
         if members:
             self._fill(plan, members, runs, at)
 
@@ -619,7 +592,7 @@ class Reads:
         file, names, shapes, sources, targets = plan.file, plan.names, plan.shapes, plan.sources, plan.targets
         for k, begin, end, at in runs:
             source, target = sources[k], targets[k]
-            self.batch.add(Job(file, begin, base + at, end - begin, source, target, moving(source, target)))
+            self.batch.jobs.append(Job(file, begin, base + at, end - begin, source, target, moving(source, target)))
         kinds = [dtypes.array_dtype(targets[k]) for k in members]
         arrays = over(memory, kinds, [shapes[k] for k in members], [*members.values()])
         self.batch.results(arrays)
@@ -628,22 +601,19 @@ class Reads:
     def run(self, threads: int | None, progress: Progress) -> None:
         """Read all added tensors."""
         self.batch.run(threads=threads, progress=progress)
-        for plan, block in self._shared:
+        own = self._out is not None or self._memory is not None  # no tensor shares memory with another
+        for block in self._blocks:
             block.swap()
-            for k, spec in block.members.items():
-                shared = self._out is None and self._memory is None
-                out = None if shared else self._array(plan.names[k], spec.shape, spec.dtype)
-                self._arrays[plan.names[k]] = block.finish(spec, out, threads)
+            for name, spec in block.members.items():
+                out = self._array(name, spec.shape, spec.dtype) if own else None
+                self._arrays[name] = block.finish(spec, out, threads)
 
 
-def _step(source: int, target: int, least: int) -> tuple[int, int, int]:
-    """Return address bits to be zero in an aligned array, and the bytes of a block in the file and in memory."""
-    dtype = dtypes.array_dtype(target)
+def _step(source: int, target: int, least: int) -> tuple[int, int, int, int]:
+    """Return address bits to be zero in an array, bytes of a block in file and memory, and the dtype if converted."""
+    dtype, row = dtypes.array_dtype(target), dtypes.BY_NUMBER[source]
     mask = max(dtype.alignment, least) - 1
-    if source == target:
-        return mask, 1, 1
-    row = dtypes.BY_NUMBER[source]
-    return mask, row.block_bytes, row.block * dtype.itemsize
+    return (mask, 1, 1, 0) if source == target else (mask, row.block_bytes, row.block * dtype.itemsize, source + 1)
 
 
 def over(
@@ -656,11 +626,6 @@ def over(
         return [array_over(buffer, *place) for place in zip(kinds, shapes, places, strict=True)]
 
 
-def read_scale(file: WeightFile, scale: Scale) -> Array:
-    """Read the scales of an int8 tensor."""
-    return jobs.read_small(file, np.dtype(np.float32), scale.shape, scale.begin, scale.end)
-
-
 # ---- non-contiguous, big-endian and overlapping tensors ----
 
 
@@ -671,7 +636,7 @@ class Block:
     after the start of the storage, so members with equal or smaller elements are aligned too.
     """
 
-    def __init__(self, file: WeightFile, members: dict[int, ArraySpec], batch: Batch) -> None:
+    def __init__(self, file: WeightFile, members: dict[str, ArraySpec], batch: Batch) -> None:
         self.members = members
         specs = members.values()
         self._begin = begin = min(spec.begin for spec in specs)
@@ -681,7 +646,7 @@ class Block:
         raw = private_array((size + ALIGNMENT,), np.dtype(np.uint8))
         start = -(address_of(raw) + largest.begin - begin) % ALIGNMENT
         self._memory = raw[start : start + size]
-        batch.add(Job(file, begin, address_of(self._memory), size))
+        batch.jobs.append(Job(file, begin, address_of(self._memory), size))
 
     def swap(self) -> None:
         """Swap the bytes that were read if their order is not this machine's."""
@@ -695,7 +660,7 @@ class Block:
             array = private_array(spec.shape, spec.dtype) if out is None else out
             batch = Batch()
             place = None, address_of(self._memory) + offset, batch.into(array), spec.end - spec.begin
-            batch.add(Job(*place, spec.source, spec.target, moving(spec.source, spec.target)))
+            batch.jobs.append(Job(*place, spec.source, spec.target, moving(spec.source, spec.target)))
             batch.run(threads=threads)
             return array
         view = array_over(self._memory, dtypes.array_dtype(spec.source), spec.shape, offset, spec.strides)
@@ -709,14 +674,13 @@ class Block:
         return view if view.flags.aligned else view.copy()
 
 
-def group_blocks(file: WeightFile, specs: Mapping[int, ArraySpec], batch: Batch) -> tuple[list[int], list[Block]]:
-    """Group tensors of a file into blocks, and add the jobs that read the blocks.
+def group_blocks(plan: ReadPlan, batch: Batch) -> tuple[list[int], list[Block]]:
+    """Group the `STRIDED` tensors of a plan into blocks, and add the jobs that read the blocks.
 
     Tensors that share bytes share memory and keep their strides, unless they are converted. All other tensors become
-    C-contiguous arrays of their own.
-
-    Empty tensors are not allowed; plain ones (contiguous, little-endian, without aliases) are returned apart.
+    C-contiguous arrays of their own; plain ones (contiguous, little-endian, without aliases) are returned apart.
     """
+    specs = {k: plan.spec(k) for k in plan.of_way(STRIDED)}
     groups: list[list[int]] = []
     swap, reach = 0, -1
     for k in sorted(specs, key=lambda k: (_swap(specs[k]), specs[k].begin)):
@@ -732,7 +696,7 @@ def group_blocks(file: WeightFile, specs: Mapping[int, ArraySpec], batch: Batch)
         if len(group) == 1 and first.strides is None and not first.big_endian:
             plain += group
         else:
-            blocks.append(Block(file, {k: specs[k] for k in group}, batch))
+            blocks.append(Block(plan.file, {plan.names[k]: specs[k] for k in group}, batch))
     return plain, blocks
 
 
@@ -750,19 +714,26 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
     The arrays are writable if the buffer is.
     """
     if not table.plain:
-        return dict(_each(table, buffer))
+        arrays = {}
+        for name, number, shape, begin, end in zip(table.names, *table.columns(range(table.count)), strict=True):
+            spec = array_spec(dtypes.BY_NUMBER[number], shape, begin, end)
+            array = (
+                array_over(buffer, spec.dtype, spec.shape, begin) if begin < end else np.empty(spec.shape, spec.dtype)
+            )
+            arrays[name] = jobs.native_order(array)
+        return arrays
     if table.count == 1:
         number, shape, begin, _ = table.entry(0)
         return {table.names[0]: array_over(buffer, dtypes.array_dtype(number), shape, begin)}
     with paused(table.count):
-        arrays = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
-        return dict(zip(table.names, arrays, strict=True))
+        views = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
+        return dict(zip(table.names, views, strict=True))
 
 
 def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
     """Return all tensors, by name in the order of their bytes, as writable copies; tensors of small files share one."""
     if table.plain and content.nbytes < HUGE_FROM:
-        return views_of(table, _copy(content))
+        return views_of(table, memoryview(bytearray(content)))  # which nobody can resize
     arrays = views_of(table, content)
     with paused(table.count):
         for name, array in arrays.items():
@@ -776,25 +747,10 @@ def lone(content: memoryview, number: int, shape: tuple[int, ...], begin: int, *
     dtype = dtypes.array_dtype(number)
     if copy and content.nbytes >= HUGE_FROM:
         return _large_copy(array_over(content, dtype, shape, begin))
-    return array_over(_copy(content) if copy else content, dtype, shape, begin)
-
-
-def _copy(content: memoryview) -> memoryview:
-    """Return a writable copy of a small file, which nobody can resize."""
-    return memoryview(bytearray(content))
+    return array_over(memoryview(bytearray(content)) if copy else content, dtype, shape, begin)
 
 
 def _large_copy(array: Array) -> Array:
     copy = private_array(array.shape, array.dtype)
     copy[...] = array
     return copy
-
-
-def _each(table: Table, buffer: Any) -> Iterator[tuple[str, Array]]:
-    """Yield each tensor as a view, or in its own memory if it cannot be a view."""
-    for name, number, shape, begin, end in zip(table.names, *table.columns(range(table.count)), strict=True):
-        spec = array_spec(dtypes.BY_NUMBER[number], shape, begin, end)
-        if begin == end:
-            yield name, np.empty(spec.shape, spec.dtype)
-        else:
-            yield name, jobs.native_order(array_over(buffer, spec.dtype, spec.shape, begin))

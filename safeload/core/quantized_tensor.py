@@ -1,17 +1,20 @@
-"""`QuantizedTensor`: a tensor in int8, in ggml blocks or packed by a published checkpoint, as stored."""
+"""`QuantizedTensor`: a tensor in int8, in ggml blocks or packed by a published checkpoint, as stored; and its rows.
+
+`take_rows` reads rows of any tensor, because those of a quantized tensor are a quantized tensor.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..errors import UnsupportedError, exported, public
 from . import dtypes, jobs, packing
 from .arrays import Array, refuse_masked
-from .cast import target_array
+from .cast import astype, target_array
 from .jobs import Channels, Job, Origin
 from .memory import check_threads, private_array
 from .native import address_of, lib
@@ -29,7 +32,10 @@ from .restore import (
     values_before,
     whole,
 )
-from .slice import TAKE, axes_of, read_rows
+from .slice import TAKE, axes_of, positions_in, read_rows, rows_as_stored
+from .table import Scale
+from .text import error_about
+from .weight_file import WeightFile
 
 _F32 = dtypes.BY_CODE["F32"]
 
@@ -178,7 +184,7 @@ class QuantizedTensor:
         if restoring is None:
             data = np.ascontiguousarray(self.data)
             place = None, address_of(data), batch.into(result), data.nbytes, row.number, target.number
-            batch.add(Job(*place, lib.SL_OP_CONVERT))
+            batch.jobs.append(Job(*place, lib.SL_OP_CONVERT))
         else:
             packed, owner = restoring
             name = self.names.get(CODES, "")
@@ -310,7 +316,12 @@ _OF_ALL = frozenset(
 )  # fmt: skip
 
 
-def row_block(packed: Packing, parts: Mapping[str, PartRows]) -> int:
+# Parts by role, and the packing and the parts of selected rows.
+_Parts: TypeAlias = "Mapping[str, PartRows]"
+_Selected: TypeAlias = tuple[Packing, dict[str, Array]]
+
+
+def row_block(packed: Packing, parts: _Parts) -> int:
     """Return the rows of the first axis that must be sliced together; 0 if the tensor cannot be sliced."""
     if packed.flat:
         assert packed.grid is not None
@@ -334,9 +345,7 @@ def _scales_per_row(packed: Packing) -> int:
     return 0 if grid is None else packed.matrices * grid.rows * grid.columns // max(1, packed.shape[0])
 
 
-def rows_of(
-    packed: Packing, names: Mapping[str, str], parts: Mapping[str, PartRows], runs: Sequence[slice]
-) -> QuantizedTensor:
+def rows_of(packed: Packing, names: Mapping[str, str], parts: _Parts, runs: Sequence[slice]) -> QuantizedTensor:
     """Select runs of rows of a packed tensor along the first axis; parts in memory are views if it is a single run."""
     unit, rows, grid = row_block(packed, parts), packed.shape[0], packed.grid
     if not unit:
@@ -350,18 +359,17 @@ def rows_of(
     shape = (sum(run.stop - run.start for run in runs), *packed.shape[1:])
     changed, scales = packed._replace(shape=shape), _times(runs, _scales_per_row(packed))
     sliced: dict[str, Array] = {}
-    if packed.flat:
-        changed, scales = _rows_of_flat(changed, parts, runs, sliced)
+    if packed.flat and grid is not None:
+        scales = _over(_times(runs, math.prod(shape[1:])), grid.column_block)
+        changed, sliced = _rows_of_flat(changed, parts, runs, scales)
     elif len(shape) > 2:
         changed = changed._replace(matrices=shape[0] * (packed.matrices // max(1, rows)))
         for role, part in parts.items():
             shared = role in _OF_ALL or (grid is not None and grid.shared) or part.size == 1
             if role == packing.CODES or not shared:
                 sliced[role] = part.along(runs, rows)
-    elif by_columns(packed):
-        changed = _rows_by_columns(changed, parts, runs, sliced)
     else:
-        changed = _rows_of_matrix(changed, parts, runs, sliced)
+        changed, sliced = (_rows_by_columns if by_columns(packed) else _rows_of_matrix)(changed, parts, runs)
     if packing.SHAPE in parts:
         sliced[packing.SHAPE] = parts[packing.SHAPE].whole().copy()
         if len(sliced[packing.SHAPE]) == len(shape):  # else without the first axis
@@ -383,55 +391,48 @@ def cut_run(runs: Sequence[slice], unit: int, rows: int) -> slice | None:
     return next(cut, None)
 
 
-def _rows_by_columns(
-    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
-) -> Packing:
-    """`rows_of` for a matrix with codes in columns; ``sliced`` is extended."""
-    count, length, zeros = packed.shape[0], max(1, packed.columns), packed.zeros
-    for role in (packing.CODES, packing.SCALE, packing.ZERO):
-        if role in parts:  # columns of the part, or words for this many codes
-            array = parts[role].whole()
-            width = array.shape[-1]
-            places = [slice(run.start * width // length, -(-run.stop * width // length)) for run in runs]
-            sliced[role] = array[:, places[0] if len(places) == 1 else positions_of(places)]
+def _rows_by_columns(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> _Selected:
+    """`rows_of` for a matrix with codes in columns."""
+    count, length, zeros, sliced = packed.shape[0], max(1, packed.columns), packed.zeros, dict[str, Array]()
+    for role in filter(parts.__contains__, (packing.CODES, packing.SCALE, packing.ZERO)):
+        array = parts[role].whole()
+        width = array.shape[-1]  # columns of the part, or words for this many codes
+        places = [slice(run.start * width // length, -(-run.stop * width // length)) for run in runs]
+        sliced[role] = array[:, places[0] if len(places) == 1 else positions_of(places)]
     assert packed.grid is not None
     if zeros is not None:  # resolved by all codes of the tensor, because a few could be ambiguous
         stored, _owner = in_memory(packed, {packing.ZERO: parts[packing.ZERO].whole()})
         zeros, _ = settled(zeros, packed.grid, stored.parts[packing.ZERO], 1)
-    grid = packed.grid._replace(columns=count)
-    return packed._replace(
-        shape=(count, packed.rows), columns=count, row_bytes=bytes_before(packed, count), grid=grid, zeros=zeros
-    )
+    grid, size = packed.grid._replace(columns=count), bytes_before(packed, count)
+    packed = packed._replace(shape=(count, packed.rows), columns=count, row_bytes=size, grid=grid, zeros=zeros)
+    return packed, sliced
 
 
-def _rows_of_matrix(
-    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
-) -> Packing:
-    """`rows_of` for a matrix with codes in rows; ``sliced`` is extended."""
+def _rows_of_matrix(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> _Selected:
+    """`rows_of` for a matrix with codes in rows."""
     count, grid, block = packed.shape[0], packed.grid, row_unit(packed)
     if packed.layout == packing.MASKED:
-        sliced.update(_rows_of_masked(packed, parts, runs))
+        sliced = _rows_of_masked(packed, parts, runs)
     else:
-        sliced[packing.CODES] = parts[packing.CODES].along(runs, packed.rows)
+        sliced = {packing.CODES: parts[packing.CODES].along(runs, packed.rows)}
     if grid is not None and grid.rows > 1:
-        for role in (packing.SCALE, packing.ZERO, packing.BIAS):
-            if role in parts:
-                shared = _rows_in_word(packed.zeros) if role == packing.ZERO else 1
-                sliced[role] = parts[role].along(_over(runs, block * shared), -(-grid.rows // shared))
+        for role in filter(parts.__contains__, (packing.SCALE, packing.ZERO, packing.BIAS)):
+            shared = _rows_in_word(packed.zeros) if role == packing.ZERO else 1
+            sliced[role] = parts[role].along(_over(runs, block * shared), -(-grid.rows // shared))
         grid = grid._replace(rows=sum(run.stop - run.start for run in _over(runs, block)))
     elif grid is not None:
         grid = grid._replace(row_block=max(1, count))
-    return packed._replace(rows=count, grid=grid)
+    return packed._replace(rows=count, grid=grid), sliced
 
 
-def _rows_of_masked(packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice]) -> dict[str, Array]:
+def _rows_of_masked(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> dict[str, Array]:
     """Return runs of rows of the mask and of the values."""
     mask = {packing.MASK: parts[packing.MASK].along(runs, packed.rows)}
     codes = parts[packing.CODES]
     if packing.OFFSETS not in parts:
         return {**mask, packing.CODES: codes.along(runs, packed.rows)}
     offsets = parts[packing.OFFSETS].whole()
-    values, moved, before = [], [], 0
+    values, moved, before = [], [offsets[:0]], 0
     for run in runs:
         begin, end = (int(offsets[k]) if k < packed.rows else codes.size for k in (run.start, run.stop))
         if not 0 <= begin <= end <= codes.size or (run.start == 0 != begin):
@@ -441,8 +442,29 @@ def _rows_of_masked(packed: Packing, parts: Mapping[str, PartRows], runs: Sequen
         values.append(slice(begin, end))
         moved.append(offsets[run] - offsets[run][:1] + offsets.dtype.type(before))
         before += end - begin
-    changed = moved[0] if len(moved) == 1 else np.concatenate([offsets[:0], *moved])
-    return {**mask, packing.CODES: codes.ranges(values), packing.OFFSETS: changed}
+    return {**mask, packing.CODES: codes.ranges(values), packing.OFFSETS: np.concatenate(moved)}
+
+
+def _rows_of_flat(packed: Packing, parts: _Parts, runs: Sequence[slice], blocks: Sequence[slice]) -> _Selected:
+    """`rows_of` for a flat tensor with blocks across rows."""
+    grid, inner, codes = packed.grid, math.prod(packed.shape[1:]), parts[packing.CODES]
+    assert grid is not None
+    columns, values, size = packed.shape[0] * inner, _times(runs, inner), codes.dtype.itemsize
+    if packed.layout == packing.BLOCKS:
+        stored = [slice(bytes_before(packed, run.start), bytes_before(packed, run.stop)) for run in values]
+        sliced = {packing.CODES: codes.ranges(stored)}
+    else:  # the last byte of an odd number of values is half used
+        last = codes.size * size
+        halves = [
+            slice(run.start // 2, last if run.stop == packed.columns > run.start else run.stop // 2) for run in values
+        ]
+        if any(half.start % size or half.stop % size for half in halves):
+            raw = jobs.native_order(np.ascontiguousarray(codes.whole())).reshape(-1).view(np.uint8)
+            codes, size = PartRows(raw), 1
+        stored = [slice(half.start // size, half.stop // size) for half in halves]
+        sliced = {packing.CODES: codes.ranges(stored), packing.SCALE: parts[packing.SCALE].ranges(blocks)}
+    grid = grid._replace(columns=sum(run.stop - run.start for run in blocks))
+    return packed._replace(columns=columns, row_bytes=bytes_before(packed, columns), grid=grid), sliced
 
 
 def _over(runs: Sequence[slice], unit: int) -> list[slice]:
@@ -459,31 +481,6 @@ def _rows_in_word(zeros: Zeros | None) -> int:
     if zeros is None or zeros.layout != packing.COLUMNS:
         return 1
     return zeros.word_codes or (0 if 32 % zeros.bits else 32 // zeros.bits)
-
-
-def _rows_of_flat(
-    packed: Packing, parts: Mapping[str, PartRows], runs: Sequence[slice], sliced: dict[str, Array]
-) -> tuple[Packing, list[slice]]:
-    """`rows_of` for a flat tensor with blocks across rows; also returns the runs of its scales."""
-    grid, inner, codes = packed.grid, math.prod(packed.shape[1:]), parts[packing.CODES]
-    assert grid is not None
-    columns, values = packed.shape[0] * inner, _times(runs, inner)
-    blocks, size = _over(values, grid.column_block), codes.dtype.itemsize
-    if packed.layout == packing.BLOCKS:
-        stored = [slice(bytes_before(packed, run.start), bytes_before(packed, run.stop)) for run in values]
-        sliced[packing.CODES] = codes.ranges(stored)
-    else:  # the last byte of an odd number of values is half used
-        last = codes.size * size
-        halves = [
-            slice(run.start // 2, last if run.stop == packed.columns > run.start else run.stop // 2) for run in values
-        ]
-        if any(half.start % size or half.stop % size for half in halves):
-            raw = jobs.native_order(np.ascontiguousarray(codes.whole())).reshape(-1).view(np.uint8)
-            codes, size = PartRows(raw), 1
-        sliced[packing.CODES] = codes.ranges([slice(half.start // size, half.stop // size) for half in halves])
-        sliced[packing.SCALE] = parts[packing.SCALE].ranges(blocks)
-    grid = grid._replace(columns=sum(run.stop - run.start for run in blocks))
-    return packed._replace(columns=columns, row_bytes=bytes_before(packed, columns), grid=grid), blocks
 
 
 def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
@@ -583,11 +580,9 @@ class PartRows:
         shape = (self.size // max(1, length),) if divided else self.shape[1:]
         pitch = math.prod(shape) * self.dtype.itemsize
         positions = positions_of(runs)
-        unique, inverse = np.unique(positions, return_inverse=True)
+        unique, order = _ascending(positions)
         origin = Origin(self._part.name, self._part.shape)
-        rows = read_rows(self._part.file, self._part.begin, pitch, unique, origin=origin)
-        if len(unique) < len(positions) or (inverse[1:] < inverse[:-1]).any():
-            rows = rows[inverse]
+        rows = read_rows(self._part.file, self._part.begin, pitch, unique, origin=origin)[order]
         return jobs.native_order(rows.view(self.dtype).reshape(len(positions), *shape))
 
     def ranges(self, runs: Sequence[slice]) -> Array:
@@ -603,7 +598,7 @@ class PartRows:
             nbytes = (run.stop - run.start) * size
             if nbytes:
                 origin = Origin(part.name, part.shape)
-                batch.add(Job(part.file, part.begin + run.start * size, at, nbytes, origin=origin))
+                batch.jobs.append(Job(part.file, part.begin + run.start * size, at, nbytes, origin=origin))
             at += nbytes
         batch.run()
         return jobs.native_order(array)
@@ -612,3 +607,126 @@ class PartRows:
 def positions_of(runs: Sequence[slice]) -> Array:
     """Return the positions in runs."""
     return np.concatenate([np.arange(run.start, run.stop) for run in runs] or [np.empty(0, np.int64)])
+
+
+# ---- rows of any tensor of a file ----
+
+# Values that are read and converted together, at up to 8 bytes.
+_CHUNK = 8 << 20
+
+
+def read_scale(file: WeightFile, scale: Scale) -> Array:
+    """Read the scales of an int8 tensor."""
+    return jobs.read_small(file, np.dtype(np.float32), scale.shape, scale.begin, scale.end)
+
+
+def take_rows(file: WeightFile, index: int, rows: Any, target: dtypes.Dtype | None, name: str) -> Any:
+    """Read rows of a tensor; see `Checkpoint.take`. ``name`` is its name in messages."""
+    table = file.table
+    packed, row, scale = table.packed.get(index), table.row(index), table.scales.get(index)
+    shape = table.shape(index) if packed is None else packed.packing.shape
+    if not shape:
+        raise error_about(UnsupportedError, "has no axes, so it has no rows: use checkpoint[name]", tensor=name)
+    positions, inner = positions_in(rows, shape[0], name), math.prod(shape[1:])
+    parts: dict[str, PartRows] = {}
+    unit = 1  # rows that are read together; 0 if only all rows can be
+    if packed is not None:
+        parts = {role: PartRows(part) for role, part in packed.parts.items()}
+        unit = row_block(packed.packing, parts)
+        if target is None:
+            runs = _runs(positions)
+            if not unit or cut_run(runs, unit, shape[0]) is not None:
+                raise _cuts(name, packed.packing.label, unit)
+            return rows_of(packed.packing, packed.names(name), parts, runs)
+    elif inner % row.block:  # rows begin within blocks
+        unit = row.block if len(shape) == 1 else 0
+        if target is None:
+            raise _cuts(name, row.name, row.block)
+    unique, order = _ascending(positions)
+    name = table.names[index]
+    factors = None if scale is None else read_scale(file, scale)
+    quantized = packed is not None or factors is not None or row.blocked
+    to = target if quantized else row.loaded_as(target)
+
+    def stored(rows: Array, data: Array) -> Any:
+        """Return the data of rows as a tensor."""
+        if scale is not None and factors is not None:
+            return QuantizedTensor(INT8, data.shape, data, factors[rows] if scale.axis == 0 else factors, scale.axis)
+        return QuantizedTensor(row.name, (len(data), *shape[1:]), data) if row.blocked else data
+
+    if packed is None and unit == 1 and (to is None or to is row or (index in table.strides and not quantized)):
+        data = stored(positions, rows_as_stored(file, index, unique)[order])
+        return data if to is None or to is row else astype(data, dtypes.element_dtype(to.number))
+    assert to is not None
+
+    def read(blocks: Array) -> Array:
+        """Return the values of blocks of rows."""
+        if packed is not None and not unit:
+            return _restored(packed, to, name)
+        if packed is not None:
+            runs = [slice(run.start * unit, min(run.stop * unit, shape[0])) for run in _runs(blocks)]
+            return rows_of(packed.packing, packed.names(name), parts, runs).dequantize(to.name)
+        if unit == 1:
+            tensor = stored(blocks, rows_as_stored(file, index, blocks))
+            if isinstance(tensor, QuantizedTensor):
+                return tensor.dequantize(to.name)
+        else:
+            begin, end = table.byte_range(index)
+            pitch = row.block_bytes if unit else end - begin
+            tensor = read_rows(file, begin, pitch, blocks, origin=Origin(name, shape))
+        return _converted(tensor, row, to, (-1, *shape[1:]), name)
+
+    values = private_array((len(unique), *shape[1:]), dtypes.element_dtype(to.number))
+    size = max(1, unit or shape[0])  # rows of a block
+    blocks, numbers = np.unique(unique // size, return_inverse=True)
+    step = max(1, _CHUNK // max(1, size * inner))
+    for begin in range(0, len(blocks) if inner else 0, step):
+        first, last = np.searchsorted(numbers, (begin, begin + step))
+        picked = read(blocks[begin : begin + step])
+        if size > 1:
+            picked = picked[(numbers[first:last] - begin) * size + unique[first:last] % size]
+        values[first:last] = picked
+    return values[order]
+
+
+def _ascending(positions: Array) -> tuple[Array, Any]:
+    """Return the distinct positions in ascending order, and the index of all positions in them."""
+    distinct, inverse = np.unique(positions, return_inverse=True)
+    return distinct, slice(None) if np.array_equal(distinct, positions) else inverse
+
+
+def _restored(packed: Packed, target: dtypes.Dtype, name: str) -> Array:
+    """Dequantize all rows of a packed tensor."""
+    values = private_array(packed.packing.shape, dtypes.element_dtype(target.number))
+    batch = jobs.Batch()
+    if values.size:
+        batch.jobs += restore_jobs(packed, batch.into(values), target.number, name)
+    batch.run()
+    return values
+
+
+def _converted(rows: Array, row: dtypes.Dtype, target: dtypes.Dtype, shape: tuple[int, ...], name: str) -> Array:
+    """Convert stored elements of a floating or block dtype."""
+    if not (row.packed or row.blocked):
+        return astype(rows, dtypes.element_dtype(target.number))
+    stored = np.ascontiguousarray(rows).view(np.uint8)
+    values = private_array((stored.size // row.block_bytes * row.block,), dtypes.element_dtype(target.number))
+    batch = jobs.Batch()
+    place = None, address_of(stored), batch.into(values), stored.nbytes, row.number, target.number
+    batch.jobs.append(Job(*place, lib.SL_OP_CONVERT, origin=Origin(name, values.shape)))
+    batch.run()
+    return values.reshape(shape)
+
+
+def _runs(positions: Array) -> list[slice]:
+    """Return positions as runs of neighbours."""
+    if not len(positions):
+        return [slice(0, 0)]
+    edges = np.flatnonzero(np.diff(positions) != 1) + 1
+    begins, ends = positions[[0, *edges]].tolist(), (positions[[*(edges - 1), -1]] + 1).tolist()
+    return list(map(slice, begins, ends))
+
+
+def _cuts(name: str, label: str, unit: int) -> UnsupportedError:
+    how = f"are taken in whole blocks of {unit}" if unit else "cannot be taken as stored"
+    return error_about(UnsupportedError, f": rows of {label} {how}; pass dtype= to dequantize them", tensor=name)

@@ -25,7 +25,7 @@ from .registry import Candidate, Content, OpenRequest, explain, part
 from .runtime import paused
 from .store import WINDOW, LocalStore, with_room
 from .table import Table
-from .tensors import Lazy, Staged, Tensors
+from .tensors import Lazy, Tensors
 from .text import encode, show, tensor_named
 from .weight_file import WeightFile
 
@@ -352,9 +352,9 @@ class TensorToWrite(NamedTuple):
         return ((None, self.address, self.nbytes, False),) if self.data is None else pieces_of(self.data)
 
     @property
-    def staged(self) -> Staged | None:
-        """How to read the bytes ahead; None if `pieces` makes them."""
-        return self.data.staged if isinstance(self.data, Lazy) else None
+    def staged(self) -> Lazy | None:
+        """The tensor if its bytes are read ahead; None if `pieces` makes them."""
+        return self.data if isinstance(self.data, Lazy) and self.data.entry is not None else None
 
     @property
     def whole(self) -> bool:
@@ -372,13 +372,13 @@ class TensorToWrite(NamedTuple):
         return ffi.buffer(ffi.cast("char *", self.address), self.nbytes) if self.data is None else self.data
 
 
-def _staged(ahead: Sequence[Staged]) -> AbstractContextManager[Iterator[tuple[int, int, bool]]]:
+def _staged(ahead: Sequence[Lazy]) -> AbstractContextManager[Iterator[tuple[int, int, bool]]]:
     """Return the bytes to read ahead, or nothing."""
     if not ahead:
         return nullcontext(iter(()))
     from .staging import staged_bytes  # few files need it: most are loaded, or written from memory
 
-    return closing(staged_bytes([staged.entry for staged in ahead], ahead[0].threads))
+    return closing(staged_bytes([lazy.entry for lazy in ahead if lazy.entry is not None], ahead[0].threads))
 
 
 def source_of(name: str, value: Any) -> TensorToWrite:
@@ -454,11 +454,11 @@ class FileWriter:
                     waiting, size = [], 0
                 if small:
                     continue
-                lazy, stage = source.data, source.staged
-                if stage is None or not isinstance(lazy, Lazy):
+                lazy = source.staged
+                if lazy is None:
                     yield from source.pieces()
                     continue
-                left = stage.entry.nbytes
+                left = lazy.nbytes
                 while left:
                     address, nbytes, last = next(staged)
                     left -= nbytes

@@ -1,27 +1,30 @@
-"""Read slices and rows of tensors in files: only what holds selected elements is read, and small gaps between."""
+"""Read slices and rows of tensors in files: only what holds selected elements is read, and small gaps between.
+
+Rows, at any positions, are a slice of the first axis.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from . import jobs
 from .arrays import Array, ArraySpec, array_over, byteswapped, c_strides, with_article
 from .jobs import WINDOW, Job, Origin
-from .memory import private_array, windows
+from .memory import private_array
 from .native import address_of
+from .text import tensor_named
 from .weight_file import WeightFile
 
 # Gaps of up to this many bytes are read and dropped: the system reads whole pages anyway.
 _NEAR = 4096
-# Bytes read at once if rows of a local file are read with their gaps.
-_BLOCK = 1 << 20
-
+# Bytes of a read if rows of a local file are read with their gaps, and of all such reads of rows at a time.
+_BLOCK, _STAGED = 1 << 20, 64 << 20
 
 # How to read rows by index from a checkpoint.
 TAKE = "checkpoint.take(name, rows) reads rows by index"
@@ -71,41 +74,114 @@ def axes_of(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tupl
     return axes, (*after, ...)
 
 
-# A read: the index of its elements in the result, first byte in the tensor, bytes, and 0 if all bytes are selected, in
-# order. Otherwise the bytes are rows this far apart, along the last axis of the index, with the elements to copy.
-_Run = tuple[tuple[Any, ...], int, int, int]
+# The selected positions of an axis, ascending and distinct; only the first axis can have an array.
+Axis: TypeAlias = range | Array
+# A read: the index of its elements in the result, first byte in the tensor, bytes, and None if all bytes are selected,
+# in order. Otherwise the bytes are rows of the last axis of the index, with the index of the elements to copy.
+_Read: TypeAlias = tuple[tuple[Any, ...], int, int, tuple[Any, ...] | None]
 
 
-def _runs(axes: list[range], shape: tuple[int, ...], itemsize: int, block: int) -> Iterator[_Run]:
-    """Yield reads of the selected elements of a tensor in C order.
+def _reads(axes: Sequence[Any], shape: tuple[int, ...], itemsize: int, block: int) -> list[_Read]:
+    """Return the reads of the selected elements of a tensor in C order, which is not empty."""
+    reads: list[_Read] = [((), 0, itemsize, None)]  # of an element; then along one more axis at a time
+    strides, selected = c_strides(shape, itemsize), itemsize  # bytes of a row
+    for k in reversed(range(len(axes))):
+        axis, stride, row = axes[k], strides[k], reads
+        spans = _spans(axis, stride, selected, block)
+        if spans is None:
+            reads = [
+                ((number, *index), at * stride + offset, size, chosen)
+                for number, at in enumerate(axis)
+                for index, offset, size, chosen in row
+            ]
+        else:
+            reads = []
+        for first, last, gaps in spans or ():
+            begin = int(axis[first]) * stride
+            size = int(axis[last - 1]) * stride - begin + stride
+            if gaps:
+                rest = [slice(inner.start, inner.stop, inner.step) for inner in axes[k + 1 :]]
+                rows = slice(None, None, axis.step) if isinstance(axis, range) else axis[first:last] - axis[first]
+                unused = (
+                    stride - itemsize - sum(a[-1] * b for a, b in zip(axes[k + 1 :], strides[k + 1 :], strict=True))
+                )
+                reads.append(((slice(first, last),), begin, size - unused, (rows, *rest)))
+            elif selected == stride:
+                reads.append(((slice(first, last),), begin, size, None))
+            else:
+                reads += [((first, *index), begin + offset, size, chosen) for index, offset, size, chosen in row]
+        selected *= len(axis)
+    return reads
 
-    Rows closer than ``block`` bytes are read with their gaps.
+
+def _spans(axis: Axis, stride: int, selected: int, block: int) -> Sequence[tuple[int, int, bool]] | None:
+    """Divide positions into reads: numbers of the first and of one past the last, and True if there are gaps.
+
+    Rows of ``selected`` bytes, closer than ``block`` bytes, are read with their gaps. None to read each row alone.
     """
-    strides = c_strides(shape, itemsize)
-    full = [len(axis) == size for axis, size in zip(axes, shape, strict=True)]
+    if isinstance(axis, range):
+        pitch, count = axis.step * stride, len(axis)
+        if pitch == selected:
+            return ((0, count, False),)
+        if count == 1 or pitch > block or (pitch > _NEAR and selected * 4 < pitch):
+            return None
+        rows = block // pitch
+        return [(first, min(first + rows, count), True) for first in range(0, count, rows)]
+    steps, blocks = np.diff(axis) * stride, axis // max(1, block // stride)
+    adjacent, in_block = steps == selected, blocks[1:] == blocks[:-1]
+    near = in_block & (steps - selected <= _NEAR)
+    breaks = np.concatenate([[0], np.cumsum(~adjacent)])  # before each row
+    spans = []
+    for first, last in _divided(0, len(axis), ~(adjacent | near)):
+        gaps = breaks[last - 1] != breaks[first]
+        parts = _divided(first, last, ~in_block[first : last - 1]) if gaps else [(first, last)]
+        spans += [(begin, end, bool(breaks[end - 1] != breaks[begin])) for begin, end in parts]
+    return spans
 
-    def walk(k: int, index: tuple[Any, ...], offset: int) -> Iterator[_Run]:
-        """Yield the reads for axis k and the axes after it, at an index of the axes before it."""
-        if all(full[k:]):
-            yield index, offset, strides[k] * shape[k] if k < len(axes) else itemsize, 0
-            return
-        axis, stride = axes[k], strides[k]
-        offset += axis.start * stride
-        if all(full[k + 1 :]) and axis.step == 1:
-            yield index, offset, len(axis) * stride, 0
-            return
-        pitch = axis.step * stride
-        selected = itemsize * math.prod(map(len, axes[k + 1 :]))
-        if pitch <= block and (pitch <= _NEAR or selected * 4 >= pitch):
-            rows = block // pitch
-            for first in range(0, len(axis), rows):
-                count = min(rows, len(axis) - first)
-                yield (*index, slice(first, first + count)), offset + first * pitch, (count - 1) * pitch + stride, pitch
-            return
-        for i in range(len(axis)):
-            yield from walk(k + 1, (*index, i), offset + i * pitch)
 
-    yield from walk(0, (), 0)
+def _divided(first: int, last: int, between: Array) -> Iterator[tuple[int, int]]:
+    """Divide [first, last) where ``between`` is true for an item and the next."""
+    edges = (np.flatnonzero(between) + first + 1).tolist()
+    return pairwise((first, *edges, last))
+
+
+def _read_dense(file: WeightFile, layout: ArraySpec, axes: Sequence[Any], origin: Origin) -> Array:
+    """Read the selected elements of a tensor in C order."""
+    dtype, shape, begin = layout.dtype, layout.shape, layout.begin
+    rows = bool(axes) and isinstance(axes[0], np.ndarray)
+    result: Array = (private_array if rows else np.empty)(tuple(map(len, axes)), dtype)
+    if not result.size:
+        return result
+    read_box = getattr(file.store, "read_box", None)  # only an `AssembledStore` has it
+    if read_box is not None and not rows:
+        part = any(len(axis) != size for axis, size in zip(axes[1:], shape[1:], strict=True))  # no range of the bytes
+        if part and all(axis.step == 1 for axis in axes) and file.store.has_boxes(begin, shape):  # type: ignore[attr-defined]
+            read_box(begin, [axis.start for axis in axes], result.reshape(*result.shape, 1).view(np.uint8))
+            return result
+    block = WINDOW if file.remote else _BLOCK
+    limit = _STAGED if rows else block
+    batch, staged, room = jobs.Batch(), list[tuple[Array, Array, tuple[Any, ...]]](), limit
+    for index, offset, size, selection in _reads(axes, shape, dtype.itemsize, block):
+        at = (*index, ...)  # the ellipsis returns an array even for a single element
+        memory = target = result[at]
+        if selection is not None:
+            if size > room:
+                _run(batch, staged)
+                batch, staged, room = jobs.Batch(), [], limit
+            room -= size
+            row = shape[len(index) :]
+            memory = np.empty((-(-size // (math.prod(row) * dtype.itemsize)), *row), dtype)
+            staged.append((target, memory, selection))
+        batch.jobs.append(Job(file, begin + offset, address_of(memory), size, origin=origin))
+    _run(batch, staged)
+    return result
+
+
+def _run(batch: jobs.Batch, staged: Sequence[tuple[Array, Array, tuple[Any, ...]]]) -> None:
+    """Run reads, and copy the selected elements of those with gaps."""
+    batch.run()
+    for target, memory, selection in staged:
+        target[...] = memory[selection]
 
 
 def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], advice: str) -> Array:
@@ -119,35 +195,6 @@ def read_slice(file: WeightFile, tensor: int, index: tuple[Any, ...], advice: st
         result = byteswapped(result)  # native_order swaps back if the machine is big-endian
     view: Array = jobs.native_order(result)[after]
     return view if view.flags.c_contiguous else view.copy()
-
-
-def _read_dense(file: WeightFile, layout: ArraySpec, axes: list[range], origin: Origin) -> Array:
-    """Read the selected elements of a tensor in C order."""
-    dtype, shape, begin = layout.dtype, layout.shape, layout.begin
-    result: Array = np.empty(tuple(map(len, axes)), dtype)
-    if not result.size:
-        return result
-    read_box = getattr(file.store, "read_box", None)  # only an `AssembledStore` has it
-    part = any(len(axis) != size for axis, size in zip(axes[1:], shape[1:], strict=True))  # no range of the bytes
-    box = read_box is not None and part and all(axis.step == 1 for axis in axes)
-    if read_box is not None and box and file.store.has_boxes(begin, shape):  # type: ignore[attr-defined]
-        read_box(begin, [axis.start for axis in axes], result.reshape(*result.shape, 1).view(np.uint8))
-        return result
-    direct = jobs.Batch()
-    for index, offset, size, pitch in _runs(axes, shape, dtype.itemsize, WINDOW if file.remote else _BLOCK):
-        at = (*index, ...)  # the ellipsis returns an array even for a single element
-        target = result[at]
-        if pitch == 0:
-            direct.add(Job(file, begin + offset, address_of(target), size, origin=origin))
-            continue
-        block = np.empty(size, np.uint8)
-        jobs.Batch([Job(file, begin + offset, address_of(block), size, origin=origin)]).run()
-        row = shape[len(index) :]
-        rows = array_over(block, dtype, (len(target), *row), 0, (pitch, *c_strides(row, dtype.itemsize)))
-        selected = (slice(None), *(slice(a.start, a.stop, a.step) for a in axes[len(index) :]))
-        target[...] = rows[selected]
-    direct.run()
-    return result
 
 
 def _read_strided(file: WeightFile, layout: ArraySpec, axes: list[range], origin: Origin) -> Array:
@@ -175,68 +222,79 @@ def _read_strided(file: WeightFile, layout: ArraySpec, axes: list[range], origin
     return array_over(block, layout.dtype, selected, 0, steps)
 
 
-# ---- rows: records at a constant distance ----
+# ---- rows by position ----
 
 
-# Bytes of all reads with gaps at a time.
-_STAGED = 64 << 20
-
-# Numbers of the first position and of one past the last, and whether rows are missing between them.
-_Span = tuple[int, int, bool]
-
-
-def read_rows(
-    file: WeightFile,
-    begin: int,
-    pitch: int,
-    positions: Array,
-    *,
-    width: int | None = None,
-    origin: Origin | None = None,
-) -> Array:
-    """Return rows as uint8 of shape [positions, width]. ``positions`` are ascending and distinct."""
-    width = pitch if width is None else width
-    rows = private_array((len(positions), width), np.dtype(np.uint8))
-    if not rows.size:
-        return rows
-
-    def job(first: int, last: int, memory: Array) -> Job:
-        at, extent = int(positions[first]), int(positions[last - 1] - positions[first]) * pitch + width
-        return Job(file, begin + at * pitch, address_of(memory), extent, origin=origin)
-
-    def count(span: _Span) -> int:
-        return int(positions[span[1] - 1] - positions[span[0]]) + 1
-
-    spans = list(_spans(positions, pitch, width))
-    batch = jobs.Batch(job(first, last, rows[first:last]) for first, last, gaps in spans if not gaps)
-    for window in windows((span for span in spans if span[2]), _STAGED // pitch, count):
-        blocks = [np.empty((count(span), pitch), np.uint8) for span in window]
-        for block, (first, last, _) in zip(blocks, window, strict=True):
-            batch.add(job(first, last, block))
-        batch.run()
-        for block, (first, last, _) in zip(blocks, window, strict=True):
-            rows[first:last] = block[positions[first:last] - positions[first], :width]
-        batch = jobs.Batch()
-    if batch.jobs:
-        batch.run()
-    return rows
+def positions_in(rows: Any, count: int, name: str) -> Array:
+    """Return the positions that ``rows`` selects, as int64 from 0 on."""
+    about = tensor_named(name)
+    if isinstance(rows, (slice, str, bytes)) or rows is None or (not isinstance(rows, range) and _is_integer(rows)):
+        kind = type(rows).__name__
+        raise TypeError(f"{about}: rows must be a list, an integer array or a mask, got {kind}: {_ADVICE}")
+    small = isinstance(rows, range) and max(map(abs, (rows.start, rows.stop, rows.step))) < 1 << 62  # fits 64 bits
+    indices = np.arange(rows.start, rows.stop, rows.step) if small else np.asarray(rows)
+    if indices.ndim != 1:
+        raise TypeError(f"{about}: rows must have 1 axis, got {indices.ndim}")
+    if indices.dtype.kind == "b":
+        if len(indices) != count:
+            raise IndexError(f"{about}: the mask must have {count:,} elements, got {len(indices):,}")
+        return np.flatnonzero(indices).astype(np.int64)
+    if not len(indices):
+        return np.empty(0, np.int64)
+    if indices.dtype.kind == "O":  # integers beyond 64 bits, or no numbers
+        kinds = [type(index).__name__ for index in indices if not _is_integer(index)]
+        if kinds:
+            raise TypeError(f"{about}: rows must be integers, got {kinds[0]}")
+    elif indices.dtype.kind not in "iu":
+        raise TypeError(f"{about}: rows must be integers or a boolean mask, got {indices.dtype}")
+    outside = (indices >= count) | (indices < -count)
+    if outside.any():
+        at = int(outside.argmax())
+        limits = f"expected {-count} to {count - 1}" if count else "it has no rows"
+        raise IndexError(f"{about}: row {indices[at]} is out of range: {limits} (element {at} of rows)")
+    indices = indices.astype(np.int64)
+    return np.where(indices < 0, indices + count, indices)
 
 
-def _spans(positions: Array, pitch: int, width: int) -> Iterator[_Span]:
-    """Divide positions into reads: rows without gaps, or rows of a block with small gaps."""
-    steps, blocks = np.diff(positions), positions // max(1, _BLOCK // pitch)
-    adjacent, in_block = steps * pitch == width, blocks[1:] == blocks[:-1]
-    near = in_block & (steps * pitch - width <= _NEAR)
-    gaps = np.concatenate([[0], np.cumsum(~adjacent)])  # before each row
-    for first, last in _divided(0, len(positions), ~(adjacent | near)):
-        if gaps[last - 1] == gaps[first]:
-            yield first, last, False
-            continue
-        for begin, end in _divided(first, last, ~in_block[first : last - 1]):
-            yield begin, end, bool(gaps[end - 1] != gaps[begin])
+_ADVICE = "get_slice(name)[...] reads a range or a single row"
 
 
-def _divided(first: int, last: int, between: Array) -> Iterator[tuple[int, int]]:
-    """Divide [first, last) where ``between`` is true for an item and the next."""
-    edges = (np.flatnonzero(between) + first + 1).tolist()
-    return pairwise((first, *edges, last))
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, np.ndarray) or value.ndim == 0
+
+
+def read_rows(file: WeightFile, begin: int, pitch: int, positions: Array, *, origin: Origin) -> Array:
+    """Return rows of ``pitch`` bytes as uint8. ``positions`` are ascending and distinct."""
+    return _read_records(file, begin, pitch, [positions, range(pitch)], origin)
+
+
+def rows_as_stored(file: WeightFile, index: int, positions: Array) -> Array:
+    """Return rows of a tensor without conversion, in the byte order of this machine; see `read_rows`."""
+    table = file.table
+    layout, (count, *_) = table.layout(index), table.shape(index)
+    origin = Origin(table.names[index], table.shape(index))
+    if layout.strides is None:
+        if layout.shape[:1] != (count,):  # bytes, of rows that are not whole blocks along the last axis
+            layout = layout._replace(shape=(count, (layout.end - layout.begin) // max(1, count)))
+        array = _read_dense(file, layout, [positions, *map(range, layout.shape[1:])], origin)
+    else:  # rows are read together if each has bytes of its own, else with the whole tensor
+        pitch, *strides = layout.strides
+        reach = sum((size - 1) * stride for size, stride in zip(layout.shape[1:], strides, strict=True))
+        extent = layout.dtype.itemsize + reach
+        if pitch < extent or 0 in layout.shape:
+            return np.ascontiguousarray(read_slice(file, index, (Ellipsis,), TAKE)[positions])
+        raw = _read_records(file, layout.begin, pitch, [positions, range(extent)], origin)
+        array = array_over(raw, layout.dtype, (len(positions), *layout.shape[1:]), 0, (extent, *strides)).copy()
+    return jobs.native_order(byteswapped(array) if layout.big_endian else array)
+
+
+def _read_records(file: WeightFile, begin: int, pitch: int, axes: Sequence[Any], origin: Origin) -> Array:
+    """Return columns of rows of ``pitch`` bytes as uint8."""
+    positions, _ = axes
+    count = int(positions[-1]) + 1 if len(positions) else 0
+    records = ArraySpec(np.dtype(np.uint8), (count, pitch), begin, begin + count * pitch, 0, 0)
+    return _read_dense(file, records, axes, origin)

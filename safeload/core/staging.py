@@ -17,11 +17,11 @@ from .jobs import Batch, Job, moving, run_columns
 from .load import deliver
 from .memory import ALIGNMENT, aligned_bytes, private_array, windows
 from .native import address_of
-from .packing import SCHEMES, Packing
+from .packing import Packing
 from .restore import Range, by_columns, flat_ranges, restore_jobs, row_unit, rows_apart, rows_range, values_before
-from .tensors import Entry, Tensors
+from .tensors import Entry, Spans, Tensors
 from .thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
-from .weight_file import WeightFile, is_remote
+from .weight_file import is_remote
 
 # Bytes of a buffer, and number of buffers. A buffer has work for all threads, and takes long enough to copy to a device
 # to hide the start of a copy. More buffers are no faster, and pinning memory is slow.
@@ -211,7 +211,10 @@ def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: i
         chunks = chunks_of(entry, ring.size // _PER_BUFFER)
         return (entry,) if chunks is None else chunks
 
-    for window in windows(chain.from_iterable(map(parts, entries)), ring.size, _room, _kind):
+    def kind(part: Chunk | Entry) -> object:  # an indivisible tensor shares no window
+        return object() if isinstance(part, Entry) else None
+
+    for window in windows(chain.from_iterable(map(parts, entries)), ring.size, _room, kind):
         if isinstance(window[0], Entry):
             yield Task(window[0].nbytes, partial(_make, window[0], threads))
         else:
@@ -221,11 +224,6 @@ def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: i
 def _room(part: Chunk | Entry) -> int:
     """Return the bytes of a part in a buffer, up to the place where the next part can begin."""
     return -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _kind(part: Chunk | Entry) -> object:
-    """Return a kind of its own for each indivisible tensor, which shares no window; None for chunks."""
-    return object() if isinstance(part, Entry) else None
 
 
 def _fill(ring: Ring, chunks: Sequence[Any], threads: int | None) -> Filled:
@@ -273,125 +271,48 @@ def staged_bytes(entries: Sequence[Entry], threads: int | None) -> Generator[tup
 # ---- byte ranges as columns: many small tensors without an object for each ----
 
 
-# Bytes and elements of a block by dtype number; most dtypes have blocks of a single element.
-_BYTES, _ELEMENTS = np.ones((2, 256), np.int64)
-_QUANTIZING = (dtypes.of_number(number) for scheme in SCHEMES.values() for number in scheme.roundings.values())
-for _row in (*dtypes.BY_NUMBER.values(), *_QUANTIZING):
-    _BYTES[_row.number], _ELEMENTS[_row.number] = _row.block_bytes, _row.block
+def fill_buffer(buffer: Array, spans: Spans, threads: int | None) -> int:
+    """Read all spans into a buffer, in order, and return the number of bytes."""
+    if not spans.sizes.size:
+        return 0
+    lengths = spans.lengths
+    ends = np.cumsum(lengths)
+    memory = address_of(buffer) + ends - lengths
+    if any(map(is_remote, map(spans.files.__getitem__, set(spans.file.tolist())))):
+        rows = zip(*(column.tolist() for column in (*spans[1:], memory)), strict=True)
+        jobs = (Job(spans.files[k], at, to, n, x, y, moving(x, y)) for k, at, n, x, y, to in rows)
+        Batch(jobs).run(threads=threads, progress=check_stopped)
+    else:
+        run_columns(spans, memory, report=check_stopped, threads=threads)
+    return int(ends[-1])
 
 
-class Spans(NamedTuple):
-    """Byte ranges of files or memory, read in order and converted to target dtypes."""
+def read_ahead(spans: Spans, threads: int | None) -> Generator[tuple[int, int]]:
+    """Read all spans in order, ahead of the consumer unless there are few bytes: yield addresses and sizes.
 
-    files: Sequence[WeightFile | None]
-    file: Array  # int64, index of the file
-    begins: Array  # int64, first byte in the file, or address in memory
-    sizes: Array  # int64, bytes in the file
-    sources: Array  # uint8, dtype number in the file
-    targets: Array  # uint8, dtype number of the result
+    The next step may overwrite a range.
+    """
+    total = int(spans.lengths.sum())
+    if not total:
+        return
+    ring = ring_for(total)
+    filling = filled_ahead(_tasks_of(spans, ring, threads), ring, remote=any(map(is_remote, spans.files)))
+    with closing(filling):
+        for filled in filling:
+            [piece] = filled.pieces
+            yield address_of(filled.array), piece.nbytes
 
-    @property
-    def lengths(self) -> Array:
-        """Bytes of each result, int64."""
-        _, _, _, sizes, sources, targets = self
-        lengths: Array = sizes // _BYTES[sources] * _ELEMENTS[sources] // _ELEMENTS[targets] * _BYTES[targets]
-        return lengths
 
-    @classmethod
-    def of(cls, tensors: Tensors, targets: Array | None = None) -> Spans:
-        """Return the spans of `Tensors.whole`; ``targets`` are dtype numbers, None to convert nothing."""
-        file, begins, sizes, numbers = tensors.ranges
-        return cls(tensors.files, file, begins, sizes, numbers, numbers if targets is None else targets)
+def _tasks_of(spans: Spans, ring: Ring, threads: int | None) -> Iterator[Task]:
+    spans = spans.joined().divided(ring.size // ring.count)
+    ends = np.cumsum(spans.lengths)
+    begin = done = 0
+    while begin < len(ends):
+        end = int(np.searchsorted(ends, done + ring.size, side="right"))
+        yield Task(ring.size, partial(_fill_spans, ring, spans.pick(slice(begin, end)), threads))
+        begin, done = end, int(ends[end - 1])
 
-    def pick(self, rows: Array | slice) -> Spans:
-        """Return the spans at these positions, in this order."""
-        return Spans(self.files, *[column[rows] for column in self[1:]])
 
-    def follows(self) -> Array:
-        """Return a bool for each span except the first: True if it continues the previous span with equal dtypes."""
-        _, file, begins, sizes, sources, targets = self
-        alike: Array = (begins[1:] == begins[:-1] + sizes[:-1]) & (file[1:] == file[:-1])
-        alike &= (sources[1:] == sources[:-1]) & (targets[1:] == targets[:-1])
-        return alike
-
-    def merged(self, first: Array) -> Spans:
-        """Merge spans that follow each other; ``first`` are the positions of spans that begin a new range."""
-        return self.pick(first)._replace(sizes=np.add.reduceat(self.sizes, first))
-
-    def joined(self) -> Spans:
-        """Return as few spans as possible with these bytes, without empty spans."""
-        spans = self if self.sizes.all() else self.pick(self.sizes > 0)
-        return spans.merged(np.flatnonzero(np.append(True, ~spans.follows()))) if spans.sizes.size else spans
-
-    def divided(self, limit: int) -> Spans:
-        """Divide spans at whole blocks so that no result has more than ``limit`` bytes."""
-        sources, targets = self.sources, self.targets
-        unit = np.lcm(_ELEMENTS[sources], _ELEMENTS[targets])
-        step = limit // (unit // _ELEMENTS[targets] * _BYTES[targets])
-        step_bytes = step * (unit // _ELEMENTS[sources] * _BYTES[sources])
-        parts = -(-self.sizes // step_bytes)
-        if not parts.size or int(parts.max()) <= 1:
-            return self
-        rows = np.repeat(np.arange(len(parts)), parts)
-        before = (np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)) * step_bytes[rows]
-        spans = self.pick(rows)
-        sizes = np.minimum(spans.sizes - before, step_bytes[rows])
-        return spans._replace(begins=spans.begins + before, sizes=sizes)
-
-    def fill(self, buffer: Array, threads: int | None) -> int:
-        """Read all spans into a buffer, in order, and return the number of bytes."""
-        files, file, begins, sizes, sources, targets = self
-        if not sizes.size:
-            return 0
-        lengths = self.lengths
-        ends = np.cumsum(lengths)
-        memory = address_of(buffer) + ends - lengths
-        if any(map(is_remote, map(files.__getitem__, set(file.tolist())))):
-            rows = zip(*(column.tolist() for column in (file, begins, memory, sizes, sources, targets)), strict=True)
-            jobs = (Job(files[k], at, to, n, x, y, moving(x, y)) for k, at, to, n, x, y in rows)
-            Batch(jobs).run(threads=threads, progress=check_stopped)
-        else:
-            run_columns(
-                files,
-                file,
-                offsets=begins,
-                memory=memory,
-                sizes=sizes,
-                sources=sources,
-                targets=targets,
-                report=check_stopped,
-                threads=threads,
-            )
-        return int(ends[-1])
-
-    def read(self, threads: int | None) -> Generator[tuple[int, int]]:
-        """Read all spans in order, ahead of the consumer unless there are few bytes.
-
-        The next step may overwrite a range.
-        """
-        total = int(self.lengths.sum())
-        if not total:
-            return
-        if total <= IN_TURN:
-            buffer = aligned_bytes(max(SMALLEST_BUFFER, total))  # alive while the consumer uses its address
-            yield address_of(buffer), self.joined().fill(buffer, threads)
-            return
-        ring = ring_for(total)
-        filling = filled_ahead(self._tasks(ring, threads), ring, remote=any(map(is_remote, self.files)))
-        with closing(filling):
-            for filled in filling:
-                [piece] = filled.pieces
-                yield address_of(filled.array), piece.nbytes
-
-    def _tasks(self, ring: Ring, threads: int | None) -> Iterator[Task]:
-        spans = self.joined().divided(ring.size // ring.count)
-        ends = np.cumsum(spans.lengths)
-        begin = done = 0
-        while begin < len(ends):
-            end = int(np.searchsorted(ends, done + ring.size, side="right"))
-            yield Task(ring.size, partial(spans.pick(slice(begin, end))._filled, ring, threads))
-            begin, done = end, int(ends[end - 1])
-
-    def _filled(self, ring: Ring, threads: int | None) -> Filled:
-        number, buffer = ring.take()
-        return Filled(number, [Piece("", 0, self.fill(buffer, threads), 0)], buffer)
+def _fill_spans(ring: Ring, spans: Spans, threads: int | None) -> Filled:
+    number, buffer = ring.take()
+    return Filled(number, [Piece("", 0, fill_buffer(buffer, spans, threads), 0)], buffer)

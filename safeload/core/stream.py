@@ -93,10 +93,11 @@ class TensorStream(_Stream, Iterator[tuple[str, _T]]):
         share = max(1, min(_UNIT, limit // _SHARE))
         self._memory = reader.memory
         weakref.finalize(self, reader.memory.close)
-        tasks = (reader.task(number, unit) for number, unit in enumerate(reader.units(entries, share)))
         workers = REMOTE_WORKERS if any(entry.file.remote for entry in entries) else 1
         room = limit - limit // _SHARE - share
-        self._results: Prefetch[_Loaded] = Prefetch(tasks, room, workers=workers, ordered=ordered)
+        self._results: Prefetch[_Loaded] = Prefetch(
+            reader.tasks(entries, share), room, workers=workers, ordered=ordered
+        )
         self._ready: deque[tuple[str, Any]] = deque()
         self._failed: list[Exception] = []
         self._left = {entry.name: reader.nbytes(entry) for entry in entries}
@@ -194,13 +195,9 @@ class _Reader:
         self._threads = threads
         self._failed: list[int] = []  # numbers of failed units; later units are not read
 
-    def _makes(self, entry: Entry) -> bool:
-        """Return True if a tensor becomes a single array with its own memory.
-
-        Unrestored packed codes become more than a single array. Repeated elements share bytes, because an array of all
-        elements might be larger than any memory.
-        """
-        return entry.target is not None and not (entry.repeated and self._out is None)
+    def _repeats(self, entry: Entry) -> bool:
+        """Return True if elements share bytes of the array, too: an array of all might be larger than any memory."""
+        return entry.repeated and self._out is None
 
     def nbytes(self, entry: Entry) -> int:
         """Return the bytes of the arrays of a tensor."""
@@ -208,65 +205,63 @@ class _Reader:
 
     def _cost(self, entry: Entry) -> int:
         """Return the memory for reading a tensor, including the byte range of a strided tensor."""
-        return self.nbytes(entry) + (entry.end - entry.begin if entry.strided and self._makes(entry) else 0)
+        copied = entry.strided and not self._repeats(entry)
+        return self.nbytes(entry) + (entry.end - entry.begin if copied else 0)
 
-    def units(self, entries: Sequence[Entry], share: int) -> Iterator[list[Entry]]:
-        """Divide tensors into units to read together."""
+    def tasks(self, entries: Sequence[Entry], share: int) -> Iterator[Task]:
+        """Yield the tasks that read the tensors of a unit, up to the first error."""
 
         def kind(entry: Entry) -> object:  # repeated elements alone, or `deliver` would let tensors share their memory
-            single = self._makes(entry)
-            return object() if entry.repeated and not single else single
+            return object() if self._repeats(entry) else None
 
-        return windows(entries, share, self._cost, kind)
+        for number, unit in enumerate(windows(entries, share, self._cost, kind)):
+            destinations: dict[str, Array] = {}
+            refused: list[Exception] = []
+            ask = None if self._out is None else partial(self._ask, unit, destinations, refused)
+            yield Task(sum(map(self._cost, unit)), partial(self._run, number, unit, destinations, refused), ask)
 
-    def task(self, number: int, entries: Sequence[Entry]) -> Task:
-        """Return the task that reads the tensors of a unit up to the first error."""
-        destinations: dict[str, Array] = {}
-        refused: list[Exception] = []
-
-        def start() -> None:
-            """Get the caller's arrays to fill, up to an error."""
-            try:
-                for entry in entries:
-                    destinations[entry.name] = self._given(entry)
-            except Exception as error:
-                refused.append(error)
-
-        def run() -> _Loaded:
-            if any(other < number for other in self._failed):
-                raise Stopped
-            ready = entries if self._out is None else entries[: len(destinations)]
-            loaded, failed = self._read(ready, destinations) if ready else (deque[tuple[str, Any]](), [])
-            failed = failed or refused
-            if failed:
-                self._failed.append(number)
-            return loaded, failed
-
-        return Task(sum(map(self._cost, entries)), run, None if self._out is None else start)
-
-    def _given(self, entry: Entry) -> Any:
+    def _ask(self, entries: Sequence[Entry], destinations: dict[str, Array], refused: list[Exception]) -> None:
+        """Get the caller's arrays to fill, up to an error."""
         assert self._out is not None
         try:
-            array = self._out(entry.name)
-        except StopIteration as error:  # of a `next` in the function: it would end the stream
-            raise RuntimeError(f"out: the function raised StopIteration for tensor {show(entry.name)}") from error
-        check_fits(entry.name, entry.dtype, entry.shape, {entry.name: array})
-        return array
+            for entry in entries:
+                try:
+                    array = self._out(entry.name)
+                except StopIteration as error:  # of a `next` in the function: it would end the stream
+                    text = f"out: the function raised StopIteration for tensor {show(entry.name)}"
+                    raise RuntimeError(text) from error
+                check_fits(entry.name, entry.dtype, entry.shape, {entry.name: array})
+                destinations[entry.name] = array
+        except Exception as error:
+            refused.append(error)
+
+    def _run(
+        self, number: int, entries: Sequence[Entry], destinations: Mapping[str, Array], refused: list[Exception]
+    ) -> _Loaded:
+        """Read the tensors of a unit."""
+        if any(other < number for other in self._failed):
+            raise Stopped
+        loaded, failed = self._read(entries if self._out is None else entries[: len(destinations)], destinations)
+        failed = failed or refused
+        if failed:
+            self._failed.append(number)
+        return loaded, failed
 
     def _read(self, entries: Sequence[Entry], destinations: Mapping[str, Array]) -> _Loaded:
-        single = self._makes(entries[0])
+        if not entries:
+            return deque(), []
         try:
             arrays, _ = deliver(
                 Tensors.of(entry.tensor for entry in entries),
                 target=self._target,
-                out=destinations if single and destinations else None,
-                memory=self.memory.array if single else None,
+                out=destinations or None,
+                memory=None if self._repeats(entries[0]) else self.memory.array,
                 threads=self._threads,
                 progress=check_stopped,
             )
         except RemoteError as error:  # names the tensor, and was retried
             at = next((k for k, entry in enumerate(entries) if entry.name == error.tensor), 0)
-            loaded, failed = self._read(entries[:at], destinations) if at else (deque(), [])
+            loaded, failed = self._read(entries[:at], destinations)
             return loaded, failed or [error]
         except Exception as error:
             if len(entries) < 2:

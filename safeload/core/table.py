@@ -141,9 +141,7 @@ class Table:
     _entries: list[Entry] | None = None
     _searches = 0
     # Rare properties, by the index of a tensor.
-    strides: Mapping[int, tuple[int, ...]] = MappingProxyType(
-        {}
-    )  # bytes between neighbours along each axis, not in C order
+    strides: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # bytes along each axis, if not in C order
     scales: Mapping[int, Scale] = MappingProxyType({})  # of int8
     packed: Mapping[int, Packed] = MappingProxyType({})  # codes and scales
     big_endian: Collection[int] = ()
@@ -288,11 +286,8 @@ class Table:
         if self._shapes is not None:
             return self._shapes[index]
         columns = self._columns()
-        if index == 0:
-            return tuple(ffi.unpack(columns.dims, columns.dim_ends[0]))
-        ends = columns.dim_ends
-        begin = ends[index - 1]
-        return tuple(ffi.unpack(columns.dims + begin, ends[index] - begin))
+        begin = columns.dim_ends[index - 1] if index else 0
+        return tuple(ffi.unpack(columns.dims + begin, columns.dim_ends[index] - begin))
 
     def row(self, index: int) -> dtypes.Dtype:
         """Return a tensor's row of the dtype table."""
@@ -331,9 +326,8 @@ class Table:
         if isinstance(indices, range) and indices.step == 1:
             return self._columns_between(indices.start, indices.stop)
         if len(indices) * _SEARCH_COST < self.count:
-            ranges = [self.byte_range(i) for i in indices]
-            numbers = bytes([self.row(i).number for i in indices])
-            return Columns(numbers, [self.shape(i) for i in indices], [b for b, _ in ranges], [e for _, e in ranges])
+            of: Any = [*zip(*map(self.entry, indices), strict=True)] or [()] * 4
+            return Columns(bytes(of[0]), *of[1:])
         numbers, shapes, begins, ends = self._columns_between(0, self.count)
         pick = bytes([numbers[i] for i in indices]), [shapes[i] for i in indices]
         return Columns(*pick, [begins[i] for i in indices], [ends[i] for i in indices])

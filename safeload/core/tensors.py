@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import count, repeat
 from operator import and_, eq
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, overload
@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from . import dtypes
 from .arrays import Array, ArraySpec, foreign_order
 from .forking import cached_property
-from .packing import CODES, SCALE, Packed, Packing, Part, int8_packing
+from .packing import CODES, SCALE, SCHEMES, Packed, Packing, Part, int8_packing
 from .runtime import paused
 from .table import Columns, distinct
 from .text import tensor_named
@@ -31,13 +31,64 @@ _F32 = dtypes.BY_CODE["F32"]
 _PACKED = bytes(row.number for row in dtypes.TABLE if row.packed)
 
 
-class Ranges(NamedTuple):
-    """Byte ranges of tensors as NumPy arrays."""
+# Bytes and elements of a block by dtype number; most dtypes have blocks of a single element.
+_BYTES, _ELEMENTS = np.ones((2, 256), np.int64)
+_QUANTIZING = (dtypes.of_number(number) for scheme in SCHEMES.values() for number in scheme.roundings.values())
+for _row in (*dtypes.BY_NUMBER.values(), *_QUANTIZING):
+    _BYTES[_row.number], _ELEMENTS[_row.number] = _row.block_bytes, _row.block
 
-    file: Array  # int64, position of the file in `Tensors.files`
-    begins: Array  # int64, first byte in the file
+
+class Spans(NamedTuple):
+    """Byte ranges of files or memory, read in order and converted to target dtypes."""
+
+    files: Sequence[WeightFile | None]
+    file: Array  # int64, index of the file
+    begins: Array  # int64, first byte in the file, or address in memory
     sizes: Array  # int64, bytes in the file
-    numbers: Array  # uint8, dtype numbers
+    sources: Array  # uint8, dtype number in the file
+    targets: Array  # uint8, dtype number of the result
+
+    @property
+    def lengths(self) -> Array:
+        """Bytes of each result, int64."""
+        _, _, _, sizes, sources, targets = self
+        lengths: Array = sizes // _BYTES[sources] * _ELEMENTS[sources] // _ELEMENTS[targets] * _BYTES[targets]
+        return lengths
+
+    def pick(self, rows: Array | slice) -> Spans:
+        """Return the spans at these positions, in this order."""
+        return Spans(self.files, *[column[rows] for column in self[1:]])
+
+    def follows(self) -> Array:
+        """Return a bool for each span except the first: True if it continues the previous span with equal dtypes."""
+        _, file, begins, sizes, sources, targets = self
+        alike: Array = (begins[1:] == begins[:-1] + sizes[:-1]) & (file[1:] == file[:-1])
+        alike &= (sources[1:] == sources[:-1]) & (targets[1:] == targets[:-1])
+        return alike
+
+    def merged(self, first: Array) -> Spans:
+        """Merge spans that follow each other; ``first`` are the positions of spans that begin a new range."""
+        return self.pick(first)._replace(sizes=np.add.reduceat(self.sizes, first))
+
+    def joined(self) -> Spans:
+        """Return as few spans as possible with these bytes, without empty spans."""
+        spans = self if self.sizes.all() else self.pick(self.sizes > 0)
+        return spans.merged(np.flatnonzero(np.append(True, ~spans.follows()))) if spans.sizes.size else spans
+
+    def divided(self, limit: int) -> Spans:
+        """Divide spans at whole blocks so that no result has more than ``limit`` bytes."""
+        sources, targets = self.sources, self.targets
+        unit = np.lcm(_ELEMENTS[sources], _ELEMENTS[targets])
+        step = limit // (unit // _ELEMENTS[targets] * _BYTES[targets])
+        step_bytes = step * (unit // _ELEMENTS[sources] * _BYTES[sources])
+        parts = -(-self.sizes // step_bytes)
+        if not parts.size or int(parts.max()) <= 1:
+            return self
+        rows = np.repeat(np.arange(len(parts)), parts)
+        before = (np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)) * step_bytes[rows]
+        spans = self.pick(rows)
+        sizes = np.minimum(spans.sizes - before, step_bytes[rows])
+        return spans._replace(begins=spans.begins + before, sizes=sizes)
 
 
 class Tensors(Sequence[FileTensor]):
@@ -60,19 +111,14 @@ class Tensors(Sequence[FileTensor]):
         """Collect tensors into columns."""
         if isinstance(tensors, Tensors):
             return tensors
-        names, files, indices = [*zip(*tensors, strict=True)] or [(), (), ()]
-        return cls._in_files(names, files, indices)
+        return cls.located({name: (file, index) for name, file, index in tensors})
 
     @classmethod
     def located(cls, where: Mapping[str, tuple[WeightFile, int]], names: Sequence[str] | None = None) -> Tensors:
         """Return the tensors of a mapping from names to files and indices."""
-        places = where.values() if names is None else map(where.__getitem__, names)
-        files, indices = [*zip(*places, strict=True)] or [(), ()]
-        return cls._in_files([*where] if names is None else names, files, indices)
-
-    @classmethod
-    def _in_files(cls, names: Sequence[str], files: Sequence[WeightFile], indices: Sequence[int]) -> Tensors:
-        places = {file: k for k, file in enumerate(dict.fromkeys(files))}
+        names = [*where] if names is None else names
+        files, indices = [*zip(*map(where.__getitem__, names), strict=True)] or [(), ()]
+        places = dict(zip(dict.fromkeys(files), count(), strict=False))
         return cls([*places], names, indices, None if len(places) < 2 else [places[file] for file in files])
 
     @classmethod
@@ -149,12 +195,12 @@ class Tensors(Sequence[FileTensor]):
             )
 
     @cached_property
-    def ranges(self) -> Ranges:
-        """Byte ranges and dtype numbers as NumPy arrays."""
+    def spans(self) -> Spans:
+        """Byte ranges, converted to nothing; in order only of tensors that are `whole`."""
         numbers, _, begins, ends = self.columns
         file = np.zeros(len(self), np.int64) if self.file is None else np.array(self.file, np.int64)
-        first = np.array(begins, np.int64)
-        return Ranges(file, first, np.array(ends, np.int64) - first, np.frombuffer(numbers, np.uint8))
+        first, sources = np.array(begins, np.int64), np.frombuffer(numbers, np.uint8)
+        return Spans(self.files, file, first, np.array(ends, np.int64) - first, sources, sources)
 
     @property
     def remote(self) -> bool:
@@ -174,16 +220,21 @@ class Tensors(Sequence[FileTensor]):
             table.shaped or table.scaled or table.numbers.translate(None, _PACKED) != table.numbers for table in tables
         )
 
-    def without_packed(self) -> tuple[Tensors, Mapping[str, Packed]]:
-        """Return the tensors that are not packed, and the packed tensors by name."""
+    def without_packed(self, target: dtypes.Dtype | None) -> tuple[Tensors, Mapping[str, Packed]]:
+        """Return the tensors that are not packed, and the packed tensors by name; int8 counts if it is dequantized."""
         for file in self.files:
             if file.table.quantized:
                 break
         else:
             return self, {}
-        codes = [file.table.packed.get(index) for _, file, index in self]
-        packed = {name: tensor for name, tensor in zip(self.names, codes, strict=True) if tensor is not None}
-        return (self.pick([k for k, tensor in enumerate(codes) if tensor is None]) if packed else self), packed
+        packed: dict[str, Packed] = {}
+        for name, file, index in self:
+            codes = file.table.packed.get(index)
+            if codes is None and target is not None and index in file.table.scales:
+                codes = packed_of(file, index)
+            if codes is not None:
+                packed[name] = codes
+        return (self.pick([k for k, name in enumerate(self.names) if name not in packed]) if packed else self), packed
 
 
 def packed_of(file: WeightFile, index: int) -> Packed | None:
@@ -207,8 +258,7 @@ EMPTY = 0  # no bytes
 VIEW = 1  # view of the mapped file
 READ = 2  # bytes are read unchanged
 CONVERT = 3  # values are converted while they are read, and blocks dequantized
-DEQUANTIZE = 4  # int8 values are multiplied by their scales while they are read
-STRIDED = 5  # non-contiguous, big-endian or sharing bytes: see `load.Block`
+STRIDED = 4  # non-contiguous, big-endian or sharing bytes: see `load.Block`
 
 # Dtypes with arrays of bytes, not of elements.
 _IN_BYTES = frozenset(number for number, row in dtypes.BY_NUMBER.items() if row.bits < 8)
@@ -253,7 +303,7 @@ def viewable(dtype: np.dtype[Any], begin: int) -> bool:
 
 
 def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
-    """Decide how each tensor of one file becomes an array; floating and quantized tensors get the dtype ``target``."""
+    """Decide how each tensor of one file becomes an array; floating tensors and blocks get the dtype ``target``."""
     file = tensors.files[0]
     table = file.table
     if table.unknown:
@@ -272,12 +322,6 @@ def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPla
         if not row.converts_to(array_row):
             refused.append(sources.index(number))
     targets, ways = bytearray(sources.translate(become)), bytearray(sources.translate(way))
-    for k, index in enumerate(tensors.indices) if target is not None and table.scales else ():
-        if index in table.scales:
-            assert target is not None
-            targets[k], ways[k] = target.number, DEQUANTIZE
-            if not dtypes.BY_NUMBER[sources[k]].converts_to(target):
-                refused.append(k)
     if refused and target is not None:
         k = min(refused)
         text = f"{tensor_named(tensors.names[k])}: cannot convert {dtypes.BY_NUMBER[sources[k]].code} to {target.code}"
@@ -355,7 +399,7 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
     entries: dict[str, Entry] = {}
     for file_tensors in tensors.by_file():
         file, table = file_tensors.files[0], file_tensors.files[0].table
-        plain, packed = file_tensors.without_packed()
+        plain, packed = file_tensors.without_packed(target)
         plan = decide(plain, target, False)
         columns = zip(
             *(plan.names, plain.indices, plan.begins, plan.ends, plan.shapes),
@@ -363,41 +407,37 @@ def entries_of(tensors: Iterable[FileTensor], target: dtypes.Dtype | None) -> li
             strict=True,
         )
         for name, index, begin, end, shape, source, to, way in columns:
-            codes = packed_of(file, index) if way == DEQUANTIZE else None
             strided = way == STRIDED and (table.strides.get(index) is not None or index in table.big_endian)
-            entries[name] = Entry(name, file, index, begin, end, shape, source, to, codes, strided)
+            entries[name] = Entry(name, file, index, begin, end, shape, source, to, None, strided)
         indices = dict(zip(file_tensors.names, file_tensors.indices, strict=True)) if packed else {}
         for name, tensor in packed.items():
-            index = indices[name]
-            place = *table.byte_range(index), tensor.packing.shape, table.row(index).number
-            entries[name] = Entry(name, file, index, *place, None if target is None else target.number, tensor)
+            source, _, begin, end = table.entry(indices[name])
+            place = indices[name], begin, end, tensor.packing.shape, source
+            entries[name] = Entry(name, file, *place, None if target is None else target.number, tensor)
     return [entries[name] for name in tensors.names]
 
 
 # ---- tensors that are created when a writer reaches them: a file is written in the memory of one ----
 
 
-class Staged(NamedTuple):
-    """A file tensor with the bytes of a `Lazy`: writers read many of these ahead, in chunks."""
-
-    entry: Entry
-    threads: int | None  # for reading
-
-
 class Lazy:
     """An array that is created later.
 
-    ``create`` may overwrite the array of its previous call; ``staged`` reads the bytes without it.
+    ``create`` may overwrite the array of its previous call. Writers read many of the file tensors ``entry``, which have
+    the same bytes, ahead in chunks, on ``threads``.
     """
 
-    __slots__ = ("_create", "_written", "dtype", "shape", "staged")  # the garbage collector visits no dict
+    __slots__ = ("_create", "_written", "dtype", "entry", "shape", "threads")  # the garbage collector visits no dict
 
     def __init__(
-        self, dtype: np.dtype[Any], shape: tuple[int, ...], create: Callable[[], Array], staged: Staged | None = None
+        self,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        create: Callable[[], Array],
+        entry: Entry | None = None,
+        threads: int | None = None,
     ) -> None:
-        self.dtype = dtype
-        self.shape = shape
-        self.staged = staged
+        self.dtype, self.shape, self.entry, self.threads = dtype, shape, entry, threads
         self._create = create
         self._written: Callable[[int], object] | None = None
 

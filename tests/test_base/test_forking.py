@@ -260,7 +260,7 @@ def test_no_module_has_properties_that_lock():
                 assert "cached_property" not in [alias.name for alias in node.names], module
 
 
-@pytest.mark.parametrize("name", ["columns", "ranges"])
+@pytest.mark.parametrize("name", ["columns", "spans"])
 def test_a_child_forked_during_a_cached_property_can_compute_it(name, path):
     """Threads load one checkpoint: the first to ask for a column computes it."""
     program = inside.program("""

@@ -32,7 +32,7 @@ def check(tensors, expected):
     assert list(tensors) == expected
     assert len(tensors) == len(expected) == len(tensors.names)
     numbers, shapes, begins, ends = tensors.columns
-    file, first, sizes, dtypes = tensors.ranges
+    _, file, first, sizes, dtypes, _ = tensors.spans
     for k, (_, weights, index) in enumerate(expected):
         table = weights.table
         assert tensors[k] == expected[k]
