@@ -197,12 +197,13 @@ def refusal(problem: SafeloadError | OSError) -> Finding:
 
 
 def check_shards(
-    path: str, files: Files, opening: Mapping[str, Any]
-) -> tuple[list[Finding], list[Location], Mapping[str, Any] | None] | None:
-    """Check each shard that a path needs; return None if it does not need several files, or all are good.
+    path: str, files: Files, opening: Mapping[str, Any], cause: SafeloadError | OSError
+) -> tuple[list[Finding], list[Location], Mapping[str, Any] | None]:
+    """Find the bad shards of a path that does not open; its own error is the finding if all are good.
 
     Return findings, the last of which lists the files to fetch again; the good shards; and the config.
     """
+    refused = [refusal(cause)]
     bad: dict[str, Finding] = {}  # by name; the index comes first
     try:
         expected = expected_shards(path, files)
@@ -210,10 +211,10 @@ def check_shards(
         bad[files.split(str(getattr(problem, "path", None) or path))[1]] = refusal(problem)
         try:
             expected = expected_shards(path, files, indexed=False)
-        except (SafeloadError, OSError):  # the error of opening says it
-            return None
+        except (SafeloadError, OSError):
+            expected = None
     if expected is None:
-        return None
+        return refused, [], None
     findings: list[Finding] = []
     config = None
     try:
@@ -240,7 +241,7 @@ def check_shards(
             if files.is_folder(files.join(expected.folder, RESUME)):
                 advice = "this is an unfinished conversion: repeat it with resume=True"
         findings.append(find("index.fetch", problem=message, advice=advice))
-    return (findings, good, config) if findings else None
+    return (findings, good, config) if findings else (refused, [], None)
 
 
 def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> tuple[Finding | None, int | None]:
