@@ -45,7 +45,7 @@ from ..remote.hub_cache import snapshot_of
 from .findings import ERROR, WARNING, Finding, find
 from .stats import TensorStats
 
-# The numbers of shards of any suffix. They usually have five digits; DeepSeek writes six after "of", a few models two.
+# Like `PART`, for shards of any suffix.
 _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
 
 # Rules about unreadable files, by error class.
@@ -64,18 +64,9 @@ _LISTED, _NAME_LENGTH = 20, 100
 def check_index(catalog: Catalog) -> Iterator[Finding]:
     """Check an ``index.json`` against its shards. Without an index, check the numbers in the names of shards."""
     if catalog.index is None:
-        groups: dict[tuple[str, str, str], dict[int, int]] = {}  # number of each shard to its digits
-        for path in catalog.files:
-            parts = _SHARD.fullmatch(os.path.basename(path))
-            if parts is not None:
-                groups.setdefault((parts[1], parts[3], parts[4]), {})[int(parts[2])] = len(parts[2])
-        if sum(map(len, groups.values())) < 2:
-            return  # a single shard, opened on its own
-        for (stem, total, suffix), numbers in groups.items():
-            digits = max(numbers.values())
-            for number in range(1, min(int(total), 100_000) + 1):
-                if number not in numbers:
-                    yield find("index.shard", name=f"{stem}-{number:0{digits}}-of-{total}{suffix}", listed="")
+        sets = sets_of([os.path.basename(path) for path in catalog.files], _SHARD)
+        if sum(len(numbered.files) for numbered in sets) > 1:  # a single shard is opened on its own
+            yield from (find("index.shard", name=name, listed="") for each in sets for name in each.missing())
         return
     base = os.path.basename(catalog.index.shown)
     try:

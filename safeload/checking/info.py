@@ -38,19 +38,12 @@ from ..quant.gptq import zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.url import is_url, shown
 
-# Maximum number of rows on a terminal.
-ROWS = 100
-# Maximum number of values shown from a list in the metadata, such as a vocabulary; --json has all.
-_ITEMS = 8
-
-# Maximum depth of the tree, which is walked recursively; deeper names stay whole.
-_LEVELS = 32
-
-# Maximum number of reasons why known families cannot be dequantized.
-_REASONS = 3
-
-# Maximum number of module kinds and tensor names in a line about an adapter.
-_MODULES, _NAMES = 12, 6
+ROWS = 100  # at most, on a terminal
+_ITEMS = 8  # values shown of a list in the metadata, such as a vocabulary; --json has all
+_LEVELS = 32  # of the tree, which is walked recursively; deeper names stay whole
+_REASONS = 3  # why known families cannot be dequantized
+_MODULES, _NAMES = 12, 6  # module kinds, and tensor names, in a line about an adapter
+_TEXT, _NUMBER = 80, 10**12  # the longest text and the largest number of a config: larger values are garbage
 
 # Formats with a header before the first tensor.
 _WITH_HEADER = ("safetensors", "gguf")
@@ -58,9 +51,6 @@ _WITH_HEADER = ("safetensors", "gguf")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-
-# Longest text and largest number to show: larger values are garbage.
-_TEXT, _NUMBER = 80, 10**12
 
 
 @exported()

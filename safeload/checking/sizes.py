@@ -122,14 +122,8 @@ def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
     alike = schema is None or not any(map(NUMBER.search, (*texts, *schema.prefixes)))
     groups: dict[tuple[Any, ...], list[TensorDescription]] = {}
     for name, about in catalog.descriptions([*catalog]).items():
-        kind = (
-            NUMBER.sub("0", name) if alike else name,
-            about.dtype,
-            about.shape,
-            about.nbytes,
-            about.scheme,
-            about.axis,
-        )
+        text = NUMBER.sub("0", name) if alike else name
+        kind = text, about.dtype, about.shape, about.nbytes, about.scheme, about.axis
         groups.setdefault(kind, []).append(about)
     return [_Kind(abouts[0].name, abouts[0], len(abouts)) for abouts in groups.values()]
 

@@ -270,14 +270,12 @@ def _check_missing(choice: Choice, expected: _Expected, absent: Set[str]) -> Ite
     counts, lost = (Counter(map(_layer_of, tensors)) for tensors in (required, missing))
     gone = {layer for layer in lost if layer is not None and lost[layer] == counts[layer]}
     layers = Counter(layer[0] for layer in counts if layer is not None)
-    # The tensors of each entry by layer, outside the layers that are missing whole.
-    usual: dict[str, Counter[_Layer]] = {}
-    everywhere: dict[str, Counter[_Layer]] = {}
-    for remaining, tensors in ((usual, required), (everywhere, missing)):
-        for w in tensors:
-            layer = _layer_of(w)
-            if layer is not None and layer not in gone:
-                remaining.setdefault(w.entry.name, Counter())[layer] += 1
+    # By entry, outside the layers that are missing whole: its tensors, its missing tensors, its layers.
+    usual, everywhere = (
+        Counter(w.entry.name for w in tensors if w.layer is not None and _layer_of(w) not in gone)
+        for tensors in (required, missing)
+    )
+    spread = Counter(name for name, layer in {(w.entry.name, _layer_of(w)) for w in required} if layer not in gone)
     reported: set[Any] = set()
     for w in missing:
         layer, name = _layer_of(w), w.entry.name
@@ -287,12 +285,11 @@ def _check_missing(choice: Choice, expected: _Expected, absent: Set[str]) -> Ite
                 stack, number = layer
                 facts: dict[str, Any] = {"layer": number, "layers": layers[stack], "tensors": counts[layer]}
                 yield find("schema.layer_missing", f"{stack}{number}", **facts)
-        elif layer is not None and len(usual[name]) > 1 and everywhere[name] == usual[name]:
+        elif layer is not None and spread[name] > 1 and everywhere[name] == usual[name]:
             if name not in reported:
                 reported.add(name)
-                count = usual[name].total()
-                total = "" if count == len(usual[name]) else f" ({count:,} tensors)"
-                yield find("schema.missing:everywhere", w.name, layers=len(usual[name]), total=total)
+                total = "" if usual[name] == spread[name] else f" ({usual[name]:,} tensors)"
+                yield find("schema.missing:everywhere", w.name, layers=spread[name], total=total)
         else:
             untied = w.entry.role == "head" and w.entry.tied is not None
             why = f", and the config does not tie it ({w.entry.tied_when})" if untied else ""

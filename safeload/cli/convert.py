@@ -17,19 +17,7 @@ from ..formats.mixtures import mixtures
 from ..models.layout import Layout, built_in
 from ..quant.families import presets
 from ..remote.url import is_url
-from .common import (
-    STANDARD,
-    bar,
-    binary_stdout,
-    check_once,
-    cluster,
-    given,
-    in_options,
-    open_path,
-    print_json,
-    source,
-    storage_options,
-)
+from . import common
 from .files import against_of
 from .parsers import DASK, OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
 
@@ -142,8 +130,8 @@ continue.""",
 )
 def convert(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""
-    check_once(options.source)
-    to_stdout = options.destination == STANDARD
+    common.check_once(options.source)
+    to_stdout = options.destination == common.STANDARD
     sharded = options.max_shard_size is not None or is_url(options.destination)
     for option in ("resume", "dask", "max_shard_size"):
         if not getattr(options, option):
@@ -153,19 +141,19 @@ def convert(options: argparse.Namespace) -> int:
             raise ValueError(f"--{spelled} needs a folder as destination, got {show(options.destination)}")
     if to_stdout:
         if options.json:
-            raise ValueError(f"{STANDARD} and --json both write to stdout; pass only one of them")
-        with binary_stdout() as stdout:
+            raise ValueError(f"{common.STANDARD} and --json both write to stdout; pass only one of them")
+        with common.binary_stdout() as stdout:
             report = _convert(options, stdout)
-        print(in_options(str(report._replace(destination="stdout", files=["stdout"]))), file=sys.stderr)
+        print(common.in_options(str(report._replace(destination="stdout", files=["stdout"]))), file=sys.stderr)
         return 0
     report = _convert(options, options.destination)
     if options.json:
         result = {"files": report.files, "format": report.format, "tensors": report.tensors, "nbytes": report.nbytes}
         if report.summary is not None:
             result.update(quantized=report.summary.quantized, kept=report.summary.kept)
-        print_json({**result, "seconds": round(report.seconds, 3)})
+        common.print_json({**result, "seconds": round(report.seconds, 3)})
     else:
-        print(in_options(str(report)))
+        print(common.in_options(str(report)))
     return 0
 
 
@@ -175,16 +163,16 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
     metadata = (text.partition("=") for text in options.metadata or ())  # a key without a value is removed
     refuse_inputs(destination, [options.layout])
     layout = None if options.layout is None else built_in().get(options.layout) or Layout.from_json(options.layout)
-    with ExitStack() as stack, cluster(options.dask) as executor, bar("convert") as progress:
+    with ExitStack() as stack, common.cluster(options.dask) as executor, common.bar("convert") as progress:
         plain = (options.root, options.unknown_globals, options.stored) == (None, "refuse", False)
         if options.verify is None and (options.key is not None or options.certificate):
             raise ValueError("--key and --certificate need --verify SIGNATURE")
         verify = against_of(options.verify, options)
         if verify is not None and not plain:
             raise ValueError("--verify cannot be combined with --root, --unknown-globals and --stored")
-        sources = map(source, options.source)
+        sources = map(common.source, options.source)
         return convert(
-            list(sources) if plain else [stack.enter_context(open_path(path, options)) for path in sources],
+            list(sources) if plain else [stack.enter_context(common.open_path(path, options)) for path in sources],
             destination,
             quantize=_schemes(options.quantize),
             layout=layout,
@@ -193,11 +181,11 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             metadata={key: value if sign else None for key, sign, value in metadata},
             adapters=None if options.adapter is None else list(map(_adapter, options.adapter)),
             extras=not options.no_extras,
-            storage_options=storage_options(options),
+            storage_options=common.storage_options(options),
             executor=executor,
             progress=progress,
             verify=verify,
-            **given(options, "dtype imatrix only drop keep raw max_shard_size format overwrite resume threads"),
+            **common.given(options, "dtype imatrix only drop keep raw max_shard_size format overwrite resume threads"),
         )
 
 

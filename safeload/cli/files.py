@@ -13,20 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.text import plural, printable, show
 from ..errors import SafeloadError
-from .common import (
-    bar,
-    check_once,
-    columns,
-    complain,
-    expanded,
-    given,
-    print_json,
-    print_lines,
-    refuse,
-    shown,
-    source,
-    storage_options,
-)
+from . import common
 from .parsers import JSON, STORAGE_OPTION, THREADS, TRUSTED, argument, command, flag, repeated
 
 if TYPE_CHECKING:
@@ -68,12 +55,12 @@ def edit(options: argparse.Namespace) -> int:
     from .. import edit
     from ..editing.edit import recover_edit
 
-    refuse(options.path, "edit changes files")
+    common.refuse(options.path, "edit changes files")
     changes = len(options.metadata) + len(options.rename) + len(options.drop)
     if options.recover == bool(changes):
         raise ValueError("pass either changes (--metadata, --rename, --drop) or --recover")
     if options.recover:
-        print(f"{shown(options.path)}: {_RECOVERED[recover_edit(options.path)]}")
+        print(f"{common.shown(options.path)}: {_RECOVERED[recover_edit(options.path)]}")
         return 0
     with edit(options.path, force=options.force) as file:
         for text in options.metadata:
@@ -88,7 +75,7 @@ def edit(options: argparse.Namespace) -> int:
             file.rename(*_names(file, text))
         for name in options.drop:
             del file[name]
-    print(f"{shown(options.path)}: {plural(changes, 'change')}")
+    print(f"{common.shown(options.path)}: {plural(changes, 'change')}")
     return 0
 
 
@@ -154,15 +141,15 @@ def patch(options: argparse.Namespace) -> int:
 
     base, second, destination, overwrite = options.base, options.second, options.destination, options.overwrite
     for path in (base, second, destination):
-        refuse(path, "patch reads and writes files")
+        common.refuse(path, "patch reads and writes files")
     if options.action == "make":
         if destination is None or options.no_check:
             raise ValueError("safeload patch make takes BASE NEW PATCH")
-        print(f"{shown(destination)}: {make_patch(base, second, destination, overwrite=overwrite)}")
+        print(f"{common.shown(destination)}: {make_patch(base, second, destination, overwrite=overwrite)}")
         return 0
     result = apply_patch(base, second, destination, check=not options.no_check, overwrite=overwrite)
     digest = "" if result is None or options.no_check else f", digest {result}"
-    print(f"{shown(destination or base)}: patched{digest}")
+    print(f"{common.shown(destination or base)}: patched{digest}")
     return 0
 
 
@@ -196,22 +183,22 @@ def scan(options: argparse.Namespace) -> int:
     from .. import ScanReport, scan
 
     total = ScanReport()
-    paths = expanded(options.paths)
-    check_once(paths)
+    paths = common.expanded(options.paths)
+    common.check_once(paths)
     for path in paths:
         try:
-            report = scan(source(path), storage_options=storage_options(options))
+            report = scan(common.source(path), storage_options=common.storage_options(options))
         except (OSError, SafeloadError, ModuleNotFoundError) as error:
-            complain(error)
-            total.unreadable.append((shown(path), str(error)))
+            common.complain(error)
+            total.unreadable.append((common.shown(path), str(error)))
             continue
         total.add(report)
     if options.json:
-        print_json(total.to_dict())
+        common.print_json(total.to_dict())
         return total.status
-    lines = total.lines(columns(), harmless=options.all)
+    lines = total.lines(common.columns(), harmless=options.all)
     verdict, colour = f"{total.verdict}:", _COLOURS[total.verdict]
-    print_lines((line, colour) if line.startswith(verdict) else line for line in lines)
+    common.print_lines((line, colour) if line.startswith(verdict) else line for line in lines)
     return total.status
 
 
@@ -242,25 +229,27 @@ def verify(options: argparse.Namespace) -> int:
     """Print the report about ``options.path``."""
     from .. import verify
 
-    refuse(options.path, "verify compares files")
+    common.refuse(options.path, "verify compares files")
     against = options.against
     if against is None and (options.key is not None or options.certificate):
         from ..trust.verifying import signature_beside
 
         against = signature_beside(options.path)
-    with bar("verify") as progress:
+    with common.bar("verify") as progress:
         report = verify(
             options.path,
             against_of(against, options),
-            storage_options=storage_options(options),
+            storage_options=common.storage_options(options),
             threads=options.threads,
             progress=progress,
         )
     if options.json:
-        print_json(report.to_dict())
+        common.print_json(report.to_dict())
     else:
         colour = "good" if report.ok else "error"
-        print_lines((line, colour) if line == report.verdict else line for line in report.lines(columns()))
+        common.print_lines(
+            (line, colour) if line == report.verdict else line for line in report.lines(common.columns())
+        )
     return 0 if report.ok else 1
 
 
@@ -304,11 +293,11 @@ def sign(options: argparse.Namespace) -> int:
     """Write the signature of ``options.path``."""
     from ..trust.verify import sign
 
-    refuse(options.path, "sign signs files")
-    refuse(options.output, "--output needs a file")
+    common.refuse(options.path, "sign signs files")
+    common.refuse(options.output, "--output needs a file")
     if options.shard_size is not None and options.shard_size < 1:
         raise ValueError(f"--shard-size must be at least 1, got {options.shard_size}")
-    same = given(options, "key certificate chain output shard_size symlinks ignore overwrite")
+    same = common.given(options, "key certificate chain output shard_size symlinks ignore overwrite")
     path = sign(options.path, password=os.environ.get(_PASSWORD), **same)
     print(f"signed: {printable(path)}", file=sys.stderr)
     return 0
@@ -336,10 +325,10 @@ def ls(options: argparse.Namespace) -> int:
 
     models = local_models(options.folders)
     if options.json:
-        print_json(models.to_dict())
+        common.print_json(models.to_dict())
     else:
-        first, *lines = models.lines(columns())
-        print_lines([(first, "head" if models else ""), *lines])
+        first, *lines = models.lines(common.columns())
+        common.print_lines([(first, "head" if models else ""), *lines])
     return 0
 
 
@@ -366,9 +355,9 @@ def families(options: argparse.Namespace) -> int:
 
     known = families()
     if options.json:
-        print_json({"families": [family._asdict() for family in known]})
+        common.print_json({"families": [family._asdict() for family in known]})
         return 0
     rows = [(f.name, _YES[f.schema], f.gguf, _YES[f.engines], _YES[f.mlx], f.about) for f in known]
-    head, *lines = table(_HEAD, rows, right=frozenset(), columns=columns())
-    print_lines([(head, "head"), *lines, "", f"{len(known)} families"])
+    head, *lines = table(_HEAD, rows, right=frozenset(), columns=common.columns())
+    common.print_lines([(head, "head"), *lines, "", f"{len(known)} families"])
     return 0

@@ -18,20 +18,7 @@ from ..core.runtime import paused
 from ..core.showing import width
 from ..core.text import plural, printable, show
 from ..errors import SafeloadError
-from .common import (
-    check_once,
-    columns,
-    complain,
-    expanded,
-    given,
-    hint,
-    in_options,
-    most_rows,
-    open_path,
-    print_lines,
-    shown,
-    storage_options,
-)
+from . import common
 from .parsers import JSON, OPENING, PATHS, argument, command, flag, path, positive, selection
 
 if TYPE_CHECKING:
@@ -79,8 +66,8 @@ several paths, a line for each path.""",
 )
 def info(options: argparse.Namespace) -> int:
     """Print the contents of ``options.paths``."""
-    options.paths = expanded(options.paths)
-    check_once(options.paths)
+    options.paths = common.expanded(options.paths)
+    common.check_once(options.paths)
     if options.depth is not None:
         options.tree = True
     if len(options.paths) == 1:
@@ -94,7 +81,7 @@ def info(options: argparse.Namespace) -> int:
         except BrokenPipeError:
             raise
         except (SafeloadError, OSError, MemoryError, ModuleNotFoundError, ValueError) as error:
-            complain(error)
+            common.complain(error)
             status = 1
     return status
 
@@ -102,24 +89,26 @@ def info(options: argparse.Namespace) -> int:
 def _show(path: str, options: argparse.Namespace) -> int:
     from ..checking.info import describe, lines, misfits, title_of
 
-    with open_path(path, options) as opened:
-        memory, remote = options.memory or options.json, storage_options(options)  # JSON always has the memory
-        info = describe(shown(path), opened, storage_options=remote, memory=memory, **given(options, "only drop base"))
+    with common.open_path(path, options) as opened:
+        memory, remote = options.memory or options.json, common.storage_options(options)  # JSON always has the memory
+        info = describe(
+            common.shown(path), opened, storage_options=remote, memory=memory, **common.given(options, "only drop base")
+        )
     if options.json:
         with paused(len(info.tensors)):
             _print_info(info, options)
     else:
         listing = lines(
             info,
-            title_of(shown(path)) if len(options.paths) == 1 else shown(path),
-            columns=columns(),
-            rows=most_rows(options, _ROWS),
-            hint=hint(options),
+            title_of(common.shown(path)) if len(options.paths) == 1 else common.shown(path),
+            columns=common.columns(),
+            rows=common.most_rows(options, _ROWS),
+            hint=common.hint(options),
             alone=options.all,
-            words=in_options,
-            **given(options, "sort tree depth memory"),
+            words=common.in_options,
+            **common.given(options, "sort tree depth memory"),
         )
-        print_lines(listing)
+        common.print_lines(listing)
     return int(misfits(info.adapter))
 
 
@@ -197,7 +186,7 @@ line for each row, and an empty line between matrices.""",
 )
 def get(options: argparse.Namespace) -> int:
     """Print the tensor ``options.name`` of ``options.path``."""
-    with open_path(options.path, options) as opened:
+    with common.open_path(options.path, options) as opened:
         tensor: Any = opened.get_slice(options.name)  # raises if there is no such tensor
         info = opened.tensors[options.name]
         if (row := dtypes.BY_CODE.get(info.dtype)) is not None and row.packed:  # elements share bytes
@@ -207,11 +196,11 @@ def get(options: argparse.Namespace) -> int:
         rows = _range(tensor.shape, options.rows, info.name)
         if options.json:
             _print_tensor(info.name, tensor, rows)
-        elif columns() is None:
+        elif common.columns() is None:
             _print_all(tensor, rows)
         else:
             part = "" if rows is None else f", rows {rows.start:,}:{rows.stop:,}"
-            print_lines([(printable(f"{info.name}: {info.dtype} {list(info.shape)}{part}"), "head")])
+            common.print_lines([(printable(f"{info.name}: {info.dtype} {list(info.shape)}{part}"), "head")])
             if options.all:
                 _print_all(tensor, rows)
             else:
