@@ -410,7 +410,7 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         report.schema = choice.schema.name
         parts = quantized if named is tensors else quantized.unwrapped()
         inner = config if choice.inner is None else choice.inner.config
-        findings, report.compared, tied = structure.check_schema(choice, inner, named, quantized=parts)
+        findings, report.compared, tied = structure.check_schema(choice, inner, named, parts)
         report.add(findings)
     expected = options.limits.parameters
     if expected is not None and report.parameters != expected:

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -63,7 +62,7 @@ _HEAD = re.compile(
 
 # A single tensor does not outvote the config.
 _TENSORS_AT_LEAST = 2
-# Maximum numbers of wrong keys to find, of keys to try for each, and of wrong tensors to look at.
+# Maximum numbers of wrong keys to find, of keys to try for each, and of wrong axes to look at.
 _KEYS, _TRIALS, _LOOKED_AT = 4, 4, 1000
 
 # Descriptions of tensors, and expected tensors, by name.
@@ -105,9 +104,6 @@ class Quantized(NamedTuple):
         return self._replace(names=names, modules=modules)
 
 
-NOT_QUANTIZED = Quantized()
-
-
 def quantized_parts(
     quantization: Quantization | None, schema: Schema | None, tensors: Descriptions, codes: Mapping[str, Codes]
 ) -> Quantized:
@@ -121,7 +117,7 @@ def quantized_parts(
             if unlisted or (role is None and _is_part(name)):
                 names.add(name)
     if not names:
-        return NOT_QUANTIZED
+        return Quantized()
     modules = frozenset(map(module_of, names)) - {""}
     inside = [name for name in tensors if module_of(name) in modules]
     names |= {name for name in inside if name.endswith(".weight") or _is_part(name)}
@@ -214,8 +210,7 @@ def check_schema(
     choice: Choice,
     config: Mapping[str, Any] | None,  # its part for the language model if the schema covers that part only
     tensors: Descriptions,
-    *,
-    quantized: Quantized = NOT_QUANTIZED,  # tensors outside the schema
+    quantized: Quantized,  # tensors outside the schema
 ) -> tuple[list[Finding], int, Mapping[str, str]]:
     """Compare names and shapes with a schema; return findings, the number of compared tensors, and tied heads."""
     schema, inner = choice.schema, choice.inner
@@ -380,11 +375,8 @@ def _find_causes(
     wrong = _wrong(tensors, names, expected)
     while len(wrong) >= _TENSORS_AT_LEAST and len(findings) < _KEYS:
         # The values of single keys that would give each tensor its size on an axis.
-        proposals: dict[str, set[tuple[str, int]]] = {}
-        for name, axis in sorted(wrong):
-            if name not in proposals and len(proposals) == _LOOKED_AT:
-                break
-            own = proposals.setdefault(name, set())
+        proposals: set[tuple[str, str, int]] = set()  # name of a tensor, key, value
+        for name, axis in sorted(wrong)[:_LOOKED_AT]:
             w = expected.get(name)
             usual = None if w is None or axis < 0 else (w.shape or ())[axis]
             if w is None or not usual:
@@ -396,10 +388,9 @@ def _find_causes(
                     proposed = size * value // usual
                     with suppress(ValueError):
                         if Config({**current, key: proposed}, schema.defaults).evaluate(formula) == size:
-                            own.add((key, proposed))
-        votes = Counter(chain.from_iterable(proposals.values()))
-        best = None
-        least = len(wrong)
+                            proposals.add((name, key, proposed))
+        votes = Counter((key, value) for _, key, value in proposals)
+        best, least = None, len(wrong)
         for (key, value), _ in votes.most_common(_TRIALS):
             try:
                 corrected = schema.expand({**current, key: value}, tensors.keys())

@@ -15,7 +15,7 @@ from ..core import dtypes
 from ..core.arrays import Array
 from ..core.load import targets
 from ..core.runtime import paused
-from ..core.showing import width
+from ..core.showing import plain, width
 from ..core.text import plural, printable, show
 from ..errors import SafeloadError
 from . import common
@@ -284,9 +284,5 @@ def _plain(values: Array) -> Any:
     """Return an array as lists for JSON: complex numbers as pairs, NaN and infinity as text."""
     if values.dtype.kind == "c":
         values = np.stack([values.real, values.imag], axis=-1)
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        # Not `astype(str)`: on old NumPy it warns of an invalid cast.
-        marked = ~np.isfinite(values)
-        values = values.astype(object)
-        values[marked] = [str(value) for value in values[marked]]
-    return values.tolist()
+    finite = values.dtype.kind != "f" or bool(np.isfinite(values).all())
+    return values.tolist() if finite else plain(values, lossless=True)
