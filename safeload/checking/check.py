@@ -57,27 +57,26 @@ from .structure import Descriptions
 
 # Codes of findings that hold without the other shards.
 _SHARD_CODES = (
-    *("value.", "file.", "tensor."),
-    *("schema.shape", "schema.unexpected", "schema.layer_extra", "schema.config"),
+    "value.",
+    "file.",
+    "tensor.",
+    "schema.shape",
+    "schema.unexpected",
+    "schema.layer_extra",
+    "schema.config",
 )
 
 # A value is an outlier if it is above this, the largest float16, and far above the 99.9th percentile of the tensor's
 # magnitudes without zeros. Smaller tensors are not judged.
 OUTLIER_ABOVE = 65504.0
 _OUTLIER_FACTOR, _OUTLIER_PERMILLE, _OUTLIER_COUNT = 1e4, 999, 1000
-# Default range of weights, and default absolute value of norm weights.
-_LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0
-
-# Numbers to compare at a time.
-_CHUNK = 1 << 20
-
-# Largest relative difference between a float32 scale and the expected one: two roundings.
-_SCALE_TOLERANCE = 2.0**-22
+_LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0  # the default range of weights, and absolute value of norm weights
+_CHUNK = 1 << 20  # numbers to compare at a time
+_SCALE_TOLERANCE = 2.0**-22  # relative difference between a float32 scale and the expected one: two roundings
 
 # Last name parts of norm weights, and words that mark a norm like the suffix "norm". Source: transformers, torch and
 # llama.cpp.
-_NORM_WEIGHTS = ("weight", "gamma", "scale", "g")
-_NORM_WORDS = {"ln", "rms"}
+_NORM_WEIGHTS, _NORM_WORDS = ("weight", "gamma", "scale", "g"), {"ln", "rms"}
 
 # Roles of the parts of packed tensors to check.
 _SCALE_ROLES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
@@ -85,11 +84,8 @@ _SCALE_ROLES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
 # the largest magnitude and stands for the value with the largest magnitude (auto_round/data_type/int.py).
 _SIGNED = ("mlx", "gptq", "awq", "int", "int8")
 
-# The name of a single array in reports.
-ARRAY = "array"
-
-# File names in the original releases of Llama and Mistral: weights and config.
-_CONSOLIDATED, _PARAMS = "consolidated", "params.json"
+ARRAY = "array"  # the name of a single array in reports
+_CONSOLIDATED, _PARAMS = "consolidated", "params.json"  # weights and config in releases of Llama and Mistral
 
 # Tables of rows by name: findings about scales, statistics, bounds of outliers, findings about tied heads. Faults of
 # entries of archives have the number of the entry, as text.
@@ -418,10 +414,7 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
     report.add(structure.check_dtypes(tensors, config, quantized.names))
     unknown = catalog.unknown()
     report.add(_check_unknown(catalog.about(name), entry) for name, entry in unknown.items())
-
-    def role(name: str) -> str | None:  # None if it is not in the schema
-        return None if schema is None else schema.role(name)
-
+    role: Callable[[str], str | None] = schema.role if schema is not None else lambda name: None
     zero: set[str] = set()  # tensors already reported as zero
     entries: list[FileEntry] | None = None
     with report.readable():

@@ -293,16 +293,11 @@ def expected_shards(path: str, files: Files, *, indexed: bool = True) -> Expecte
 
 # ---- zeros ----
 
-# Files are written, sent and lost in blocks of this size or multiples.
-_BLOCK = 4096
-# Shorter runs of zeros are not judged.
-_RUN_AT_LEAST = 64 << 10
-# A run this long is damage if it continues into another tensor, or if it was never written.
-_LONG = 1 << 20
-# A tensor with fewer bytes of zeros holds no half of a run.
-_HALF = _RUN_AT_LEAST // 2
-# Bytes of the largest element.
-_LARGEST_ITEM = 16
+_BLOCK = 4096  # files are written, sent and lost in blocks of this size or multiples
+_RUN_AT_LEAST = 64 << 10  # shorter runs of zeros are not judged
+_LONG = 1 << 20  # a run this long is damage if it continues into another tensor, or if it was never written
+_HALF = _RUN_AT_LEAST // 2  # a tensor with fewer bytes of zeros holds no half of a run
+_LARGEST_ITEM = 16  # bytes of the largest element
 # Blocks of quantized values end inside a block of the file; the byte beside a lost block can be 0 by chance.
 _SLACK = 3
 # Downloads that allocate their file in advance leave zeros at its end if they stop. A shorter tail of zeros does not
@@ -310,12 +305,10 @@ _SLACK = 3
 _TAIL_AT_LEAST = 1 << 20
 # A hole at the end below both limits without a whole tensor is only a warning, because writers can skip blocks of
 # zeros.
-_HOLE_AT_LEAST = 64 << 10
-_HOLE_OF_FILE = 1000
+_HOLE_AT_LEAST, _HOLE_OF_FILE = 64 << 10, 1000
 # Bytes to read first in search of the ends of zeros. The last byte of a file is nearly always nonzero.
 _FIRST_PIECE = 64 << 10
-# A file with more holes was written sparsely, and its holes mean nothing.
-_MOST_HOLES = 1000
+_MOST_HOLES = 1000  # a file with more holes was written sparsely, and its holes mean nothing
 
 # Tensors that can be zero in good files: biases, the second factor of an untrained LoRA adapter, counters and caches of
 # torch modules, zero points of symmetric quantization.

@@ -599,6 +599,7 @@ def lines(
             yield f"  {shown}{'' if harmless else '  not on the allowlist, kept inert'}", ""
     if not totals:
         return
+    cells: list[tuple[str, ...]]
     cells = [(code, f"{n:,}", f"{count:,}", size(total)) for code, (n, count, total) in totals.items()]
     if len(cells) > 1:
         cells.append(("total", f"{len(infos):,}", f"{parameters:,}", size(nbytes)))
@@ -610,19 +611,16 @@ def lines(
         listed = list(_walk([(BETWEEN_PARTS.split(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
     first = listed[:rows]
     with paused(len(first)):
-        named = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in first]
+        header: tuple[str, ...] = ("tensor", "dtype", "shape", "size")
+        cells = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in first]
         if tree:
             header = ("module", "dtype", "shape", "parameters", "size")
-            summed = [(*row[:3], f"{own.parameters:,}", row[3]) for row, own in zip(named, first, strict=True)]
-            table_lines = list(_table(header, summed, 3, columns))
-        else:
-            table_lines = list(_table(("tensor", "dtype", "shape", "size"), named, 3, columns))
+            cells = [(*cell[:3], f"{row.parameters:,}", cell[3]) for row, cell in zip(first, cells, strict=True)]
+        table_lines = [*_table(header, cells, 3, columns)]
     yield from table_lines
     if len(first) < len(listed):
-        hidden = (
-            (len(listed) - len(first), "row") if tree else (len(infos) - sum(row.number for row in first), "tensor")
-        )
-        yield rest(*hidden), ""
+        hidden = len(listed) - len(first) if tree else len(infos) - sum(row.number for row in first)
+        yield rest(hidden, "row" if tree else "tensor"), ""
 
 
 def _table(

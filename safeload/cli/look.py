@@ -195,11 +195,12 @@ def get(options: argparse.Namespace) -> int:
             tensor = opened.get_slice(info.name, dtype=options.dtype)
         rows = _range(tensor.shape, options.rows, info.name)
         if options.json:
-            _print_tensor(info.name, tensor, rows)
+            chosen = {} if options.rows is None else {"rows": [rows.start, rows.stop]}
+            _print_tensor(info.name, tensor, rows, chosen)
         elif common.columns() is None:
             _print_all(tensor, rows)
         else:
-            part = "" if rows is None else f", rows {rows.start:,}:{rows.stop:,}"
+            part = "" if options.rows is None else f", rows {rows.start:,}:{rows.stop:,}"
             common.print_lines([(printable(f"{info.name}: {info.dtype} {list(info.shape)}{part}"), "head")])
             if options.all:
                 _print_all(tensor, rows)
@@ -208,10 +209,10 @@ def get(options: argparse.Namespace) -> int:
     return 0
 
 
-def _range(shape: tuple[int, ...], rows: slice | None, name: str) -> range | None:
-    """Return the positions of ``rows``, or None for the whole tensor."""
+def _range(shape: tuple[int, ...], rows: slice | None, name: str) -> range:
+    """Return the positions of ``rows``, by default of all."""
     if rows is None:
-        return None
+        return range(shape[0] if shape else 0)
     if not shape:
         raise ValueError(f"--rows: {show(name)} is a scalar")
     selected = range(*rows.indices(shape[0]))
@@ -220,12 +221,11 @@ def _range(shape: tuple[int, ...], rows: slice | None, name: str) -> range | Non
     return range(selected.start, max(selected.start, selected.stop))
 
 
-def _blocks(tensor: Any, rows: range | None) -> Iterator[Array]:
+def _blocks(tensor: Any, rows: range) -> Iterator[Array]:
     """Yield the rows of a tensor in blocks of bounded size."""
     if not tensor.shape:
         yield np.asarray(tensor[...]).reshape(1)
         return
-    rows = range(tensor.shape[0]) if rows is None else rows
     step = max(1, _BLOCK // max(1, math.prod(tensor.shape[1:])))
     for start in range(rows.start, rows.stop, step):
         yield tensor[start : min(start + step, rows.stop)]
@@ -237,7 +237,7 @@ def _numbers(values: Array) -> Array:
     return values.astype(np.float32) if row is not None and row.floating and row.bits < 32 else values
 
 
-def _print_all(tensor: Any, rows: range | None) -> None:
+def _print_all(tensor: Any, rows: range) -> None:
     """Print a line for each row along the last axis, and an empty line before each further matrix."""
     begin = True
     for block in _blocks(tensor, rows):
@@ -250,11 +250,10 @@ def _print_all(tensor: Any, rows: range | None) -> None:
             begin = False
 
 
-def _abbreviated(tensor: Any, rows: range | None) -> str:
+def _abbreviated(tensor: Any, rows: range) -> str:
     """Return the values as NumPy prints them; of many rows, only the first and the last are read."""
     if not tensor.shape:
         return str(_numbers(np.asarray(tensor[...])))
-    rows = range(tensor.shape[0]) if rows is None else rows
     threshold = _VALUES
     if len(rows) > 2 * _EDGE + 1 and len(rows) * math.prod(tensor.shape[1:]) > _VALUES:
         # NumPy replaces the middle row by dots.
@@ -265,16 +264,13 @@ def _abbreviated(tensor: Any, rows: range | None) -> str:
     return np.array2string(_numbers(values), threshold=threshold, edgeitems=_EDGE, max_line_width=width())
 
 
-def _print_tensor(name: str, tensor: Any, rows: range | None) -> None:
+def _print_tensor(name: str, tensor: Any, rows: range, chosen: dict[str, Any]) -> None:
     """Print an object, with a line for each row."""
-    shape = list(tensor.shape) if rows is None else [len(rows), *tensor.shape[1:]]
-    head = {"name": name, "dtype": dtypes.shown(tensor.dtype), "shape": shape}
-    if rows is not None:
-        head["rows"] = [rows.start, rows.stop]
+    shape = [len(rows), *tensor.shape[1:]] if tensor.shape else []
+    head = {"name": name, "dtype": dtypes.shown(tensor.dtype), "shape": shape, **chosen}
     if tensor.shape:
-        _print_object(
-            head, "values", (_plain(np.asarray(r)) for block in _blocks(tensor, rows) for r in _numbers(block))
-        )
+        lines = (_plain(np.asarray(row)) for block in _blocks(tensor, rows) for row in _numbers(block))
+        _print_object(head, "values", lines)
     else:
         value = json.dumps(_plain(_numbers(np.asarray(tensor[...]))))
         print(f'{json.dumps(head, indent=1)[:-2]},\n "values": {value}\n}}')
