@@ -57,13 +57,8 @@ from .structure import Descriptions
 
 # Codes of findings that hold without the other shards.
 _SHARD_CODES = (
-    "value.",
-    "file.",
-    "tensor.",
-    "schema.shape",
-    "schema.unexpected",
-    "schema.layer_extra",
-    "schema.config",
+    *("value.", "file.", "tensor."),
+    *("schema.shape", "schema.unexpected", "schema.layer_extra", "schema.config"),
 )
 
 # A value is an outlier if it is above this, the largest float16, and far above the 99.9th percentile of the tensor's

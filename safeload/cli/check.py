@@ -104,7 +104,7 @@ def check(options: argparse.Namespace) -> int:
             request = settings(
                 schema=schema, limits=limits, values=not options.structure, executor=executor, progress=progress, **same
             )
-            report = validate_path(options.path, common.opening(options), request)
+            report = validate_path(options.path, common.given(options, common.OPENED), request)
         if report.files and (options.manifest or output is not None):
             try:
                 _manifest(report, options, executor, output)
@@ -179,13 +179,8 @@ def stats(options: argparse.Namespace) -> int:
     from .. import stats
     from ..checking.stats import lines_of
 
-    with (
-        common.open_path(options.path, options) as opened,
-        common.cluster(options.dask) as executor,
-        common.bar("stats") as progress,
-    ):
-        same = common.given(options, "histogram only drop threads")
-        results = stats(opened, executor=executor, progress=progress, **same)
+    with common.open_path(options.path, options) as opened, common.running(options, "stats") as how:
+        results = stats(opened, **common.given(options, "histogram only drop"), **how)
     rows = list(results.items())
     if options.sort == "name":
         rows.sort(key=lambda row: natural_key(row[0]))
@@ -246,10 +241,9 @@ def diff(options: argparse.Namespace) -> int:
     with (
         common.open_path(options.a, options) as a,
         common.open_path(options.b, options) as b,
-        common.cluster(options.dask) as executor,
-        common.bar("diff") as progress,
+        common.running(options, "diff") as how,
     ):
-        report = diff(a, b, executor=executor, progress=progress, **common.given(options, "only drop threads"))
+        report = diff(a, b, **common.given(options, "only drop"), **how)
     good = report.same if options.tolerance is None else report.within(options.tolerance)
     if options.json:
         judged = {} if options.tolerance is None else {"tolerance": options.tolerance, "within": good}
@@ -314,7 +308,7 @@ def report(options: argparse.Namespace) -> int:
         output.check()
     with common.read_again(options.path) as path:
         choices = {"digest": options.digest, "threads": options.threads, "bars": common.bar}
-        text, report = page_of(path, common.opening(options), options.quantize, **choices)
+        text, report = page_of(path, common.given(options, common.OPENED), options.quantize, **choices)
     nbytes = common.write_to_stdout(text) if to_stdout else output.write(text, report.files)
     if options.json:
         common.print_json({"output": options.output, "nbytes": nbytes, "ok": report.ok})

@@ -38,6 +38,9 @@ _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": 
 
 # ---- options ----
 
+# The options of `OPENING` as keyword arguments of `safeload.open`.
+OPENED = "root unknown_globals stored storage_options"
+
 
 def expanded(paths: Iterable[str]) -> list[str]:
     """Expand patterns such as ``*.safetensors`` if the shell does not."""
@@ -58,12 +61,7 @@ def open_path(path: Any, options: argparse.Namespace) -> Checkpoint:
     """Open a checkpoint, or stdin for "-", with the options of `OPENING`."""
     from .. import open  # imported here: it imports NumPy, and `safeload --help` needs neither
 
-    return open(source(path), **opening(options))
-
-
-def opening(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `OPENING` as keyword arguments of `safeload.open`."""
-    return {**given(options, "root unknown_globals stored"), "storage_options": storage_options(options)}
+    return open(source(path), **given(options, OPENED))
 
 
 def given(options: argparse.Namespace, names: str) -> dict[str, Any]:
@@ -82,7 +80,7 @@ def shown(path: str) -> str:
 
 def storage_options(options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the options of --storage-option, or None. Dots in a key lead into nested options."""
-    texts: list[str] | None = options.storage_option
+    texts: list[str] | None = getattr(options, "storage_option", None)
     if texts is None:
         return None
     nested: dict[str, Any] = {}
@@ -377,6 +375,13 @@ def bar(label: str) -> Iterator[Report | None]:
 
     with progress.bar(label) if progress.on_terminal() else nullcontext() as report:
         yield report
+
+
+@contextmanager
+def running(options: argparse.Namespace, label: str) -> Iterator[dict[str, Any]]:
+    """Yield the keyword arguments of a function that reads all values; with a progress bar."""
+    with cluster(options.dask) as executor, bar(label) as progress:
+        yield {"executor": executor, "threads": options.threads, "progress": progress}
 
 
 # ---- pieces on a Dask cluster ----

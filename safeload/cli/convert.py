@@ -163,7 +163,7 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
     metadata = (text.partition("=") for text in options.metadata or ())  # a key without a value is removed
     refuse_inputs(destination, [options.layout])
     layout = None if options.layout is None else built_in().get(options.layout) or Layout.from_json(options.layout)
-    with ExitStack() as stack, common.cluster(options.dask) as executor, common.bar("convert") as progress:
+    with ExitStack() as stack, common.running(options, "convert") as how:
         plain = (options.root, options.unknown_globals, options.stored) == (None, "refuse", False)
         if options.verify is None and (options.key is not None or options.certificate):
             raise ValueError("--key and --certificate need --verify SIGNATURE")
@@ -181,11 +181,10 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             metadata={key: value if sign else None for key, sign, value in metadata},
             adapters=None if options.adapter is None else list(map(_adapter, options.adapter)),
             extras=not options.no_extras,
-            storage_options=common.storage_options(options),
-            executor=executor,
-            progress=progress,
             verify=verify,
-            **common.given(options, "dtype imatrix only drop keep raw max_shard_size format overwrite resume threads"),
+            **common.given(options, "dtype imatrix only drop keep raw max_shard_size format overwrite resume"),
+            **common.given(options, "storage_options"),
+            **how,
         )
 
 

@@ -187,7 +187,7 @@ def scan(options: argparse.Namespace) -> int:
     common.check_once(paths)
     for path in paths:
         try:
-            report = scan(common.source(path), storage_options=common.storage_options(options))
+            report = scan(common.source(path), storage_options=options.storage_options)
         except (OSError, SafeloadError, ModuleNotFoundError) as error:
             common.complain(error)
             total.unreadable.append((common.shown(path), str(error)))
@@ -236,13 +236,8 @@ def verify(options: argparse.Namespace) -> int:
 
         against = signature_beside(options.path)
     with common.bar("verify") as progress:
-        report = verify(
-            options.path,
-            against_of(against, options),
-            storage_options=common.storage_options(options),
-            threads=options.threads,
-            progress=progress,
-        )
+        same = common.given(options, "storage_options threads")
+        report = verify(options.path, against_of(against, options), progress=progress, **same)
     if options.json:
         common.print_json(report.to_dict())
     else:

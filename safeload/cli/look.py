@@ -90,10 +90,9 @@ def _show(path: str, options: argparse.Namespace) -> int:
     from ..checking.info import describe, lines, misfits, title_of
 
     with common.open_path(path, options) as opened:
-        memory, remote = options.memory or options.json, common.storage_options(options)  # JSON always has the memory
-        info = describe(
-            common.shown(path), opened, storage_options=remote, memory=memory, **common.given(options, "only drop base")
-        )
+        same = common.given(options, "only drop base storage_options")
+        memory = options.memory or options.json  # JSON always has the memory
+        info = describe(common.shown(path), opened, memory=memory, **same)
     if options.json:
         with paused(len(info.tensors)):
             _print_info(info, options)
