@@ -58,62 +58,49 @@ With --resume or --dask, a folder is written shard by shard, and its subfolder .
 until the conversion is finished. If the conversion is interrupted, run the same command with --resume to
 continue.""",
     argument(
-        "source",
-        metavar="SOURCE",
-        nargs="+",
-        help="a file, a folder, an index.json, a URL, or - for stdin; several are merged",
+        "source", "SOURCE", "a file, a folder, an index.json, a URL, or - for stdin; several are merged", nargs="+"
     ),
     argument(
         "destination",
-        metavar="DESTINATION",
-        help="a file, or a folder: a path or URL without suffix or with a final slash; or - for stdout",
+        "DESTINATION",
+        "a file, or a folder: a path or URL without suffix or with a final slash; or - for stdout",
     ),
-    argument("--dtype", suggested=targets, help='dtype for floating tensors, such as "float32" or "BF16"'),
+    argument("--dtype", None, 'dtype for floating tensors, such as "float32" or "BF16"', suggested=targets),
     argument(
         "--quantize",
-        suggested=lambda: (*SCHEMES, *mixtures(), *presets()),
-        metavar="[PATTERN=]SCHEME",
-        action="append",
-        help="quantize matrices, or only matrices with matching names; may be repeated, the first match wins: "
+        "[PATTERN=]SCHEME",
+        "quantize matrices, or only matrices with matching names; may be repeated, the first match wins: "
         f"{', '.join(SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(mixtures())}. For "
         f"a folder also the formats of engines: {', '.join(ENGINE_FORMATS)}",
+        suggested=lambda: (*SCHEMES, *mixtures(), *presets()),
+        action="append",
     ),
     argument(
         "--imatrix",
-        metavar="FILE",
-        help="llama.cpp importance matrix for --quantize, in GGUF or the older format; only for a single file",
+        "FILE",
+        "llama.cpp importance matrix for --quantize, in GGUF or the older format; only for a single file",
     ),
-    repeated("--keep", "--ignore", metavar="PATTERN", help="leave these tensors or modules unquantized"),
-    argument(
-        "--layout",
-        suggested=built_in,
-        metavar="NAME",
-        help=f"stack layers: {', '.join(built_in())}, or a JSON file",
-    ),
+    repeated("--keep --ignore", "PATTERN", "leave these tensors or modules unquantized"),
+    argument("--layout", "NAME", f"stack layers: {', '.join(built_in())}, or a JSON file", suggested=built_in),
     *PATTERNS,
-    argument("--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS),  # exact, superseded by --only
-    repeated("--adapter", metavar="ADAPTER[=WEIGHT]", help="merge a LoRA adapter, with an optional weight"),
+    argument("--name", "TENSOR", argparse.SUPPRESS, action="append"),  # exact, superseded by --only
+    repeated("--adapter", "ADAPTER[=WEIGHT]", "merge a LoRA adapter, with an optional weight"),
     repeated(
-        "--rename",
-        metavar=("REGEX", "REPLACEMENT"),
-        nargs=2,
-        help=r"rename tensors like Python's re.sub: \1 is the first group",
+        "--rename", ("REGEX", "REPLACEMENT"), r"rename tensors like Python's re.sub: \1 is the first group", nargs=2
     ),
-    argument("--verify", metavar="FILE", help="verify the sources against a manifest or signature while reading"),
+    argument("--verify", "FILE", "verify the sources against a manifest or signature while reading"),
     TRUSTED,
-    repeated("--metadata", metavar="KEY[=VALUE]", help="set a metadata key, or remove it if there is no ="),
+    repeated("--metadata", "KEY[=VALUE]", "set a metadata key, or remove it if there is no ="),
     flag("--no-extras", "do not copy tokenizer, chat template and generation_config.json"),
     argument(
         "--format",
+        "NAME",
+        f"output format, whatever the suffix: {', '.join(WRITTEN)}",
         type=str.lower,
         choices=WrittenNames(WRITTEN),
-        metavar="NAME",
-        help=f"output format, whatever the suffix: {', '.join(WRITTEN)}",
     ),
     argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        help='write a folder of shards of at most this size, such as "500MB"; default: 5GB',
+        "--max-shard-size", "SIZE", 'write a folder of shards of at most this size, such as "500MB"; default: 5GB'
     ),
     flag(
         "--raw",

@@ -40,10 +40,10 @@ _RECOVERED = {
 
 The header is rewritten in place if it has room; any other change makes a new file and renames it. After a crash the
 file is the old one or the new one; if safeload reports an interrupted edit, run --recover.""",
-    argument("path", metavar="FILE", help="a safetensors or GGUF file, or a folder of safetensors shards"),
-    repeated("--metadata", metavar="KEY[=VALUE]", default=[], help="set a metadata key, or remove it if there is no ="),
-    repeated("--rename", metavar="OLD=NEW", default=[], help="rename a tensor"),
-    repeated("--drop", metavar="NAME", default=[], help="remove a tensor"),
+    argument("path", "FILE", "a safetensors or GGUF file, or a folder of safetensors shards"),
+    repeated("--metadata", "KEY[=VALUE]", "set a metadata key, or remove it if there is no =", default=[]),
+    repeated("--rename", "OLD=NEW", "rename a tensor", default=[]),
+    repeated("--drop", "NAME", "remove a tensor", default=[]),
     flag("--force", "edit a file that has several hard links"),
     flag(
         "--recover",
@@ -123,15 +123,10 @@ def _names(file: Edit, text: str) -> tuple[str, str]:
 
 A patch holds the changed elements, the new header and digests of both files: applied to its base it recreates the new
 file byte for byte, and a different base is refused. Its layout is TRL's; TRL's own patches need --no-check.""",
-    argument("action", choices=("make", "apply"), help="make a patch, or apply it"),
-    argument("base", metavar="BASE", help="the old file, or its URL"),
-    argument("second", metavar="NEW|PATCH", help="make: the new file; apply: the patch"),
-    argument(
-        "destination",
-        metavar="DESTINATION",
-        nargs="?",
-        help="make: the patch; apply: the result; default: replace BASE",
-    ),
+    argument("action", None, "make a patch, or apply it", choices=("make", "apply")),
+    argument("base", "BASE", "the old file, or its URL"),
+    argument("second", "NEW|PATCH", "make: the new file; apply: the patch"),
+    argument("destination", "DESTINATION", "make: the patch; apply: the result; default: replace BASE", nargs="?"),
     flag("--no-check", "apply: do not compare digests, which TRL's own patches lack"),
     flag("--overwrite", "replace an existing destination"),
 )
@@ -170,7 +165,7 @@ _COLOURS = {"harmless": "good", "unknown": "warning", "dangerous": "error"}
   safeload scan downloads/ other.nemo
   safeload scan hf://owner/name
   safeload scan model.pkl --json | jq -r '.findings[] | select(.verdict != "harmless") | .name'""",
-    argument("paths", metavar="PATH", nargs="+", help="a file, a folder, a URL, or - for stdin; may be repeated"),
+    argument("paths", "PATH", "a file, a folder, a URL, or - for stdin; may be repeated", nargs="+"),
     flag("--all", "list harmless globals too; --json always lists them"),
     STORAGE_OPTION,
     JSON,
@@ -218,8 +213,8 @@ def scan(options: argparse.Namespace) -> int:
 
 Without --against, safeload uses model.sig or a manifest next to the files, or the digests of a cache. A manifest
 and a cache prove integrity only: they do not say who made the files. Signatures need the package model-signing.""",
-    argument("path", metavar="PATH", help="a folder, a file, a URL, or an ollama:// name"),
-    argument("--against", metavar="FILE", help="manifest or signature; default: the one next to the files"),
+    argument("path", "PATH", "a folder, a file, a URL, or an ollama:// name"),
+    argument("--against", "FILE", "manifest or signature; default: the one next to the files"),
     TRUSTED,
     STORAGE_OPTION,
     THREADS,
@@ -274,14 +269,14 @@ _PASSWORD = "SAFELOAD_KEY_PASSWORD"
 
 The signature is an OpenSSF model signature, which `model_signing verify` accepts too. Signing needs the package
 model-signing. The password of an encrypted key comes from the environment variable {_PASSWORD}.""",
-    argument("path", metavar="PATH", help="a folder or a file"),
-    argument("--key", metavar="FILE", required=True, help="private key, in PEM: P-256, P-384 or P-521"),
-    argument("--certificate", metavar="FILE", help="the signer's certificate, in PEM, to put into the signature"),
-    repeated("--chain", metavar="FILE", default=[], help="an intermediate certificate"),
-    argument("-o", "--output", metavar="FILE", help="the signature; default: model.sig in the folder, or FILE.sig"),
-    argument("--shard-size", metavar="BYTES", type=int, help="sign ranges of this size instead of whole files"),
+    argument("path", "PATH", "a folder or a file"),
+    argument("--key", "FILE", "private key, in PEM: P-256, P-384 or P-521", required=True),
+    argument("--certificate", "FILE", "the signer's certificate, in PEM, to put into the signature"),
+    repeated("--chain", "FILE", "an intermediate certificate", default=[]),
+    argument("-o --output", "FILE", "the signature; default: model.sig in the folder, or FILE.sig"),
+    argument("--shard-size", "BYTES", "sign ranges of this size instead of whole files", type=int),
     flag("--symlinks", "sign the files that symbolic links lead to"),
-    repeated("--ignore", metavar="PATH", default=[], help="leave out a file or folder"),
+    repeated("--ignore", "PATH", "leave out a file or folder", default=[]),
     flag("--overwrite", "replace the output even if it is not a signature"),
 )
 def sign(options: argparse.Namespace) -> int:
@@ -310,7 +305,7 @@ def sign(options: argparse.Namespace) -> int:
   safeload ls --json | jq -r '.models[] | select(.format == "gguf") | .path'
 
 Every path in the last column opens with `safeload info` and the other commands.""",
-    argument("folders", metavar="FOLDER", nargs="*", help="a folder to search, with its subfolders"),
+    argument("folders", "FOLDER", "a folder to search, with its subfolders", nargs="*"),
     JSON,
     status="0 success, 1 a folder does not exist, 2 wrong usage.",
 )

@@ -58,9 +58,9 @@ several paths, a line for each path.""",
     PATHS,
     *selection(("name", "dtype", "shape", "parameters", "size"), _ROWS),
     flag("--tree", "show a tree of modules with the sums of their tensors"),
-    argument("--depth", metavar="N", type=positive, help="show at most N levels of the tree"),
+    argument("--depth", "N", "show at most N levels of the tree", type=positive),
     flag("--memory", "show the size when loaded, as each dtype or scheme"),
-    argument("--base", metavar="BASE", help="check if a LoRA adapter fits this model; exit status 1 if not"),
+    argument("--base", "BASE", "check if a LoRA adapter fits this model; exit status 1 if not"),
     *OPENING,
     JSON,
 )
@@ -170,15 +170,15 @@ def _rows_of(text: str) -> slice:
 A terminal abbreviates long tensors, as NumPy does, unless --all is passed. A pipe gets every value, and nothing else: a
 line for each row, and an empty line between matrices.""",
     path(),
-    argument("name", metavar="NAME", help="the exact name of a tensor"),
+    argument("name", "NAME", "the exact name of a tensor"),
     argument(
         "--rows",
-        metavar="A:B",
-        type=_rows_of,
-        help="rows from A up to but not including B, or a single row A, counted from 0 along the first axis; negative "
+        "A:B",
+        "rows from A up to but not including B, or a single row A, counted from 0 along the first axis; negative "
         "numbers count from the end (--rows=-5:)",
+        type=_rows_of,
     ),
-    argument("--dtype", suggested=targets, help='convert floating values first, to a dtype such as "float32"'),
+    argument("--dtype", None, 'convert floating values first, to a dtype such as "float32"', suggested=targets),
     flag("--all", "print every value on a terminal, too"),
     *OPENING,
     JSON,
