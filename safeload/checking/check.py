@@ -436,7 +436,7 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         report.add(files.check_runs(catalog, role, zero, stats))
         outliers = dict(_rows(tables, _OUTLIERS, stats))
         judged = {name: values for name, values in stats.items() if name not in bad and is_real(tensors[name])}
-        report.add(check_values(judged, tensors, options.limits, role, outliers, quantized.names | zero))
+        report.add(check_values(judged, tensors, options.limits, role, outliers, skip=quantized.names | zero))
         heads = (head for head, embedding in pairs.items() if bad.isdisjoint((head, embedding)))
         report.add(Finding(*row) for _, findings in _rows(tables, _TIED, heads) for row in findings)
 
@@ -496,6 +496,7 @@ def check_values(
     limits: Limits,
     role: Callable[[str], str | None],  # of a tensor in the schema
     outliers: Mapping[str, float],  # see `find_outliers`
+    *,
     skip: Collection[
         str
     ],  # parts of quantized weights, which can have any finite value; zero tensors, already reported

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import errors
 from ..conversion.catalog import Catalog
 from ..core.files import Files, Location
 from ..core.foreign import is_zip
@@ -30,15 +31,7 @@ from ..core.store import LocalStore, keeping_position
 from ..core.text import clip, plural, printable, show
 from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import STORED, Archive, ZipEntry
-from ..errors import (
-    ForbiddenError,
-    FormatError,
-    LimitError,
-    MissingShardError,
-    SafeloadError,
-    UnsupportedError,
-    one_line,
-)
+from ..errors import FormatError, MissingShardError, SafeloadError, one_line
 from ..formats.folder import CONFIG, RESUME, ExpectedShards, choose_whole, listed_shards, read_config
 from ..formats.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_of
 from ..remote.hub_cache import snapshot_of
@@ -51,9 +44,9 @@ _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.
 # Rules about unreadable files, by error class.
 _REFUSALS = (
     (MissingShardError, "index.shard:opening"),
-    (ForbiddenError, "file.forbidden"),
-    (UnsupportedError, "file.unsupported"),
-    (LimitError, "file.limit"),
+    (errors.ForbiddenError, "file.forbidden"),
+    (errors.UnsupportedError, "file.unsupported"),
+    (errors.LimitError, "file.limit"),
     (SafeloadError, "file.format"),
 )
 

@@ -45,9 +45,8 @@ _REASONS = 3  # why known families cannot be dequantized
 _MODULES, _NAMES = 12, 6  # module kinds, and tensor names, in a line about an adapter
 _TEXT, _NUMBER = 80, 10**12  # the longest text and the largest number of a config: larger values are garbage
 
-# Formats with a header before the first tensor.
-_WITH_HEADER = ("safetensors", "gguf")
-
+_WITH_HEADER = ("safetensors", "gguf")  # formats with a header before the first tensor
+_COUNTS = ("tensors", "elements", "nbytes")  # of a dtype
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -191,14 +190,9 @@ class Info(Result):
             "model": self.model or None,
             "metadata": plain(self.metadata, lossless=True),
             "globals": {**self.globals},
-            "tensor_count": self.tensor_count,
-            "parameters": self.parameters,
-            "nbytes": self.nbytes,
+            **{key: getattr(self, key) for key in selected},
             "memory": {**self.memory},
-            "dtypes": {
-                code: {"tensors": count, "elements": elements, "nbytes": nbytes}
-                for code, (count, elements, nbytes) in self.dtypes.items()
-            },
+            "dtypes": {code: dict(zip(_COUNTS, counts, strict=True)) for code, counts in self.dtypes.items()},
             "adapter": _adapter_json(self.adapter),
             **({"selected": selected} if self.selected else {}),
             "tensors": [{**info._asdict(), "stored_nbytes": info.nbytes} for info in infos],

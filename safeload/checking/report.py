@@ -524,8 +524,7 @@ def bars_of(shown: ReportContent) -> str:
         (breakable(names[kind]), shown.colours.get(kind, plain), _nbytes(tensors)) for kind, tensors in groups.items()
     ]
     if rest := rows[KINDS:]:
-        label = f"{len(rest):,} other{'' if len(rest) == 1 else 's'}"
-        rows[KINDS:] = [(label, plain, sum(total for *_, total in rest))]
+        rows[KINDS:] = [(plural(len(rest), "other"), plain, sum(total for *_, total in rest))]
     shares = [100 * total / max(1, _nbytes(shown.tensors)) for *_, total in rows]
     texts = ["< 0.1 %" if 0 < share < 0.1 else f"{share:.1f} %" for share in shares]
     return _bars([(*row, text) for row, text in zip(rows, texts, strict=True)], "name mono", _BARS_HEAD)
