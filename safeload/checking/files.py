@@ -537,7 +537,7 @@ def check_runs(
 ) -> Iterator[Finding]:
     """Find runs of zeros inside files: long holes of the file system or, given statistics, other runs."""
     # Only tensors with many zeros are read again, and the parts of packed tensors in local files.
-    known = frozenset(zero)  # in a reported hole
+    reported = zero if stats is None else frozenset(zero)  # in a reported hole
     names: dict[WeightFile, dict[str, str]] = {}  # of the tensors by stored name
     if stats is not None and _has_many_zeros(stats):
         for name, weights, k in catalog.entries():
@@ -566,7 +566,6 @@ def check_runs(
             at = max(0, bisect_right(places, begin, key=lambda place: place.begin) - 1)
             inside = places[at : bisect_right(places, end - 1, key=lambda place: place.begin)]
             inside = [place for place in inside if begin < place.end]
-            reported = zero if stats is None else known
             if not inside or any(place.tensor in reported for place in inside):
                 continue
             if any(low < end and begin < high for low, high in judged):

@@ -444,10 +444,8 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
 
 def _adapter_lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
     """Yield the lines about an adapter, with at most ``rows`` problems; ``rest`` returns a line for the rest."""
-    if found is None:
-        return
-    if isinstance(found, str):
-        yield found
+    if not isinstance(found, AdapterSummary):
+        yield found or ""
         return
     rank, alpha = ("rank", "scale") if found.writer == "MLX" else ("r", "alpha")
     if found.ranks:

@@ -170,7 +170,7 @@ def page_of(
         report = validate_path(path, opening, settings(threads=threads, progress=progress, histogram=True))
     parts = [_findings(report)]
     local = isinstance(path, (str, os.PathLike)) and not is_url(report.source)
-    several = len(report.files) > 1
+    sharded = len(report.files) > 1
     sizes = _sizes_of(report.files or [report.source]) if local else {}
     digests = _digests(sizes, threads, bars) if local and digest else {}
     try:
@@ -185,7 +185,7 @@ def page_of(
             if not local:  # read only once
                 sizes = {file.path: file.identity[0] for file in opened.weight_files}
     rows = [(os.path.basename(file), value, f"{sizes[file]:,}") for file, value in digests.items()]
-    if several and rows:
+    if sharded and rows:
         title = _some(len(rows), _ROWS, "file", "files")
         listed = table(title, ("file", "SHA-256", "bytes"), rows[:_ROWS], label="SHA-256 of each file", words=2)
         parts.append(section("Files", listed))
@@ -197,7 +197,7 @@ def page_of(
         count, nbytes = f" in {plural(len(sizes), 'file')}" if len(sizes) > 1 else "", sum(sizes.values())
         about["Size"] = f"{size(nbytes)}{count} ({nbytes:,} bytes)"
     if digests:
-        about["SHA-256"] = "see the table of files at the end" if several else next(iter(digests.values()))
+        about["SHA-256"] = "see the table of files at the end" if sharded else next(iter(digests.values()))
     about["Written by"] = f"safeload {__version__}"
     title, verdict, checked = map(escaped, (os.path.basename(name) or report.source, report.verdict, checked))
     texts = {"title": title, "verdict": verdict, "checked": checked, "about": facts(about.items(), "meta")}
