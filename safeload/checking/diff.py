@@ -48,15 +48,12 @@ BYTES = 1 << 20
 # Numbers per block: handing a block to a thread takes as long as comparing 100,000 numbers.
 NUMBERS = 1 << 19
 
-# Joining this many ranges takes longer than reading them separately.
-_FEW_RANGES = 8
+_FEW_RANGES = 8  # joining so many takes longer than reading them separately
 
 _DIFFERENCE = struct_dtype("sl_difference")
 _F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
-# Integers of at most this many bits are exact as float32.
-_SMALL_INTEGER = 16
-# Integers up to this size are exact as float64, and so are their differences.
-_EXACT = 1 << 52
+_SMALL_INTEGER = 16  # bits of integers that are exact as float32
+_EXACT = 1 << 52  # integers up to this size are exact as float64, and so are their differences
 
 # By dtype number: the bytes of an element, and the dtype to compare; complex numbers are compared as two floats.
 _SIZES, _PARTS = np.zeros(256, np.int64), np.arange(256, dtype=np.uint8)

@@ -34,11 +34,9 @@ _WHOLE = ("least", "most", "sum_low", "sum_high")
 _WHOLE_NUMBERS = [row.number for row in dtypes.TABLE if row.kind in (lib.SL_KIND_INT, lib.SL_KIND_BOOL)]
 _U64 = dtypes.BY_CODE["U64"].number
 
-# Elements per record.
-_SEGMENT: int = lib.SL_STATS_SEGMENT
+_SEGMENT: int = lib.SL_STATS_SEGMENT  # elements per record
 _BINS: int = lib.SL_HISTOGRAM_BINS
-# Bytes of a bin, and of a field of a record.
-_WORD = 8
+_WORD = 8  # bytes of a bin, and of a field of a record
 
 # Columns of the table, and of a table of at least this width.
 _HEAD, _WIDE = ("tensor", "min", "max", "mean", "std", "bad"), 110

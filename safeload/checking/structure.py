@@ -32,16 +32,17 @@ from .findings import ERROR, WARNING, Finding, find
 # Name parts before a layer number, for models without a schema. Other numbers can have gaps: torch's Sequential also
 # counts modules without weights.
 _CONTAINERS = ("layers", "layer", "blocks", "block", "h", "blk")
-# Levels of nested layers to check in a name, from the innermost.
-_LEVELS = 8
+_LEVELS = 8  # of nested layers to check in a name, from the innermost
 _LAYER = re.compile(rf"(?:.*\.)?(?:{'|'.join(_CONTAINERS)})\.", re.ASCII)
 _NUMBERED = re.compile(rf"({NUMBER})\.(.+)", re.ASCII | re.DOTALL)
 
-# A tensor is usual if at most a tenth of the layers lack it.
-_USUAL = 10
-
+_USUAL = 10  # a tensor is usual if at most a tenth of the layers lack it
 # A layer number this many times the number of layers is a mistake. With a smaller gap, layers can be stored elsewhere.
 _FAR = 1000
+_KNOWN_AT_LEAST = 10  # a schema with fewer than a tenth of the tensors is wrong
+_TENSORS_AT_LEAST = 2  # a single tensor does not outvote the config
+# Maximum numbers of wrong keys to find, of keys to try for each, and of wrong axes to look at.
+_KEYS, _TRIALS, _LOOKED_AT = 4, 4, 1000
 
 # Last name part of the tensors of a quantized weight: codes, scales, zero points.
 _PART = re.compile(
@@ -50,9 +51,6 @@ _PART = re.compile(
     re.ASCII | re.DOTALL,
 )
 
-# A schema is considered wrong if it has fewer than a tenth of the tensors.
-_KNOWN_AT_LEAST = 10
-
 # Names of head tensors outside the schema of a complete architecture, such as a reward or value head on a causal model,
 # or the bias of a head.
 _HEAD = re.compile(
@@ -60,18 +58,11 @@ _HEAD = re.compile(
     re.ASCII | re.DOTALL,
 )
 
-# A single tensor does not outvote the config.
-_TENSORS_AT_LEAST = 2
-# Maximum numbers of wrong keys to find, of keys to try for each, and of wrong axes to look at.
-_KEYS, _TRIALS, _LOOKED_AT = 4, 4, 1000
-
 # Descriptions of tensors, and expected tensors, by name.
 Descriptions: TypeAlias = Mapping[str, TensorDescription]
 _Expected: TypeAlias = Mapping[str, ExpectedTensor]
-# The name of a tensor and an axis; -1 if its number of axes is wrong.
-_Axis = tuple[str, int]
-# The names of its tensors up to the layer number, and the number.
-_Layer = tuple[str, int]
+_Axis = tuple[str, int]  # the name of a tensor and an axis; -1 if its number of axes is wrong
+_Layer = tuple[str, int]  # the names of its tensors up to the layer number, and the number
 
 
 def check_sizes(tensors: Descriptions, schema: Schema | None) -> Iterator[Finding]:

@@ -44,17 +44,14 @@ OPENED = "root unknown_globals stored storage_options"
 
 def expanded(paths: Iterable[str]) -> list[str]:
     """Expand patterns such as ``*.safetensors`` if the shell does not."""
-    return [match for path in paths for match in _matching(path)]
-
-
-def _matching(path: str) -> list[str]:
-    from ..remote import url as urls
-
-    if SHELL_EXPANDS or urls.is_url(path) or os.path.lexists(path):
-        return [path]
+    if SHELL_EXPANDS:
+        return [*paths]
     import glob  # imported here: only Windows needs it
 
-    return sorted(glob.glob(path)) or [path]
+    from ..remote.url import is_url
+
+    known = ((path, is_url(path) or os.path.lexists(path)) for path in paths)
+    return [match for path, whole in known for match in ([] if whole else sorted(glob.glob(path))) or [path]]
 
 
 def open_path(path: Any, options: argparse.Namespace) -> Checkpoint:
