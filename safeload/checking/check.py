@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -20,11 +20,7 @@ import numpy as np
 from .._version import __version__
 from ..conversion import executors
 from ..conversion.catalog import Catalog, Given, TensorDescription
-from ..conversion.executors import (
-    Executor,
-    Tables,
-    opened,
-)
+from ..conversion.executors import Executor, Tables, opened
 from ..core import checkpoint as loading
 from ..core import dtypes, packing
 from ..core.arrays import Array, index_of, refuse_masked
@@ -69,19 +65,13 @@ _SHARD_CODES = (
 # magnitudes without zeros. Smaller tensors are not judged.
 OUTLIER_ABOVE = 65504.0
 _OUTLIER_FACTOR, _OUTLIER_PERMILLE, _OUTLIER_COUNT = 1e4, 999, 1000
-# Default range of weights, and default absolute value of norm weights.
-_LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0
-
-# Numbers to compare at a time.
-_CHUNK = 1 << 20
-
-# Largest relative difference between a float32 scale and the expected one: two roundings.
-_SCALE_TOLERANCE = 2.0**-22
+_LOW, _HIGH, _NORM = -128.0, 128.0, 4096.0  # the default range of weights, and absolute value of norm weights
+_CHUNK = 1 << 20  # numbers to compare at a time
+_SCALE_TOLERANCE = 2.0**-22  # relative difference between a float32 scale and the expected one: two roundings
 
 # Last name parts of norm weights, and words that mark a norm like the suffix "norm". Source: transformers, torch and
 # llama.cpp.
-_NORM_WEIGHTS = ("weight", "gamma", "scale", "g")
-_NORM_WORDS = {"ln", "rms"}
+_NORM_WEIGHTS, _NORM_WORDS = ("weight", "gamma", "scale", "g"), {"ln", "rms"}
 
 # Roles of the parts of packed tensors to check.
 _SCALE_ROLES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
@@ -89,11 +79,8 @@ _SCALE_ROLES = (packing.SCALE, packing.NESTED, packing.GLOBAL, packing.BIAS)
 # the largest magnitude and stands for the value with the largest magnitude (auto_round/data_type/int.py).
 _SIGNED = ("mlx", "gptq", "awq", "int", "int8")
 
-# The name of a single array in reports.
-ARRAY = "array"
-
-# File names in the original releases of Llama and Mistral: weights and config.
-_CONSOLIDATED, _PARAMS = "consolidated", "params.json"
+ARRAY = "array"  # the name of a single array in reports
+_CONSOLIDATED, _PARAMS = "consolidated", "params.json"  # weights and config in releases of Llama and Mistral
 
 # Tables of rows by name: findings about scales, statistics, bounds of outliers, findings about tied heads. Faults of
 # entries of archives have the number of the entry, as text.
@@ -135,10 +122,8 @@ class Limits(NamedTuple):
     @classmethod
     def of(cls, value: Any) -> Limits:
         """Return limits from None, (low, high), a dict of fields, or limits."""
-        if value is None:
-            return cls()
-        if isinstance(value, Limits):
-            return value
+        if value is None or isinstance(value, Limits):
+            return value or cls()
         if isinstance(value, Mapping):
             unknown = sorted(set(value) - set(cls._fields))
             if unknown:
@@ -219,15 +204,7 @@ def check(
         (False, 'value.nan')
     """
     options = settings(
-        config,
-        schema,
-        limits,
-        only=only,
-        drop=drop,
-        values=values,
-        executor=executor,
-        threads=threads,
-        progress=progress,
+        config, schema, limits, only, drop, values=values, executor=executor, threads=threads, progress=progress
     )
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         if executor is not None:
@@ -271,7 +248,6 @@ def settings(
     config: PathLike | Mapping[str, Any] | None = None,
     schema: str | None = "auto",
     limits: Any = None,
-    *,
     only: Patterns = None,
     drop: Patterns = None,
     **options: Any,
@@ -295,14 +271,11 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
     if not name.startswith(_CONSOLIDATED):
         return None
     params = read_if_there(files.join(folder, _PARAMS), _PARAMS, files)
-    if params is None:
-        return None
-    try:
-        listed = files.listing(folder)
-    except (UnsupportedError, RemotePermissionError):  # https lists no folders
-        listed = []
-    slices = [name for name, _ in listed if fnmatchcase(name, f"{_CONSOLIDATED}*.pth")]
-    return params if len(slices) < 2 else None  # slices of a model-parallel checkpoint have other shapes
+    if params is not None:
+        with suppress(UnsupportedError, RemotePermissionError):  # https lists no folders
+            if sum(fnmatchcase(name, f"{_CONSOLIDATED}*.pth") for name, _ in files.listing(folder)) > 1:
+                return None  # slices of a model-parallel checkpoint have other shapes
+    return params
 
 
 def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options: CheckSettings) -> CheckReport:
@@ -318,11 +291,7 @@ def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options:
         plain = not isinstance(problem, SafeloadError)
         if plain and getattr(problem, "filename", None) in (None, text):
             raise
-        shards = files.check_shards(place, where, opening)
-        if shards is None:
-            report.add([files.refusal(problem)])
-            return report
-        findings, good, config = shards
+        findings, good, config = files.check_shards(place, where, opening, problem)
         report.add(findings)
         return _validate_rest(report, good, config, opening, options)
     with opened, Catalog.of(opened) as catalog:
@@ -374,7 +343,7 @@ def _validate_rest(
     try:
         with loading.open(good, **opening) as opened, Catalog.of(opened) as catalog:
             _validate_tensors(rest, catalog, own)
-    except (SafeloadError, OSError):  # these shards need the others
+    except (SafeloadError, OSError):  # these shards need the rest
         return report
     findings = [finding for finding in (*rest.errors, *rest.warnings) if finding.code.startswith(_SHARD_CODES)]
     rest.errors, rest.warnings, rest.notes, rest.values = report.errors, report.warnings, report.notes, report.values
@@ -432,7 +401,7 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         report.schema = choice.schema.name
         parts = quantized if named is tensors else quantized.unwrapped()
         inner = config if choice.inner is None else choice.inner.config
-        findings, report.compared, tied = structure.check_schema(choice, inner, named, quantized=parts)
+        findings, report.compared, tied = structure.check_schema(choice, inner, named, parts)
         report.add(findings)
     expected = options.limits.parameters
     if expected is not None and report.parameters != expected:
@@ -440,10 +409,7 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
     report.add(structure.check_dtypes(tensors, config, quantized.names))
     unknown = catalog.unknown()
     report.add(_check_unknown(catalog.about(name), entry) for name, entry in unknown.items())
-
-    def role(name: str) -> str | None:  # None if it is not in the schema
-        return None if schema is None else schema.role(name)
-
+    role: Callable[[str], str | None] = schema.role if schema is not None else lambda name: None
     zero: set[str] = set()  # tensors already reported as zero
     entries: list[FileEntry] | None = None
     with report.readable():
@@ -459,32 +425,20 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
     pairs = {head: embedding for head, embedding in tied.items() if {head, embedding} <= selected - zero}
     tables = _read(catalog, read, pairs, entries, options)  # raises errors of the executor
     with report.readable():
-        for k, entry in enumerate(entries):
-            for fault in _rows(tables, _CRC, [str(k)]).values():
-                report.add([entry.finding(fault)])
+        faults = _rows(tables, _CRC, map(str, range(len(entries))))
+        report.add(entries[int(number)].finding(fault) for number, fault in faults)
         bad = set()
-        for name, about in read.items():
-            if about.quantized:
-                of_scales = [Finding(*row) for row in _rows(tables, _SCALES, [name])[name]]
-                report.add(of_scales)
-                if _has_error(of_scales):
-                    bad.add(name)
-        stats = report.stats = StatsTable(_rows(tables, _STATS, [*read]))
+        for name, findings in _rows(tables, _SCALES, (name for name, about in read.items() if about.quantized)):
+            report.add(Finding(*row) for row in findings)
+            if _has_error(findings):
+                bad.add(name)
+        stats = report.stats = StatsTable(_rows(tables, _STATS, read))
         report.add(files.check_runs(catalog, role, zero, stats))
-        about_values = check_values(
-            stats,
-            tensors,
-            options.limits,
-            skip=bad,
-            role=role,
-            codes=quantized.names,
-            zero=zero,
-            outliers=_rows(tables, _OUTLIERS, [*stats]),
-        )
-        report.add(about_values)
-        for pair in pairs.items():
-            if bad.isdisjoint(pair):
-                report.add(Finding(*row) for row in _rows(tables, _TIED, pair[:1]).values() if row is not None)
+        outliers = dict(_rows(tables, _OUTLIERS, stats))
+        judged = {name: values for name, values in stats.items() if name not in bad and is_real(tensors[name])}
+        report.add(check_values(judged, tensors, options.limits, role, outliers, skip=quantized.names | zero))
+        heads = (head for head, embedding in pairs.items() if bad.isdisjoint((head, embedding)))
+        report.add(Finding(*row) for _, findings in _rows(tables, _TIED, heads) for row in findings)
 
 
 def _without_wrappers(report: CheckReport, tensors: Descriptions, title: str) -> Descriptions:
@@ -540,12 +494,10 @@ def check_values(
     stats: Mapping[str, TensorStats],
     tensors: Descriptions,
     limits: Limits,
-    *,
-    skip: Collection[str],  # tensors with bad scales
     role: Callable[[str], str | None],  # of a tensor in the schema
-    codes: Collection[str],  # parts of quantized weights, which can have any finite value
-    zero: Collection[str],  # tensors already reported as zero
     outliers: Mapping[str, float],  # see `find_outliers`
+    *,
+    skip: Collection[str],  # parts of quantized weights, which can have any value; zero tensors, already reported
 ) -> Iterator[Finding]:
     """Find NaN, infinity and outliers (errors), values out of range and constant matrices (warnings)."""
     low, high, norm = limits.low, limits.high, limits.norm
@@ -553,17 +505,12 @@ def check_values(
         norm = _NORM
     usual, of_norms = (low, high), (low, high) if norm is None else (-norm, norm)
     for name, values in stats.items():
-        about = tensors[name]
-        if name in skip or not is_real(about):
-            continue
-        for rule, bad, first in (
-            ("value.nan", values.nan, values.first_nan),
-            ("value.inf", values.inf, values.first_inf),
-        ):
+        about, nan, inf = tensors[name], (values.nan, values.first_nan), (values.inf, values.first_inf)
+        for rule, (bad, first) in (("value.nan", nan), ("value.inf", inf)):
             if bad:
                 at = "" if first is None else f", the first at {list(first)}"
                 yield find(rule, name, bad=bad, count=values.count, are="is" if bad == 1 else "are", at=at)
-        if values.count == 0 or math.isnan(values.min) or name in codes or name in zero:
+        if values.count == 0 or math.isnan(values.min) or name in skip:
             continue
         low, high = of_norms if is_norm(name, about, role(name)) else usual
         if name in outliers:
@@ -687,36 +634,36 @@ def _check_packed(name: str, packed: Packed, names: Mapping[str, str], parts: Ma
         yield find("quantization.zero:format", name)
 
 
-def check_tied(catalog: Catalog, head: str, embedding: str) -> Finding | None:
-    """Return a finding if a head differs from the embedding that the config ties it to."""
+def check_tied(catalog: Catalog, head: str, embedding: str) -> Iterator[Finding]:
+    """Find a head that differs from the embedding that the config ties it to."""
     abouts = [catalog.about(name) for name in (head, embedding)]
     if any(about.quantized or (about.element is not None and about.element.packed) for about in abouts):
-        return None
+        return
     a, b = catalog.source(head), catalog.source(embedding)
     if not (isinstance(a, Source) and isinstance(b, Source)) or a.row is not b.row or a.shape != b.shape:
-        return None
+        return
     begin = 0
     for pieces in zip(source_pieces(a), source_pieces(b), strict=True):
         x, y = (np.frombuffer(piece, np.uint8) for piece in pieces)
         unequal = x != y
         if unequal.any():
             element = (begin + int(unequal.argmax())) // a.row.block_bytes
-            index = list(index_of(element, a.shape))
-            return find("head.tied", head, embedding=show(embedding), index=index)
+            yield find("head.tied", head, embedding=show(embedding), index=list(index_of(element, a.shape)))
+            return
         begin += x.size
-    return None
 
 
 # ---- reading ----
 
 
-def _rows(tables: Tables, table: str, subjects: Sequence[str]) -> dict[str, Any]:
-    """Return the rows of subjects in a table; raise the error of the first unread subject."""
+def _rows(tables: Tables, table: str, subjects: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of subjects in a table; raise the error of the first unread subject."""
     rows, unread = tables.get(table, {}), tables.get(f"unread {table}", {})
-    for subject in subjects if unread else ():
-        if subject in unread and subject not in rows:
+    for subject in subjects:
+        if subject in rows:
+            yield subject, rows[subject]
+        elif subject in unread:
             raise FormatError(unread[subject])
-    return {subject: rows[subject] for subject in subjects if subject in rows}
 
 
 def _read(
@@ -747,7 +694,7 @@ def _read(
         _read_values(tables, catalog, tensors, options)
     with _unread(tables, (_TIED,), pairs):
         for pair in pairs.items():
-            tables.setdefault(_TIED, {})[pair[0]] = check_tied(catalog, *pair)
+            tables.setdefault(_TIED, {})[pair[0]] = [*check_tied(catalog, *pair)]
     return tables
 
 
@@ -829,7 +776,7 @@ def run(
         of, subjects = (_TIED,) if check == _TIED else _VALUES, executors.names_of(piece)
         with _unread(tables, of, subjects), opened(piece, storage_options) as (named, (catalog,)):
             if check == _TIED:
-                tables[_TIED] = {named[0]: check_tied(catalog, *named)}
+                tables[_TIED] = {named[0]: [*check_tied(catalog, *named)]}
             else:
                 _read_values(tables, catalog, catalog.descriptions(named), options)
                 tables[_STATS] = as_plain(tables[_STATS])

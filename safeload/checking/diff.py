@@ -49,15 +49,12 @@ BYTES = 1 << 20
 # Numbers per block: handing a block to a thread takes as long as comparing 100,000 numbers.
 NUMBERS = 1 << 19
 
-# Joining this many ranges takes longer than reading them separately.
-_FEW_RANGES = 8
+_FEW_RANGES = 8  # joining so many takes longer than reading them separately
 
 _DIFFERENCE = struct_dtype("sl_difference")
 _F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
-# Integers of at most this many bits are exact as float32.
-_SMALL_INTEGER = 16
-# Integers up to this size are exact as float64, and so are their differences.
-_EXACT = 1 << 52
+_SMALL_INTEGER = 16  # bits of integers that are exact as float32
+_EXACT = 1 << 52  # integers up to this size are exact as float64, and so are their differences
 
 # By dtype number: the bytes of an element, and the dtype to compare; complex numbers are compared as two floats.
 _SIZES, _PARTS = np.zeros(256, np.int64), np.arange(256, dtype=np.uint8)
@@ -494,6 +491,11 @@ def _compare_values(
     def compare(names: Sequence[str], a: Spans, b: Spans) -> None:
         rows.update(zip(names, _compare(a, b, [shapes[name] for name in names], threads, meter), strict=True))
 
+    def alike(name: str, *sources: Source) -> Sequence[Source]:  # both complex or both real
+        if len({source.row.complex for source in sources}) == 1:
+            return sources
+        return [of_array(name, np.asarray(side.array(name, threads), np.complex128)) for side in (a, b)]
+
     tables = [tensors for tensors in (a.plain(names), b.plain(names)) if tensors is not None and not tensors.remote]
     if len(tables) == 2:
         spans = [table.spans for table in tables]
@@ -503,10 +505,9 @@ def _compare_values(
     rest = [name for name in names if name not in rows] if len(rows) < len(names) else []
     with _reader(a, rest, threads) as read_a, _reader(b, rest, threads) as read_b:
         for batch in windows(rest, NUMBERS, lambda name: math.prod(shapes[name])):
-            sides = (a, read_a), (b, read_b)
-            sources = [[x._replace(shape=shapes[name]) for x in _alike(name, sides, threads)] for name in batch]
-            compare(batch, *map(_spans, zip(*sources, strict=True)))
-            del sources  # before the next tensors are decoded
+            pairs = [alike(name, read_a(name), read_b(name)) for name in batch]
+            compare(batch, *map(_spans, zip(*pairs, strict=True)))
+            del pairs  # before the next tensors are decoded
             for name in batch:
                 debug("diff of %s: %s", name, rows[name])
     return rows
@@ -515,27 +516,29 @@ def _compare_values(
 # ---- tensors that are not plain, or not in local files ----
 
 
-_Reader: TypeAlias = Callable[[str], Source | Array]
-
-
 @contextmanager
-def _reader(catalog: Catalog, names: Sequence[str], threads: int | None) -> Iterator[_Reader]:
-    """Yield a function that reads tensors in this order, as a source if possible; remote tensors are read ahead."""
+def _reader(catalog: Catalog, names: Sequence[str], threads: int | None) -> Iterator[Callable[[str], Source]]:
+    """Yield a function that reads tensors in this order; remote tensors are read ahead."""
 
     def is_encoded(name: str) -> bool:  # it is decoded to float32, or weight files do not have its dtype
         element = catalog.about(name).element
         return element is None or element.packed
 
-    def read(name: str) -> Source | Array:
-        if stream is not None and not is_encoded(name):
+    def read(name: str) -> Source:
+        encoded, array = is_encoded(name), None
+        if stream is not None and not encoded:
             value: Any = next(stream)[1]
-            array: Array = value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
-            return array
-        if is_encoded(name) or catalog.about(name).quantized or is_remote(catalog.place(name).file):
-            return catalog.array(name, threads)
-        source = catalog.source(name, threads=threads)
-        assert isinstance(source, Source)
-        return source
+            array = value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
+        elif encoded or catalog.about(name).quantized or is_remote(catalog.place(name).file):
+            array = catalog.array(name, threads)
+        if array is None:
+            source = catalog.source(name, threads=threads)
+            assert isinstance(source, Source)
+            return source
+        row = dtypes.row_of(array.dtype)
+        if row is None or row.packed:
+            array = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+        return of_array(name, array)
 
     stream = None
     if len(catalog.checkpoints) == 1 and not catalog.in_memory and any(map(is_remote, catalog.weight_files)):
@@ -543,24 +546,6 @@ def _reader(catalog: Catalog, names: Sequence[str], threads: int | None) -> Iter
         stream = catalog.checkpoints[0].stream(ahead, order="given", threads=threads)
     with nullcontext() if stream is None else closing(stream):
         yield read
-
-
-def _alike(name: str, sides: Sequence[tuple[Catalog, _Reader]], threads: int | None) -> list[Source]:
-    """Return the next tensor of both sides, both complex or both real."""
-    values = [read(name) for _, read in sides]
-    kinds = {value.row.complex if isinstance(value, Source) else value.dtype.kind == "c" for value in values}
-    sources = []
-    for (catalog, _), value in zip(sides, values, strict=True):
-        if len(kinds) > 1:
-            array = catalog.array(name, threads) if isinstance(value, Source) else value
-            value = np.asarray(array, np.complex128)
-        if not isinstance(value, Source):
-            row = dtypes.row_of(value.dtype)
-            if row is None or row.packed:
-                value = value.astype(np.complex128 if value.dtype.kind == "c" else np.float64)
-            value = of_array(name, value)
-        sources.append(value)
-    return sources
 
 
 def _spans(sources: Sequence[Source]) -> Spans:

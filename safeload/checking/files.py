@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import errors
 from ..conversion.catalog import Catalog
 from ..core.files import Files, Location
 from ..core.foreign import is_zip
@@ -30,30 +31,22 @@ from ..core.store import LocalStore, keeping_position
 from ..core.text import clip, plural, printable, show
 from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import STORED, Archive, ZipEntry
-from ..errors import (
-    ForbiddenError,
-    FormatError,
-    LimitError,
-    MissingShardError,
-    SafeloadError,
-    UnsupportedError,
-    one_line,
-)
+from ..errors import FormatError, MissingShardError, SafeloadError, one_line
 from ..formats.folder import CONFIG, RESUME, ExpectedShards, choose_whole, listed_shards, read_config
 from ..formats.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_of
 from ..remote.hub_cache import snapshot_of
 from .findings import ERROR, WARNING, Finding, find
 from .stats import TensorStats
 
-# The numbers of shards of any suffix. They usually have five digits; DeepSeek writes six after "of", a few models two.
+# Like `PART`, for shards of any suffix.
 _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.DOTALL)
 
 # Rules about unreadable files, by error class.
 _REFUSALS = (
     (MissingShardError, "index.shard:opening"),
-    (ForbiddenError, "file.forbidden"),
-    (UnsupportedError, "file.unsupported"),
-    (LimitError, "file.limit"),
+    (errors.ForbiddenError, "file.forbidden"),
+    (errors.UnsupportedError, "file.unsupported"),
+    (errors.LimitError, "file.limit"),
     (SafeloadError, "file.format"),
 )
 
@@ -64,18 +57,9 @@ _LISTED, _NAME_LENGTH = 20, 100
 def check_index(catalog: Catalog) -> Iterator[Finding]:
     """Check an ``index.json`` against its shards. Without an index, check the numbers in the names of shards."""
     if catalog.index is None:
-        groups: dict[tuple[str, str, str], dict[int, int]] = {}  # number of each shard to its digits
-        for path in catalog.files:
-            parts = _SHARD.fullmatch(os.path.basename(path))
-            if parts is not None:
-                groups.setdefault((parts[1], parts[3], parts[4]), {})[int(parts[2])] = len(parts[2])
-        if sum(map(len, groups.values())) < 2:
-            return  # a single shard, opened on its own
-        for (stem, total, suffix), numbers in groups.items():
-            digits = max(numbers.values())
-            for number in range(1, min(int(total), 100_000) + 1):
-                if number not in numbers:
-                    yield find("index.shard", name=f"{stem}-{number:0{digits}}-of-{total}{suffix}", listed="")
+        sets = sets_of([os.path.basename(path) for path in catalog.files], _SHARD)
+        if sum(len(numbered.files) for numbered in sets) > 1:  # a single shard is opened on its own
+            yield from (find("index.shard", name=name, listed="") for each in sets for name in each.missing())
         return
     base = os.path.basename(catalog.index.shown)
     try:
@@ -197,12 +181,13 @@ def refusal(problem: SafeloadError | OSError) -> Finding:
 
 
 def check_shards(
-    path: str, files: Files, opening: Mapping[str, Any]
-) -> tuple[list[Finding], list[Location], Mapping[str, Any] | None] | None:
-    """Check each shard that a path needs; return None if it does not need several files, or all are good.
+    path: str, files: Files, opening: Mapping[str, Any], cause: SafeloadError | OSError
+) -> tuple[list[Finding], list[Location], Mapping[str, Any] | None]:
+    """Find the bad shards of a path that does not open; its own error is the finding if all are good.
 
     Return findings, the last of which lists the files to fetch again; the good shards; and the config.
     """
+    refused = [refusal(cause)]
     bad: dict[str, Finding] = {}  # by name; the index comes first
     try:
         expected = expected_shards(path, files)
@@ -210,10 +195,10 @@ def check_shards(
         bad[files.split(str(getattr(problem, "path", None) or path))[1]] = refusal(problem)
         try:
             expected = expected_shards(path, files, indexed=False)
-        except (SafeloadError, OSError):  # the error of opening says it
-            return None
+        except (SafeloadError, OSError):
+            expected = None
     if expected is None:
-        return None
+        return refused, [], None
     findings: list[Finding] = []
     config = None
     try:
@@ -240,7 +225,7 @@ def check_shards(
             if files.is_folder(files.join(expected.folder, RESUME)):
                 advice = "this is an unfinished conversion: repeat it with resume=True"
         findings.append(find("index.fetch", problem=message, advice=advice))
-    return (findings, good, config) if findings else None
+    return (findings, good, config) if findings else (refused, [], None)
 
 
 def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> tuple[Finding | None, int | None]:
@@ -301,16 +286,11 @@ def expected_shards(path: str, files: Files, *, indexed: bool = True) -> Expecte
 
 # ---- zeros ----
 
-# Files are written, sent and lost in blocks of this size or multiples.
-_BLOCK = 4096
-# Shorter runs of zeros are not judged.
-_RUN_AT_LEAST = 64 << 10
-# A run this long is damage if it continues into another tensor, or if it was never written.
-_LONG = 1 << 20
-# A tensor with fewer bytes of zeros holds no half of a run.
-_HALF = _RUN_AT_LEAST // 2
-# Bytes of the largest element.
-_LARGEST_ITEM = 16
+_BLOCK = 4096  # files are written, sent and lost in blocks of this size or multiples
+_RUN_AT_LEAST = 64 << 10  # shorter runs of zeros are not judged
+_LONG = 1 << 20  # a run this long is damage if it continues into another tensor, or if it was never written
+_HALF = _RUN_AT_LEAST // 2  # a tensor with fewer bytes of zeros holds no half of a run
+_LARGEST_ITEM = 16  # bytes of the largest element
 # Blocks of quantized values end inside a block of the file; the byte beside a lost block can be 0 by chance.
 _SLACK = 3
 # Downloads that allocate their file in advance leave zeros at its end if they stop. A shorter tail of zeros does not
@@ -318,12 +298,10 @@ _SLACK = 3
 _TAIL_AT_LEAST = 1 << 20
 # A hole at the end below both limits without a whole tensor is only a warning, because writers can skip blocks of
 # zeros.
-_HOLE_AT_LEAST = 64 << 10
-_HOLE_OF_FILE = 1000
+_HOLE_AT_LEAST, _HOLE_OF_FILE = 64 << 10, 1000
 # Bytes to read first in search of the ends of zeros. The last byte of a file is nearly always nonzero.
 _FIRST_PIECE = 64 << 10
-# A file with more holes was written sparsely, and its holes mean nothing.
-_MOST_HOLES = 1000
+_MOST_HOLES = 1000  # a file with more holes was written sparsely, and its holes mean nothing
 
 # Tensors that can be zero in good files: biases, the second factor of an untrained LoRA adapter, counters and caches of
 # torch modules, zero points of symmetric quantization.
@@ -559,7 +537,7 @@ def check_runs(
 ) -> Iterator[Finding]:
     """Find runs of zeros inside files: long holes of the file system or, given statistics, other runs."""
     # Only tensors with many zeros are read again, and the parts of packed tensors in local files.
-    known = frozenset(zero)  # in a reported hole
+    reported = zero if stats is None else frozenset(zero)  # in a reported hole
     names: dict[WeightFile, dict[str, str]] = {}  # of the tensors by stored name
     if stats is not None and _has_many_zeros(stats):
         for name, weights, k in catalog.entries():
@@ -588,7 +566,6 @@ def check_runs(
             at = max(0, bisect_right(places, begin, key=lambda place: place.begin) - 1)
             inside = places[at : bisect_right(places, end - 1, key=lambda place: place.begin)]
             inside = [place for place in inside if begin < place.end]
-            reported = zero if stats is None else known
             if not inside or any(place.tensor in reported for place in inside):
                 continue
             if any(low < end and begin < high for low, high in judged):

@@ -28,14 +28,9 @@ _TENSOR_CODES = ("value.", "tensor.", "quantization.scale", "quantization.zero",
 # Warnings that a strict check accepts: matrices of a single value occur in good models.
 HARMLESS_WARNINGS = ("value.constant", "value.zero")
 
-# Fewer findings with equal messages about different tensors are not grouped.
-_GROUP_FROM = 4
-
-# More findings about files are grouped, too.
-_MOST_FILES = 100
-
-# A group lists at most this many names, each of at most this many characters.
-_LISTED, _NAME_LENGTH = 8, 100
+_GROUP_FROM = 4  # fewer findings with equal messages about different tensors are not grouped
+_MOST_FILES = 100  # more findings about files are grouped, too
+_LISTED, _NAME_LENGTH = 8, 100  # names in a group, and characters in each
 
 # Parts of messages to ignore when findings are grouped: numbers, quoted names, lists, "is" and "are".
 _DETAILS = re.compile(

@@ -38,29 +38,18 @@ from ..quant.gptq import zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.url import is_url, shown
 
-# Maximum number of rows on a terminal.
-ROWS = 100
-# Maximum number of values shown from a list in the metadata, such as a vocabulary; --json has all.
-_ITEMS = 8
+ROWS = 100  # at most, on a terminal
+_ITEMS = 8  # values shown of a list in the metadata, such as a vocabulary; --json has all
+_LEVELS = 32  # of the tree, which is walked recursively; deeper names stay whole
+_REASONS = 3  # why known families cannot be dequantized
+_MODULES, _NAMES = 12, 6  # module kinds, and tensor names, in a line about an adapter
+_TEXT, _NUMBER = 80, 10**12  # the longest text and the largest number of a config: larger values are garbage
 
-# Maximum depth of the tree, which is walked recursively; deeper names stay whole.
-_LEVELS = 32
-
-# Maximum number of reasons why known families cannot be dequantized.
-_REASONS = 3
-
-# Maximum number of module kinds and tensor names in a line about an adapter.
-_MODULES, _NAMES = 12, 6
-
-# Formats with a header before the first tensor.
-_WITH_HEADER = ("safetensors", "gguf")
-
+_WITH_HEADER = ("safetensors", "gguf")  # formats with a header before the first tensor
+_COUNTS = ("tensors", "elements", "nbytes")  # of a dtype
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-
-# Longest text and largest number to show: larger values are garbage.
-_TEXT, _NUMBER = 80, 10**12
 
 
 @exported()
@@ -201,14 +190,9 @@ class Info(Result):
             "model": self.model or None,
             "metadata": plain(self.metadata, lossless=True),
             "globals": {**self.globals},
-            "tensor_count": self.tensor_count,
-            "parameters": self.parameters,
-            "nbytes": self.nbytes,
+            **{key: getattr(self, key) for key in selected},
             "memory": {**self.memory},
-            "dtypes": {
-                code: {"tensors": count, "elements": elements, "nbytes": nbytes}
-                for code, (count, elements, nbytes) in self.dtypes.items()
-            },
+            "dtypes": {code: dict(zip(_COUNTS, counts, strict=True)) for code, counts in self.dtypes.items()},
             "adapter": _adapter_json(self.adapter),
             **({"selected": selected} if self.selected else {}),
             "tensors": [{**info._asdict(), "stored_nbytes": info.nbytes} for info in infos],
@@ -460,10 +444,8 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
 
 def _adapter_lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
     """Yield the lines about an adapter, with at most ``rows`` problems; ``rest`` returns a line for the rest."""
-    if found is None:
-        return
-    if isinstance(found, str):
-        yield found
+    if not isinstance(found, AdapterSummary):
+        yield found or ""
         return
     rank, alpha = ("rank", "scale") if found.writer == "MLX" else ("r", "alpha")
     if found.ranks:
@@ -609,6 +591,7 @@ def lines(
             yield f"  {shown}{'' if harmless else '  not on the allowlist, kept inert'}", ""
     if not totals:
         return
+    cells: list[tuple[str, ...]]
     cells = [(code, f"{n:,}", f"{count:,}", size(total)) for code, (n, count, total) in totals.items()]
     if len(cells) > 1:
         cells.append(("total", f"{len(infos):,}", f"{parameters:,}", size(nbytes)))
@@ -620,19 +603,16 @@ def lines(
         listed = list(_walk([(BETWEEN_PARTS.split(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
     first = listed[:rows]
     with paused(len(first)):
-        named = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in first]
+        header: tuple[str, ...] = ("tensor", "dtype", "shape", "size")
+        cells = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in first]
         if tree:
             header = ("module", "dtype", "shape", "parameters", "size")
-            summed = [(*row[:3], f"{own.parameters:,}", row[3]) for row, own in zip(named, first, strict=True)]
-            table_lines = list(_table(header, summed, 3, columns))
-        else:
-            table_lines = list(_table(("tensor", "dtype", "shape", "size"), named, 3, columns))
+            cells = [(*cell[:3], f"{row.parameters:,}", cell[3]) for row, cell in zip(first, cells, strict=True)]
+        table_lines = [*_table(header, cells, 3, columns)]
     yield from table_lines
     if len(first) < len(listed):
-        hidden = (
-            (len(listed) - len(first), "row") if tree else (len(infos) - sum(row.number for row in first), "tensor")
-        )
-        yield rest(*hidden), ""
+        hidden = len(listed) - len(first) if tree else len(infos) - sum(row.number for row in first)
+        yield rest(hidden, "row" if tree else "tensor"), ""
 
 
 def _table(

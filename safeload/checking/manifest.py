@@ -92,30 +92,25 @@ def _entries(
 def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
     digest, (_, file, index) = hashlib.sha256(), catalog.place(name)
     packed = packed_of(file, index) if file is not None and file.table.quantized else None
-    restoring = packed
     chunks: Iterator[memoryview]
     if packed is not None:  # its parts in the order of `QuantizedTensor.parts`
         dtype, shape = catalog.about(name).dtype, packed.packing.shape
         chunks = (chunk for part in packed.parts.values() for chunk in file_pieces(part.file, part.begin, part.end))
-    else:
-        value = catalog.source(name, threads=1)  # copies big-endian and strided tensors
-        dtype, shape = value.scheme if isinstance(value, QuantizedTensor) else value.row.code, value.shape
-        if isinstance(value, QuantizedTensor):
-            arrays = (native_order(np.ascontiguousarray(array)) for array in value.parts.values() if array.size)
-            chunks = (array.reshape(-1).view(np.uint8).data for array in arrays)
-            in_memory = value.restoring()
-            restoring = None if in_memory is None else in_memory[0]
-        else:
-            chunks = source_pieces(value)
+    elif isinstance(value := catalog.source(name, threads=1), QuantizedTensor):
+        dtype, shape, (packed, _) = value.scheme, value.shape, value.restoring() or (None, None)
+        arrays = (native_order(np.ascontiguousarray(array)) for array in value.parts.values() if array.size)
+        chunks = (array.reshape(-1).view(np.uint8).data for array in arrays)
+    else:  # big-endian and strided tensors were copied
+        dtype, shape, chunks = value.row.code, value.shape, source_pieces(value)
     for chunk in chunks:
         digest.update(chunk)
         meter.add(len(chunk))
     entry = {"dtype": dtype, "shape": list(shape), "sha256": digest.hexdigest()}
-    if restoring is not None:  # default values are left out: a new field must not change existing digests
-        settings = {key: value for key, value in _set_fields(restoring.packing).items() if key not in _UNHASHED}
+    if packed is not None:  # default values are left out: a new field must not change existing digests
+        settings = {key: value for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
         parts = {
             role: [dtypes.array_dtype(part.row.number).name, part.end - part.begin]
-            for role, part in restoring.parts.items()
+            for role, part in packed.parts.items()
         }
         text = json.dumps({"packing": settings, "parts": parts}, sort_keys=True)
         entry[RESTORING] = hashlib.sha256(text.encode()).hexdigest()

@@ -14,6 +14,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from itertools import islice, pairwise
@@ -46,15 +47,17 @@ from .findings import CheckReport, gather
 from .info import totals_of
 from .stats import HISTOGRAM_EDGES
 
-# Maximum number of table rows, and of tensors in a group of findings; browsers are slow with more.
-_ROWS = 5000
-_LISTED = 1000
-
-# Maximum number of groups of findings.
-_GROUPS = 500
-
-# Maximum number of metadata entries, and of characters in each.
-_METADATA, _LENGTH = 100, 200
+# Limits of the page, because browsers are slow with more.
+_ROWS, _GROUPS, _LISTED = 5000, 500, 1000  # rows of a table, groups of findings, tensors in a group
+_METADATA, _LENGTH = 100, 200  # metadata entries, and characters in each
+_PRINTED, _OPEN = 50, 20  # rows of a list that is printed even if it is collapsed, and of a table that is open
+# Kinds with their own bar or panel (the rest share one), layer kinds with their own colour, kinds in the heat map,
+# layers in a chart, layers with a dot at each point of a line.
+KINDS, _COLOURS, _HEAT_ROWS, LAYERS, _DOTS = 12, 9, 16, 512, 40
+_LABEL = 48  # characters of a label in a chart
+_DEPTH = 8  # name parts in a module: names in hostile files have thousands of dots
+_HEIGHT = 1000  # of a drawing, in SVG units; the page stretches it
+_SHADES = (0.16, 0.32, 0.5, 0.72, 1.0)  # opacities; the palest must stay visible
 
 _HEAT = (
     "Number of values by magnitude, for each kind of tensor. Shades are relative to the fullest column of a row. "
@@ -63,7 +66,12 @@ _HEAT = (
 _BARS = "Colours match the layers below."
 _SIZES = "Memory of all arrays if loaded with this dtype, or by load_quantized with this scheme."
 _QUANTIZED = "With a scheme, embeddings, norms, biases and tensors that do not fit it stay float32."
-
+_BARS_HEAD = (
+    '<thead><tr><th scope="col" class="name">tensors</th><td></td><th scope="col" class="number">size</th>'
+    '<th scope="col" class="number share">share</th></tr></thead>'
+)
+_MARKS = {"good": "✓", "calm": "✓", "odd": "!", "bad": "✗"}
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 # A line of a panel: its title, its colour, and the value of a tensor.
 Line: TypeAlias = "tuple[str, int, Callable[[ReportRow], float]]"
@@ -73,50 +81,16 @@ _SPREAD: tuple[Line, ...] = (
     ("standard deviation", 0, lambda row: float(row.stats.std)),
 )
 
-# Lists of at most this many rows are printed even if collapsed; shorter tables are open.
-_PRINTED, _OPEN = 50, 20
-
 # Identifies pages written by safeload.
 _GENERATOR = '<meta name="generator" content="safeload '
-
-_MARKS = {"good": "✓", "calm": "✓", "odd": "!", "bad": "✗"}
-
-# Maximum numbers of kinds with their own bar or panel (the rest share one), and of layer kinds with their own colour.
-KINDS, _COLOURS = 12, 9
+# The variable with the date of the page, in seconds since 1970: https://reproducible-builds.org/specs/source-date-epoch/
+_EPOCH = "SOURCE_DATE_EPOCH"
 
 # At most nine digits: larger numbers are not layers, and Python refuses to parse thousands of digits.
 _FIRST_NUMBER = re.compile(r"(?:^|\.)([0-9]{1,9})(?=\.|$)", re.ASCII)
-
 _DIGITS = re.compile(r"[0-9]+", re.ASCII)
-
-# Maximum length of a label in a chart.
-_LABEL = 48
-
-# Maximum number of name parts in a module: names in hostile files have thousands of dots.
-_DEPTH = 8
-
-# Maximum numbers of layers in a chart, and of rows in the heat map.
-LAYERS, _HEAT_ROWS = 512, 16
-
-# Opacity of the shades; the palest must stay visible.
-_SHADES = (0.16, 0.32, 0.5, 0.72, 1.0)
-
-# Maximum number of layers with a dot at each point of a line.
-_DOTS = 40
-
-# Height of a drawing in SVG units; the page stretches it.
-_HEIGHT = 1000
-
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-_BARS_HEAD = (
-    '<thead><tr><th scope="col" class="name">tensors</th><td></td><th scope="col" class="number">size</th>'
-    '<th scope="col" class="number share">share</th></tr></thead>'
-)
-
-
-# The variable with the date of the page, in seconds since 1970: https://reproducible-builds.org/specs/source-date-epoch/
-_EPOCH = "SOURCE_DATE_EPOCH"
+# The power of two at the begin of the first bin of magnitudes.
+_LOWEST = round(math.log2(HISTOGRAM_EDGES[0]))
 
 
 @public
@@ -196,7 +170,8 @@ def page_of(
         report = validate_path(path, opening, settings(threads=threads, progress=progress, histogram=True))
     parts = [_findings(report)]
     local = isinstance(path, (str, os.PathLike)) and not is_url(report.source)
-    sizes = {file: _size_of(file) for file in report.files or [report.source]} if local else {}
+    sharded = len(report.files) > 1
+    sizes = _sizes_of(report.files or [report.source]) if local else {}
     digests = _digests(sizes, threads, bars) if local and digest else {}
     try:
         checkpoint = loading.open(path, **opening) if report.files else None
@@ -210,7 +185,7 @@ def page_of(
             if not local:  # read only once
                 sizes = {file.path: file.identity[0] for file in opened.weight_files}
     rows = [(os.path.basename(file), value, f"{sizes[file]:,}") for file, value in digests.items()]
-    if len(sizes) > 1 and rows:
+    if sharded and rows:
         title = _some(len(rows), _ROWS, "file", "files")
         listed = table(title, ("file", "SHA-256", "bytes"), rows[:_ROWS], label="SHA-256 of each file", words=2)
         parts.append(section("Files", listed))
@@ -218,12 +193,11 @@ def page_of(
     checked = f"checked: {report.checked}" if report.tensors else ""
     name = os.path.abspath(report.source) if local else report.source.rstrip("/")
     about = {"Path": report.source, "Date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(date))}
-    known = [nbytes for nbytes in sizes.values() if nbytes is not None]
-    if known:
-        count = f" in {plural(len(known), 'file')}" if len(known) > 1 else ""
-        about["Size"] = f"{size(sum(known))}{count} ({sum(known):,} bytes)"
+    if sizes:
+        count, nbytes = f" in {plural(len(sizes), 'file')}" if len(sizes) > 1 else "", sum(sizes.values())
+        about["Size"] = f"{size(nbytes)}{count} ({nbytes:,} bytes)"
     if digests:
-        about["SHA-256"] = next(iter(digests.values())) if len(sizes) == 1 else "see the table of files at the end"
+        about["SHA-256"] = "see the table of files at the end" if sharded else next(iter(digests.values()))
     about["Written by"] = f"safeload {__version__}"
     title, verdict, checked = map(escaped, (os.path.basename(name) or report.source, report.verdict, checked))
     texts = {"title": title, "verdict": verdict, "checked": checked, "about": facts(about.items(), "meta")}
@@ -240,18 +214,20 @@ def _now() -> int:
     return int(text)
 
 
-def _size_of(path: str) -> int | None:
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None  # reading a pipe would block
+def _sizes_of(files: Iterable[str]) -> dict[str, int]:
+    """Return the sizes of files, without those that are missing or, as a pipe, would block a reader."""
+    sizes = {}
+    for file in files:
+        with suppress(OSError, ValueError):
+            status = os.stat(file)
+            if stat.S_ISREG(status.st_mode):
+                sizes[file] = status.st_size
+    return sizes
 
 
-def _digests(sizes: Mapping[str, int | None], threads: int | None, bars: Bars) -> dict[str, str]:
+def _digests(sizes: Mapping[str, int], threads: int | None, bars: Bars) -> dict[str, str]:
     """Return the SHA-256 of files, without unreadable files, hashing several files at a time."""
-    files = [file for file, nbytes in sizes.items() if nbytes is not None]
-    total = sum(filter(None, sizes.values()))
+    total = sum(sizes.values())
     with bars("sha256") as progress:
         meter = Meter(progress, total)
 
@@ -261,7 +237,7 @@ def _digests(sizes: Mapping[str, int | None], threads: int | None, bars: Bars) -
             except (OSError, SafeloadError):
                 return None
 
-        digests = zip(files, in_order(digest, files, threads, total), strict=True)
+        digests = zip(sizes, in_order(digest, sizes, threads, total), strict=True)
         return {file: value for file, value in digests if value is not None}
 
 
@@ -322,8 +298,7 @@ def _sections(
     yield _sizes(opened)
     lines = [row for row in shown.layered if row.stats is not None]
     yield section("Values by layer", panels(lines, _SPREAD, log=True), note=cut)
-    measured = [row for row in shown.tensors if row.stats is not None]
-    yield section("Magnitude distribution", heat(measured, round(math.log2(HISTOGRAM_EDGES[0]))), note=_HEAT)
+    yield section("Magnitude distribution", heat(shown.tensors), note=_HEAT)
     if scheme is not None:
         yield _quantized(opened, shown, scheme, threads, bars)
     header = ("tensor", "dtype", "shape", "size", "min", "max", "mean", "std", "NaN, Inf")
@@ -549,8 +524,7 @@ def bars_of(shown: ReportContent) -> str:
         (breakable(names[kind]), shown.colours.get(kind, plain), _nbytes(tensors)) for kind, tensors in groups.items()
     ]
     if rest := rows[KINDS:]:
-        label = f"{len(rest):,} other{'' if len(rest) == 1 else 's'}"
-        rows[KINDS:] = [(label, plain, sum(total for *_, total in rest))]
+        rows[KINDS:] = [(plural(len(rest), "other"), plain, sum(total for *_, total in rest))]
     shares = [100 * total / max(1, _nbytes(shown.tensors)) for *_, total in rows]
     texts = ["< 0.1 %" if 0 < share < 0.1 else f"{share:.1f} %" for share in shares]
     return _bars([(*row, text) for row, text in zip(rows, texts, strict=True)], "name mono", _BARS_HEAD)
@@ -731,9 +705,10 @@ def _power(exponent: int) -> str:
     return f"10{str(exponent).translate(_RAISED)}"
 
 
-def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
-    """Heat map of the values of each kind by order of magnitude, with a legend; the first bin starts at 2**lowest."""
-    groups = [*by_kind(row for row in tensors if row.stats.histogram is not None).items()][:_HEAT_ROWS]
+def heat(tensors: Sequence[ReportRow]) -> str:
+    """Heat map of the values of each kind by order of magnitude, with a legend."""
+    counted = (row for row in tensors if row.stats is not None and row.stats.histogram is not None)
+    groups = islice(by_kind(counted).items(), _HEAT_ROWS)
     counts = {kind: np.sum([row.stats.histogram for row in rows], axis=0, dtype=float) for kind, rows in groups}
     counts = {kind: bins for kind, bins in counts.items() if bins.any()}
     if not counts:
@@ -743,7 +718,7 @@ def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
     names, rows = labels(counts), ""
     for kind, bins in counts.items():
         middle = np.searchsorted(np.cumsum(bins) / bins.sum(), (0.1, 0.9))
-        low, high = (f"{2.0 ** (lowest + int(k)):.3g}" for k in (middle[0], middle[1] + 1))
+        low, high = (f"{2.0 ** (_LOWEST + int(k)):.3g}" for k in (middle[0], middle[1] + 1))
         label = f"{names[kind]}: most absolute values lie between {low} and {high}"
         levels = np.ceil(np.sqrt(bins[first:last] / bins.max()) * len(_SHADES)).astype(int)
         cells = [
@@ -754,7 +729,7 @@ def heat(tensors: Sequence[ReportRow], lowest: int) -> str:
         drawing = _svg(label, last - first, 1, "".join(cells), ' shape-rendering="crispEdges"')
         name = f'<th scope="row" class="name mono">{breakable(names[kind])}</th>'
         rows += f'<tr>{name}<td class="map">{drawing}</td></tr>'
-    begin, end = ((lowest + k) * math.log10(2) for k in (first, last))
+    begin, end = ((_LOWEST + k) * math.log10(2) for k in (first, last))
     ticks = [((k - begin) / (end - begin), _power(k)) for k in _decades(begin, end, 6)]
     axis = f'<tr class="axis"><td></td><td>{_axis(ticks)}</td></tr>'
     steps = "".join(f'<i class="step" style="opacity:{shade:g}"></i>' for shade in _SHADES)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from ..conversion.catalog import Catalog, Given, RestructuredCatalog, TensorDescription
 from ..conversion.quantize import Encoding, SchemeName
@@ -120,17 +120,12 @@ def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
         texts += (entry.name, *entry.also)
     # Unless a name in the schema contains a number other than the layer.
     alike = schema is None or not any(map(NUMBER.search, (*texts, *schema.prefixes)))
-    columns = {f: (f.table.numbers, f.table.shapes) for f in catalog.weight_files if not f.table.quantized}
-    groups: dict[tuple[str, Hashable], list[str]] = {}
-    entries = catalog.entries()
-    for name, file, index in entries:
+    groups: dict[tuple[Any, ...], list[TensorDescription]] = {}
+    for name, about in catalog.descriptions([*catalog]).items():
         text = NUMBER.sub("0", name) if alike else name
-        plain = columns.get(file)
-        kind = catalog.about(name)._replace(name="") if plain is None else (plain[0][index], plain[1][index])
-        groups.setdefault((text, kind), []).append(name)
-    kinds = [_Kind(names[0], catalog.about(names[0]), len(names)) for names in groups.values()]
-    in_files = {name for name, _, _ in entries} if len(entries) < len(catalog) else catalog
-    return kinds + [_Kind(name, catalog.about(name), 1) for name in catalog if name not in in_files]
+        kind = text, about.dtype, about.shape, about.nbytes, about.scheme, about.axis
+        groups.setdefault(kind, []).append(about)
+    return [_Kind(abouts[0].name, abouts[0], len(abouts)) for abouts in groups.values()]
 
 
 def _converted(kind: _Kind, target: dtypes.Dtype) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from ..conversion.catalog import Catalog, Given, has_names
+from ..conversion.catalog import Catalog, Given, TensorDescription, about_value, has_names
 from ..conversion.executors import EXECUTOR, Executor, check_executor, in_memory, opened, pieces_of, run_pieces
 from ..core import dtypes, jobs
 from ..core.arrays import Array, as_array, index_of
@@ -34,11 +34,9 @@ _WHOLE = ("least", "most", "sum_low", "sum_high")
 _WHOLE_NUMBERS = [row.number for row in dtypes.TABLE if row.kind in (lib.SL_KIND_INT, lib.SL_KIND_BOOL)]
 _U64 = dtypes.BY_CODE["U64"].number
 
-# Elements per record.
-_SEGMENT: int = lib.SL_STATS_SEGMENT
+_SEGMENT: int = lib.SL_STATS_SEGMENT  # elements per record
 _BINS: int = lib.SL_HISTOGRAM_BINS
-# Bytes of a bin, and of a field of a record.
-_WORD = 8
+_WORD = 8  # bytes of a bin, and of a field of a record
 
 # Columns of the table, and of a table of at least this width.
 _HEAD, _WIDE = ("tensor", "min", "max", "mean", "std", "bad"), 110
@@ -189,14 +187,6 @@ def _sparkline(bins: list[int]) -> str:
     return f"2^{low} {bars} 2^{high}"
 
 
-class _Part(NamedTuple):
-    """One tensor to compute statistics of."""
-
-    source: Source  # of values, or of the codes to dequantize
-    dtype: str  # as in `TensorStats`
-    nbytes: int  # of the tensor as stored
-
-
 @overload
 def stats(
     x: Given,
@@ -293,9 +283,9 @@ def stats(
         raise ValueError("names=, only= and drop= require a checkpoint or a dict")
     if executor is not None:
         raise in_memory("an array is", EXECUTOR)
-    part = _part("", x, threads)
-    if part is not None:
-        return _measure([part], histogram, threads, progress)[0]
+    source = _reals("", x, threads)
+    if source is not None:
+        return _measure({"": source}, [about_value("", x)], histogram, threads, progress)[""]
     if isinstance(x, QuantizedTensor):
         raise UnsupportedError(f"cannot dequantize {x.scheme}: no kernel supports it")
     dtype = np.asarray(x).dtype
@@ -323,20 +313,13 @@ def measure(
         tensors = catalog.plain(names)
         if tensors is not None and not tensors.remote:
             return _measure_plain(tensors, histogram, threads, progress)
-        ready: dict[str, _Part] = {}
-        to_copy: list[str] = []  # these run separately, because each needs a copy
-        for name in names:
-            source = catalog.in_place(name)
-            if source is None:
-                to_copy.append(name)
-            elif source.row.converts_to(_F32):
-                about = catalog.about(name)
-                ready[name] = _Part(source, about.dtype if about.packed else about.row.code, about.nbytes)
-    done = dict(zip(ready, _measure([*ready.values()], histogram, threads, progress), strict=True))
-    for name in to_copy:
-        part = _part(name, catalog.value(name, threads), threads)
-        if part is not None:
-            done[name] = _measure([part], histogram, threads, None)[0]
+        in_place = {name: catalog.in_place(name) for name in names}
+        ready = {name: source for name, source in in_place.items() if source and source.row.converts_to(_F32)}
+        done = _measure(ready, map(catalog.about, ready), histogram, threads, progress)
+    for name in (name for name, source in in_place.items() if source is None):  # one by one: each needs a copy
+        source = _reals(name, catalog.value(name, threads), threads)
+        if source is not None:
+            done |= _measure({name: source}, [catalog.about(name)], histogram, threads, None)
     return {name: done[name] for name in names if name in done}
 
 
@@ -395,13 +378,12 @@ def of_plain(plain: Mapping[str, Sequence[Any]]) -> dict[str, TensorStats]:
     return dict(zip(plain, map(tuple.__new__, repeat(TensorStats), rows), strict=True))
 
 
-# ---- parts ----
+# ---- sources ----
 
 
-def _part(name: str, value: Any, threads: int | None) -> _Part | None:
-    """Return the part for a tensor in memory, or None if it does not hold real numbers or cannot be dequantized."""
+def _reals(name: str, value: Any, threads: int | None) -> Source | None:
+    """Return a tensor in memory as a source; None if it does not hold real numbers or cannot be dequantized."""
     if isinstance(value, QuantizedTensor):
-        nbytes, code = value.nbytes, value.scheme if value.packing is not None else scheme_row(value.scheme).code
         restoring = value.restoring()
         if restoring is None:
             source = of_numbers(name, value.data, scheme_row(value.scheme), threads)._replace(shape=value.shape)
@@ -412,7 +394,6 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
     else:
         array = as_array(value, name)
         row = dtypes.row_of(array.dtype)
-        nbytes, code = array.nbytes, array.dtype.name if row is None else row.code
         if row is None or row.packed:  # not supported by the core, or elements share bytes
             if array.dtype.kind == "f" and array.itemsize > 8:
                 row = dtypes.BY_CODE["F64"]  # not exact for long double
@@ -422,22 +403,32 @@ def _part(name: str, value: Any, threads: int | None) -> _Part | None:
                 return None
             array = array.astype(row.name)
         source = of_numbers(name, array, row, threads)
-    return _Part(source, code, nbytes) if source.row.converts_to(_F32) else None
+    return source if source.row.converts_to(_F32) else None
 
 
-def _measure(parts: Sequence[_Part], histogram: bool, threads: int | None, progress: Progress) -> list[TensorStats]:
-    """Compute the statistics of all parts in a single run."""
+def _measure(
+    sources: Mapping[str, Source],  # of values, or of the codes to dequantize
+    abouts: Iterable[TensorDescription],
+    histogram: bool,
+    threads: int | None,
+    progress: Progress,
+) -> dict[str, TensorStats]:
+    """Compute the statistics of all sources in a single run."""
 
     def run(op: int, places: Array, rows: Array) -> None:
         batch = jobs.Batch()
         with paused(len(parts)):
             for row, place in zip(rows.tolist(), places[rows].tolist(), strict=True):
-                batch.jobs.append(parts[row].source.work(op, place))
+                batch.jobs.append(parts[row].work(op, place))
         batch.run(threads=threads, progress=progress)
 
-    heads = [(part.dtype, part.source.shape, part.nbytes) for part in parts]
-    numbers = np.array([part.source.row.number for part in parts], np.uint8)
-    return _statistics(heads, numbers, run, histogram)
+    parts, heads = [*sources.values()], []
+    for about in abouts:
+        stored = about.element or dtypes.BY_NAME.get(about.dtype)
+        code = about.dtype if about.packed or stored is None else stored.code
+        heads.append((code, about.shape, about.nbytes))
+    numbers = np.array([part.row.number for part in parts], np.uint8)
+    return dict(zip(sources, _statistics(heads, numbers, run, histogram), strict=True))
 
 
 def _statistics(

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,16 +32,17 @@ from .findings import ERROR, WARNING, Finding, find
 # Name parts before a layer number, for models without a schema. Other numbers can have gaps: torch's Sequential also
 # counts modules without weights.
 _CONTAINERS = ("layers", "layer", "blocks", "block", "h", "blk")
-# Levels of nested layers to check in a name, from the innermost.
-_LEVELS = 8
+_LEVELS = 8  # of nested layers to check in a name, from the innermost
 _LAYER = re.compile(rf"(?:.*\.)?(?:{'|'.join(_CONTAINERS)})\.", re.ASCII)
 _NUMBERED = re.compile(rf"({NUMBER})\.(.+)", re.ASCII | re.DOTALL)
 
-# A tensor is usual if at most a tenth of the layers lack it.
-_USUAL = 10
-
+_USUAL = 10  # a tensor is usual if at most a tenth of the layers lack it
 # A layer number this many times the number of layers is a mistake. With a smaller gap, layers can be stored elsewhere.
 _FAR = 1000
+_KNOWN_AT_LEAST = 10  # a schema with fewer than a tenth of the tensors is wrong
+_TENSORS_AT_LEAST = 2  # a single tensor does not outvote the config
+# Maximum numbers of wrong keys to find, of keys to try for each, and of wrong axes to look at.
+_KEYS, _TRIALS, _LOOKED_AT = 4, 4, 1000
 
 # Last name part of the tensors of a quantized weight: codes, scales, zero points.
 _PART = re.compile(
@@ -51,9 +51,6 @@ _PART = re.compile(
     re.ASCII | re.DOTALL,
 )
 
-# A schema is considered wrong if it has fewer than a tenth of the tensors.
-_KNOWN_AT_LEAST = 10
-
 # Names of head tensors outside the schema of a complete architecture, such as a reward or value head on a causal model,
 # or the bias of a head.
 _HEAD = re.compile(
@@ -61,18 +58,11 @@ _HEAD = re.compile(
     re.ASCII | re.DOTALL,
 )
 
-# A single tensor does not outvote the config.
-_TENSORS_AT_LEAST = 2
-# Maximum numbers of wrong keys to find, of keys to try for each, and of wrong tensors to look at.
-_KEYS, _TRIALS, _LOOKED_AT = 4, 4, 1000
-
 # Descriptions of tensors, and expected tensors, by name.
 Descriptions: TypeAlias = Mapping[str, TensorDescription]
 _Expected: TypeAlias = Mapping[str, ExpectedTensor]
-# The name of a tensor and an axis; -1 if its number of axes is wrong.
-_Axis = tuple[str, int]
-# The names of its tensors up to the layer number, and the number.
-_Layer = tuple[str, int]
+_Axis = tuple[str, int]  # the name of a tensor and an axis; -1 if its number of axes is wrong
+_Layer = tuple[str, int]  # the names of its tensors up to the layer number, and the number
 
 
 def check_sizes(tensors: Descriptions, schema: Schema | None) -> Iterator[Finding]:
@@ -105,9 +95,6 @@ class Quantized(NamedTuple):
         return self._replace(names=names, modules=modules)
 
 
-NOT_QUANTIZED = Quantized()
-
-
 def quantized_parts(
     quantization: Quantization | None, schema: Schema | None, tensors: Descriptions, codes: Mapping[str, Codes]
 ) -> Quantized:
@@ -121,7 +108,7 @@ def quantized_parts(
             if unlisted or (role is None and _is_part(name)):
                 names.add(name)
     if not names:
-        return NOT_QUANTIZED
+        return Quantized()
     modules = frozenset(map(module_of, names)) - {""}
     inside = [name for name in tensors if module_of(name) in modules]
     names |= {name for name in inside if name.endswith(".weight") or _is_part(name)}
@@ -214,8 +201,7 @@ def check_schema(
     choice: Choice,
     config: Mapping[str, Any] | None,  # its part for the language model if the schema covers that part only
     tensors: Descriptions,
-    *,
-    quantized: Quantized = NOT_QUANTIZED,  # tensors outside the schema
+    quantized: Quantized,  # tensors outside the schema
 ) -> tuple[list[Finding], int, Mapping[str, str]]:
     """Compare names and shapes with a schema; return findings, the number of compared tensors, and tied heads."""
     schema, inner = choice.schema, choice.inner
@@ -270,14 +256,12 @@ def _check_missing(choice: Choice, expected: _Expected, absent: Set[str]) -> Ite
     counts, lost = (Counter(map(_layer_of, tensors)) for tensors in (required, missing))
     gone = {layer for layer in lost if layer is not None and lost[layer] == counts[layer]}
     layers = Counter(layer[0] for layer in counts if layer is not None)
-    # The tensors of each entry by layer, outside the layers that are missing whole.
-    usual: dict[str, Counter[_Layer]] = {}
-    everywhere: dict[str, Counter[_Layer]] = {}
-    for remaining, tensors in ((usual, required), (everywhere, missing)):
-        for w in tensors:
-            layer = _layer_of(w)
-            if layer is not None and layer not in gone:
-                remaining.setdefault(w.entry.name, Counter())[layer] += 1
+    # By entry, outside the layers that are missing whole: its tensors, its missing tensors, its layers.
+    usual, everywhere = (
+        Counter(w.entry.name for w in tensors if w.layer is not None and _layer_of(w) not in gone)
+        for tensors in (required, missing)
+    )
+    spread = Counter(name for name, layer in {(w.entry.name, _layer_of(w)) for w in required} if layer not in gone)
     reported: set[Any] = set()
     for w in missing:
         layer, name = _layer_of(w), w.entry.name
@@ -287,12 +271,11 @@ def _check_missing(choice: Choice, expected: _Expected, absent: Set[str]) -> Ite
                 stack, number = layer
                 facts: dict[str, Any] = {"layer": number, "layers": layers[stack], "tensors": counts[layer]}
                 yield find("schema.layer_missing", f"{stack}{number}", **facts)
-        elif layer is not None and len(usual[name]) > 1 and everywhere[name] == usual[name]:
+        elif layer is not None and spread[name] > 1 and everywhere[name] == usual[name]:
             if name not in reported:
                 reported.add(name)
-                count = usual[name].total()
-                total = "" if count == len(usual[name]) else f" ({count:,} tensors)"
-                yield find("schema.missing:everywhere", w.name, layers=len(usual[name]), total=total)
+                total = "" if usual[name] == spread[name] else f" ({usual[name]:,} tensors)"
+                yield find("schema.missing:everywhere", w.name, layers=spread[name], total=total)
         else:
             untied = w.entry.role == "head" and w.entry.tied is not None
             why = f", and the config does not tie it ({w.entry.tied_when})" if untied else ""
@@ -383,11 +366,8 @@ def _find_causes(
     wrong = _wrong(tensors, names, expected)
     while len(wrong) >= _TENSORS_AT_LEAST and len(findings) < _KEYS:
         # The values of single keys that would give each tensor its size on an axis.
-        proposals: dict[str, set[tuple[str, int]]] = {}
-        for name, axis in sorted(wrong):
-            if name not in proposals and len(proposals) == _LOOKED_AT:
-                break
-            own = proposals.setdefault(name, set())
+        proposals: set[tuple[str, str, int]] = set()  # name of a tensor, key, value
+        for name, axis in sorted(wrong)[:_LOOKED_AT]:
             w = expected.get(name)
             usual = None if w is None or axis < 0 else (w.shape or ())[axis]
             if w is None or not usual:
@@ -399,10 +379,9 @@ def _find_causes(
                     proposed = size * value // usual
                     with suppress(ValueError):
                         if Config({**current, key: proposed}, schema.defaults).evaluate(formula) == size:
-                            own.add((key, proposed))
-        votes = Counter(chain.from_iterable(proposals.values()))
-        best = None
-        least = len(wrong)
+                            proposals.add((name, key, proposed))
+        votes = Counter((key, value) for _, key, value in proposals)
+        best, least = None, len(wrong)
         for (key, value), _ in votes.most_common(_TRIALS):
             try:
                 corrected = schema.expand({**current, key: value}, tensors.keys())

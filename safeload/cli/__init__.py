@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 
 from ..core.text import printable
 from ..errors import NoMatchError, SafeloadError
-from .common import STANDARD, complain, log_to_stderr, plain
+from .common import STANDARD, complain, log_to_stderr, plain, storage_options
 from .parsers import COMMANDS, Parsers
 
 # Commands for words that people try.
@@ -170,6 +170,7 @@ def _interruptible() -> Iterator[list[int]]:
 def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:
     try:
         with log_to_stderr(verbose=getattr(options, "verbose", False)):
+            options.storage_options = storage_options(options)
             status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:

@@ -15,27 +15,7 @@ from ..core.packing import SCHEMES
 from ..core.text import plural, printable, size
 from ..errors import FormatError
 from ..remote.url import is_url
-from .common import (
-    STANDARD,
-    bar,
-    check_once,
-    cluster,
-    columns,
-    given,
-    hint,
-    in_options,
-    most_rows,
-    open_path,
-    opening,
-    painter,
-    print_json,
-    print_lines,
-    read_again,
-    refuse,
-    shown,
-    source,
-    write_to_stdout,
-)
+from . import common
 from .parsers import DASK, JSON, OPENING, PATTERNS, STATUS, THREADS, argument, command, flag, one_of, path, selection
 
 if TYPE_CHECKING:
@@ -68,32 +48,32 @@ def _schemas() -> list[str]:
   safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
   safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors""",
     path(),
-    argument("--config", metavar="FILE", help="use this config.json instead of the folder's own"),
+    argument("--config", "FILE", "use this config.json instead of the folder's own"),
     argument(
         "--schema",
+        "NAME",
+        'expected tensors: "auto" (from the config), "none", or the name of a schema',
         suggested=_schemas,
-        metavar="NAME",
         default="auto",
-        help='expected tensors: "auto" (from the config), "none", or the name of a schema',
     ),
     argument(
         "--range",
-        metavar=("LOW", "HIGH"),
+        ("LOW", "HIGH"),
+        "warn about values outside this range; default: -128 to 128, for norms -4096 to 4096",
         nargs=2,
         type=float,
-        help="warn about values outside this range; default: -128 to 128, for norms -4096 to 4096",
     ),
-    argument("--parameters", metavar="N", type=int, help="expected number of elements in all tensors"),
+    argument("--parameters", "N", "expected number of elements in all tensors", type=int),
     one_of(
-        argument("--scale", metavar="X", type=float, help="expected scale of int8 tensors"),
-        argument("--absmax", metavar="X", type=float, help="expected absmax of int8 tensors, 127 times their scale"),
+        argument("--scale", "X", "expected scale of int8 tensors", type=float),
+        argument("--absmax", "X", "expected absmax of int8 tensors, 127 times their scale", type=float),
     ),
     flag("--structure", "check only files, names, shapes and sizes; read no values"),
     *PATTERNS,
     flag("--strict", "treat warnings as errors, except value.constant and value.zero"),
     one_of(
-        argument("--manifest", metavar="FILE", help="compare the SHA-256 of each tensor with this file"),
-        argument("--write-manifest", metavar="FILE", help="write the SHA-256 of each tensor to this file"),
+        argument("--manifest", "FILE", "compare the SHA-256 of each tensor with this file"),
+        argument("--write-manifest", "FILE", "write the SHA-256 of each tensor to this file"),
     ),
     flag("--overwrite", "replace the file of --write-manifest even if safeload did not write it"),
     *_READING,
@@ -108,28 +88,23 @@ def check(options: argparse.Namespace) -> int:
 
     written, output = options.write_manifest, None
     if written is not None:
-        refuse(written, "--write-manifest needs a file")
+        common.refuse(written, "--write-manifest needs a file")
         replaces = {"overwrite": options.overwrite, "sources": (options.path, options.config)}
         output = Output("--write-manifest", written, "manifest", is_manifest, **replaces)
         output.check()
-    limits = given(options, "parameters scale absmax")
+    limits = common.given(options, "parameters scale absmax")
     if options.range is not None:
         limits["low"], limits["high"] = options.range
     schema = None if options.schema == "none" else options.schema
     repeated = options.manifest is not None or output is not None
-    reading = read_again(options.path) if repeated else nullcontext(source(options.path))
-    with cluster(options.dask) as executor, reading as options.path:
-        with bar("check") as progress:
+    reading = common.read_again(options.path) if repeated else nullcontext(common.source(options.path))
+    with common.cluster(options.dask) as executor, reading as options.path:
+        with common.bar("check") as progress:
+            same = common.given(options, "config only drop threads")
             request = settings(
-                options.config,
-                schema,
-                limits,
-                values=not options.structure,
-                executor=executor,
-                progress=progress,
-                **given(options, "only drop threads"),
+                schema=schema, limits=limits, values=not options.structure, executor=executor, progress=progress, **same
             )
-            report = validate_path(options.path, opening(options), request)
+            report = validate_path(options.path, common.given(options, common.OPENED), request)
         if report.files and (options.manifest or output is not None):
             try:
                 _manifest(report, options, executor, output)
@@ -138,10 +113,10 @@ def check(options: argparse.Namespace) -> int:
                     raise
                 report.add([find("file.read", problem=problem)])
     if options.json:
-        print_json(report.to_dict())
+        common.print_json(report.to_dict())
     else:
-        paint = painter()
-        for line in map(in_options, report.lines(columns())):
+        paint = common.painter()
+        for line in map(common.in_options, report.lines(common.columns())):
             kind, rest = line[:7], line[7:]
             if kind.rstrip() in ("error", "warning", "note") and rest.startswith("  "):
                 line = paint(kind, "dim" if kind.startswith("note") else kind.rstrip()) + rest
@@ -163,7 +138,7 @@ def _manifest(
     from ..checking import manifest
 
     expected = manifest.read(options.manifest) if options.manifest else None
-    with open_path(options.path, options) as opened, bar("sha256") as progress:
+    with common.open_path(options.path, options) as opened, common.bar("sha256") as progress:
         current = manifest.make(opened, executor=executor, threads=options.threads, progress=progress)
     if expected is not None:
         report.add(manifest.compare(expected, current))
@@ -204,9 +179,8 @@ def stats(options: argparse.Namespace) -> int:
     from .. import stats
     from ..checking.stats import lines_of
 
-    with open_path(options.path, options) as opened, cluster(options.dask) as executor, bar("stats") as progress:
-        same = given(options, "histogram only drop threads")
-        results = stats(opened, executor=executor, progress=progress, **same)
+    with common.open_path(options.path, options) as opened, common.running(options, "stats") as how:
+        results = stats(opened, **common.given(options, "histogram only drop"), **how)
     rows = list(results.items())
     if options.sort == "name":
         rows.sort(key=lambda row: natural_key(row[0]))
@@ -216,12 +190,12 @@ def stats(options: argparse.Namespace) -> int:
         rows.sort(key=lambda row: order[row[0]])
     if options.json:
         tensors = [{"name": name, **statistics.to_dict()} for name, statistics in rows]
-        print_json({"path": shown(options.path), "tensors": tensors[: options.limit]})
+        common.print_json({"path": common.shown(options.path), "tensors": tensors[: options.limit]})
         return 0
-    first = rows[: most_rows(options, _STATS_ROWS)]
-    print_lines(lines_of(first, columns(), histogram=options.histogram))
+    first = rows[: common.most_rows(options, _STATS_ROWS)]
+    common.print_lines(lines_of(first, common.columns(), histogram=options.histogram))
     if len(first) < len(rows):
-        print(f"... and {plural(len(rows) - len(first), 'tensor')} more{hint(options)}")
+        print(f"... and {plural(len(rows) - len(first), 'tensor')} more{common.hint(options)}")
     return 0
 
 
@@ -249,7 +223,7 @@ def _not_negative(text: str) -> float:
   safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close""",
     path("a"),
     path("b"),
-    argument("--tolerance", metavar="X", type=_not_negative, help="ignore differences up to X, and different dtypes"),
+    argument("--tolerance", "X", "ignore differences up to X, and different dtypes", type=_not_negative),
     *selection(
         ("name", "max", "rms", "relative", "cosine", "unequal"),
         _DIFF_ROWS,
@@ -263,21 +237,22 @@ def diff(options: argparse.Namespace) -> int:
     """Print the differences between ``options.a`` and ``options.b``."""
     from .. import diff
 
-    check_once([options.a, options.b])
+    common.check_once([options.a, options.b])
     with (
-        open_path(options.a, options) as a,
-        open_path(options.b, options) as b,
-        cluster(options.dask) as executor,
-        bar("diff") as progress,
+        common.open_path(options.a, options) as a,
+        common.open_path(options.b, options) as b,
+        common.running(options, "diff") as how,
     ):
-        report = diff(a, b, executor=executor, progress=progress, **given(options, "only drop threads"))
+        report = diff(a, b, **common.given(options, "only drop"), **how)
     good = report.same if options.tolerance is None else report.within(options.tolerance)
     if options.json:
         judged = {} if options.tolerance is None else {"tolerance": options.tolerance, "within": good}
-        print_json({**report.to_dict(), **judged})
+        common.print_json({**report.to_dict(), **judged})
     else:
-        *lines, verdict = report.lines(columns(), most_rows(options, _DIFF_ROWS), options.sort, options.tolerance)
-        print_lines([*lines, (verdict, "good" if good else "error")])
+        *lines, verdict = report.lines(
+            common.columns(), common.most_rows(options, _DIFF_ROWS), options.sort, options.tolerance
+        )
+        common.print_lines([*lines, (verdict, "good" if good else "error")])
     return 0 if good else 1
 
 
@@ -293,26 +268,21 @@ def diff(options: argparse.Namespace) -> int:
   safeload report Llama-3.2-1B/ --quantize q4_0 -o llama.html
   safeload report 400GB/ --no-digest""",
     path(),
-    argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        default="report.html",
-        help="page to write, or - for stdout; default: report.html",
-    ),
+    argument("-o --output", "FILE", "page to write, or - for stdout; default: report.html", default="report.html"),
     flag("--overwrite", "replace the file of --output even if safeload did not write it"),
     argument(
         "--quantize",
+        "SCHEME",
+        f"also show the quantization error of each tensor: {', '.join(SCHEMES)}",
         type=str.lower,
         choices=tuple(SCHEMES),
-        metavar="SCHEME",
-        help=f"also show the quantization error of each tensor: {', '.join(SCHEMES)}",
     ),
     argument(
         "--no-digest",
+        None,
+        "omit SHA-256 digests, which need a second read; always omitted for URLs",
         dest="digest",
         action="store_false",
-        help="omit SHA-256 digests, which need a second read; always omitted for URLs",
     ),
     *OPENING,
     THREADS,
@@ -324,19 +294,19 @@ def report(options: argparse.Namespace) -> int:
     from ..checking.report import is_page, page_of
     from ..conversion.destinations import Output
 
-    to_stdout = options.output == STANDARD
+    to_stdout = options.output == common.STANDARD
     if to_stdout and options.json:
         raise ValueError("--output - and --json both write to stdout; pass only one of them")
     overwrite = options.overwrite
     output = Output("--output", options.output, "report", is_page, overwrite=overwrite, sources=[options.path])
     if not to_stdout:
         output.check()
-    with read_again(options.path) as path:
-        choices = {"digest": options.digest, "threads": options.threads, "bars": bar}
-        text, report = page_of(path, opening(options), options.quantize, **choices)
-    nbytes = write_to_stdout(text) if to_stdout else output.write(text, report.files)
+    with common.read_again(options.path) as path:
+        choices = {"digest": options.digest, "threads": options.threads, "bars": common.bar}
+        text, report = page_of(path, common.given(options, common.OPENED), options.quantize, **choices)
+    nbytes = common.write_to_stdout(text) if to_stdout else output.write(text, report.files)
     if options.json:
-        print_json({"output": options.output, "nbytes": nbytes, "ok": report.ok})
+        common.print_json({"output": options.output, "nbytes": nbytes, "ok": report.ok})
     else:
         where, stream = ("stdout", sys.stderr) if to_stdout else (options.output, sys.stdout)
         print(f"{printable(where)}: {size(nbytes)}; {printable(report.source)}: {report.verdict}", file=stream)

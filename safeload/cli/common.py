@@ -38,32 +38,27 @@ _COLOURS = {"error": "31;1", "warning": "33", "good": "32", "head": "1", "dim": 
 
 # ---- options ----
 
+# The options of `OPENING` as keyword arguments of `safeload.open`.
+OPENED = "root unknown_globals stored storage_options"
+
 
 def expanded(paths: Iterable[str]) -> list[str]:
     """Expand patterns such as ``*.safetensors`` if the shell does not."""
-    return [match for path in paths for match in _matching(path)]
-
-
-def _matching(path: str) -> list[str]:
-    from ..remote import url as urls
-
-    if SHELL_EXPANDS or urls.is_url(path) or os.path.lexists(path):
-        return [path]
+    if SHELL_EXPANDS:
+        return [*paths]
     import glob  # imported here: only Windows needs it
 
-    return sorted(glob.glob(path)) or [path]
+    from ..remote.url import is_url
+
+    known = ((path, is_url(path) or os.path.lexists(path)) for path in paths)
+    return [match for path, whole in known for match in ([] if whole else sorted(glob.glob(path))) or [path]]
 
 
 def open_path(path: Any, options: argparse.Namespace) -> Checkpoint:
     """Open a checkpoint, or stdin for "-", with the options of `OPENING`."""
     from .. import open  # imported here: it imports NumPy, and `safeload --help` needs neither
 
-    return open(source(path), **opening(options))
-
-
-def opening(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `OPENING` as keyword arguments of `safeload.open`."""
-    return {**given(options, "root unknown_globals stored"), "storage_options": storage_options(options)}
+    return open(source(path), **given(options, OPENED))
 
 
 def given(options: argparse.Namespace, names: str) -> dict[str, Any]:
@@ -82,7 +77,7 @@ def shown(path: str) -> str:
 
 def storage_options(options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the options of --storage-option, or None. Dots in a key lead into nested options."""
-    texts: list[str] | None = options.storage_option
+    texts: list[str] | None = getattr(options, "storage_option", None)
     if texts is None:
         return None
     nested: dict[str, Any] = {}
@@ -377,6 +372,13 @@ def bar(label: str) -> Iterator[Report | None]:
 
     with progress.bar(label) if is_terminal(sys.stderr) else nullcontext() as report:
         yield report
+
+
+@contextmanager
+def running(options: argparse.Namespace, label: str) -> Iterator[dict[str, Any]]:
+    """Yield the keyword arguments of a function that reads all values; with a progress bar."""
+    with cluster(options.dask) as executor, bar(label) as progress:
+        yield {"executor": executor, "threads": options.threads, "progress": progress}
 
 
 # ---- pieces on a Dask cluster ----

@@ -147,7 +147,7 @@ _SHELLS: dict[str, Callable[[_Tree], Iterator[str]]] = {"bash": _bash, "zsh": _z
   safeload completion fish > ~/.config/fish/completions/safeload.fish
 
 The script is static and starts no program. Print it again after an update.""",
-    argument("shell", metavar="SHELL", choices=tuple(_SHELLS), help=f"one of {', '.join(_SHELLS)}"),
+    argument("shell", "SHELL", f"one of {', '.join(_SHELLS)}", choices=tuple(_SHELLS)),
     status="0 success, 2 wrong usage.",
 )
 def completion(options: argparse.Namespace) -> int:

@@ -17,19 +17,7 @@ from ..formats.mixtures import mixtures
 from ..models.layout import Layout, built_in
 from ..quant.families import presets
 from ..remote.url import is_url
-from .common import (
-    STANDARD,
-    bar,
-    binary_stdout,
-    check_once,
-    cluster,
-    given,
-    in_options,
-    open_path,
-    print_json,
-    source,
-    storage_options,
-)
+from . import common
 from .files import against_of
 from .parsers import DASK, OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
 
@@ -70,62 +58,49 @@ With --resume or --dask, a folder is written shard by shard, and its subfolder .
 until the conversion is finished. If the conversion is interrupted, run the same command with --resume to
 continue.""",
     argument(
-        "source",
-        metavar="SOURCE",
-        nargs="+",
-        help="a file, a folder, an index.json, a URL, or - for stdin; several are merged",
+        "source", "SOURCE", "a file, a folder, an index.json, a URL, or - for stdin; several are merged", nargs="+"
     ),
     argument(
         "destination",
-        metavar="DESTINATION",
-        help="a file, or a folder: a path or URL without suffix or with a final slash; or - for stdout",
+        "DESTINATION",
+        "a file, or a folder: a path or URL without suffix or with a final slash; or - for stdout",
     ),
-    argument("--dtype", suggested=targets, help='dtype for floating tensors, such as "float32" or "BF16"'),
+    argument("--dtype", None, 'dtype for floating tensors, such as "float32" or "BF16"', suggested=targets),
     argument(
         "--quantize",
-        suggested=lambda: (*SCHEMES, *mixtures(), *presets()),
-        metavar="[PATTERN=]SCHEME",
-        action="append",
-        help="quantize matrices, or only matrices with matching names; may be repeated, the first match wins: "
+        "[PATTERN=]SCHEME",
+        "quantize matrices, or only matrices with matching names; may be repeated, the first match wins: "
         f"{', '.join(SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(mixtures())}. For "
         f"a folder also the formats of engines: {', '.join(ENGINE_FORMATS)}",
+        suggested=lambda: (*SCHEMES, *mixtures(), *presets()),
+        action="append",
     ),
     argument(
         "--imatrix",
-        metavar="FILE",
-        help="llama.cpp importance matrix for --quantize, in GGUF or the older format; only for a single file",
+        "FILE",
+        "llama.cpp importance matrix for --quantize, in GGUF or the older format; only for a single file",
     ),
-    repeated("--keep", "--ignore", metavar="PATTERN", help="leave these tensors or modules unquantized"),
-    argument(
-        "--layout",
-        suggested=built_in,
-        metavar="NAME",
-        help=f"stack layers: {', '.join(built_in())}, or a JSON file",
-    ),
+    repeated("--keep --ignore", "PATTERN", "leave these tensors or modules unquantized"),
+    argument("--layout", "NAME", f"stack layers: {', '.join(built_in())}, or a JSON file", suggested=built_in),
     *PATTERNS,
-    argument("--name", metavar="TENSOR", action="append", help=argparse.SUPPRESS),  # exact, superseded by --only
-    repeated("--adapter", metavar="ADAPTER[=WEIGHT]", help="merge a LoRA adapter, with an optional weight"),
+    argument("--name", "TENSOR", argparse.SUPPRESS, action="append"),  # exact, superseded by --only
+    repeated("--adapter", "ADAPTER[=WEIGHT]", "merge a LoRA adapter, with an optional weight"),
     repeated(
-        "--rename",
-        metavar=("REGEX", "REPLACEMENT"),
-        nargs=2,
-        help=r"rename tensors like Python's re.sub: \1 is the first group",
+        "--rename", ("REGEX", "REPLACEMENT"), r"rename tensors like Python's re.sub: \1 is the first group", nargs=2
     ),
-    argument("--verify", metavar="FILE", help="verify the sources against a manifest or signature while reading"),
+    argument("--verify", "FILE", "verify the sources against a manifest or signature while reading"),
     TRUSTED,
-    repeated("--metadata", metavar="KEY[=VALUE]", help="set a metadata key, or remove it if there is no ="),
+    repeated("--metadata", "KEY[=VALUE]", "set a metadata key, or remove it if there is no ="),
     flag("--no-extras", "do not copy tokenizer, chat template and generation_config.json"),
     argument(
         "--format",
+        "NAME",
+        f"output format, whatever the suffix: {', '.join(WRITTEN)}",
         type=str.lower,
         choices=WrittenNames(WRITTEN),
-        metavar="NAME",
-        help=f"output format, whatever the suffix: {', '.join(WRITTEN)}",
     ),
     argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        help='write a folder of shards of at most this size, such as "500MB"; default: 5GB',
+        "--max-shard-size", "SIZE", 'write a folder of shards of at most this size, such as "500MB"; default: 5GB'
     ),
     flag(
         "--raw",
@@ -142,8 +117,8 @@ continue.""",
 )
 def convert(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""
-    check_once(options.source)
-    to_stdout = options.destination == STANDARD
+    common.check_once(options.source)
+    to_stdout = options.destination == common.STANDARD
     sharded = options.max_shard_size is not None or is_url(options.destination)
     for option in ("resume", "dask", "max_shard_size"):
         if not getattr(options, option):
@@ -153,19 +128,19 @@ def convert(options: argparse.Namespace) -> int:
             raise ValueError(f"--{spelled} needs a folder as destination, got {show(options.destination)}")
     if to_stdout:
         if options.json:
-            raise ValueError(f"{STANDARD} and --json both write to stdout; pass only one of them")
-        with binary_stdout() as stdout:
+            raise ValueError(f"{common.STANDARD} and --json both write to stdout; pass only one of them")
+        with common.binary_stdout() as stdout:
             report = _convert(options, stdout)
-        print(in_options(str(report._replace(destination="stdout", files=["stdout"]))), file=sys.stderr)
+        print(common.in_options(str(report._replace(destination="stdout", files=["stdout"]))), file=sys.stderr)
         return 0
     report = _convert(options, options.destination)
     if options.json:
         result = {"files": report.files, "format": report.format, "tensors": report.tensors, "nbytes": report.nbytes}
         if report.summary is not None:
             result.update(quantized=report.summary.quantized, kept=report.summary.kept)
-        print_json({**result, "seconds": round(report.seconds, 3)})
+        common.print_json({**result, "seconds": round(report.seconds, 3)})
     else:
-        print(in_options(str(report)))
+        print(common.in_options(str(report)))
     return 0
 
 
@@ -175,16 +150,16 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
     metadata = (text.partition("=") for text in options.metadata or ())  # a key without a value is removed
     refuse_inputs(destination, [options.layout])
     layout = None if options.layout is None else built_in().get(options.layout) or Layout.from_json(options.layout)
-    with ExitStack() as stack, cluster(options.dask) as executor, bar("convert") as progress:
+    with ExitStack() as stack, common.running(options, "convert") as how:
         plain = (options.root, options.unknown_globals, options.stored) == (None, "refuse", False)
         if options.verify is None and (options.key is not None or options.certificate):
             raise ValueError("--key and --certificate need --verify SIGNATURE")
         verify = against_of(options.verify, options)
         if verify is not None and not plain:
             raise ValueError("--verify cannot be combined with --root, --unknown-globals and --stored")
-        sources = map(source, options.source)
+        sources = map(common.source, options.source)
         return convert(
-            list(sources) if plain else [stack.enter_context(open_path(path, options)) for path in sources],
+            list(sources) if plain else [stack.enter_context(common.open_path(path, options)) for path in sources],
             destination,
             quantize=_schemes(options.quantize),
             layout=layout,
@@ -193,11 +168,10 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             metadata={key: value if sign else None for key, sign, value in metadata},
             adapters=None if options.adapter is None else list(map(_adapter, options.adapter)),
             extras=not options.no_extras,
-            storage_options=storage_options(options),
-            executor=executor,
-            progress=progress,
             verify=verify,
-            **given(options, "dtype imatrix only drop keep raw max_shard_size format overwrite resume threads"),
+            **common.given(options, "dtype imatrix only drop keep raw max_shard_size format overwrite resume"),
+            **common.given(options, "storage_options"),
+            **how,
         )
 
 

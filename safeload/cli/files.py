@@ -13,20 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.text import plural, printable, show
 from ..errors import SafeloadError
-from .common import (
-    bar,
-    check_once,
-    columns,
-    complain,
-    expanded,
-    given,
-    print_json,
-    print_lines,
-    refuse,
-    shown,
-    source,
-    storage_options,
-)
+from . import common
 from .parsers import JSON, STORAGE_OPTION, THREADS, TRUSTED, argument, command, flag, repeated
 
 if TYPE_CHECKING:
@@ -53,10 +40,10 @@ _RECOVERED = {
 
 The header is rewritten in place if it has room; any other change makes a new file and renames it. After a crash the
 file is the old one or the new one; if safeload reports an interrupted edit, run --recover.""",
-    argument("path", metavar="FILE", help="a safetensors or GGUF file, or a folder of safetensors shards"),
-    repeated("--metadata", metavar="KEY[=VALUE]", default=[], help="set a metadata key, or remove it if there is no ="),
-    repeated("--rename", metavar="OLD=NEW", default=[], help="rename a tensor"),
-    repeated("--drop", metavar="NAME", default=[], help="remove a tensor"),
+    argument("path", "FILE", "a safetensors or GGUF file, or a folder of safetensors shards"),
+    repeated("--metadata", "KEY[=VALUE]", "set a metadata key, or remove it if there is no =", default=[]),
+    repeated("--rename", "OLD=NEW", "rename a tensor", default=[]),
+    repeated("--drop", "NAME", "remove a tensor", default=[]),
     flag("--force", "edit a file that has several hard links"),
     flag(
         "--recover",
@@ -68,12 +55,12 @@ def edit(options: argparse.Namespace) -> int:
     from .. import edit
     from ..editing.edit import recover_edit
 
-    refuse(options.path, "edit changes files")
+    common.refuse(options.path, "edit changes files")
     changes = len(options.metadata) + len(options.rename) + len(options.drop)
     if options.recover == bool(changes):
         raise ValueError("pass either changes (--metadata, --rename, --drop) or --recover")
     if options.recover:
-        print(f"{shown(options.path)}: {_RECOVERED[recover_edit(options.path)]}")
+        print(f"{common.shown(options.path)}: {_RECOVERED[recover_edit(options.path)]}")
         return 0
     with edit(options.path, force=options.force) as file:
         for text in options.metadata:
@@ -88,7 +75,7 @@ def edit(options: argparse.Namespace) -> int:
             file.rename(*_names(file, text))
         for name in options.drop:
             del file[name]
-    print(f"{shown(options.path)}: {plural(changes, 'change')}")
+    print(f"{common.shown(options.path)}: {plural(changes, 'change')}")
     return 0
 
 
@@ -136,15 +123,10 @@ def _names(file: Edit, text: str) -> tuple[str, str]:
 
 A patch holds the changed elements, the new header and digests of both files: applied to its base it recreates the new
 file byte for byte, and a different base is refused. Its layout is TRL's; TRL's own patches need --no-check.""",
-    argument("action", choices=("make", "apply"), help="make a patch, or apply it"),
-    argument("base", metavar="BASE", help="the old file, or its URL"),
-    argument("second", metavar="NEW|PATCH", help="make: the new file; apply: the patch"),
-    argument(
-        "destination",
-        metavar="DESTINATION",
-        nargs="?",
-        help="make: the patch; apply: the result; default: replace BASE",
-    ),
+    argument("action", None, "make a patch, or apply it", choices=("make", "apply")),
+    argument("base", "BASE", "the old file, or its URL"),
+    argument("second", "NEW|PATCH", "make: the new file; apply: the patch"),
+    argument("destination", "DESTINATION", "make: the patch; apply: the result; default: replace BASE", nargs="?"),
     flag("--no-check", "apply: do not compare digests, which TRL's own patches lack"),
     flag("--overwrite", "replace an existing destination"),
 )
@@ -154,15 +136,15 @@ def patch(options: argparse.Namespace) -> int:
 
     base, second, destination, overwrite = options.base, options.second, options.destination, options.overwrite
     for path in (base, second, destination):
-        refuse(path, "patch reads and writes files")
+        common.refuse(path, "patch reads and writes files")
     if options.action == "make":
         if destination is None or options.no_check:
             raise ValueError("safeload patch make takes BASE NEW PATCH")
-        print(f"{shown(destination)}: {make_patch(base, second, destination, overwrite=overwrite)}")
+        print(f"{common.shown(destination)}: {make_patch(base, second, destination, overwrite=overwrite)}")
         return 0
     result = apply_patch(base, second, destination, check=not options.no_check, overwrite=overwrite)
     digest = "" if result is None or options.no_check else f", digest {result}"
-    print(f"{shown(destination or base)}: patched{digest}")
+    print(f"{common.shown(destination or base)}: patched{digest}")
     return 0
 
 
@@ -183,7 +165,7 @@ _COLOURS = {"harmless": "good", "unknown": "warning", "dangerous": "error"}
   safeload scan downloads/ other.nemo
   safeload scan hf://owner/name
   safeload scan model.pkl --json | jq -r '.findings[] | select(.verdict != "harmless") | .name'""",
-    argument("paths", metavar="PATH", nargs="+", help="a file, a folder, a URL, or - for stdin; may be repeated"),
+    argument("paths", "PATH", "a file, a folder, a URL, or - for stdin; may be repeated", nargs="+"),
     flag("--all", "list harmless globals too; --json always lists them"),
     STORAGE_OPTION,
     JSON,
@@ -196,22 +178,22 @@ def scan(options: argparse.Namespace) -> int:
     from .. import ScanReport, scan
 
     total = ScanReport()
-    paths = expanded(options.paths)
-    check_once(paths)
+    paths = common.expanded(options.paths)
+    common.check_once(paths)
     for path in paths:
         try:
-            report = scan(source(path), storage_options=storage_options(options))
+            report = scan(common.source(path), storage_options=options.storage_options)
         except (OSError, SafeloadError, ModuleNotFoundError) as error:
-            complain(error)
-            total.unreadable.append((shown(path), str(error)))
+            common.complain(error)
+            total.unreadable.append((common.shown(path), str(error)))
             continue
         total.add(report)
     if options.json:
-        print_json(total.to_dict())
+        common.print_json(total.to_dict())
         return total.status
-    lines = total.lines(columns(), harmless=options.all)
+    lines = total.lines(common.columns(), harmless=options.all)
     verdict, colour = f"{total.verdict}:", _COLOURS[total.verdict]
-    print_lines((line, colour) if line.startswith(verdict) else line for line in lines)
+    common.print_lines((line, colour) if line.startswith(verdict) else line for line in lines)
     return total.status
 
 
@@ -231,8 +213,8 @@ def scan(options: argparse.Namespace) -> int:
 
 Without --against, safeload uses model.sig or a manifest next to the files, or the digests of a cache. A manifest
 and a cache prove integrity only: they do not say who made the files. Signatures need the package model-signing.""",
-    argument("path", metavar="PATH", help="a folder, a file, a URL, or an ollama:// name"),
-    argument("--against", metavar="FILE", help="manifest or signature; default: the one next to the files"),
+    argument("path", "PATH", "a folder, a file, a URL, or an ollama:// name"),
+    argument("--against", "FILE", "manifest or signature; default: the one next to the files"),
     TRUSTED,
     STORAGE_OPTION,
     THREADS,
@@ -242,25 +224,22 @@ def verify(options: argparse.Namespace) -> int:
     """Print the report about ``options.path``."""
     from .. import verify
 
-    refuse(options.path, "verify compares files")
+    common.refuse(options.path, "verify compares files")
     against = options.against
     if against is None and (options.key is not None or options.certificate):
         from ..trust.digests import signature_beside
 
         against = signature_beside(options.path)
-    with bar("verify") as progress:
-        report = verify(
-            options.path,
-            against_of(against, options),
-            storage_options=storage_options(options),
-            threads=options.threads,
-            progress=progress,
-        )
+    with common.bar("verify") as progress:
+        same = common.given(options, "storage_options threads")
+        report = verify(options.path, against_of(against, options), progress=progress, **same)
     if options.json:
-        print_json(report.to_dict())
+        common.print_json(report.to_dict())
     else:
         colour = "good" if report.ok else "error"
-        print_lines((line, colour) if line == report.verdict else line for line in report.lines(columns()))
+        common.print_lines(
+            (line, colour) if line == report.verdict else line for line in report.lines(common.columns())
+        )
     return 0 if report.ok else 1
 
 
@@ -290,25 +269,25 @@ _PASSWORD = "SAFELOAD_KEY_PASSWORD"
 
 The signature is an OpenSSF model signature, which `model_signing verify` accepts too. Signing needs the package
 model-signing. The password of an encrypted key comes from the environment variable {_PASSWORD}.""",
-    argument("path", metavar="PATH", help="a folder or a file"),
-    argument("--key", metavar="FILE", required=True, help="private key, in PEM: P-256, P-384 or P-521"),
-    argument("--certificate", metavar="FILE", help="the signer's certificate, in PEM, to put into the signature"),
-    repeated("--chain", metavar="FILE", default=[], help="an intermediate certificate"),
-    argument("-o", "--output", metavar="FILE", help="the signature; default: model.sig in the folder, or FILE.sig"),
-    argument("--shard-size", metavar="BYTES", type=int, help="sign ranges of this size instead of whole files"),
+    argument("path", "PATH", "a folder or a file"),
+    argument("--key", "FILE", "private key, in PEM: P-256, P-384 or P-521", required=True),
+    argument("--certificate", "FILE", "the signer's certificate, in PEM, to put into the signature"),
+    repeated("--chain", "FILE", "an intermediate certificate", default=[]),
+    argument("-o --output", "FILE", "the signature; default: model.sig in the folder, or FILE.sig"),
+    argument("--shard-size", "BYTES", "sign ranges of this size instead of whole files", type=int),
     flag("--symlinks", "sign the files that symbolic links lead to"),
-    repeated("--ignore", metavar="PATH", default=[], help="leave out a file or folder"),
+    repeated("--ignore", "PATH", "leave out a file or folder", default=[]),
     flag("--overwrite", "replace the output even if it is not a signature"),
 )
 def sign(options: argparse.Namespace) -> int:
     """Write the signature of ``options.path``."""
     from ..trust.verify import sign
 
-    refuse(options.path, "sign signs files")
-    refuse(options.output, "--output needs a file")
+    common.refuse(options.path, "sign signs files")
+    common.refuse(options.output, "--output needs a file")
     if options.shard_size is not None and options.shard_size < 1:
         raise ValueError(f"--shard-size must be at least 1, got {options.shard_size}")
-    same = given(options, "key certificate chain output shard_size symlinks ignore overwrite")
+    same = common.given(options, "key certificate chain output shard_size symlinks ignore overwrite")
     path = sign(options.path, password=os.environ.get(_PASSWORD), **same)
     print(f"signed: {printable(path)}", file=sys.stderr)
     return 0
@@ -326,7 +305,7 @@ def sign(options: argparse.Namespace) -> int:
   safeload ls --json | jq -r '.models[] | select(.format == "gguf") | .path'
 
 Every path in the last column opens with `safeload info` and the other commands.""",
-    argument("folders", metavar="FOLDER", nargs="*", help="a folder to search, with its subfolders"),
+    argument("folders", "FOLDER", "a folder to search, with its subfolders", nargs="*"),
     JSON,
     status="0 success, 1 a folder does not exist, 2 wrong usage.",
 )
@@ -336,10 +315,10 @@ def ls(options: argparse.Namespace) -> int:
 
     models = local_models(options.folders)
     if options.json:
-        print_json(models.to_dict())
+        common.print_json(models.to_dict())
     else:
-        first, *lines = models.lines(columns())
-        print_lines([(first, "head" if models else ""), *lines])
+        first, *lines = models.lines(common.columns())
+        common.print_lines([(first, "head" if models else ""), *lines])
     return 0
 
 
@@ -366,9 +345,9 @@ def families(options: argparse.Namespace) -> int:
 
     known = families()
     if options.json:
-        print_json({"families": [family._asdict() for family in known]})
+        common.print_json({"families": [family._asdict() for family in known]})
         return 0
     rows = [(f.name, _YES[f.schema], f.gguf, _YES[f.engines], _YES[f.mlx], f.about) for f in known]
-    head, *lines = table(_HEAD, rows, right=frozenset(), columns=columns())
-    print_lines([(head, "head"), *lines, "", f"{len(known)} families"])
+    head, *lines = table(_HEAD, rows, right=frozenset(), columns=common.columns())
+    common.print_lines([(head, "head"), *lines, "", f"{len(known)} families"])
     return 0

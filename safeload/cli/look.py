@@ -15,23 +15,10 @@ from ..core import dtypes
 from ..core.arrays import Array
 from ..core.load import targets
 from ..core.runtime import paused
-from ..core.showing import width
+from ..core.showing import plain, width
 from ..core.text import plural, printable, show
 from ..errors import SafeloadError
-from .common import (
-    check_once,
-    columns,
-    complain,
-    expanded,
-    given,
-    hint,
-    in_options,
-    most_rows,
-    open_path,
-    print_lines,
-    shown,
-    storage_options,
-)
+from . import common
 from .parsers import JSON, OPENING, PATHS, argument, command, flag, path, positive, selection
 
 if TYPE_CHECKING:
@@ -71,16 +58,16 @@ several paths, a line for each path.""",
     PATHS,
     *selection(("name", "dtype", "shape", "parameters", "size"), _ROWS),
     flag("--tree", "show a tree of modules with the sums of their tensors"),
-    argument("--depth", metavar="N", type=positive, help="show at most N levels of the tree"),
+    argument("--depth", "N", "show at most N levels of the tree", type=positive),
     flag("--memory", "show the size when loaded, as each dtype or scheme"),
-    argument("--base", metavar="BASE", help="check if a LoRA adapter fits this model; exit status 1 if not"),
+    argument("--base", "BASE", "check if a LoRA adapter fits this model; exit status 1 if not"),
     *OPENING,
     JSON,
 )
 def info(options: argparse.Namespace) -> int:
     """Print the contents of ``options.paths``."""
-    options.paths = expanded(options.paths)
-    check_once(options.paths)
+    options.paths = common.expanded(options.paths)
+    common.check_once(options.paths)
     if options.depth is not None:
         options.tree = True
     if len(options.paths) == 1:
@@ -94,7 +81,7 @@ def info(options: argparse.Namespace) -> int:
         except BrokenPipeError:
             raise
         except (SafeloadError, OSError, MemoryError, ModuleNotFoundError, ValueError) as error:
-            complain(error)
+            common.complain(error)
             status = 1
     return status
 
@@ -102,24 +89,25 @@ def info(options: argparse.Namespace) -> int:
 def _show(path: str, options: argparse.Namespace) -> int:
     from ..checking.info import describe, lines, misfits, title_of
 
-    with open_path(path, options) as opened:
-        memory, remote = options.memory or options.json, storage_options(options)  # JSON always has the memory
-        info = describe(shown(path), opened, storage_options=remote, memory=memory, **given(options, "only drop base"))
+    with common.open_path(path, options) as opened:
+        same = common.given(options, "only drop base storage_options")
+        memory = options.memory or options.json  # JSON always has the memory
+        info = describe(common.shown(path), opened, memory=memory, **same)
     if options.json:
         with paused(len(info.tensors)):
             _print_info(info, options)
     else:
         listing = lines(
             info,
-            title_of(shown(path)) if len(options.paths) == 1 else shown(path),
-            columns=columns(),
-            rows=most_rows(options, _ROWS),
-            hint=hint(options),
+            title_of(common.shown(path)) if len(options.paths) == 1 else common.shown(path),
+            columns=common.columns(),
+            rows=common.most_rows(options, _ROWS),
+            hint=common.hint(options),
             alone=options.all,
-            words=in_options,
-            **given(options, "sort tree depth memory"),
+            words=common.in_options,
+            **common.given(options, "sort tree depth memory"),
         )
-        print_lines(listing)
+        common.print_lines(listing)
     return int(misfits(info.adapter))
 
 
@@ -182,22 +170,22 @@ def _rows_of(text: str) -> slice:
 A terminal abbreviates long tensors, as NumPy does, unless --all is passed. A pipe gets every value, and nothing else: a
 line for each row, and an empty line between matrices.""",
     path(),
-    argument("name", metavar="NAME", help="the exact name of a tensor"),
+    argument("name", "NAME", "the exact name of a tensor"),
     argument(
         "--rows",
-        metavar="A:B",
-        type=_rows_of,
-        help="rows from A up to but not including B, or a single row A, counted from 0 along the first axis; negative "
+        "A:B",
+        "rows from A up to but not including B, or a single row A, counted from 0 along the first axis; negative "
         "numbers count from the end (--rows=-5:)",
+        type=_rows_of,
     ),
-    argument("--dtype", suggested=targets, help='convert floating values first, to a dtype such as "float32"'),
+    argument("--dtype", None, 'convert floating values first, to a dtype such as "float32"', suggested=targets),
     flag("--all", "print every value on a terminal, too"),
     *OPENING,
     JSON,
 )
 def get(options: argparse.Namespace) -> int:
     """Print the tensor ``options.name`` of ``options.path``."""
-    with open_path(options.path, options) as opened:
+    with common.open_path(options.path, options) as opened:
         tensor: Any = opened.get_slice(options.name)  # raises if there is no such tensor
         info = opened.tensors[options.name]
         if (row := dtypes.BY_CODE.get(info.dtype)) is not None and row.packed:  # elements share bytes
@@ -206,12 +194,13 @@ def get(options: argparse.Namespace) -> int:
             tensor = opened.get_slice(info.name, dtype=options.dtype)
         rows = _range(tensor.shape, options.rows, info.name)
         if options.json:
-            _print_tensor(info.name, tensor, rows)
-        elif columns() is None:
+            chosen = {} if options.rows is None else {"rows": [rows.start, rows.stop]}
+            _print_tensor(info.name, tensor, rows, chosen)
+        elif common.columns() is None:
             _print_all(tensor, rows)
         else:
-            part = "" if rows is None else f", rows {rows.start:,}:{rows.stop:,}"
-            print_lines([(printable(f"{info.name}: {info.dtype} {list(info.shape)}{part}"), "head")])
+            part = "" if options.rows is None else f", rows {rows.start:,}:{rows.stop:,}"
+            common.print_lines([(printable(f"{info.name}: {info.dtype} {list(info.shape)}{part}"), "head")])
             if options.all:
                 _print_all(tensor, rows)
             else:
@@ -219,10 +208,10 @@ def get(options: argparse.Namespace) -> int:
     return 0
 
 
-def _range(shape: tuple[int, ...], rows: slice | None, name: str) -> range | None:
-    """Return the positions of ``rows``, or None for the whole tensor."""
+def _range(shape: tuple[int, ...], rows: slice | None, name: str) -> range:
+    """Return the positions of ``rows``, by default of all."""
     if rows is None:
-        return None
+        return range(shape[0] if shape else 0)
     if not shape:
         raise ValueError(f"--rows: {show(name)} is a scalar")
     selected = range(*rows.indices(shape[0]))
@@ -231,12 +220,11 @@ def _range(shape: tuple[int, ...], rows: slice | None, name: str) -> range | Non
     return range(selected.start, max(selected.start, selected.stop))
 
 
-def _blocks(tensor: Any, rows: range | None) -> Iterator[Array]:
+def _blocks(tensor: Any, rows: range) -> Iterator[Array]:
     """Yield the rows of a tensor in blocks of bounded size."""
     if not tensor.shape:
         yield np.asarray(tensor[...]).reshape(1)
         return
-    rows = range(tensor.shape[0]) if rows is None else rows
     step = max(1, _BLOCK // max(1, math.prod(tensor.shape[1:])))
     for start in range(rows.start, rows.stop, step):
         yield tensor[start : min(start + step, rows.stop)]
@@ -248,7 +236,7 @@ def _numbers(values: Array) -> Array:
     return values.astype(np.float32) if row is not None and row.floating and row.bits < 32 else values
 
 
-def _print_all(tensor: Any, rows: range | None) -> None:
+def _print_all(tensor: Any, rows: range) -> None:
     """Print a line for each row along the last axis, and an empty line before each further matrix."""
     begin = True
     for block in _blocks(tensor, rows):
@@ -261,11 +249,10 @@ def _print_all(tensor: Any, rows: range | None) -> None:
             begin = False
 
 
-def _abbreviated(tensor: Any, rows: range | None) -> str:
+def _abbreviated(tensor: Any, rows: range) -> str:
     """Return the values as NumPy prints them; of many rows, only the first and the last are read."""
     if not tensor.shape:
         return str(_numbers(np.asarray(tensor[...])))
-    rows = range(tensor.shape[0]) if rows is None else rows
     threshold = _VALUES
     if len(rows) > 2 * _EDGE + 1 and len(rows) * math.prod(tensor.shape[1:]) > _VALUES:
         # NumPy replaces the middle row by dots.
@@ -276,16 +263,13 @@ def _abbreviated(tensor: Any, rows: range | None) -> str:
     return np.array2string(_numbers(values), threshold=threshold, edgeitems=_EDGE, max_line_width=width())
 
 
-def _print_tensor(name: str, tensor: Any, rows: range | None) -> None:
+def _print_tensor(name: str, tensor: Any, rows: range, chosen: dict[str, Any]) -> None:
     """Print an object, with a line for each row."""
-    shape = list(tensor.shape) if rows is None else [len(rows), *tensor.shape[1:]]
-    head = {"name": name, "dtype": dtypes.shown(tensor.dtype), "shape": shape}
-    if rows is not None:
-        head["rows"] = [rows.start, rows.stop]
+    shape = [len(rows), *tensor.shape[1:]] if tensor.shape else []
+    head = {"name": name, "dtype": dtypes.shown(tensor.dtype), "shape": shape, **chosen}
     if tensor.shape:
-        _print_object(
-            head, "values", (_plain(np.asarray(r)) for block in _blocks(tensor, rows) for r in _numbers(block))
-        )
+        lines = (_plain(np.asarray(row)) for block in _blocks(tensor, rows) for row in _numbers(block))
+        _print_object(head, "values", lines)
     else:
         value = json.dumps(_plain(_numbers(np.asarray(tensor[...]))))
         print(f'{json.dumps(head, indent=1)[:-2]},\n "values": {value}\n}}')
@@ -295,9 +279,5 @@ def _plain(values: Array) -> Any:
     """Return an array as lists for JSON: complex numbers as pairs, NaN and infinity as text."""
     if values.dtype.kind == "c":
         values = np.stack([values.real, values.imag], axis=-1)
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        # Not `astype(str)`: on old NumPy it warns of an invalid cast.
-        marked = ~np.isfinite(values)
-        values = values.astype(object)
-        values[marked] = [str(value) for value in values[marked]]
-    return values.tolist()
+    finite = values.dtype.kind != "f" or bool(np.isfinite(values).all())
+    return values.tolist() if finite else plain(values, lossless=True)

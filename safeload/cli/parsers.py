@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from .._version import __version__
 from ..core.showing import width
@@ -40,6 +40,7 @@ SUGGESTED = "suggested"
 # ---- rows ----
 
 Argument = Callable[[Any], object]  # adds itself to a parser
+Metavar: TypeAlias = str | tuple[str, str] | None  # None for an argument with choices
 Run = Callable[[argparse.Namespace], int]  # runs a command and returns its exit status
 
 
@@ -58,23 +59,26 @@ def command(description: str, examples: str, *arguments: Argument, status: str =
     return row
 
 
-def argument(*names: str, suggested: Callable[[], Iterable[str]] = tuple, **settings: Any) -> Argument:
-    """Return an argument; completion also offers the values that ``suggested`` returns."""
+def argument(
+    names: str, metavar: Metavar, help: str, *, suggested: Callable[[], Iterable[str]] = tuple, **settings: Any
+) -> Argument:
+    """Return an argument, its names separated by spaces; completion also offers the values of ``suggested``."""
 
     def add(parser: Any) -> None:
-        vars(parser.add_argument(*names, **settings))[SUGGESTED] = suggested
+        shown = {} if metavar is None else {"metavar": metavar}
+        vars(parser.add_argument(*names.split(), help=help, **shown, **settings))[SUGGESTED] = suggested
 
     return add
 
 
 def flag(name: str, help: str) -> Argument:
     """Return an option without a value."""
-    return argument(name, action="store_true", help=help)
+    return argument(name, None, help, action="store_true")
 
 
-def repeated(*names: str, metavar: str | tuple[str, str], help: str, **settings: Any) -> Argument:
+def repeated(names: str, metavar: Metavar, help: str, **settings: Any) -> Argument:
     """Return an option that may be repeated."""
-    return argument(*names, metavar=metavar, action="append", help=f"{help}; may be repeated", **settings)
+    return argument(names, metavar, f"{help}; may be repeated", action="append", **settings)
 
 
 def one_of(*arguments: Argument) -> Argument:
@@ -97,59 +101,57 @@ def positive(text: str) -> int:
 
 
 _PATH = "a weight file, a folder, an index.json, a URL (hf://, s3://, https://, ...), or - for stdin"
-PATHS = argument("paths", metavar="PATH", nargs="+", help=f"{_PATH}; may be repeated")
+PATHS = argument("paths", "PATH", f"{_PATH}; may be repeated", nargs="+")
 PATTERNS: tuple[Argument, ...] = (
-    repeated("--only", metavar="PATTERN", help="select tensors by name, for example '*.mlp.*'"),
-    repeated("--drop", metavar="PATTERN", help="leave out tensors by name"),
+    repeated("--only", "PATTERN", "select tensors by name, for example '*.mlp.*'"),
+    repeated("--drop", "PATTERN", "leave out tensors by name"),
 )
 OPENING: tuple[Argument, ...] = (
     flag("--stored", "show codes and scales of a quantized checkpoint as the files store them"),
     argument(
         "--root",
-        metavar="NAME",
-        help="use only this nested container, such as state_dict of a torch checkpoint, or a model in an archive",
+        "NAME",
+        "use only this nested container, such as state_dict of a torch checkpoint, or a model in an archive",
     ),
     argument(
         "--unknown-globals",
+        None,
+        "if a torch checkpoint references classes or functions that are not on the allowlist: refuse it "
+        "(default), or replace them by inert placeholders and read the tensors around them",
         choices=("refuse", "inert"),
         default="refuse",
-        help="if a torch checkpoint references classes or functions that are not on the allowlist: refuse it "
-        "(default), or replace them by inert placeholders and read the tensors around them",
     ),
     argument(
-        "--storage-option",
-        "--storage-options",
-        metavar="KEY=VALUE",
-        action="append",
-        help="for URLs: an option of the filesystem, such as anon=true or client_kwargs.endpoint_url=URL; may be "
+        "--storage-option --storage-options",
+        "KEY=VALUE",
+        "for URLs: an option of the filesystem, such as anon=true or client_kwargs.endpoint_url=URL; may be "
         "repeated. Pass credentials through environment variables, because other users can see this option",
+        action="append",
     ),
 )
-STORAGE_OPTION = repeated("--storage-option", metavar="KEY=VALUE", help="for URLs: an option of the filesystem")
-THREADS = argument("--threads", metavar="N", type=positive, help="number of threads; default: chosen automatically")
+STORAGE_OPTION = repeated("--storage-option", "KEY=VALUE", "for URLs: an option of the filesystem")
+THREADS = argument("--threads", "N", "number of threads; default: chosen automatically", type=positive)
 JSON = flag("--json", "print everything as one JSON object")
 DASK = argument(
-    "--dask",
-    metavar="ADDRESS",
-    help='run on a Dask cluster with access to the files: "tcp://HOST:8786", or a scheduler file',
+    "--dask", "ADDRESS", 'run on a Dask cluster with access to the files: "tcp://HOST:8786", or a scheduler file'
 )
 TRUSTED = one_of(
-    argument("--key", metavar="FILE", help="public key of the signer of the signature, in PEM"),
-    repeated("--certificate", metavar="FILE", help="certificate to trust, in PEM"),
+    argument("--key", "FILE", "public key of the signer of the signature, in PEM"),
+    repeated("--certificate", "FILE", "certificate to trust, in PEM"),
 )
 
 
 def path(name: str = "path") -> Argument:
     """Return the path of a checkpoint."""
-    return argument(name, metavar=name.upper(), help=_PATH)
+    return argument(name, name.upper(), _PATH)
 
 
 def selection(keys: Sequence[str], rows: int, order: str = "the order of the file") -> tuple[Argument, ...]:
     """Return the options that select, sort and limit listed tensors."""
     return (
         *PATTERNS,
-        argument("--sort", choices=keys, help=f"sort by this key, numbers in descending order; default: {order}"),
-        argument("--limit", metavar="N", type=positive, help="show at most N rows"),
+        argument("--sort", None, f"sort by this key, numbers in descending order; default: {order}", choices=keys),
+        argument("--limit", "N", "show at most N rows", type=positive),
         flag("--all", f"list every tensor, even beyond {rows} rows on a terminal"),
     )
 

@@ -67,11 +67,11 @@ class NumberedFiles(NamedTuple):
         return [self.files[number] for number in sorted(self.files)]
 
 
-def sets_of(names: Sequence[str]) -> list[NumberedFiles]:
-    """Group files with numbers in their names."""
+def sets_of(names: Sequence[str], pattern: re.Pattern[str] = PART) -> list[NumberedFiles]:
+    """Group files with numbers in their names; ``pattern`` has the groups of `PART`."""
     sets: dict[tuple[str, str, str], NumberedFiles] = {}
     for name in names:
-        match = PART.fullmatch(name)
+        match = pattern.fullmatch(name)
         if match is not None and int(match[3]) > 0:
             key = match[1], match[3], match[4]
             sets.setdefault(key, NumberedFiles(*key, {})).files[int(match[2])] = name
