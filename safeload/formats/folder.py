@@ -466,8 +466,9 @@ def choose_whole(
     shown = ", ".join(show(path.rstrip("/") + "/" + name) for name in files[:3]) + (", ..." if len(files) > 3 else "")
     variants = len({name.split(".")[0] for name in files}) == 1
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
-    text = f"{len(files)} {equal[0].suffix} files and no index: {listed(files)}. {advice}, or open several together"
-    raise error_about(UnsupportedError, f"{text} with safeload.open([{shown}])", path=path)
+    text = f"{len(files)} {equal[0].suffix} files and no index: {listed(files)}. {advice}"
+    text += f", or open several together with safeload.open([{shown}])"
+    raise error_about(UnsupportedError, text, path=path)
 
 
 def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
