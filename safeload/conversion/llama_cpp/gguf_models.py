@@ -28,10 +28,10 @@ from .settings import ModelConfig, config_of, count_at, form_of, settings_of
 from .tokenizer import (
     KEPT,
     MAX_PIECES,
-    SpecialTokens,
     TokenizerFiles,
     kept_json,
     skeleton,
+    special_keys,
     tokenizer_files,
     vocabulary_of,
 )
@@ -126,7 +126,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
         **dict(vocabulary.keys()),
-        **dict(SpecialTokens(files, config, vocabulary).keys()),
+        **dict(special_keys(files, config, vocabulary.texts)),
         **ends,
         f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
         **({} if experts is None else {_EXPERTS: experts}),

@@ -32,7 +32,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from ...core.store import read_at
 from ...core.text import encode, plural, show
 from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...formats import gguf
+from ...formats.onnx import BYTES, FOUR, SIZES, VARINT, varint
 from ..catalog import Catalog
 from .settings import ModelConfig, text_at
 
@@ -75,8 +76,6 @@ MAX_BYTES = 256 << 20
 # the square of its length.
 MAX_MERGED = 1024
 _F32 = struct.Struct("<f")
-_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
-_LONGEST_VARINT = 10
 
 
 class AddedToken(NamedTuple):
@@ -238,7 +237,7 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
 def _from_pieces(files: TokenizerFiles, model: SentencePieceModel, rows: int) -> Vocabulary:
     """Return the vocabulary of a ``tokenizer.model``."""
     if model.kind != BPE:
-        algorithm = {UNIGRAM: "unigram"}.get(model.kind, str(model.kind))
+        algorithm = "unigram" if model.kind == UNIGRAM else model.kind
         raise files.unsupported(f"{MODEL} is of type {algorithm}, expected BPE: llama.cpp would cut texts otherwise")
     if model.maps or model.trims:
         setting = "replaces characters" if model.maps else "removes spaces"
@@ -254,9 +253,14 @@ def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> 
     vocab, merges = _vocab(files, model), list(_pairs(files, model))
     scored = Vocabulary("llama", rows)
     ranks: dict[str, int] = {}
+    last = ""
     for rank, (left, right) in enumerate(merges):
-        ranks.setdefault(left + right, rank)
-    _check_scores(files, vocab, merges, ranks)
+        text = left + right
+        if text in ranks and text != last:
+            raise files.unsupported(f"{JSON}: merges of {show(text)} stand apart, so scores cannot express them")
+        ranks.setdefault(text, rank)
+        last = text
+    _check_scores(files, vocab, {*merges}, ranks)
     unknown = model.get("unk_token")
     for text, number in vocab.items():
         byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
@@ -288,17 +292,9 @@ def _with_added(files: TokenizerFiles, scored: Vocabulary, space_prefix: bool | 
 
 
 def _check_scores(
-    files: TokenizerFiles, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], ranks: Mapping[str, int]
+    files: TokenizerFiles, vocab: Mapping[str, int], pairs: Set[tuple[str, str]], ranks: Mapping[str, int]
 ) -> None:
     """Refuse merges that scores cannot express."""
-    pairs, last, seen = set(merges), "", set()
-    for left, right in merges:
-        text = left + right
-        if text != last:
-            if text in seen:
-                raise files.unsupported(f"{JSON}: merges of {show(text)} stand apart, so scores cannot express them")
-            seen.add(text)
-            last = text
     for text in ranks:
         if text not in vocab:
             raise files.fault(JSON, f"a merge forms {show(text)}, which model.vocab does not have")
@@ -521,33 +517,23 @@ def _fields(content: bytes, path: str, base: int) -> Iterator[tuple[int, int | f
     """Yield number, value and position of each field in the message at ``base``; 8 bytes are skipped, 4 are a float."""
     at = 0
     while at < len(content):
-        begin = at
-        key, at = _varint(content, at, path, base)
+        begin, number = at, 0
+        key, at = varint(content, begin)
         kind = key & 7
-        if kind not in (_VARINT, _BYTES, _EIGHT, _FOUR):
+        if at and kind not in SIZES:
             raise FormatError(f"wire type {kind} is unknown: not a model of SentencePiece", path, base + begin)
-        number, size = 0, {_EIGHT: 8, _FOUR: 4}.get(kind, 0)
-        if kind in (_VARINT, _BYTES):
-            number, at = _varint(content, at, path, base)
-            size = number if kind == _BYTES else 0
+        place = at or begin
+        if at and kind in (VARINT, BYTES):
+            number, at = varint(content, at)
+        if not at:
+            raise FormatError("a number is cut off or too long: not a model of SentencePiece", path, base + place)
+        size = number if kind == BYTES else SIZES[kind]
         if size > len(content) - at:
-            field = f"a field of {size} bytes" if kind == _BYTES else "a field"
+            field = f"a field of {size} bytes" if kind == BYTES else "a field"
             raise FormatError(f"{field} exceeds the message", path, base + begin)
         data = content[at : at + size]
         at += size
-        yield key >> 3, data if kind == _BYTES else _F32.unpack(data)[0] if kind == _FOUR else number, base + begin
-
-
-def _varint(content: bytes, at: int, path: str, base: int) -> tuple[int, int]:
-    value = 0
-    for k in range(_LONGEST_VARINT):
-        if at + k >= len(content):
-            break
-        byte = content[at + k]
-        value |= (byte & 0x7F) << (7 * k)
-        if byte < 0x80:
-            return value, at + k + 1
-    raise FormatError("a number is cut off or too long: not a model of SentencePiece", path, base + at)
+        yield key >> 3, data if kind == BYTES else _F32.unpack(data)[0] if kind == FOUR else number, base + begin
 
 
 # Fields of the trainer's settings: ids of special tokens, and whether bytes stand for unknown characters.
@@ -561,7 +547,7 @@ def serialized(pieces: Sequence[VocabularyPiece], add_prefix: bool, ids: Mapping
     result = bytearray()
     for piece in pieces:
         text = encode(piece.text, "token")
-        content = _field(1, text) + bytes([2 << 3 | _FOUR]) + _F32.pack(piece.score) + _number(3, piece.type)
+        content = _field(1, text) + bytes([2 << 3 | FOUR]) + _F32.pack(piece.score) + _number(3, piece.type)
         result += _field(1, content)
     settings = _number(3, BPE) + _number(4, len(pieces))
     settings += _number(_BYTE_FALLBACK, int(any(piece.type == BYTE for piece in pieces)))
@@ -582,11 +568,11 @@ def _encoded(number: int) -> bytes:
 
 
 def _number(field: int, value: int) -> bytes:
-    return _encoded(field << 3 | _VARINT) + _encoded(value)
+    return _encoded(field << 3 | VARINT) + _encoded(value)
 
 
 def _field(field: int, content: bytes) -> bytes:
-    return _encoded(field << 3 | _BYTES) + _encoded(len(content)) + content
+    return _encoded(field << 3 | BYTES) + _encoded(len(content)) + content
 
 
 # ---- special tokens ----
@@ -602,132 +588,125 @@ _FLAGS = ("bos", "eos", "sep")
 _MOST_PROCESSORS = 16
 
 
-class SpecialTokens:
-    """The ids and flags of special tokens."""
+def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the metadata keys of special tokens among ``texts``: ids, flags and chat templates."""
+    tokens, adds, types = dict(files.config or {}), dict[str, bool](), [*USUAL]
+    if files.json is not None:
+        _read_processor(files, tokens, adds, types)
+    ids: dict[str, int] = {}
 
-    def __init__(self, files: TokenizerFiles, config: ModelConfig, vocabulary: Vocabulary) -> None:
-        self._files = files
-        self._size = len(vocabulary.texts)
-        self._ids: dict[str, int] = {}
-        self._adds: dict[str, bool] = {}
-        self._types = list(USUAL)
-        self._config = dict(files.config or {})
-        if files.json is not None:
-            self._read_processor(files.json.get("post_processor"))
-        if files.config is not None:
-            numbers: dict[str | None, int] = {token.text: token.id for token in reversed(files.added_in_json)}
-            for kind in self._types:
-                flag = self._config.get(f"add_{kind}_token")
-                if isinstance(flag, bool):
-                    self._adds.setdefault(kind, flag)
-                self._set(kind, numbers.get(_text(self._config.get(f"{kind}_token"))))
-        for kind in self._types:
-            self._set(kind, config.values.get(f"{kind}_token_id"))
-        if files.json is None:
-            numbers = {text: number for number, text in enumerate(vocabulary.texts)}
-            for kind in USUAL:
-                number = numbers.get(_text(self._config.get(f"{kind}_token")))
-                if number != USUAL_IDS.get(kind):  # llama.cpp assumes that one
-                    self._set(kind, number)
-
-    def keys(self) -> Iterator[tuple[str, Any]]:
-        """Yield the metadata keys."""
-        for kind, number in self._ids.items():
-            yield f"tokenizer.ggml.{TYPES[kind]}_token_id", gguf.U32(number)
-        for kind, flag in self._adds.items():
-            if kind in _FLAGS:
-                yield f"tokenizer.ggml.add_{kind}_token", flag
-        yield from self._templates()
-
-    def _set(self, kind: str, number: Any) -> None:
+    def put(kind: str, number: Any) -> None:
         whole = isinstance(number, int) and not isinstance(number, bool)
-        if whole and kind not in self._ids and 0 <= number < self._size:
-            self._ids[kind] = number
+        if whole and kind not in ids and 0 <= number < len(texts):
+            ids[kind] = number
 
-    def _read_processor(self, processor: Any) -> None:
-        """Read which tokens the post-processor of ``tokenizer.json`` adds to a text."""
-        tokens = self._config
-        for kind, other in (("bos", "cls"), ("eos", "sep")):
-            if not tokens.get(f"{kind}_token") and tokens.get(f"{other}_token"):
-                tokens[f"{kind}_token"] = tokens[f"{other}_token"]
-        if processor is None:
-            return
-        if not isinstance(processor, dict):
-            raise self._files.fault(JSON, f"post_processor must be an object, got {show(processor)}")
-        inner = processor.get("processors", [processor])
-        for step in inner[:_MOST_PROCESSORS] if isinstance(inner, list) else [None]:
-            name = step.get("type") if isinstance(step, dict) else None
-            if name == "ByteLevel":
-                self._adds.setdefault("bos", False)
-                self._adds.setdefault("eos", False)
-            elif name == "TemplateProcessing":
-                assert isinstance(step, dict)
-                self._read_template(_pieces(step.get("single")), _pieces(step.get("pair")))
-            else:
-                raise self._files.unsupported(f"{JSON} has a post-processor {show(name)}, which is unknown")
+    numbers: dict[str | None, int] = {token.text: token.id for token in reversed(files.added_in_json)}
+    for kind in types:
+        flag = tokens.get(f"add_{kind}_token")
+        if isinstance(flag, bool):
+            adds.setdefault(kind, flag)
+        put(kind, numbers.get(_text(tokens.get(f"{kind}_token"))))
+    for kind in types:
+        put(kind, config.values.get(f"{kind}_token_id"))
+    if files.json is None:
+        numbers = {text: number for number, text in enumerate(texts)}
+        for kind in USUAL:
+            number = numbers.get(_text(tokens.get(f"{kind}_token")))
+            if number != USUAL_IDS.get(kind):  # llama.cpp assumes that one
+                put(kind, number)
+    yield from ((f"tokenizer.ggml.{TYPES[kind]}_token_id", gguf.U32(number)) for kind, number in ids.items())
+    yield from ((f"tokenizer.ggml.add_{kind}_token", flag) for kind, flag in adds.items() if kind in _FLAGS)
+    yield from _templates(files)
 
-    def _read_template(self, single: list[tuple[str, str]], pair: list[tuple[str, str]]) -> None:
-        """Read the tokens before and after a text, and between two texts."""
-        tokens = self._config
-        known = self._files.config is not None
-        bos, eos, first, last = _text(tokens.get("bos_token")), _text(tokens.get("eos_token")), None, None
-        cls, sep = _text(tokens.get("cls_token")), _text(tokens.get("sep_token"))
-        if len(single) > 1 and single[0][0] == "SpecialToken":
-            first = single[0][1]
-            if not known:
-                bos = first
-            elif first not in (bos, cls):
-                bos, cls = bos or first, cls or first
-                tokens["bos_token"], tokens["cls_token"] = bos, cls
-            self._adds["bos"] = first in (bos, cls)
-        if len(single) > 1 and single[-1][0] == "SpecialToken":
-            last = single[-1][1]
-            if known and last != eos:
-                for kind in [kind for kind in ("eot", "eom") if kind not in self._types][:1]:
-                    self._types.append(kind)
-                    tokens[f"{kind}_token"] = eos
-                tokens["eos_token"] = last
-            eos = last
-            self._adds["eos"] = True
-        begin = 1 if first is not None and pair[:1] == [("SpecialToken", first)] else 0
-        end = len(pair) - 1 if last is not None and pair[-1:] == [("SpecialToken", last)] else len(pair)
-        inner = pair[begin:end]
-        if len(inner) < 3 or inner[0] != ("Sequence", "A") or inner[-1] != ("Sequence", "B"):
-            return
-        middle = inner[1:-1]
-        separates = [kind == "SpecialToken" and text in (sep, eos) for kind, text in middle[:2]]
-        add = (separates[0] and last is None) or (len(middle) == 2 and separates[1])
-        self._adds["sep"] = add
-        if add and not tokens.get("sep_token") and known:
-            tokens["sep_token"] = eos
 
-    def _templates(self) -> Iterator[tuple[str, Any]]:
-        """Yield the chat template, or several by name."""
-        content = self._files.content(TEMPLATE)
-        template: Any = None
-        if content is not None:
-            try:
-                template = content.decode()
-            except UnicodeDecodeError as error:
-                raise FormatError(f"{TEMPLATE} is not UTF-8: {error.reason}", self._files.folder.shown) from None
-        elif (old := self._files.content(OLD_TEMPLATE)) is not None:
-            template = parse_json(old, OLD_TEMPLATE, self._files.folder.shown).get("chat_template")
-        template = self._config.get("chat_template", template)
-        if isinstance(template, str):
-            yield "tokenizer.chat_template", template
-        elif isinstance(template, list):
-            named = {}
-            for item in template:
-                name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
-                if not isinstance(name, str) or not isinstance(text, str):
-                    raise self._files.fault(CONFIG, f"invalid chat_template {show(item)}")
-                named["".join(c if c.isascii() and (c.isalnum() or c in "_") else "" for c in name)] = text
-            if "default" in named:
-                yield "tokenizer.chat_template", named.pop("default")
-            if named:
-                yield "tokenizer.chat_templates", list(named)
-            for name, text in named.items():
-                yield f"tokenizer.chat_template.{name}", text
+def _read_processor(files: TokenizerFiles, tokens: dict[str, Any], adds: dict[str, bool], types: list[str]) -> None:
+    """Read which tokens the post-processor of ``tokenizer.json`` adds to a text."""
+    assert files.json is not None
+    for kind, other in (("bos", "cls"), ("eos", "sep")):
+        if not tokens.get(f"{kind}_token") and tokens.get(f"{other}_token"):
+            tokens[f"{kind}_token"] = tokens[f"{other}_token"]
+    processor = files.json.get("post_processor")
+    if processor is None:
+        return
+    if not isinstance(processor, dict):
+        raise files.fault(JSON, f"post_processor must be an object, got {show(processor)}")
+    inner = processor.get("processors", [processor])
+    for step in inner[:_MOST_PROCESSORS] if isinstance(inner, list) else [None]:
+        name = step.get("type") if isinstance(step, dict) else None
+        if name == "ByteLevel":
+            adds.setdefault("bos", False)
+            adds.setdefault("eos", False)
+        elif isinstance(step, dict) and name == "TemplateProcessing":
+            single, pair = _pieces(step.get("single")), _pieces(step.get("pair"))
+            _read_template(single, pair, tokens, adds, None if files.config is None else types)
+        else:
+            raise files.unsupported(f"{JSON} has a post-processor {show(name)}, which is unknown")
+
+
+def _read_template(
+    single: list[tuple[str, str]],
+    pair: list[tuple[str, str]],
+    tokens: dict[str, Any],
+    adds: dict[str, bool],
+    types: list[str] | None,  # None without a ``tokenizer_config.json``
+) -> None:
+    """Read the tokens before and after a text, and between two texts."""
+    bos, eos, cls, sep = (_text(tokens.get(f"{kind}_token")) for kind in ("bos", "eos", "cls", "sep"))
+    first = single[0][1] if len(single) > 1 and single[0][0] == "SpecialToken" else None
+    last = single[-1][1] if len(single) > 1 and single[-1][0] == "SpecialToken" else None
+    if first is not None:
+        if types is None:
+            bos = first
+        elif first not in (bos, cls):
+            bos, cls = bos or first, cls or first
+            tokens["bos_token"], tokens["cls_token"] = bos, cls
+        adds["bos"] = first in (bos, cls)
+    if last is not None:
+        if types is not None and last != eos:
+            for kind in [kind for kind in ("eot", "eom") if kind not in types][:1]:
+                types.append(kind)
+                tokens[f"{kind}_token"] = eos
+            tokens["eos_token"] = last
+        eos = last
+        adds["eos"] = True
+    begin = 1 if first is not None and pair[:1] == [("SpecialToken", first)] else 0
+    end = len(pair) - 1 if last is not None and pair[-1:] == [("SpecialToken", last)] else len(pair)
+    inner = pair[begin:end]
+    if len(inner) < 3 or inner[0] != ("Sequence", "A") or inner[-1] != ("Sequence", "B"):
+        return
+    middle = inner[1:-1]
+    separates = [kind == "SpecialToken" and text in (sep, eos) for kind, text in middle[:2]]
+    adds["sep"] = (separates[0] and last is None) or (len(middle) == 2 and separates[1])
+    if adds["sep"] and not tokens.get("sep_token") and types is not None:
+        tokens["sep_token"] = eos
+
+
+def _templates(files: TokenizerFiles) -> Iterator[tuple[str, Any]]:
+    """Yield the chat template, or several by name."""
+    content = files.content(TEMPLATE)
+    template: Any = None
+    if content is not None:
+        try:
+            template = content.decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{TEMPLATE} is not UTF-8: {error.reason}", files.folder.shown) from None
+    elif (old := files.content(OLD_TEMPLATE)) is not None:
+        template = parse_json(old, OLD_TEMPLATE, files.folder.shown).get("chat_template")
+    template = (files.config or {}).get("chat_template", template)
+    if isinstance(template, str):
+        yield "tokenizer.chat_template", template
+    elif isinstance(template, list):
+        named = {}
+        for item in template:
+            name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise files.fault(CONFIG, f"invalid chat_template {show(item)}")
+            named["".join(c for c in name if c.isascii() and (c.isalnum() or c == "_"))] = text
+        if "default" in named:
+            yield "tokenizer.chat_template", named.pop("default")
+        if named:
+            yield "tokenizer.chat_templates", list(named)
+        yield from ((f"tokenizer.chat_template.{name}", text) for name, text in named.items())
 
 
 def _text(entry: Any) -> str | None:
