@@ -159,6 +159,7 @@ _ROLE = re.compile(
     re.ASCII,
 )
 _MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
+_MLX_ROLE = re.compile(r"\.(lora_[ab]|m)()()\Z", re.ASCII)  # with the groups of `_ROLE`
 # Each role needs at least one of these partners.
 _PARTNERS = {
     A: {B},
@@ -283,18 +284,14 @@ class Adapter:
     def _parse_name(self, name: str, wrappers: Iterable[str]) -> tuple[str, str]:
         """Return the module and the role of an adapter tensor."""
         bare = unwrapped(name)
-        if self.mlx:
-            for suffix, part in _MLX.items():
-                if bare.endswith(suffix):
-                    return bare.removesuffix(suffix), part
-        elif not bare.startswith(_PREFIX):
+        prefix, pattern, roles = ("", _MLX_ROLE, _MLX) if self.mlx else (_PREFIX, _ROLE, _PEFT)
+        if not bare.startswith(prefix):
             text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
-        rest = bare if self.mlx else bare.removeprefix(_PREFIX)
-        role = None if self.mlx else _ROLE.search(rest)
-        key = "" if role is None else f".{role[1]}{role[3] or ''}"
-        if role is not None and key in _PEFT:
-            return rest[: role.start()], _PEFT[key]
+        rest = bare.removeprefix(prefix)
+        match = pattern.search(rest)
+        if match is not None and (part := roles.get(f".{match[1]}{match[3] or ''}")) is not None:
+            return rest[: match.start()], part
         if any(part in rest for part in _NOT_LORA):
             named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
             text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
@@ -523,12 +520,9 @@ class Base:
             return name
         if name not in self.places and not self.is_part:
             names = [name, *(name.replace(part, stored) for part, stored in _RENAMED if part in name)]
-            for stored in names:
-                place = stored if stored in self.names else self._stack(stored)
-                if place is not None:
-                    self.places[name] = place
-                    return place
-            place = next(filter(None, map(self._unwrapped.get, names)), None)
+            stored = (text if text in self.names else self._stack(text) for text in names)
+            inside = (self._unwrapped.get(text) for text in names)
+            place = next((place for places in (stored, inside) for place in places if place is not None), None)
             if place is not None:
                 self.places[name] = place
         return self.places.get(name)

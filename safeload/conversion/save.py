@@ -420,54 +420,42 @@ class Writer:
         target, spool = self._target, self._file
         if isinstance(target, FileSink):
             if spool is None:
-                header = None if self._declared is None else self._header(self._declared, target)
-                size = None if header is None else int(header.nbytes + header.sizes.sum())
+                header = size = None
+                if self._declared is not None:
+                    numbers = bytes(row.number for row, _ in self._declared.values())
+                    shapes, order = [shape for _, shape in self._declared.values()], target.in_order
+                    header = Header([*self._declared], numbers, shapes, self._metadata, keeps_order=order, room=ROOM)
+                    size = int(header.nbytes + header.sizes.sum())
                 spool = _Spool(self._stack.enter_context(target.open(size)), header, self._declared or ())
         elif spool is None or (spool.names and spool.nbytes + nbytes > self._limit):
             if spool is None:
                 self._stack.enter_context(target.begin(overwrite=self._overwrite))
             else:
-                self._complete_shard(spool)
-                if target.location.files.remote:
-                    self._upload_shard(target)
+                self._complete_shard(spool, target)
             spool = _Spool(target.new(f"model-{len(self._shards) + 1:05}.safetensors", 0))
         self._file = spool
         return spool
 
-    def _header(self, declared: Mapping[str, tuple[dtypes.Dtype, Sequence[int]]], target: FileSink) -> Header:
-        numbers, shapes = bytes(row.number for row, _ in declared.values()), [shape for _, shape in declared.values()]
-        return Header([*declared], numbers, shapes, self._metadata, keeps_order=target.in_order, room=ROOM)
-
-    def _complete_shard(self, spool: _Spool) -> None:
+    def _complete_shard(self, spool: _Spool, sink: Sink, *, last: bool = False) -> list[str]:
+        """Complete a shard, and put all shards whose names are now known in the folder; return these names."""
         spool.complete(self._metadata)
         spool.file.seal()
         self._shards.append(spool)
         self._nbytes += spool.nbytes
-
-    def _upload_shard(self, sink: Sink) -> None:
-        """Upload the last shard of a folder whose number of shards is unknown."""
-        taken = sink.names()
-        self._name_shards(sink, (name for k in count(1) if (name := f"model-{k:05}.safetensors") not in taken))
-
-    def _name_shards(self, sink: Sink, names: Iterable[str]) -> None:
-        for spool, name in zip(self._shards, names, strict=False):
-            sink.add(name, spool.file)
-            self._weight_map.update(dict.fromkeys(spool.names, name))
-        self._shards = []
-
-    def _finish_folder(self, sink: Sink) -> None:
-        """Put the shards and their index in place."""
-        names: list[str] = []
-        if self._weight_map:
-            self._upload_shard(sink)
-        else:
+        if last and not self._weight_map:
             total = len(self._shards)
             usual = [f"model-{k + 1:05}-of-{total:05}.safetensors" for k in range(total)] if total > 1 else [SINGLE]
             names = [*free_names(sink, usual).values()]
-            self._name_shards(sink, names)
-        sink.commit({} if names == [SINGLE] else {INDEX: index_text(self._weight_map, self._nbytes)})
-        if self._overwrite:
-            sink.clear_records()
+        elif sink.location.files.remote:  # uploaded at once, when the number of shards is unknown
+            taken = sink.names()
+            names = [next(name for k in count(1) if (name := f"model-{k:05}.safetensors") not in taken)]
+        else:
+            return []
+        for shard, name in zip(self._shards, names, strict=True):
+            sink.add(name, shard.file)
+            self._weight_map.update(dict.fromkeys(shard.names, name))
+        self._shards = []
+        return names
 
     @public
     def close(self) -> None:
@@ -494,8 +482,11 @@ class Writer:
                 if isinstance(self._target, FileSink):
                     spool.complete(self._metadata)
                 else:
-                    self._complete_shard(spool)
-                    self._finish_folder(self._target)
+                    single = self._complete_shard(spool, self._target, last=True) == [SINGLE]
+                    index = {} if single else {INDEX: index_text(self._weight_map, self._nbytes)}
+                    self._target.commit(index)
+                    if self._overwrite:
+                        self._target.clear_records()
         except OSError as error:
             raise unsaved(error) from None
 
