@@ -50,7 +50,6 @@ from .quantize import (
     Encoding,
     Rounding,
     Scratch,
-    ScratchBuffers,
     Weights,
     encode,
     global_scale,
@@ -375,7 +374,7 @@ class Maker:
         self._rounding: Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
         self._scratch, self._codes = Scratch(), Scratch()
-        self._buffers = ScratchBuffers()
+        self._free: list[Scratch] = []  # for the threads that quantize a weight
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
@@ -547,7 +546,7 @@ class Maker:
         return parts[role]
 
     def _weights(self, name: str, row: dtypes.Dtype) -> Weights:
-        return weights_in(self._catalog, name, row, self._buffers, self._scratch.array, threads=self._threads)
+        return weights_in(self._catalog, name, row, self._free, self._scratch.array, threads=self._threads)
 
     def _packed(self, name: str, tensor: TensorDescription) -> LazyParts:
         """Return a packed tensor as stored."""
@@ -615,9 +614,9 @@ class Maker:
 
     def _codes_of(self, group: Sequence[str]) -> dict[str, Array]:
         tensors = ((output, source()) for output, _, source in map(self._small.__getitem__, group))
-        pairs = [quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors]
-        run_requests([request for request, _ in pairs], threads=self._threads, progress=None)
-        return {name: result.data for name, (_, result) in zip(group, pairs, strict=True)}
+        requests = [quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors]
+        run_requests(requests, threads=self._threads, progress=None)
+        return {name: request.result.data for name, request in zip(group, requests, strict=True)}
 
 
 def _quantized_later(
