@@ -58,7 +58,10 @@ def _of_module(patterns: Mapping[str, Any], key: str, module: str, default: Any)
     """Return the value of the first pattern that matches the end of a module's name, at a name boundary."""
     for pattern, value in patterns.items():
         if _PLAIN.fullmatch(pattern):
-            matches = _ends_with(module, pattern)
+            bare = pattern.removeprefix("^")
+            begin = len(module) - len(bare)
+            bounded = begin == 0 or (begin > 0 and bare == pattern and module[begin - 1] == ".")
+            matches = bounded and all(a in (".", b) for a, b in zip(bare, module[begin:], strict=True))
         else:
             # "^" can match only if nothing precedes the pattern, and the subset has no "^".
             whole = pattern.startswith("^") and "|" not in pattern
@@ -69,26 +72,15 @@ def _of_module(patterns: Mapping[str, Any], key: str, module: str, default: Any)
     return default
 
 
-def _ends_with(module: str, end: str) -> bool:
-    """Return whether a module's name ends with a plain pattern, at a name boundary."""
-    bare = end.removeprefix("^")
-    begin = len(module) - len(bare)
-    if begin < 0 or (begin > 0 and (bare != end or module[begin - 1] != ".")):
-        return False
-    return all(expected in (".", letter) for expected, letter in zip(bare, module[begin:], strict=True))
-
-
 def _check_method(config: Mapping[str, Any], path: str) -> None:
     """Refuse adapters of PEFT that are no plain LoRA."""
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        problem = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
-        text = f"{problem}. safeload merges LoRA adapters only; merge this adapter with PEFT"
-        raise error_about(UnsupportedError, text, path=path)
-    for key, effect in _REFUSED.items():
-        if config.get(key):
-            text = f'"{key}" {effect} safeload does not merge; merge this adapter with PEFT'
-            raise error_about(UnsupportedError, text, path=path)
+    kind, key = config.get("peft_type"), next(filter(config.get, _REFUSED), None)
+    if kind != "LORA" or key is not None:
+        problem = f'"{key}" {_REFUSED.get(key or "")} safeload does not merge'
+        if kind != "LORA":
+            state = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
+            problem = f"{state}. safeload merges LoRA adapters only"
+        raise error_about(UnsupportedError, f"{problem}; merge this adapter with PEFT", path=path)
     initialization = config.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.lower().startswith(_CHANGES_BASE):
         warning(

@@ -93,7 +93,7 @@ class ModelConfig:
 
     def positive(self, value: Any, name: str) -> int:
         """Check a size."""
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
+        if type(value) is not int or not 0 < value <= _MAX_SIZE:
             raise self.fault(f"{name} must be a positive integer, got {show(value)}")
         return value
 
@@ -110,18 +110,17 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
     _check(config, form)
     metadata: dict[str, Any] = {}
     for name, key in form.keys.items():
-        value = config.find(key.config)
+        value = found if (found := config.find(key.config)) is not None else key.default
+        if not key.config or (value is None and key.optional):
+            continue
         if value is None:
-            value = key.default
-        if value is None:
-            if key.config and not key.optional:
-                raise config.fault(f"{key.config[0]} is missing")
-        elif key.config and key.types[0] != U32:
+            raise config.fault(f"{key.config[0]} is missing")
+        if key.types[0] != U32:
             metadata[f"{form.architecture}.{name}"] = gguf.F32(config.number(value, key.config[0]))
-        elif key.config:
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SIZE:
-                raise config.fault(f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
-            metadata[f"{form.architecture}.{name}"] = gguf.U32(value)
+            continue
+        if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+            raise config.fault(f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
+        metadata[f"{form.architecture}.{name}"] = gguf.U32(value)
     experts, used = (metadata.get(f"{form.architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
@@ -207,13 +206,12 @@ class _Rope:
         if content is None:
             content = older
         elif older is not None:
-            pairs = ((key, content.get("rope_type" if key == "type" else key), value) for key, value in older.items())
-            other = next((key for key, value, before in pairs if value != before), None)
-            if other is not None:
-                raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(other)}")
+            for key, value in older.items():
+                if content.get("rope_type" if key == "type" else key) != value:
+                    raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(key)}")
         parameters = dict(content or {})
-        local = config.find(("rope_local_base_freq", "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
-        sliding, name = local, "rope_local_base_freq"
+        name = "rope_local_base_freq"
+        sliding = config.find((name, "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
         if "full_attention" in parameters or "sliding_attention" in parameters:
             full, windowed = (parameters.pop(key, None) for key in ("full_attention", "sliding_attention"))
             if parameters or not all(part is None or isinstance(part, Mapping) for part in (full, windowed)):
@@ -296,9 +294,7 @@ class _Rope:
         return int(share * self.config.size("embedding_length")) // self.config.size("attention.head_count")
 
     def _number(self, key: str, default: float | None = None) -> float:
-        value = self.full.get(key)
-        if value is None:
-            value = default
+        value = default if self.full.get(key) is None else self.full[key]
         if value is None:
             raise self.config.fault(f"rope parameter {key} is missing")
         return self.config.number(value, key)

@@ -7,7 +7,7 @@ llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that
 2. ``tokenizer.json``: the format of the library tokenizers. ``model`` has ``type`` "BPE", ``vocab`` (token to id),
    ``merges`` ("a b" or ["a", "b"], in order) and ``byte_fallback``; ``added_tokens`` has objects with ``id``,
    ``content``, ``special`` and ``normalized``.
-3. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `SpecialTokens`.
+3. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `special_keys`.
 
 llama.cpp has names for the ways to cut a text into words before byte pairs are merged (``pre_tokenizers.json``). A name
 is chosen by the token ids of a test text, which tell published vocabularies apart, or else by the pre-tokenizer in
@@ -154,7 +154,7 @@ class TokenizerFiles:
 
     def _added(self, name: str, number: Any, item: Any) -> AddedToken:
         text = item.get("content") if isinstance(item, dict) else None
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0 or not isinstance(text, str):
+        if type(number) is not int or number < 0 or not isinstance(text, str):
             raise self.fault(name, f"invalid added token {show(item)}")
         return AddedToken(number, text, item.get("special") is True, item.get("normalized") is not False)
 
@@ -397,7 +397,7 @@ def _vocab(files: TokenizerFiles, model: Mapping[str, Any]) -> dict[str, int]:
     if not isinstance(vocab, dict) or not vocab:
         raise files.fault(JSON, "model.vocab must be an object")
     for text, number in vocab.items():
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MAX_PIECES:
+        if type(number) is not int or not 0 <= number < MAX_PIECES:
             raise files.fault(JSON, f"token {show(text)} has the id {show(number)}")
     if len(set(vocab.values())) < len(vocab):
         raise files.fault(JSON, "two tokens of model.vocab have the same id")
@@ -596,8 +596,7 @@ def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str
     ids: dict[str, int] = {}
 
     def put(kind: str, number: Any) -> None:
-        whole = isinstance(number, int) and not isinstance(number, bool)
-        if whole and kind not in ids and 0 <= number < len(texts):
+        if type(number) is int and kind not in ids and 0 <= number < len(texts):
             ids[kind] = number
 
     numbers: dict[str | None, int] = {token.text: token.id for token in reversed(files.added_in_json)}
