@@ -79,12 +79,8 @@ def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
     source = None if quantized else in_rows(in_file(checkpoint, name, file, index), work)
     if row.packed and not quantized:  # elements share bytes, so they are decoded together
-
-        def decoded(rows: Any) -> Array:
-            values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
-            return values
-
-        return AdapterTarget(name, shape, None, work, decoded, True, source)
+        whole = partial(checkpoint.load, [name], dtype="float32", backend="pread")
+        return AdapterTarget(name, shape, None, work, lambda rows: whole()[name][rows], True, source)
     together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
     read = checkpoint.get_slice(name, dtype=work.name).__getitem__
     return AdapterTarget(name, shape, None if quantized else row, work, read, together, source)
@@ -272,9 +268,8 @@ class Merge:
 
     def _add(self, name: str, change: Change) -> None:
         changes = self.changes.setdefault(name, [])
-        if VALUE in change.parts:  # PEFT can write a value after the factors of its module
-            factors = (k for k, earlier in enumerate(changes) if earlier.adapter is change.adapter)
-            changes.insert(next(factors, len(changes)), change)
+        if VALUE in change.parts:  # replaces earlier changes; PEFT can write it after the factors of its module
+            changes[:] = [change, *(factors for factors in changes if factors.adapter is change.adapter)]
             return
         if any(VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
             raise UnsupportedError(
@@ -309,9 +304,8 @@ class Merge:
         """Return a merged tensor."""
         target, changes = self.base.target(name), self.changes[name]
         result = target_array(target.shape, dtypes.array_dtype(row.number), out)
-        last = max((k for k, change in enumerate(changes) if VALUE in change.parts), default=-1)
-        if last >= 0:  # the replacement discards earlier changes
-            target, changes = _replaced(target, changes[last]), changes[last + 1 :]
+        if changes and VALUE in changes[0].parts:
+            target, changes = _replaced(target, changes[0]), changes[1:]
         stacked = any(change.stacked for change in changes)
         factors = [self._factors_of(change, target.work.name) for change in changes]
         narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))

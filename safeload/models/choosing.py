@@ -252,15 +252,13 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
         choice = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
         if choice is not None and choice.inner is not None:
             keys = {**choice.inner.config, **({TIE: config[TIE]} if isinstance(config.get(TIE), bool) else {})}
-    result = {}
     if choice is None:
         tie = _tie_in(config)
-        if _generates(config) and tie is not False and (tie or _HEAD not in names):
-            embeddings = [name for name in names if f".{name}".endswith(_EMBEDDINGS)]
-            shared = [name for name in embeddings if f".{name}".endswith(_EMBEDDINGS[-1])]
-            if len(shared or embeddings) == 1:
-                result[_HEAD] = (shared or embeddings)[0]
-        return result
+        ties = _generates(config) and tie is not False and (tie or _HEAD not in names)
+        embeddings = [name for name in names if ties and f".{name}".endswith(_EMBEDDINGS)]
+        shared = [name for name in embeddings if f".{name}".endswith(_EMBEDDINGS[-1])] or embeddings
+        return {_HEAD: shared[0]} if len(shared) == 1 else {}
+    result = {}
     with suppress(ValueError):  # the config lacks a key
         for head, (embedding, _) in choice.schema.pairs(names, keys).items():
             # The head stands beside the module of the embedding: language_model.model., language_model.lm_head.
@@ -313,9 +311,7 @@ def dtype_in(config: Mapping[str, Any] | None) -> dtypes.Dtype | None:
     if row is not None and row.floating and row.bits >= 16:
         return row
     nested = {key: dtype_in(part) for key, part in config.items() if _is_config(key, part)}
-    if nested.get(_FIRST_NESTED) is not None:
-        return nested[_FIRST_NESTED]
-    rows = {row for row in nested.values() if row is not None}
+    rows = {nested.get(_FIRST_NESTED)} - {None} or {*nested.values()} - {None}
     return rows.pop() if len(rows) == 1 else None
 
 
