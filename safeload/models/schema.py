@@ -318,11 +318,8 @@ class Schema:
         If the config has no architectures, return the first of the schema.
         """
         listed = None if config is None else config.get("architectures")
-        if not isinstance(listed, list) or not listed:
-            return next(iter(self.architectures), None)
-        return next(
-            (text for text in listed[:MAX_LISTED] if isinstance(text, str) and text in self.architectures), None
-        )
+        names = listed[:MAX_LISTED] if isinstance(listed, list) and listed else self.architectures
+        return next((name for name in names if name in self.architectures), None)
 
     def pairs(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, tuple[str, bool]]:
         """Return the embeddings of tied heads, stored or not, by head, and True if the head is optional."""

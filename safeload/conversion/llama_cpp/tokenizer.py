@@ -215,20 +215,24 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
         return _from_pieces(files, files.model, rows)
     if files.json is None:
         raise files.unsupported(f"neither {MODEL} nor {JSON} exists, but llama.cpp needs a tokenizer")
-    model = files.json.get("model")
-    kind = model.get("type") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or kind != "BPE":
-        raise files.unsupported(f"{JSON} has a model of type {show(kind)}, expected 'BPE'")
+    model = _object(files.json, "model")
+    if model.get("type") != "BPE":
+        raise files.unsupported(f"{JSON} has a model of type {show(model.get('type'))}, expected 'BPE'")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key) not in (None, "", 0):
             raise files.unsupported(f"{JSON} has the {key} {show(model[key])}, which llama.cpp does not have")
-    decoder = files.json.get("decoder")
-    decodes = decoder.get("type") if isinstance(decoder, dict) else None
+    decodes = _object(files.json, "decoder").get("type")
     if model.get("byte_fallback") is True and decodes == "Sequence":
         return _from_merges(files, model, rows)
     if decodes != "ByteLevel":
         raise files.unsupported(f"{JSON} has a decoder of type {show(decodes)}, expected 'ByteLevel' or 'Sequence'")
     return _byte_level(files, model, rows)
+
+
+def _object(holder: Any, key: str) -> Mapping[str, Any]:
+    """Return the object at a key of an object, or an empty one."""
+    value = holder.get(key) if isinstance(holder, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
 
 
 # ---- SentencePiece ----
@@ -317,7 +321,7 @@ def _space_prefix(files: TokenizerFiles) -> bool:
     for step in _steps(files.json.get("normalizer"), "normalizers"):
         if step.get("type") == "Prepend" and step.get("prepend") == SPACE:
             prefix = True
-        elif step.get("type") == "Replace" and step.get("content") == SPACE and _literal(step) == " ":
+        elif step.get("type") == "Replace" and step.get("content") == SPACE and _is_at_spaces(step):
             replaces = True
         else:
             raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
@@ -327,18 +331,16 @@ def _space_prefix(files: TokenizerFiles) -> bool:
             if step.get("split", True) is True:
                 raise files.unsupported(f"{JSON} cuts texts at spaces, which llama.cpp does not do")
             prefix, replaces = prefix or scheme != "never", True
-        elif not (step.get("type") == "Split" and _literal(step) == " " and replaces):  # finds no space any more
-            raise files.unsupported(
-                f"{JSON} has a pre-tokenizer {show(step.get('type'))}, which llama.cpp does not have"
-            )
+        elif not (step.get("type") == "Split" and _is_at_spaces(step) and replaces):  # finds no space any more
+            kind = show(step.get("type"))
+            raise files.unsupported(f"{JSON} has a pre-tokenizer {kind}, which llama.cpp does not have")
     if not replaces:
         raise files.unsupported(f"{JSON} does not write spaces as {SPACE}")
     return prefix
 
 
-def _literal(step: Mapping[str, Any]) -> Any:
-    pattern = step.get("pattern")
-    return pattern.get("String") if isinstance(pattern, dict) else None
+def _is_at_spaces(step: Mapping[str, Any]) -> bool:
+    return _object(step, "pattern").get("String") == " "
 
 
 def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
@@ -715,25 +717,18 @@ def _text(entry: Any) -> str | None:
 
 def _pieces(template: Any) -> list[tuple[str, str]]:
     """Return kind and id of the pieces of a template."""
-    pieces = []
-    for item in template if isinstance(template, list) else []:
-        for kind in ("SpecialToken", "Sequence"):
-            inner = item.get(kind) if isinstance(item, Mapping) else None
-            if isinstance(inner, Mapping) and isinstance(inner.get("id"), str):
-                pieces.append((kind, inner["id"]))
-    return pieces
+    items, kinds = template if isinstance(template, list) else [], ("SpecialToken", "Sequence")
+    pieces = ((kind, _object(item, kind).get("id")) for item in items for kind in kinds)
+    return [(kind, name) for kind, name in pieces if isinstance(name, str)]
 
 
 def skeleton(files: TokenizerFiles) -> dict[str, str]:
     """Return the settings that the way back needs and the metadata lacks: JSON by file of the tokenizer."""
     parts: dict[str, str] = {}
     if files.json is not None:
-        model = files.json.get("model")
-        model = model if isinstance(model, dict) else {}
-        vocab = model.get("vocab")
-        added = {token.text for token in files.added_in_json}
+        model, added = _object(files.json, "model"), {token.text for token in files.added_in_json}
         inner = {key: value for key, value in model.items() if key != "merges"}
-        inner["vocab"] = {text: k for text, k in vocab.items() if text in added} if isinstance(vocab, dict) else {}
+        inner["vocab"] = {text: k for text, k in _object(model, "vocab").items() if text in added}
         parts[JSON] = json.dumps({**files.json, "model": inner}, ensure_ascii=False)
     if files.config is not None:
         parts[CONFIG] = json.dumps(files.config, ensure_ascii=False)
@@ -849,19 +844,15 @@ class _Tokens:
         content = self._template() if kept is None else kept  # our own metadata keep all but vocabulary and merges
         if content is None:
             return None
-        model = content.get("model")
-        model = model if isinstance(model, dict) else {}
-        listed = content.get("added_tokens")
+        model, listed = _object(content, "model"), content.get("added_tokens")
         items = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
         added = {number for item in items if isinstance(number := item.get("id"), int)}
         vocab = {text: k for k, text in enumerate(self.texts) if k not in added and not self._pads(k)}
-        own = model.get("vocab")
-        if isinstance(own, dict):  # added tokens that the vocabulary has too
-            bad = next((text for text, k in own.items() if type(k) is not int or not 0 <= k < len(self.texts)), None)
-            if bad is not None:
-                raise FormatError(f"key {KEPT}{JSON}: token {show(bad)} has the id {show(own[bad])}", self._title)
-            vocab.update(own)
-        vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
+        own = _object(model, "vocab")  # added tokens that the vocabulary has too
+        bad = next((text for text, k in own.items() if type(k) is not int or not 0 <= k < len(self.texts)), None)
+        if bad is not None:
+            raise FormatError(f"key {KEPT}{JSON}: token {show(bad)} has the id {show(own[bad])}", self._title)
+        vocab = dict(sorted({**vocab, **own}.items(), key=lambda item: item[1]))
         if self.scored:
             pairs = self._scored_merges(vocab)
         else:
@@ -937,9 +928,7 @@ class _Tokens:
         config.update((f"{kind}_token", self.texts[number]) for kind, number in self.ids.items())
         config["clean_up_tokenization_spaces"] = False
         if self.scored:
-            config.update(
-                add_bos_token=self._flag("add_bos_token", True), add_eos_token=self._flag("add_eos_token", False)
-            )
+            config.update((key, self._flag(key, key == "add_bos_token")) for key in ("add_bos_token", "add_eos_token"))
             config["legacy"] = False
             config["added_tokens_decoder"] = {
                 str(k): {key: value for key, value in self._entry(k).items() if key != "id"} for k in self._added()
