@@ -357,9 +357,6 @@ def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
 # model. Names and shapes decide here, then known architectures. Whatever remains ambiguous is refused.
 
 
-# ---- bases ----
-
-
 class AdapterTarget(NamedTuple):
     """A base tensor to merge into."""
 

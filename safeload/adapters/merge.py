@@ -105,7 +105,7 @@ def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
         raise error_about(UnsupportedError, text, path=path, tensor=name)
 
 
-# ---- changes of a tensor ----
+# ---- changes of a base ----
 
 
 class Change(NamedTuple):
@@ -118,9 +118,6 @@ class Change(NamedTuple):
     stacked: bool = False  # the tensor is a stack of matrices (experts), each with its own factors
     matrices: int = 1  # number of matrices in the stack
     part: tuple[int, slice] | None = None  # matrix number and rows, if the tensor holds part of a stack
-
-
-# ---- changes of a base ----
 
 
 class Merge:

@@ -361,8 +361,7 @@ def _channels(shape: tuple[int, ...], axis: int | None, begin: int, count: int) 
     return slice(first, first + count // inner), inner
 
 
-# ---- formats of engines ----
-
+# ---- formats of engines: the values of a weight, in ranges, on several threads at once ----
 
 # The dtypes of weights that engines quantize.
 WEIGHTS = ("BF16", "F16", "F32")
@@ -378,9 +377,6 @@ _LOCAL, _REMOTE = 1 << 20, 4 << 20
 _REMOTE_READERS = 2
 # Bytes of the ranges that all threads read.
 _MOST_BYTES = 32 << 20
-
-
-# ---- the values of a weight, in ranges, on several threads at once ----
 
 
 class Weights(NamedTuple):

@@ -548,18 +548,15 @@ def _declared(tensors: Mapping[str, tuple[Any, Sequence[int]]]) -> dict[str, tup
         pair = tensors[check_name(name)]
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"tensors: {show(name)} must be (dtype, shape), got {show(pair)}")
-        declared[name] = dtypes.parse(pair[0]), _shape(name, pair[1])
+        row, must = dtypes.parse(pair[0]), f"tensors: the shape of {show(name)} must"
+        try:
+            sizes = tuple(map(index, pair[1]))
+        except TypeError:
+            raise TypeError(f"{must} be a list of integers, got {show(pair[1])}") from None
+        if not all(0 <= size < 1 << 63 for size in sizes):
+            raise ValueError(f"{must} have sizes in [0, 2**63), got {show(list(sizes))}")
+        declared[name] = row, sizes
     return declared
-
-
-def _shape(name: str, shape: Any) -> tuple[int, ...]:
-    try:
-        sizes = tuple(map(index, shape))
-    except TypeError:
-        raise TypeError(f"tensors: the shape of {show(name)} must be a list of integers, got {show(shape)}") from None
-    if not all(0 <= size < 1 << 63 for size in sizes):
-        raise ValueError(f"tensors: the shape of {show(name)} must have sizes in [0, 2**63), got {show(list(sizes))}")
-    return sizes
 
 
 class _Spool:
@@ -577,7 +574,6 @@ class _Spool:
         self._numbers = bytearray()
         self._shapes: list[Sequence[int]] = []
         self._begins: list[int] = []
-        self._aligned = True
         self._small, self._small_begin = bytearray(), 0  # small neighbours that wait, and their position
         self._described: dict[str, Any] = {}  # the quantized tensors
         self._config: str | None = None  # the quantization of packed tensors
@@ -596,7 +592,6 @@ class _Spool:
         self._numbers.append(source.row.number)
         self._shapes.append(source.shape)
         self._begins.append(self.nbytes)
-        self._aligned &= self.nbytes % dtypes.array_dtype(source.row.number).alignment == 0
         self.nbytes += source.nbytes
 
     def _write(self, position: int, source: TensorToWrite) -> None:
@@ -648,7 +643,8 @@ class _Spool:
         self._flush()
         if self._places is not None:
             return
-        keeps_order = self._aligned and self.nbytes > _SMALL
+        places = zip(self._begins, map(dtypes.array_dtype, self._numbers), strict=True)
+        keeps_order = self.nbytes > _SMALL and all(begin % dtype.alignment == 0 for begin, dtype in places)
         texts = texts_with(metadata, self._described, self._config)
         header = Header(self.names, bytes(self._numbers), self._shapes, texts, keeps_order=keeps_order)
         if keeps_order and header.nbytes + ROOM <= _BEGIN:

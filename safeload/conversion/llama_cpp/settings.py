@@ -27,10 +27,7 @@ _MAX_F32 = float(np.finfo(np.float32).max)
 MAX_FACTORS = 1 << 16
 
 # Rope parameters that older configs have outside of them, under these names.
-_OUTSIDE_ROPE = {
-    "rope_theta": ("rope_theta", "rope_global_theta"),
-    "partial_rotary_factor": ("partial_rotary_factor",),
-}
+_OUTSIDE_ROPE = {"rope_theta": ("rope_theta", "rope_global_theta"), "partial_rotary_factor": ("partial_rotary_factor",)}
 # Keys of rope parameters by type, besides those of `_ANY_ROPE`.
 _ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _ORIGINAL = "original_max_position_embeddings"
