@@ -394,23 +394,18 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
         for adapter in adapters:
             for module, parts in adapter.modules.items():
                 if EMBEDDING_A in parts:
-                    text = (
-                        f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to an "
-                        "embedding, but their names are not known, so the head would change too"
-                    )
+                    text = f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to "
+                    text += "an embedding, but their names are not known, so the head would change too"
                     raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=parts[EMBEDDING_A])
-    for pair in pairs.items():
-        changes = [(adapter, name) for adapter in adapters if (name := _changed_alone(adapter, *pair)) is not None]
-        if changes and pair[1].endswith(_SHARED):
-            adapter, name = changes[0]
-            raise UnsupportedError(
-                f"the adapter changes {show(name)}, but encoder, decoder and head share {show(pair[1])}: merging into "
-                "one of them is not supported",
-                path=adapter.checkpoint.path,
-                tensor=name,
-            )
-        if changes:
-            untied[pair[0]] = pair[1]
+    for head, embedding in pairs.items():
+        alone = [(adapter, _changed_alone(adapter, head, embedding)) for adapter in adapters]
+        for adapter, name in alone:
+            if name is not None and embedding.endswith(_SHARED):
+                text = f"the adapter changes {show(name)}, but encoder, decoder and head share {show(embedding)}: "
+                text += "merging into one of them is not supported"
+                raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=name)
+            if name is not None:
+                untied[head] = embedding
     return Heads(pairs, untied)
 
 
@@ -430,12 +425,9 @@ def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
             if np.array_equal(a, b):
                 return None
         if not changed:
-            raise FormatError(
-                f"tensors {show(values[0])} and {show(values[1])} of the adapter differ, but the base ties them and "
-                "'modules_to_save' names neither",
-                adapter.checkpoint.path,
-                tensor=values[0],
-            )
+            text = f"tensors {show(values[0])} and {show(values[1])} of the adapter differ, but the base ties them and "
+            text += "'modules_to_save' names neither"
+            raise FormatError(text, adapter.checkpoint.path, tensor=values[0])
     return changed[0] if changed else None
 
 

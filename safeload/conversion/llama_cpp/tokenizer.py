@@ -792,6 +792,11 @@ class _Tokens:
             raise FormatError(f"key {_PREFIX}tokens must be an array of strings", self._title)
         self.texts: list[str] = texts
         self.types: list[int] = self._numbers("token_type", NORMAL, "iu")
+        self.scores: list[float] = self._numbers("scores", 0.0, "f") if scored else []
+        bad = next((k for k, score in enumerate(self.scores) if not abs(score) < _MOST_SCORE), None)
+        if bad is not None:
+            text = f"key {_PREFIX}scores: score {bad} is {self.scores[bad]}, expected a finite f32"
+            raise FormatError(text, self._title)
         usual = USUAL_IDS.items() if scored else ()
         self.ids = {name: number for name, number in usual if number < len(texts)}
         for kind, word in TYPES.items():
@@ -809,13 +814,6 @@ class _Tokens:
         numbers: list[Any] = array.tolist()
         return numbers
 
-    def _scores(self) -> list[float]:
-        scores = self._numbers("scores", 0.0, "f")
-        bad = next((k for k, score in enumerate(scores) if not abs(score) < _MOST_SCORE), None)
-        if bad is not None:
-            raise FormatError(f"key {_PREFIX}scores: score {bad} is {scores[bad]}, expected a finite f32", self._title)
-        return scores
-
     def _flag(self, key: str, default: bool) -> bool:
         value = self._metadata.get(f"{_PREFIX}{key}", default)
         return value if isinstance(value, bool) else default
@@ -824,19 +822,21 @@ class _Tokens:
         """Return True for the filler of an id without a token."""
         return self.types[number] == UNUSED and self.texts[number] == f"[PAD{number}]"
 
-    def _added(self) -> list[int]:
-        return [k for k, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED)]
+    def _added(self) -> list[dict[str, Any]]:
+        """Return the entries of added tokens."""
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        added = ((k, kind == CONTROL) for k, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED))
+        return [{"id": k, "content": self.texts[k], **flags, "special": special} for k, special in added]
 
     def model(self) -> bytes:
         """Return the vocabulary as a ``tokenizer.model``, without fillers at its end."""
-        scores, count = self._scores(), len(self.texts)
+        count = len(self.texts)
         while count and self._pads(count - 1):
             count -= 1
         pieces = []
-        for text, score, kind in zip(self.texts[:count], scores, self.types, strict=False):
-            text = text.replace(" ", "\u2581") if kind == USER_DEFINED else text
-            kind = kind if NORMAL <= kind <= BYTE else NORMAL
-            pieces.append(VocabularyPiece(text, score, kind))
+        for text, score, kind in zip(self.texts[:count], self.scores, self.types, strict=False):
+            text = text.replace(" ", SPACE) if kind == USER_DEFINED else text
+            pieces.append(VocabularyPiece(text, score, kind if NORMAL <= kind <= BYTE else NORMAL))
         return serialized(pieces, self._flag("add_space_prefix", True), self.ids)
 
     def json(self, kept: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -866,9 +866,8 @@ class _Tokens:
 
     def _scored_merges(self, vocab: Mapping[str, int]) -> list[list[str]]:
         """Return the merges that form tokens, those of the highest score first."""
-        scores = self._scores()
-        formed = [text for text, k in vocab.items() if self.types[k] == NORMAL and scores[k] < 0]
-        formed.sort(key=lambda text: -scores[vocab[text]])
+        formed = [text for text, k in vocab.items() if self.types[k] == NORMAL and self.scores[k] < 0]
+        formed.sort(key=lambda text: -self.scores[vocab[text]])
         merges = []
         for text in formed:
             if len(text) > MAX_MERGED:
@@ -888,7 +887,7 @@ class _Tokens:
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": [self._entry(k) for k in self._added()],
+            "added_tokens": self._added(),
             "normalizer": None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*row["pretokenizers"]]},
             "post_processor": self._processor(byte_level),
@@ -899,11 +898,6 @@ class _Tokens:
                 "ignore_merges": row["ignore_merges"],
             },
         }  # fmt: skip
-
-    def _entry(self, number: int) -> dict[str, Any]:
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        special = self.types[number] == CONTROL
-        return {"id": number, "content": self.texts[number], **flags, "special": special}
 
     def _processor(self, byte_level: dict[str, Any]) -> dict[str, Any]:
         """Return the post-processor, which puts the first token before a text."""
@@ -930,7 +924,5 @@ class _Tokens:
         if self.scored:
             config.update((key, self._flag(key, key == "add_bos_token")) for key in ("add_bos_token", "add_eos_token"))
             config["legacy"] = False
-            config["added_tokens_decoder"] = {
-                str(k): {key: value for key, value in self._entry(k).items() if key != "id"} for k in self._added()
-            }
+            config["added_tokens_decoder"] = {str(entry.pop("id")): entry for entry in self._added()}
         return config
