@@ -83,12 +83,11 @@ def _check_method(config: Mapping[str, Any], path: str) -> None:
         raise error_about(UnsupportedError, f"{problem}; merge this adapter with PEFT", path=path)
     initialization = config.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.lower().startswith(_CHANGES_BASE):
-        warning(
-            '%s: "init_lora_weights" is %s, which changes the base when training begins. Merge into that changed base, '
-            "or convert the adapter with PEFT's path_initial_model_for_weight_conversion",
-            path,
-            show(initialization),
+        effect = (
+            f"is {show(initialization)}, which changes the base when training begins. Merge into that changed base, "
         )
+        advice = "or convert the adapter with PEFT's path_initial_model_for_weight_conversion"
+        warning('%s: "init_lora_weights" %s%s', path, effect, advice)
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None, path: str, *, whole: bool = False) -> float:

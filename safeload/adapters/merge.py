@@ -507,14 +507,9 @@ def fit(
 def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:
     """Warn if the merged tensors need a config other than the base's."""
     for head, embedding in heads.untied.items():
-        place = "config" if config is None else "config.json"
-        warning(
-            "the adapter gives %s and %s different values: load them into a model whose %s has "
-            '"tie_word_embeddings": false',
-            show(head),
-            show(embedding),
-            place,
-        )
+        pair, place = f"{show(head)} and {show(embedding)}", "config" if config is None else "config.json"
+        advice = f'load them into a model whose {place} has "tie_word_embeddings": false'
+        warning("the adapter gives %s different values: %s", pair, advice)
 
 
 def load_with_adapters(

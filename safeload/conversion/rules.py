@@ -323,11 +323,9 @@ def rules_for(
     """
     sizes = ModelSizes.of(catalog.metadata) if model else None
     if sizes is not None and sizes.architecture in diffusion_models() and sizes.architecture not in quantized_models():
-        raise UnsupportedError(
-            f"{catalog.title}: safeload quantizes the diffusion models {', '.join(quantized_models())}, not "
-            f'{sizes.architecture}: pass dtype="float16" or "bfloat16" instead of quantize=, and llama-quantize of '
-            "ComfyUI-GGUF quantizes the result"
-        )
+        text = f"{catalog.title}: safeload quantizes the diffusion models {', '.join(quantized_models())}, not "
+        text += f'{sizes.architecture}: pass dtype="float16" or "bfloat16" instead of quantize=, and llama-quantize of '
+        raise UnsupportedError(f"{text}ComfyUI-GGUF quantizes the result")
     patterns = dict(scheme) if isinstance(scheme, Mapping) else {_ALL: scheme}
     name = patterns.pop(_ALL, None)
     lower = name.lower() if isinstance(name, str) else ""

@@ -389,16 +389,9 @@ def families() -> list[ModelFamily]:
         >>> [family.name for family in safeload.families() if family.gguf == "llama"]
         ['llama', 'mistral', 'mixtral']
     """
-    return [
-        ModelFamily(
-            name,
-            family.about,
-            family.architectures,
-            family.model_types,
-            family.has_schema,
-            family.gguf.architecture if family.in_gguf else "",
-            family.in_engines,
-            family.in_mlx,
-        )
-        for name, family in family_files().items()
-    ]
+    listed = []
+    for name, family in family_files().items():
+        gguf = family.gguf.architecture if family.in_gguf else ""
+        names = family.about, family.architectures, family.model_types
+        listed.append(ModelFamily(name, *names, family.has_schema, gguf, family.in_engines, family.in_mlx))
+    return listed

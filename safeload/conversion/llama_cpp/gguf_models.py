@@ -25,16 +25,7 @@ from ...quant.quantization import without_quantization
 from ..catalog import Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
 from .settings import ModelConfig, config_of, count_at, form_of, settings_of
-from .tokenizer import (
-    KEPT,
-    MAX_PIECES,
-    TokenizerFiles,
-    kept_json,
-    skeleton,
-    special_keys,
-    tokenizer_files,
-    vocabulary_of,
-)
+from .tokenizer import KEPT, MAX_PIECES, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
 
 # safeload's keys for the way back.
 _CONFIG = "config"
@@ -110,14 +101,9 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         file = catalog.weight_files[0]
         home = Location(file.files, file.files.split(file.place)[0])
     files = TokenizerFiles(home)
-    vocabulary = vocabulary_of(files, rows)
-    if not form.adds_space and files.model is not None:
-        vocabulary.add_space_prefix = False
+    tokens = tokenizer_keys(files, config, form, rows)
+    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
-    shapes.update((name, array.shape) for name, array in factors.items())
-    ends = {}
-    if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
-        ends["tokenizer.ggml.eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
     metadata = {
         ARCHITECTURE: form.architecture,
         "general.type": "model",
@@ -125,16 +111,13 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         **settings,
         mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
-        **dict(vocabulary.keys()),
-        **dict(special_keys(files, config, vocabulary.texts)),
-        **ends,
+        **tokens,
         f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
         **({} if experts is None else {_EXPERTS: experts}),
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
     check_tensors(shapes, settings, rows, catalog.title, form)
     kept = [name for name in recipes if is_kept_f32(name)]
-    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
 
 
@@ -436,13 +419,8 @@ def to_comfyui(catalog: Catalog, diffusion: tuple[str, str]) -> Catalog:
     catalog.refuse_codes(names, "convert for ComfyUI")
     rest = [name for name in catalog if name not in names]
     if rest:
-        warning(
-            "%s: only the diffusion model (%s) is converted, without %s, such as %s",
-            catalog.title,
-            architecture,
-            plural(len(rest), "other tensor"),
-            show(rest[0]),
-        )
+        left_out = f"{plural(len(rest), 'other tensor')}, such as {show(rest[0])}"
+        warning("%s: only the diffusion model (%s) is converted, without %s", catalog.title, architecture, left_out)
     recipes: dict[str, TensorRecipe] = {}
     metadata = {
         ARCHITECTURE: architecture,

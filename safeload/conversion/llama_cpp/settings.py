@@ -107,7 +107,7 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
     _check(config, form)
     metadata: dict[str, Any] = {}
     for name, key in form.keys.items():
-        value = found if (found := config.find(key.config)) is not None else key.default
+        value = key.default if (stated := config.find(key.config)) is None else stated
         if not key.config or (value is None and key.optional):
             continue
         if value is None:
@@ -179,11 +179,8 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
     if kinds is None:
         slides = window is not None and values_.get("use_sliding_window") is not False
     if slides and form.ignores_windows:
-        warning(
-            "%s has no sliding windows in llama.cpp: texts longer than %s tokens give other results than transformers",
-            form.architecture,
-            show(window),
-        )
+        effect = f"texts longer than {show(window)} tokens give other results than transformers"
+        warning("%s has no sliding windows in llama.cpp: %s", form.architecture, effect)
     elif slides:
         raise config.unsupported(f"sliding_window is {show(window)}")
 

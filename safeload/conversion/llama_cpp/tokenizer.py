@@ -48,6 +48,7 @@ from ...core.text import encode, plural, show
 from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...formats import gguf
 from ...formats.onnx import BYTES, FOUR, SIZES, VARINT, varint
+from ...models.family import GgufForm
 from ..catalog import Catalog
 from .settings import ModelConfig, text_at
 
@@ -209,6 +210,17 @@ class Vocabulary:
             yield "tokenizer.ggml.add_space_prefix", self.add_space_prefix
 
 
+def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, rows: int) -> dict[str, Any]:
+    """Return the metadata of a tokenizer, for an embedding with so many rows."""
+    vocabulary = vocabulary_of(files, rows)
+    if not form.adds_space and files.model is not None:
+        vocabulary.add_space_prefix = False
+    keys = {**dict(vocabulary.keys()), **dict(special_keys(files, config, vocabulary.texts))}
+    if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
+        keys["tokenizer.ggml.eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
+    return keys
+
+
 def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     """Return the vocabulary of a model."""
     if files.model is not None:
@@ -280,16 +292,12 @@ def _with_added(files: TokenizerFiles, scored: Vocabulary, space_prefix: bool | 
     for token in files.added_elsewhere:
         scored.add(token)
     for token in files.added_in_json:  # llama.cpp's converter reads these for some models only
-        beyond = token.id >= len(scored.texts)
-        if beyond or (scored.types[token.id] == UNUSED and scored.texts[token.id] != token.text):
+        outside = token.id >= len(scored.texts)
+        if outside or (scored.types[token.id] == UNUSED and scored.texts[token.id] != token.text):
             scored.add(token)
     if scored.beyond:
-        warning(
-            "%s: %s beyond the %d rows of the embedding left out",
-            files.folder.shown,
-            plural(scored.beyond, "token"),
-            len(scored.texts),
-        )
+        beyond, rows = plural(scored.beyond, "token"), len(scored.texts)
+        warning("%s: %s beyond the %d rows of the embedding left out", files.folder.shown, beyond, rows)
     stated = (files.config or {}).get("add_prefix_space")
     scored.add_space_prefix = stated if space_prefix is None and isinstance(stated, bool) else space_prefix
     return scored
