@@ -83,11 +83,9 @@ def _check_method(config: Mapping[str, Any], path: str) -> None:
         raise error_about(UnsupportedError, f"{problem}; merge this adapter with PEFT", path=path)
     initialization = config.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.lower().startswith(_CHANGES_BASE):
-        effect = (
-            f"is {show(initialization)}, which changes the base when training begins. Merge into that changed base, "
-        )
+        effect = f"is {show(initialization)}, which changes the base when training begins"
         advice = "or convert the adapter with PEFT's path_initial_model_for_weight_conversion"
-        warning('%s: "init_lora_weights" %s%s', path, effect, advice)
+        warning('%s: "init_lora_weights" %s. Merge into that changed base, %s', path, effect, advice)
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None, path: str, *, whole: bool = False) -> float:
@@ -261,10 +259,8 @@ class Adapter:
             if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
                 continue
             if part in parts and not (part == VALUE and _SAVED in parts[part]):
-                both = f"tensors {show(parts[part])} and {show(name)}"
-                raise FormatError(
-                    f"{both} of the adapter are the same part of one module", checkpoint.path, tensor=name
-                )
+                text = f"tensors {show(parts[part])} and {show(name)} of the adapter are the same part of one module"
+                raise FormatError(text, checkpoint.path, tensor=name)
             parts[part] = name
         if not modules:
             raise FormatError("the adapter has no tensors", checkpoint.path)
@@ -581,10 +577,8 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
                 why = "'fan_in_fan_out' may not hold for every layer of this adapter"
                 if not base.model_type:
                     why += "; open the base as a folder, because its config.json may show the order"
-            unclear[module] = (
-                f"tensor {show(adapter.modules[module][A])} of the adapter changes {show(name)} of {base.title}, which "
-                f"is {list(base.shape(name))}: {orders}? {why}"
-            )
+            change = f"tensor {show(adapter.modules[module][A])} of the adapter changes {show(name)} of {base.title}"
+            unclear[module] = f"{change}, which is {list(base.shape(name))}: {orders}? {why}"
     flag = adapter.transposed
     transposed = frozenset(m for m in adapter.modules if turned.get(m, flag and m not in parameters))
     return Fit(parameters, transposed, unclear)

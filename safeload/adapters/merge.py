@@ -98,10 +98,8 @@ def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
 def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
     """Refuse integers."""
     if not row.floating:
-        text = (
-            f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "
-            "config.json"
-        )
+        text = f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "
+        text += "config.json"
         raise error_about(UnsupportedError, text, path=path, tensor=name)
 
 
@@ -208,10 +206,8 @@ class Merge:
 
         def need(fits: bool, part: str, requirement: str) -> None:
             if not fits:
-                text = (
-                    f"of the adapter is {list(shapes[part])}, but {show(target.name)} of {self.base.title} is "
-                    f"{list(shape)}: it needs {requirement}"
-                )
+                text = f"of the adapter is {list(shapes[part])}, but {show(target.name)} of {self.base.title} is "
+                text += f"{list(shape)}: it needs {requirement}"
                 raise error_about(FormatError, text, path=path, tensor=parts[part])
 
         for part, name in parts.items():
@@ -269,9 +265,8 @@ class Merge:
             changes[:] = [change, *(factors for factors in changes if factors.adapter is change.adapter)]
             return
         if any(VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
-            raise UnsupportedError(
-                f"{show(name)} is a stack of matrices for one change and not for another", tensor=name
-            )
+            text = f"{show(name)} is a stack of matrices for one change and not for another"
+            raise UnsupportedError(text, tensor=name)
         changes.append(change)
 
     def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
@@ -291,10 +286,8 @@ class Merge:
         """Return the dtype of a merged tensor: ``dtype``, or the tensor's own."""
         row = parse_target(dtype) or self.base.target(name).row
         if row is None:
-            text = (
-                'is packed, and an adapter changes it: pass dtype=, such as dtype="bfloat16", to merge its true values'
-            )
-            raise error_about(UnsupportedError, text, path=self.base.title, tensor=name)
+            text = 'is packed, and an adapter changes it: pass dtype=, such as dtype="bfloat16", to merge its true '
+            raise error_about(UnsupportedError, f"{text}values", path=self.base.title, tensor=name)
         return row
 
     def values(self, name: str, row: dtypes.Dtype, out: Array | None = None, threads: int | None = None) -> Array:

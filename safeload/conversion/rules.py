@@ -570,10 +570,8 @@ class EngineRules:
 
 def not_as_in_mlx(model_type: object) -> str:
     """Return why a model's tensors of MLX are not those of transformers."""
-    return (
-        f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names), and "
-        "safeload does not know the differences"
-    )
+    text = f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names), "
+    return f"{text}and safeload does not know the differences"
 
 
 # ---- tensors as an engine loads them ----

@@ -82,10 +82,8 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         return catalog
     form = gguf_forms().get(name)
     if form is None:
-        raise UnsupportedError(
-            f"{catalog.title}: architecture {show(name)} cannot be converted for llama.cpp, expected one of "
-            f"{', '.join(gguf_forms())}; raw=True writes the tensors as they are"
-        )
+        text = f"architecture {show(name)} cannot be converted for llama.cpp, expected one of {', '.join(gguf_forms())}"
+        raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert for llama.cpp")
     config = ModelConfig(catalog.config or {}, catalog.title, form.keys)
     settings, factors = settings_of(config, form)
@@ -173,10 +171,9 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     architecture = str(metadata[ARCHITECTURE])
     known = gguf_architectures()
     if architecture not in known:
-        raise UnsupportedError(
-            f"{catalog.title}: architecture {show(architecture)} cannot become a folder for transformers, expected "
-            f"one of {', '.join(sorted(known))}; raw=True writes the tensors as they are"
-        )
+        text = f"architecture {show(architecture)} cannot become a folder for transformers, expected one of "
+        text += ", ".join(sorted(known))
+        raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert to a model of transformers")
     notes: list[str] = []
     config = _own_config(catalog, architecture)
@@ -206,9 +203,8 @@ def _own_config(catalog: Catalog, architecture: str) -> dict[str, Any] | None:
     listed = config.get("architectures")
     name = listed[0] if isinstance(listed, list) and listed else _class_of(config.get("model_type"))
     if not isinstance(name, str) or name not in gguf_forms() or gguf_forms()[name].architecture != architecture:
-        raise FormatError(
-            f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}", catalog.title
-        )
+        text = f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}"
+        raise FormatError(text, catalog.title)
     return {**without_quantization(config), "architectures": [name]}
 
 
@@ -400,11 +396,9 @@ def recognized(catalog: Catalog) -> tuple[str, str] | None:
     prefix = prefix_of(names)
     for architecture, model in diffusion_models().items():
         if model.diffusers is not None and prefix + model.diffusers in names:
-            raise UnsupportedError(
-                f"{catalog.title}: tensor {show(model.diffusers)} is from Diffusers, but ComfyUI loads {architecture} "
-                "from GGUF only in the layout of the original checkpoint: convert that one, or pass raw=True to write "
-                "the tensors as they are"
-            )
+            text = f"tensor {show(model.diffusers)} is from Diffusers, but ComfyUI loads {architecture} from GGUF only "
+            text += "in the layout of the original checkpoint: convert that one, or pass raw=True to write the tensors "
+            raise UnsupportedError(f"{catalog.title}: {text}as they are")
         if has_marks(names, model, prefix):
             return architecture, prefix
     return None

@@ -139,9 +139,8 @@ def _check(config: ModelConfig, form: GgufForm) -> None:
             continue
         if (tuple(value) if isinstance(value, list) else value) not in allowed:
             expected = " or ".join(show([] if item == () else item) for item in allowed)
-            raise config.unsupported(
-                f"{key} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
-            )
+            text = f"{key} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
+            raise config.unsupported(text)
     _check_windows(config, form)
     scale = config.values.get("query_pre_attn_scalar")
     if scale is not None and form.query_scale_by_width is not None:
@@ -310,9 +309,8 @@ class _Rope:
         low, high = self._number("low_freq_factor", 1.0), self._number("high_freq_factor", 4.0)
         original = self._number(_ORIGINAL, 8192)
         if not (0 < low < high and factor > 0 and original > 0):
-            raise self.config.fault(
-                "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
-            )
+            text = "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
+            raise self.config.fault(text)
         unit = np.float32(1)
         with np.errstate(all="ignore"):  # of values that are not chosen
             lengths = np.float32(2 * math.pi) / frequencies
@@ -423,9 +421,8 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
             rope.update((name, value) for name, value in settings if value is not None)
             rope["truncate"] = True
     elif kind not in ("none", "longrope"):
-        raise UnsupportedError(
-            f"{catalog.title}: rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
-        )
+        text = f"rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
+        raise UnsupportedError(f"{catalog.title}: {text}")
     if "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
         rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
@@ -470,6 +467,5 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> Non
             for name, expected in tensors.items()
         ):
             return
-    raise UnsupportedError(
-        f"{catalog.title}: the factors of rotations need unknown settings; raw=True keeps the tensors"
-    )
+    text = "the factors of rotations need unknown settings; raw=True keeps the tensors"
+    raise UnsupportedError(f"{catalog.title}: {text}")

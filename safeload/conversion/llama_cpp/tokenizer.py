@@ -316,10 +316,8 @@ def _check_scores(
             left, right = text[:cut], text[cut:]
             reachable = all(part in vocab and (len(part) == 1 or part in ranks) for part in (left, right))
             if reachable and (left, right) not in pairs:
-                raise files.unsupported(
-                    f"{JSON}: {show(left)} and {show(right)} form a token without a merge, so scores cannot express "
-                    f"its merges; add {MODEL}"
-                )
+                text = f"{JSON}: {show(left)} and {show(right)} form a token without a merge"
+                raise files.unsupported(f"{text}, so scores cannot express its merges; add {MODEL}")
 
 
 def _space_prefix(files: TokenizerFiles) -> bool:
