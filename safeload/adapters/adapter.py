@@ -644,10 +644,8 @@ def _matched(
         reason = f"it has {len(modules)} of this module, but 'target_parameters' names {len(names)} tensors there"
     elif 1 < len(names) <= _MAX_PARAMETERS:
         suits = {(module, name): _suits(adapter, module, base.shape(name)) for module in modules for name in names}
-        fitting = [
-            order for order in permutations(names) if all(map(suits.__getitem__, zip(modules, order, strict=True)))
-        ]
-        orders = fitting or orders
+        fits = [order for order in permutations(names) if all(suits[pair] for pair in zip(modules, order, strict=True))]
+        orders = fits or orders
     if len(orders) > 1 or len(names) > _MAX_PARAMETERS:
         reason = "neither shapes nor names tell which change belongs to which tensor"
     if not reason:

@@ -537,9 +537,8 @@ def load_merged(
         refuse_own_files(out, checkpoint.weight_files)
         for name, row in rows.items():
             check_fits(name, dtypes.array_dtype(row.number), shapes[name], out)
-        check_disjoint(
-            {name: array for name, array in out.items() if isinstance(array, np.ndarray) and array.flags.c_contiguous}
-        )
+        in_numpy = {name: array for name, array in out.items() if isinstance(array, np.ndarray)}
+        check_disjoint({name: array for name, array in in_numpy.items() if array.flags.c_contiguous})
         plain_out = {name: array for name, array in out.items() if name not in rows}
     sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
     arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)

@@ -645,11 +645,8 @@ def _stacked(
     catalog: Catalog, preset: Preset, experts: MlxExperts, parts: Mapping[str, TensorRecipe]
 ) -> dict[str, TensorRecipe]:
     """Return the recipes of a model for mlx-lm, in the order of their first source."""
-    names = "|".join(map(re.escape, experts.modules))
-    expert = re.compile(
-        rf"(model\.layers\.[0-9]+\.{re.escape(experts.block)})\.experts\.(0|[1-9][0-9]{{0,9}})\.({names})\.weight",
-        re.ASCII,
-    )
+    block, names = rf"model\.layers\.[0-9]+\.{re.escape(experts.block)}", "|".join(map(re.escape, experts.modules))
+    expert = re.compile(rf"({block})\.experts\.(0|[1-9][0-9]{{0,9}})\.({names})\.weight", re.ASCII)
     recipes: dict[str, TensorRecipe] = {}
     stacks: dict[str, dict[int, TensorRecipe]] = {}
     for name, part in parts.items():

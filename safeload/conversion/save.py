@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from itertools import count
+from itertools import accumulate, count
 from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
@@ -580,10 +580,9 @@ class _Spool:
         self._places: dict[str, int] | None = None
         if header is not None:
             file.write([(header.address, header.nbytes)])
-            sizes, order = header.sizes, header.order
-            places = np.zeros(len(order), np.int64)
-            places[order] = header.nbytes + np.cumsum(sizes[order], dtype=np.int64) - sizes[order].astype(np.int64)
-            self._places = dict(zip(names, places.tolist(), strict=True))
+            listed, order = [*names], header.order
+            begins = accumulate(header.sizes[order].tolist(), initial=header.nbytes)
+            self._places = {listed[k]: begin for k, begin in zip(order.tolist(), begins, strict=False)}
 
     def add(self, name: str, source: TensorToWrite) -> None:
         """Write a tensor, now or with a later call. After an error, the next tensor can take its place."""
@@ -606,15 +605,9 @@ class _Spool:
             return
         self._flush()
         self._seek(position)
-        waiting: list[tuple[int, int]] = []
-        owners: list[Any] = []
-        for owner, address, size in source.pieces():
-            waiting.append((address, size))
-            owners.append(owner)
-            if not source.whole:
-                self.file.write(waiting)
-                waiting, owners = [], []
-        self.file.write(waiting)
+        pieces = source.pieces()  # with their owners, which must live until the bytes are written
+        for group in [[*pieces]] if source.whole else ([piece] for piece in pieces):
+            self.file.write([(address, size) for _owner, address, size in group])
         self._small_begin = position + source.nbytes
 
     def _flush(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,25 +29,22 @@ MAX_FACTORS = 1 << 16
 
 # Rope parameters that older configs have outside of them, under these names.
 _OUTSIDE_ROPE = {"rope_theta": ("rope_theta", "rope_global_theta"), "partial_rotary_factor": ("partial_rotary_factor",)}
-# Keys of rope parameters by type, besides those of `_ANY_ROPE`.
-_ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_ORIGINAL = "original_max_position_embeddings"
-_ROPE_KEYS: dict[str, set[str]] = {
-    "default": {"factor", _ORIGINAL},
-    "linear": {"factor"},
-    "yarn": {
-        *("factor", _ORIGINAL, "extrapolation_factor", "attention_factor", "attn_factor"),
-        *("beta_fast", "beta_slow", "truncate"),
-    },
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
-    "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
-}
 # Keys of llama.cpp below ``rope.scaling``, with the rope parameters that hold the value.
 _YARN: dict[str, Sequence[str]] = {
     "yarn_ext_factor": ("extrapolation_factor",),
     "yarn_attn_factor": ("attention_factor", "attn_factor"),
     "yarn_beta_fast": ("beta_fast",),
     "yarn_beta_slow": ("beta_slow",),
+}
+# Keys of rope parameters by type, besides those of `_ANY_ROPE`.
+_ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS: dict[str, set[str]] = {
+    "default": {"factor", _ORIGINAL},
+    "linear": {"factor"},
+    "yarn": {"factor", _ORIGINAL, "truncate", *chain.from_iterable(_YARN.values())},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
+    "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
 }
 _ROPE_ALIASES = {"su": "longrope"}
 # Settings of Llama 3.1 and later beside the factor; published models have the first context length.
