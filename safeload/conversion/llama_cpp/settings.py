@@ -222,20 +222,18 @@ class _Rope:
         kind = _ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if not isinstance(kind, str) or kind not in _ROPE_KEYS:
             raise config.unsupported(f"llama.cpp has no rope type {show(kind)} for this model")
-        for key, value in parameters.items():
-            if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE and value is not None:
-                raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
         self.kind = kind  # "default", "linear", ...
-        self.full = parameters  # of layers with full attention
+        self.full = {key: value for key, value in parameters.items() if value is not None}  # of full attention
+        for key in self.full:
+            if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE:
+                raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
 
     def keys(self, form: GgufForm) -> Iterator[tuple[str, Any]]:
         """Yield the keys of rotations, without the architecture."""
         rope = form.rope
         if rope.dimensions == "head":
             yield "dimension_count", gguf.U32(self.config.head_dim)
-        base = self.full.get("rope_theta")
-        if base is None and rope.base != USUAL_BASE:
-            base = rope.base
+        base = self.full.get("rope_theta", None if rope.base == USUAL_BASE else rope.base)
         if base is not None and base != rope.unless:
             yield "freq_base", gguf.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None:
@@ -246,10 +244,9 @@ class _Rope:
         if self.kind == "yarn":
             yield "scaling.original_context_length", gguf.U32(self._original())
             for key, names in _YARN.items():
-                name = next((name for name in names if self.full.get(name) is not None), None)
+                name = next(filter(self.full.__contains__, names), None)
                 if name is not None:
                     yield f"scaling.{key}", gguf.F32(self._number(name))
-        partial = self.full.get("partial_rotary_factor")
         if rope.dimensions == "partial":
             yield "dimension_count", gguf.U32(self._rotated())
             original = self._original()
@@ -258,7 +255,7 @@ class _Rope:
                 scale = self.config.size("context_length") / original
                 factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
                 yield "scaling.attn_factor", gguf.F32(factor)
-        elif partial not in (None, 1, 1.0):
+        elif (partial := self.full.get("partial_rotary_factor", 1)) != 1:
             raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
     def tensors(self, form: GgufForm) -> dict[str, Array]:
@@ -278,21 +275,19 @@ class _Rope:
 
     def _rotated(self) -> int:
         """Return the elements of a head that are rotated."""
-        partial = self.full.get("partial_rotary_factor")
-        share = 1.0 if partial is None else self.config.number(partial, "partial_rotary_factor")
+        share = self._number("partial_rotary_factor", 1.0)
         if not 0 < share <= 1:
             raise self.config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
         return int(share * self.config.size("embedding_length")) // self.config.size("attention.head_count")
 
     def _number(self, key: str, default: float | None = None) -> float:
-        value = default if self.full.get(key) is None else self.full[key]
+        value = self.full.get(key, default)
         if value is None:
             raise self.config.fault(f"rope parameter {key} is missing")
         return self.config.number(value, key)
 
     def _original(self) -> int:
-        value = self.full.get(_ORIGINAL)
-        return self.config.positive(self.config.values.get(_ORIGINAL) if value is None else value, _ORIGINAL)
+        return self.config.positive(self.full.get(_ORIGINAL, self.config.values.get(_ORIGINAL)), _ORIGINAL)
 
     def _llama3(self) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
