@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..core import dtypes, packing
@@ -527,8 +528,8 @@ class EngineRules:
         if packing.GLOBAL not in self.preset.parts:
             return ()
         parent, _, module = name.removesuffix(_WEIGHT).rpartition(".")
-        fused = next((modules for modules in _FUSED if module in modules), (module,))
-        partners = (f"{parent}.{other}{_WEIGHT}" for other in fused) if len(fused) > 1 else (name,)
+        fused = next((modules for modules in _FUSED if module in modules), ())
+        partners = [f"{parent}.{other}{_WEIGHT}" for other in fused] or [name]
         return tuple(other for other in partners if other in quantized)
 
     def config(
@@ -628,13 +629,12 @@ def _parts(catalog: Catalog, *, divides: bool) -> dict[str, TensorRecipe]:
         if shape[1] % len(modules) or not 0 < shape[0] <= MAX_EXPERTS:
             raise error_about(FormatError, f"{list(shape)} does not hold experts", tensor=name)
         rows = shape[1] // len(modules)
-        for expert in range(shape[0]):
-            for k, module in enumerate(modules):
-                part = slice(None) if len(modules) == 1 else slice(k * rows, (k + 1) * rows)
-                full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
-                if full in catalog:
-                    raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
-                parts[full] = TensorRecipe((rows, shape[2]), (Move(name, TensorView(expert, part)),))
+        for expert, (k, module) in product(range(shape[0]), enumerate(modules)):
+            part = slice(None) if len(modules) == 1 else slice(k * rows, (k + 1) * rows)
+            full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
+            if full in catalog:
+                raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
+            parts[full] = TensorRecipe((rows, shape[2]), (Move(name, TensorView(expert, part)),))
     return parts
 
 

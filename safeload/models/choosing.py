@@ -195,9 +195,8 @@ def _with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
             if not block.endswith(".mlp") or shape is None or not inner.startswith(("gate", "down")):
                 continue
             rows, columns = shape
-            gate = inner.startswith("gate")
-            name, shape = f"{block}.experts.{'gate_up' if gate else 'down'}_proj", (count, rows, columns)
-            shape = (count, f"2 * ({rows})", columns) if gate else shape
+            part, rows = ("gate_up", f"2 * ({rows})") if inner.startswith("gate") else ("down", rows)
+            name, shape = f"{block}.experts.{part}_proj", (count, rows, columns)
         if heads and name.endswith(_HEADS):
             stem = name.removesuffix(_HEADS)
             sizes = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim")

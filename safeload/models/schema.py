@@ -187,32 +187,26 @@ class Config:
         function, key, argument = node.func.id, _name(node.args[0]), node.args[1]
         value = self.value(key, layer)
         other: Any = argument.id if function == "starts" else self._run(argument, layer)
-        listed = isinstance(value, (list, tuple))
+        listed, result, expected = isinstance(value, (list, tuple)), None, "a number"
         if value is None and function not in ("item", "times"):
             return int(other) if function == "len" else 0
         if function == "len":
-            expected = "a list or an object"
-            if listed or isinstance(value, Mapping):
-                return len(value)
+            result, expected = len(value) if listed or isinstance(value, Mapping) else None, "a list or an object"
         elif function == "item":
-            expected = f"an integer, or a list of integers with item {other}"
             item = value[other] if listed and other < len(value) else value
-            if isinstance(item, int):
-                return int(item)
+            result = item if isinstance(item, int) else None
+            expected = f"an integer, or a list of integers with item {other}"
         elif function == "contains":
+            result = other in value if listed and len(value) <= _ITEMS else None
             expected = f"a list of at most {_ITEMS} items"
-            if listed and len(value) <= _ITEMS:
-                return int(other in value)
         elif function == "starts":
-            expected = "a string"
-            if isinstance(value, str):
-                return int(value.startswith(other))
-        else:
-            expected = "a number"
-            if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
-                # A product of large numbers is refused as a value beyond 64 bits, before it overflows.
-                return int(value * other) if -_LIMIT < value < _LIMIT else _LIMIT
-        raise _NoValueError(f"{show(key)} in the config is {show(value)}, expected {expected}")
+            result, expected = value.startswith(other) if isinstance(value, str) else None, "a string"
+        elif isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+            # A product of large numbers is refused as a value beyond 64 bits, before it overflows.
+            result = value * other if -_LIMIT < value < _LIMIT else _LIMIT
+        if result is None:
+            raise _NoValueError(f"{show(key)} in the config is {show(value)}, expected {expected}")
+        return int(result)
 
 
 def _name(node: Any) -> str:
@@ -390,9 +384,7 @@ class Schema:
             if not layers:
                 continue
             shape = None if entry.shape is None else tuple(map(size_of, entry.shape))
-            tied = None if entry.tied is None else entry.tied.replace(PREFIX, prefix)
-            if tied is not None and not holds(entry.tied_when, None):
-                tied = None
+            tied = entry.tied.replace(PREFIX, prefix) if entry.tied and holds(entry.tied_when, None) else None
             spellings = [PLACEHOLDER.split(text.replace(PREFIX, prefix)) for text in (entry.name, *entry.also)]
             stack = spellings[0][0] if slots else ""
             for layer in layers:
