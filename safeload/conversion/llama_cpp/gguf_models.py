@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -265,8 +266,7 @@ def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str
         rows = shape[-1 if layout.transposed else -2] if len(shape) == axes else 1
         if rows % parts or shape[0] > MAX_EXPERTS:
             raise error_about(FormatError, f"{list(shape)} does not hold gate and up of experts", tensor=name)
-        view = _view_of_part(layout, rows // parts)
-        moves = tuple(Move(name, view(item), TensorView(item)) for item in range(shape[0]))
+        moves = tuple(Move(name, _part(layout, rows // parts, k), TensorView(k)) for k in range(shape[0]))
         columns = shape[1 : axes - 1] if layout.transposed else shape[2:axes]
         return TensorRecipe((shape[0], rows // parts, *columns), moves)
     heads = config.size(*layout.heads) if layout.heads else 0
@@ -326,19 +326,19 @@ def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout
     if other is not None:
         text = f"is missing or differs in shape from {show(first)}"
         raise error_about(FormatError, text, path=catalog.title, tensor=other)
-    views = {name: _view_of_part(part, shape[1]) for name, part in parts.items()}
-    moves = tuple(Move(name, TensorView(k), view(k)) for k in range(shape[0]) for name, view in views.items())
+    items = product(range(shape[0]), parts.items())
+    moves = tuple(Move(name, TensorView(k), _part(part, shape[1], k)) for k, (name, part) in items)
     rows = shape[1] * len(parts)
     return TensorRecipe((shape[0], *shape[2:], rows) if layout.transposed else (shape[0], rows, *shape[2:]), moves)
 
 
-def _view_of_part(layout: GgufLayout, rows: int) -> Callable[[int], TensorView]:
+def _part(layout: GgufLayout, rows: int, expert: int) -> TensorView:
     """Return which part of a published expert llama.cpp stores as a matrix of so many rows."""
     if layout.part is None:
-        return lambda item: TensorView(item, transposed=layout.transposed)
+        return TensorView(expert, transposed=layout.transposed)
     part, parts = layout.part
     chosen = slice(part, None, parts) if layout.interleaved else slice(part * rows, (part + 1) * rows)
-    return lambda item: TensorView(item, chosen, layout.transposed)
+    return TensorView(expert, chosen, layout.transposed)
 
 
 def _refuse(unknown: Sequence[str], title: str, holder: str) -> None:
@@ -367,12 +367,10 @@ def check_tensors(
     for name, shape in shapes.items():
         if name not in expected:
             raise UnsupportedError(f"{title}: llama.cpp's {form.architecture} has no tensor {show(name)}", tensor=name)
-        required_shape = expected[name].shape
-        if required_shape is None:
-            continue
-        pairs = zip(shape, required_shape, strict=False)
-        if len(shape) != len(required_shape) or any(size not in (None, own) for own, size in pairs):
-            text = f"has the shape {list(shape)}, but the sizes of the model need {list(required_shape)}"
+        sizes = expected[name].shape
+        needed = shape if sizes is None else sizes
+        if len(shape) != len(needed) or any(b not in (None, a) for a, b in zip(shape, needed, strict=True)):
+            text = f"has the shape {list(shape)}, but the sizes of the model need {list(needed)}"
             raise error_about(FormatError, text, path=title, tensor=name)
 
 
