@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import permutations
+from itertools import count, permutations, takewhile
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -521,10 +521,8 @@ class Base:
             block, _, last = name.removesuffix(".weight").rpartition(STACK)
             outer, choices = f"{block}.experts", [(layer,) for layer in _MLX_LAYERS.get(last, ())]
         for layers in choices:
-            count = 0
-            while all(f"{outer}.{count}.{layer}.weight" in self.names for layer in layers):
-                count += 1
-            stack = Apart(count, layers, 0, 0, outer)
+            present = (all(f"{outer}.{k}.{layer}.weight" in self.names for layer in layers) for k in count())
+            stack = Apart(sum(takewhile(bool, present)), layers, 0, 0, outer)
             shapes = {self._shape(stored) for stored, _, _ in stack.tensors()}
             if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
                 return stack._replace(rows=shape[0], columns=shape[1])
