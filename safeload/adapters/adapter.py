@@ -393,8 +393,7 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
                     text += "an embedding, but their names are not known, so the head would change too"
                     raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=parts[EMBEDDING_A])
     for head, embedding in pairs.items():
-        alone = [(adapter, _changed_alone(adapter, head, embedding)) for adapter in adapters]
-        for adapter, name in alone:
+        for adapter, name in [(each, _changed_alone(each, head, embedding)) for each in adapters]:
             if name is not None and embedding.endswith(_SHARED):
                 text = f"the adapter changes {show(name)}, but encoder, decoder and head share {show(embedding)}: "
                 text += "merging into one of them is not supported"

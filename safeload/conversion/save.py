@@ -338,7 +338,6 @@ class Writer:
         self._target = target_of(
             dst, max_shard_size, overwrite=overwrite, durable=durable, storage_options=storage_options
         )
-        self._in_folder = not isinstance(self._target, FileSink)
         self._in_order = isinstance(self._target, FileSink) and self._target.in_order
         if self._in_order and self._declared is None:
             raise ValueError("the destination cannot seek: pass tensors={name: (dtype, shape)} with all its tensors")
@@ -379,7 +378,7 @@ class Writer:
             if self._declared is not None:
                 text = "is quantized, which Writer supports only without tensors="
                 raise error_about(UnsupportedError, text, tensor=name)
-            parts, texts = pack(parts, None, in_folder=self._in_folder)
+            parts, texts = pack(parts, None, in_folder=not isinstance(self._target, FileSink))
         try:
             sources = {part: source_of(part, plain) for part, plain in parts.items()}
             for part in sources:
