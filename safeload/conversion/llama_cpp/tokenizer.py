@@ -35,6 +35,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -354,7 +355,7 @@ def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
     if step is None:
         return
     nested = step.get(inner) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
-    for item in nested if isinstance(nested, list) else [{}]:
+    for item in nested if isinstance(nested, (list, tuple)) else [{}]:
         yield item if isinstance(item, dict) else {}
 
 
@@ -440,14 +441,11 @@ def _name_of(ids: list[int], pre_tokenizer: Any, ignore_merges: bool) -> str | N
 
 def _cuts(pre_tokenizer: Any) -> list[tuple[Any, ...] | None]:
     """Return what decides about words in each step; None for an unknown step."""
-    steps = [pre_tokenizer]
-    if isinstance(pre_tokenizer, Mapping) and pre_tokenizer.get("type") == "Sequence":
-        steps = pre_tokenizer.get("pretokenizers") or [None]
-    return [_cut(step) for step in steps[:_MOST_STEPS]] if isinstance(steps, (list, tuple)) else [None]
+    return [_cut(step) for step in islice(_steps(pre_tokenizer, "pretokenizers"), _MOST_STEPS)]
 
 
-def _cut(step: Any) -> tuple[Any, ...] | None:
-    kind = step.get("type") if isinstance(step, Mapping) else None
+def _cut(step: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    kind = step.get("type")
     if kind == "ByteLevel" and step.get("add_prefix_space") is False:
         return kind, step.get("use_regex", True) is not False
     if kind == "Digits" and step.get("individual_digits") is True:
