@@ -241,8 +241,8 @@ def _in_background(
 ) -> Future[None]:
     """Copy the tensors into the buffer, and write them in a thread that ends with the save."""
     buffer = _buffers.setdefault(os.getpid(), _Buffer())
-    buffer.lock.acquire()
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(buffer.lock)
         buffer.reset()
         copies: dict[str, Any] = {}
         for name, value in _items(tensors):
@@ -254,16 +254,12 @@ def _in_background(
             FileWriter(*pack(copies, metadata))  # refuses what cannot be written
         future = SaveFuture()
         future.set_running_or_notify_cancel()
-    except BaseException:
-        buffer.lock.release()
-        raise
+        locked = stack.pop_all()  # until the save ends
 
     def run() -> None:
         try:
-            try:
+            with locked:
                 write(copies)
-            finally:
-                buffer.lock.release()
         except BaseException as error:  # the future raises it
             future.set_exception(error)
         else:
