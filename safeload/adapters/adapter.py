@@ -75,11 +75,11 @@ def _of_module(patterns: Mapping[str, Any], key: str, module: str, default: Any)
 def _check_method(config: Mapping[str, Any], path: str) -> None:
     """Refuse adapters of PEFT that are no plain LoRA."""
     kind, key = config.get("peft_type"), next(filter(config.get, _REFUSED), None)
-    if kind != "LORA" or key is not None:
-        problem = f'"{key}" {_REFUSED.get(key or "")} safeload does not merge'
-        if kind != "LORA":
-            state = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
-            problem = f"{state}. safeload merges LoRA adapters only"
+    problem = None if key is None else f'"{key}" {_REFUSED[key]} safeload does not merge'
+    if kind != "LORA":
+        state = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
+        problem = f"{state}. safeload merges LoRA adapters only"
+    if problem is not None:
         raise error_about(UnsupportedError, f"{problem}; merge this adapter with PEFT", path=path)
     initialization = config.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.lower().startswith(_CHANGES_BASE):

@@ -391,8 +391,7 @@ class Weights(NamedTuple):
 class Scratch:
     """Memory reused from tensor to tensor."""
 
-    def __init__(self) -> None:
-        self._memory: Array = np.empty(0, np.uint8)
+    _memory: Array = np.empty(0, np.uint8)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array over the memory, which grows if necessary."""

@@ -161,20 +161,19 @@ def _kinds_of_layers(layers: int, full_every: int) -> list[str]:
 
 def _check_windows(config: ModelConfig, form: GgufForm) -> None:
     """Check which layers have a sliding window; llama.cpp does not read this from the files of these models."""
-    values_, layers, every = config.values, config.size("block_count"), form.full_every
-    kinds = values_.get("layer_types")
+    values, layers, every = config.values, config.size("block_count"), form.full_every
+    kinds = values.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise config.fault(f"layer_types must be a list of {layers} items, got {show(kinds)}")
     if every is not None:
         if kinds is not None and kinds != _kinds_of_layers(layers, every):
             raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
-        if values_.get("sliding_window_pattern") not in (None, every):
+        if values.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
         return
-    window = values_.get("sliding_window")
-    slides = kinds is not None and any(kind != "full_attention" for kind in kinds)
-    if kinds is None:
-        slides = window is not None and values_.get("use_sliding_window") is not False
+    window = values.get("sliding_window")
+    usual = window is not None and values.get("use_sliding_window") is not False
+    slides = usual if kinds is None else any(kind != "full_attention" for kind in kinds)
     if slides and form.ignores_windows:
         effect = f"texts longer than {show(window)} tokens give other results than transformers"
         warning("%s has no sliding windows in llama.cpp: %s", form.architecture, effect)

@@ -121,10 +121,8 @@ class TokenizerFiles:
             return None
         try:
             store = place.files.open(place.path)
-        except FileNotFoundError:
-            return None
-        except PermissionError:
-            if place.files.remote:
+        except (FileNotFoundError, PermissionError) as error:
+            if place.files.remote or isinstance(error, FileNotFoundError):
                 return None
             raise
         with closing(store):
@@ -143,9 +141,8 @@ class TokenizerFiles:
     @cached_property
     def added_elsewhere(self) -> list[AddedToken]:
         """The added tokens of ``added_tokens.json``, then the tokens of ``tokenizer_config.json``."""
-        tokens = []
-        for text, number in (self._read(ADDED) or {}).items():
-            tokens.append(self._added(ADDED, number, {"content": text}))
+        listed = (self._read(ADDED) or {}).items()
+        tokens = [self._added(ADDED, number, {"content": text}) for text, number in listed]
         decoder = (self.config or {}).get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
             raise self.fault(CONFIG, "added_tokens_decoder must be an object")
@@ -521,18 +518,22 @@ def _piece(content: bytes, path: str, base: int) -> VocabularyPiece:
 
 def _fields(content: bytes, path: str, base: int) -> Iterator[tuple[int, int | float | bytes, int]]:
     """Yield number, value and position of each field in the message at ``base``; 8 bytes are skipped, 4 are a float."""
+
+    def take(at: int) -> tuple[int, int]:
+        value, end = varint(content, at)
+        if not end:
+            raise FormatError("a number is cut off or too long: not a model of SentencePiece", path, base + at)
+        return value, end
+
     at = 0
     while at < len(content):
         begin, number = at, 0
-        key, at = varint(content, begin)
+        key, at = take(begin)
         kind = key & 7
-        if at and kind not in SIZES:
+        if kind not in SIZES:
             raise FormatError(f"wire type {kind} is unknown: not a model of SentencePiece", path, base + begin)
-        place = at or begin
-        if at and kind in (VARINT, BYTES):
-            number, at = varint(content, at)
-        if not at:
-            raise FormatError("a number is cut off or too long: not a model of SentencePiece", path, base + place)
+        if kind in (VARINT, BYTES):
+            number, at = take(at)
         size = number if kind == BYTES else SIZES[kind]
         if size > len(content) - at:
             field = f"a field of {size} bytes" if kind == BYTES else "a field"
