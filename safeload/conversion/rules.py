@@ -395,7 +395,6 @@ def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> A
 
 # ---- rules of engines ----
 
-
 _WEIGHT = ".weight"
 # Why a linear module stays unquantized, so that the config must name it.
 _IS_CONV1D = "is a Conv1D, stored as [in, out]"

@@ -75,7 +75,6 @@ ANY = "?"
 _NUMBERS = re.compile(r"([0-9]+)", re.ASCII)
 _SLOTS = re.compile(r"(\{[a-z_]*\}|[0-9]+)", re.ASCII)
 
-
 # The name of the layer number in a condition.
 LAYER_NUMBER = "layer"
 # Values must fit into a signed 64-bit integer, like shapes.
