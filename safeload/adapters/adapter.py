@@ -38,13 +38,11 @@ _MAX_RANK = 1 << 20
 # Initializations that change the base, unless the adapter was converted after training.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 # Settings for further targets in the base, and for more than s * B A or a base changed before training.
+_VARIANTS = ("use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config")
 _REFUSED = {
     "layer_replication": "repeats layers of the base, which",
     "trainable_token_indices": "changes rows of embeddings, which",
-    **dict.fromkeys(
-        ("use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config"),
-        "is a variant of LoRA that",
-    ),
+    **dict.fromkeys(_VARIANTS, "is a variant of LoRA that"),
 }
 # Limits on lists of names, which are compared with the names of modules.
 _MAX_NAMES, _MAX_NAME_LENGTH = 10_000, 1000
@@ -150,14 +148,8 @@ _ROLE = re.compile(
 _MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
 _MLX_ROLE = re.compile(r"\.(lora_[ab]|m)()()\Z", re.ASCII)  # with the groups of `_ROLE`
 # Each role needs at least one of these partners.
-_PARTNERS = {
-    A: {B},
-    B: {A},
-    EMBEDDING_A: {EMBEDDING_B},
-    EMBEDDING_B: {EMBEDDING_A},
-    BIAS: {B},
-    MAGNITUDE: {B, EMBEDDING_B},
-}
+_FACTORS = {A: {B}, B: {A}, EMBEDDING_A: {EMBEDDING_B}, EMBEDDING_B: {EMBEDDING_A}}
+_PARTNERS = {**_FACTORS, BIAS: {B}, MAGNITUDE: {B, EMBEDDING_B}}
 # Wrappers in PEFT's module names, and names of other methods.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
 _WRAPPED = [".base_layer.", _SAVED]

@@ -15,14 +15,12 @@ is chosen by the token ids of a test text, which tell published vocabularies apa
 ``by_hash`` are SHA-256 of the list of token ids, as Python writes it. Sources: llama.cpp, conversion/base.py (hashes,
 2026-11) and src/llama-vocab.cpp (expressions).
 
-A ``tokenizer.model`` is a message of protocol buffers, ``ModelProto`` of sentencepiece_model.proto:
+A ``tokenizer.model`` is protocol buffers (see `safeload.formats.onnx`), a ``ModelProto`` of sentencepiece_model.proto:
 
-1. A message is a list of fields: a varint key (field number * 8 + wire type), then a varint (wire type 0), 8 bytes (1),
-   a varint length with as many bytes (2), or 4 bytes (5).
-2. Field 1 of the model, repeated: a piece. In it: 1 the text in UTF-8, 2 the score as f32, 3 the type: 1 normal (the
+1. Field 1 of the model, repeated: a piece. In it: 1 the text in UTF-8, 2 the score as f32, 3 the type: 1 normal (the
    default), 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte.
-3. Field 2 of the model: the trainer's settings. In it, 3 is the type of the model: 1 unigram (the default), 2 BPE.
-4. Field 3 of the model: the normalizer's settings. In it: 2 a map of characters, empty for none; 3 add_dummy_prefix and
+2. Field 2 of the model: the trainer's settings. In it, 3 is the type of the model: 1 unigram (the default), 2 BPE.
+3. Field 3 of the model: the normalizer's settings. In it: 2 a map of characters, empty for none; 3 add_dummy_prefix and
    4 remove_extra_whitespaces, both true by default.
 """
 
