@@ -185,27 +185,24 @@ class _Buffer:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._blocks: list[Array] = []
-        self._block = self._used = 0
+        self._blocks: list[Array] = []  # in use
+        self._free: list[Array] = []
+        self._used = 0  # bytes of the last block
 
     def reset(self) -> None:
         """Reuse all memory, and release blocks that the last save has not used."""
-        del self._blocks[self._block + 1 :]
-        self._block = self._used = 0
+        self._blocks, self._free, self._used = [], self._blocks[::-1], 0
 
     def take(self, nbytes: int) -> Array:
         """Return memory for a tensor."""
-        blocks = self._blocks
-        while self._block < len(blocks) and self._used + nbytes > blocks[self._block].size:
-            if self._used:
-                self._block, self._used = self._block + 1, 0
-            else:
-                del blocks[self._block]  # too small for this tensor
-        if self._block == len(blocks):
-            blocks.append(aligned_bytes(max(_BLOCK, nbytes)))
+        while not self._blocks or self._used + nbytes > self._blocks[-1].size:
+            block = self._free.pop() if self._free else aligned_bytes(max(_BLOCK, nbytes))
+            if block.size >= nbytes:  # else it is released
+                self._blocks.append(block)
+                self._used = 0
         begin = self._used
         self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return blocks[self._block][begin : begin + nbytes]
+        return self._blocks[-1][begin : begin + nbytes]
 
     def copy(self, name: str, value: Any) -> Any:
         """Return a copy of a value, of the same kind to the writer."""
