@@ -107,8 +107,7 @@ def _numbers(config: Mapping[str, Any], key: str, path: str, *, whole: bool = Fa
 
 
 def _names(config: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
-    names = config.get(key)
-    names = [] if names is None else names
+    names = [] if config.get(key) is None else config[key]
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise FormatError(f'"{key}" must be a list of names, got {show(names)}', path)
     if len(names) > _MAX_NAMES or any(len(name) > _MAX_NAME_LENGTH for name in names):
@@ -221,9 +220,8 @@ class Adapter:
     def is_copy(self, name: str) -> bool:
         """Return whether PEFT trained a copy of the module of a base tensor, which replaces the tensor."""
         stored = self.modules.get(name, {}).get(VALUE)
-        if stored is None or self.mlx:
-            return False
-        return _SAVED in stored or name.rpartition(".")[0].endswith(self.saved)
+        trained = stored is not None and (_SAVED in stored or name.rpartition(".")[0].endswith(self.saved))
+        return trained and not self.mlx
 
     def rank(self, module: str) -> int:
         """Return the rank of a module with factors, summed over the matrices of a stack."""
@@ -648,9 +646,7 @@ def _matched(
 def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
     """Return whether a change can belong to a tensor of this shape."""
     sizes = _sizes(adapter, module)
-    if len(shape) == 2:
-        return sizes == shape
-    return len(shape) == 3 and sizes in (shape[1:], shape[:0:-1])
+    return sizes == shape if len(shape) == 2 else len(shape) == 3 and sizes in (shape[1:], shape[:0:-1])
 
 
 # ---- orders of axes ----

@@ -111,10 +111,9 @@ def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Ch
     """Choose the schema of the language model inside a model by its nested config."""
     for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
         choice = choose(inner, None, names)
-        if choice is not None:
-            prefix = _inner_prefix(choice.schema, names)
-            if prefix is not None:
-                return Choice(_with_prefix(choice.schema, prefix), False, Inner(inner, key, prefix))
+        prefix = None if choice is None else _inner_prefix(choice.schema, names)
+        if choice is not None and prefix is not None:
+            return Choice(_with_prefix(choice.schema, prefix), False, Inner(inner, key, prefix))
     return None
 
 

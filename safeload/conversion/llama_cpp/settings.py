@@ -48,8 +48,8 @@ _ROPE_KEYS: dict[str, set[str]] = {
 }
 _ROPE_ALIASES = {"su": "longrope"}
 # Settings of Llama 3.1 and later beside the factor; published models have the first context length.
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _CONTEXTS = (8192, *(1 << k for k in range(6, 21)))
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: _CONTEXTS[0]}
 _TOKENS = ("bos", "eos", "padding")
 
 
@@ -418,7 +418,6 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
     if "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
         rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
-        rope["original_max_position_embeddings"] = _CONTEXTS[0]
     if "rope_factors_long.weight" in catalog and "rope_factors_short.weight" in catalog:
         rope["rope_type"] = "longrope"
         for name in ("long", "short"):
