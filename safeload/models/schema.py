@@ -174,10 +174,8 @@ class Config:
         elif isinstance(node, ast.Compare):
             left, right = self._run(node.left, layer), self._run(node.comparators[0], layer)
             value = int(_OPERATORS[type(node.ops[0])](left, right))
-        elif isinstance(node, ast.Call):
-            value = self._function(node, layer)
         else:
-            value = self._integer(_name(node), layer)
+            value = self._function(node, layer) if isinstance(node, ast.Call) else self._integer(_name(node), layer)
         if not -_LIMIT < value < _LIMIT:
             raise _NoValueError("a value beyond 64 bits")
         return value

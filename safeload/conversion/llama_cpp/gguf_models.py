@@ -66,9 +66,7 @@ def source_of(config: Mapping[str, Any] | None) -> str | None:
     if isinstance(listed, list) and listed:
         return listed[0] if isinstance(listed[0], str) else str(listed[0])[:100]
     model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        return None
-    return _class_of(model_type) or f"model_type {show(model_type)}"
+    return (_class_of(model_type) or f"model_type {show(model_type)}") if isinstance(model_type, str) else None
 
 
 def _class_of(model_type: object) -> str | None:
